@@ -1,0 +1,227 @@
+"""From a configuration to a running engine: model, weights, KV pool, compiled step, scheduler, driver."""
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fengine.batching import RowTables
+from fengine.config import EngineConfig, Hardware, LoadFormat, resolve
+from fengine.driver import Driver
+from fengine.errors import ConfigError, OutOfMemoryError
+from fengine.host.pages import PagePool
+from fengine.host.prefix_cache import PrefixCache
+from fengine.host.scheduler import Scheduler
+from fengine.hub import resolve_model
+from fengine.loader import load_params, read_config, read_generation_config, spec_from_config
+from fengine.ops.compiler import private_cache_dir
+from fengine.runner import CpuRunner, CudaRunner
+from fengine.spec import ModelSpec
+from fengine.state import KVState, Params, init_kv
+from fengine.step import make_step
+from fengine.tokenizer import Tokenizer
+
+CPU_POOL_BYTES = 512 << 20  # the default KV pool on a CPU
+CUDA_STATIC_FRACTION = 0.88  # default share of device memory for weights and KV pool
+
+
+@dataclass
+class Parts:
+    """Everything that makes up one engine. Built once; `close` ends it."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    context_length: int
+    pool_tokens: int
+    eos_ids: frozenset[int]
+    driver: Driver
+    model_dir: Path
+    start_seconds: float
+    compile_seconds: float
+    compiles_at_start: int
+    closed: bool = field(default=False)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.driver.close()
+            release = getattr(self.driver, "release", None)
+            if release is not None:
+                release()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and gauges of this moment, as plain numbers."""
+        counters = self.driver.scheduler.counters()
+        return {
+            "running": counters["running"],
+            "waiting": counters["waiting"],
+            "finished": counters["finished"],
+            "pages_total": counters["pages"],
+            "pages_used": counters["used_pages"],
+            "pages_cached": counters["cached_pages"],
+            "preemptions": counters["preemptions"],
+            "computed_tokens": counters["computed_tokens"],
+            "cached_tokens": counters["hit_tokens"],
+            "output_tokens": self.driver.output_tokens,
+            "steps": self.driver.steps,
+            "compiles": compile_count() - self.compiles_at_start,
+            "compile_seconds": self.compile_seconds,
+            "start_seconds": self.start_seconds,
+        }
+
+
+def compile_count() -> int:
+    """How many graphs torch.compile has made in this process so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def detect_hardware() -> Hardware:
+    return Hardware(device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def build(config: EngineConfig) -> Parts:
+    """Loads, compiles, warms up and starts. Errors: ConfigError, ModelLoadError and kinds, OutOfMemoryError."""
+    started = time.perf_counter()
+    compiles = compile_count()
+    config = resolve(config, detect_hardware())
+    device_of(config)  # refused before anything is read
+    use_private_caches()
+    dummy = config.model.load_format is LoadFormat.dummy
+    model_dir = resolve_model(config.model.path, config.model.revision, weights=not dummy)
+    hf_config = read_config(model_dir)
+    spec = spec_from_config(hf_config)
+    context = context_length(config, spec)
+    tokenizer = None
+    if not config.model.skip_tokenizer_init:
+        tokenizer_path = config.model.tokenizer_path
+        tokenizer = Tokenizer.from_directory(resolve_model(tokenizer_path, weights=False) if tokenizer_path else model_dir)
+    generation = read_generation_config(model_dir)
+    eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
+    params = load_params(
+        model_dir,
+        spec,
+        dtype=config.model.dtype,
+        device=device_of(config),
+        context_length=context,
+        load_format=config.model.load_format,
+    )
+    return assemble(
+        config, spec, params, tokenizer, context, eos_ids, model_dir, started=started, compiles_at_start=compiles
+    )
+
+
+def assemble(
+    config: EngineConfig, spec: ModelSpec, params: Params, tokenizer: Tokenizer | None, context: int,
+    eos_ids: frozenset[int], model_dir: Path, *, started: float, compiles_at_start: int,
+) -> Parts:  # fmt: skip
+    """The running engine over loaded weights."""
+    page_size = config.cache.page_size or 16
+    rows, tokens = config.scheduler.max_running_requests or 1, config.scheduler.max_step_tokens or 1
+    width = -(-context // page_size)
+    kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(params)
+    pages = pool_pages(config, spec, kv_dtype, rows, context)
+    kv = init_kv(spec, pages, page_size, kv_dtype, device_of(config))
+    step = make_step(spec, compiled=config.compile.enabled)
+    runner: CpuRunner | CudaRunner
+    if device_of(config) == "cpu":
+        runner = CpuRunner(step, params, rows)
+    else:
+        runner = CudaRunner(
+            step, params, rows=rows, tokens=tokens, width=width, graphs=config.compile.cuda_graph,
+            device=device_of(config),
+        )  # fmt: skip
+    before = time.perf_counter()
+    kv: KVState = runner.warm_up(kv, page_size)
+    compile_seconds = time.perf_counter() - before
+    pool = PagePool(pages)
+    cache = PrefixCache(pool, page_size) if config.cache.prefix_cache else None
+    scheduler = Scheduler(
+        pool,
+        cache,
+        page_size=page_size,
+        max_running_requests=rows,
+        max_step_tokens=tokens,
+        policy=config.scheduler.policy,
+    )
+    driver = Driver(scheduler, RowTables(rows, width, page_size), runner, kv, overlap=bool(config.scheduler.overlap))
+    return Parts(
+        config=config,
+        spec=spec,
+        tokenizer=tokenizer,
+        context_length=context,
+        pool_tokens=(pages - 1) * page_size,
+        eos_ids=eos_ids,
+        driver=driver,
+        model_dir=model_dir,
+        start_seconds=time.perf_counter() - started,
+        compile_seconds=compile_seconds,
+        compiles_at_start=compiles_at_start,
+    )
+
+
+def device_of(config: EngineConfig) -> str:
+    device = config.model.device or "cpu"
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {device!r} but torch sees no CUDA device; use device=cpu")
+    if device.partition(":")[2] and not device.partition(":")[2].isdigit():
+        raise ConfigError(f"model.device must be cpu, cuda or cuda:N, got {device!r}")
+    if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device is {device!r} but torch sees {torch.cuda.device_count()} CUDA device(s)")
+    return device
+
+
+def activation_dtype(params: Params) -> torch.dtype:
+    """Activations, and on CUDA the KV pages, have the dtype of the norm weights."""
+    return params["final_norm_D"].dtype
+
+
+def context_length(config: EngineConfig, spec: ModelSpec) -> int:
+    """The context in force. Errors: ConfigError if more is asked than the checkpoint was made for."""
+    asked = config.model.context_length
+    if asked is None:
+        return spec.max_position
+    if asked > spec.max_position:
+        raise ConfigError(
+            f"model.context_length is {asked} but the checkpoint was made for {spec.max_position} positions; lower it"
+        )
+    return asked
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, rows: int, context: int) -> int:
+    """Pages of the pool, the null page included. Errors: OutOfMemoryError naming the knobs."""
+    page_size = config.cache.page_size or 16
+    most = rows * (-(-context // page_size))  # more could never be used at once
+    asked = config.cache.max_total_tokens
+    if asked is not None:
+        return asked // page_size + 1
+    per_page = kv_bytes_per_token(spec, dtype) * page_size
+    if device_of(config) == "cpu":
+        fit = CPU_POOL_BYTES // per_page
+    else:
+        free, total = torch.cuda.mem_get_info(device_of(config))
+        fraction = config.cache.mem_fraction_static or CUDA_STATIC_FRACTION
+        fit = int(free - (1 - fraction) * total) // per_page
+    if fit < 1:
+        raise OutOfMemoryError(
+            f"no memory is left for the KV pool: one page of {page_size} tokens needs {per_page / 2**20:.1f} MiB. Raise "
+            "cache.mem_fraction_static, set cache.max_total_tokens, or use a smaller model or dtype."
+        )
+    return min(fit, most) + 1
+
+
+def use_private_caches() -> None:
+    """Keeps torch's and Triton's compiled code in a directory that only this user can write. Modifies: os.environ,
+    where these libraries look; a value that the user has set stays."""
+    root = private_cache_dir()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(root / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(root / "triton"))

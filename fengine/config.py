@@ -1,0 +1,149 @@
+"""Frozen dataclasses that are the schema of every configuration, and `resolve`, which decides what "auto" means.
+
+YAML files under `conf/` only select values. `Engine(...)` builds the same dataclasses without Hydra. No torch here.
+None means "auto" everywhere; `resolve` replaces it before anything is loaded.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from fengine.errors import ConfigError
+
+
+class LoadFormat(Enum):
+    auto = "auto"
+    safetensors = "safetensors"
+    dummy = "dummy"
+
+
+class Dtype(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Policy(Enum):
+    fcfs = "fcfs"
+    lpm = "lpm"
+
+
+class Numerics(Enum):
+    exact = "exact"
+    fast = "fast"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """`path` is "box" (the model in the package), a directory, or a hub id."""
+
+    path: str = "box"
+    tokenizer_path: str | None = None
+    revision: str | None = None
+    load_format: LoadFormat = LoadFormat.auto
+    dtype: Dtype = Dtype.auto
+    device: str | None = None
+    context_length: int | None = None
+    skip_tokenizer_init: bool = False
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV pool: `max_total_tokens` slots in pages of `page_size`."""
+
+    page_size: int | None = None
+    max_total_tokens: int | None = None
+    mem_fraction_static: float | None = None
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size)."""
+
+    max_running_requests: int | None = None
+    max_step_tokens: int | None = None
+    policy: Policy = Policy.fcfs
+    overlap: bool | None = None
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """`enabled` runs torch.compile over the step; `cuda_graph` captures it per bucket on CUDA."""
+
+    enabled: bool = True
+    cuda_graph: bool = True
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All that an engine is built from. Two equal configs may share one engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    numerics: Numerics = Numerics.exact
+    random_seed: int = 0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What `resolve` may know about the machine."""
+
+    device: str  # "cpu" or "cuda"
+
+
+def check(config: EngineConfig) -> list[str]:
+    """Every problem that can be seen without loading anything, one line each."""
+    problems: list[str] = []
+
+    def positive(name: str, value: int | None) -> None:
+        if value is not None and value < 1:
+            problems.append(f"{name} must be at least 1, got {value}")
+
+    cache, scheduler = config.cache, config.scheduler
+    positive("cache.page_size", cache.page_size)
+    positive("cache.max_total_tokens", cache.max_total_tokens)
+    positive("scheduler.max_running_requests", scheduler.max_running_requests)
+    positive("scheduler.max_step_tokens", scheduler.max_step_tokens)
+    positive("model.context_length", config.model.context_length)
+    fraction = cache.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")
+    if cache.page_size and cache.max_total_tokens and cache.page_size > cache.max_total_tokens:
+        problems.append(
+            f"cache.page_size ({cache.page_size}) is larger than cache.max_total_tokens ({cache.max_total_tokens}): "
+            "the pool would hold no page"
+        )
+    if scheduler.max_step_tokens and scheduler.max_running_requests:
+        if scheduler.max_step_tokens < scheduler.max_running_requests:
+            problems.append(
+                f"scheduler.max_step_tokens ({scheduler.max_step_tokens}) is smaller than scheduler.max_running_requests "
+                f"({scheduler.max_running_requests}): a step of decoding rows would not fit; raise the first or lower the second"
+            )
+    return problems
+
+
+def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
+    """Replaces every "auto" that does not depend on the checkpoint. Pure. Errors: ConfigError with all problems."""
+    problems = check(config)
+    if problems:
+        raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
+    gpu = hardware.device == "cuda"
+    cache, scheduler = config.cache, config.scheduler
+    rows = scheduler.max_running_requests or (512 if gpu else 64)
+    tokens = scheduler.max_step_tokens or max(rows, 8192 if gpu else 512)
+    if scheduler.max_running_requests is None:
+        rows = min(rows, tokens)
+    return replace(
+        config,
+        model=replace(config.model, device=config.model.device or hardware.device),
+        cache=replace(cache, page_size=cache.page_size or 16),
+        scheduler=replace(
+            scheduler,
+            max_running_requests=rows,
+            max_step_tokens=tokens,
+            overlap=gpu if scheduler.overlap is None else scheduler.overlap,
+        ),
+    )

@@ -1,0 +1,98 @@
+"""Every error that fengine raises on purpose. Plain Python, imports nothing.
+
+A message names the parameter, the value it had, the limit, and what to do about it. Errors about a call are raised in
+the caller's thread before any work is queued, so nothing is lost and no other request is touched.
+"""
+
+
+class FengineError(Exception):
+    """Root of all typed errors."""
+
+
+# -- what a caller passed ---------------------------------------------------------------------------------------------
+
+
+class InvalidRequestError(FengineError, ValueError):
+    """A prompt, sampling parameter or call argument is outside its documented range."""
+
+
+class UnknownParameterError(InvalidRequestError, TypeError):
+    """A parameter name is not known; the message suggests the nearest known name."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or the prompt plus the requested new tokens, exceeds the model's context length."""
+
+
+class CapacityError(InvalidRequestError):
+    """The request could never fit into the page pool, however long it waited."""
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The chat template failed, refused the messages, or ran past its limits."""
+
+
+class UnsupportedFeatureError(FengineError, NotImplementedError, ValueError):
+    """The feature is known but not built; the message names it."""
+
+
+class InputFileError(FengineError, ValueError):
+    """A prompt file or one of its lines cannot be used."""
+
+
+class ConfigError(FengineError, ValueError):
+    """Configuration that is unknown, of the wrong type, or contradictory. Lists every problem, one a line."""
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class ModelLoadError(FengineError):
+    """The model directory or hub repository cannot be used."""
+
+
+class CorruptCheckpointError(ModelLoadError):
+    """A checkpoint file contradicts itself, its index, or the model's config."""
+
+
+class UnsupportedArchitectureError(ModelLoadError):
+    """The architecture, or a feature of its config, is not implemented; lists what is."""
+
+
+class UnsupportedFormatError(ModelLoadError):
+    """Weights are in a format that is never opened (pickle-based or quantized)."""
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+class StaleStateError(FengineError, RuntimeError):
+    """A KV state was used after it had been given away."""
+
+
+class NumericsError(FengineError, ArithmeticError):
+    """A row produced non-finite logits, or a configuration is outside what `numerics=exact` has been proved for."""
+
+
+class OutOfMemoryError(FengineError, MemoryError):
+    """Device memory does not suffice; the message names the knobs."""
+
+
+class InvariantError(FengineError, AssertionError):
+    """The engine's own books do not balance: a bug in fengine. The engine stops rather than go on with wrong output."""
+
+
+class EngineClosedError(FengineError, RuntimeError):
+    """The engine was shut down before or during the call."""
+
+
+class EngineDeadError(FengineError, RuntimeError):
+    """The engine's loop failed; the cause is chained. Every waiting call gets this error."""
+
+
+class StorageError(FengineError, OSError):
+    """An output path cannot be written."""
+
+
+class CacheSecurityError(FengineError, PermissionError):
+    """A cache directory belongs to somebody else or is writable by others, so code in it cannot be trusted."""

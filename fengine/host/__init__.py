@@ -1,0 +1,1 @@
+"""The host column: pages, prefix cache and scheduler. Plain Python, never torch."""

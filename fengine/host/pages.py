@@ -1,0 +1,136 @@
+"""`PagePool`: which pages of the KV state are free, and how many holders every other page has. No torch.
+
+    page 0            null page, target of padding writes; never handed out
+    pages 1 .. n-1    each is free (0 holders) or has holders: running requests, and at most once the prefix cache
+
+A page whose only holder is the prefix cache is *idle*: it can be evicted at any time. So for every page
+`free + idle + held by a request = num_pages - 1`, and what can be had without preempting is `num_free + num_idle`.
+
+Pages may be released while a step that uses them is still in flight: whoever gets them next can only be in a later
+step, and steps run on the device in the order in which they were planned.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from fengine.errors import ConfigError, InvariantError
+
+
+class PagePool:
+    """Reference-counted page ids. Modifies: only itself. Deterministic: the same calls hand out the same pages."""
+
+    __slots__ = ("num_pages", "num_idle", "_free", "_holders", "_kept")
+
+    def __init__(self, num_pages: int) -> None:
+        """`num_pages` counts the null page, as `KVState.num_pages` does. Errors: ConfigError below 2."""
+        if num_pages < 2:
+            raise ConfigError(f"num_pages must be at least 2 (the null page and one to use), got {num_pages}")
+        self.num_pages = num_pages
+        self.num_idle = 0
+        self._free = list(range(num_pages - 1, 0, -1))  # a stack: the page freed last is handed out first
+        self._holders = [0] * num_pages
+        self._kept = bytearray(num_pages)  # 1 where the prefix cache is a holder
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can ever be handed out."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Free pages plus those that the prefix cache would give up."""
+        return len(self._free) + self.num_idle
+
+    def num_holders(self, page: int) -> int:
+        return self._holders[page]
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` free pages with the caller as their one holder. None, and nothing changed, if too few are free."""
+        free = self._free
+        if count > len(free):
+            return None
+        if count == 0:
+            return []
+        pages = free[: -count - 1 : -1]
+        del free[-count:]
+        holders = self._holders
+        for page in pages:
+            holders[page] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more holder for each page. Errors: InvariantError for a page that is free."""
+        holders, kept = self._holders, self._kept
+        for page in pages:
+            before = holders[page]
+            if before == 0:
+                raise InvariantError(f"page {page} was retained while it was free")
+            holders[page] = before + 1
+            if before == 1 and kept[page]:
+                self.num_idle -= 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One holder less for each page; a page without holders is free. Errors: InvariantError on a double free."""
+        holders, kept, free = self._holders, self._kept, self._free
+        for page in pages:
+            left = holders[page] - 1
+            if left > 1:
+                holders[page] = left
+            elif left < kept[page]:
+                raise InvariantError(f"page {page} was released by somebody who does not hold it")
+            elif left == 0:
+                holders[page] = 0
+                free.append(page)
+            else:
+                holders[page] = 1
+                self.num_idle += kept[page]
+
+    def keep(self, page: int) -> None:
+        """The prefix cache becomes a holder of a page that a request holds. Errors: InvariantError otherwise."""
+        if self._kept[page] or self._holders[page] == 0:
+            raise InvariantError(f"page {page} cannot be cached: it is free, or cached already")
+        self._kept[page] = 1
+        self._holders[page] += 1
+
+    def unkeep(self, page: int) -> None:
+        """The prefix cache gives the page up. Errors: InvariantError if it does not hold it."""
+        if not self._kept[page]:
+            raise InvariantError(f"page {page} was given up by the prefix cache, which does not hold it")
+        self._kept[page] = 0
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            self.num_idle -= 1
+            self._free.append(page)
+
+    def check(self, holders: Iterable[Sequence[int]], cached: Iterable[int] = ()) -> None:
+        """Page identity: `holders` are the page lists of all requests, `cached` the pages of the prefix cache.
+
+        Every page's count must be the number of its holders, the free list exactly the pages without one, and the idle
+        count exactly the pages that the cache alone holds. Errors: InvariantError with every page that is off.
+        """
+        cached_count = Counter(cached)
+        count = Counter(page for pages in holders for page in pages)
+        for pages in holders:
+            if len(set(pages)) != len(pages):
+                raise InvariantError(f"a request holds a page twice: {pages}")
+        count.update(cached_count)
+        free = Counter(self._free)
+        wrong: list[str] = []
+        for page in range(self.num_pages):
+            seen, kept = count[page], cached_count[page]
+            counted, flag = self._holders[page], self._kept[page]
+            if counted != seen or flag != kept:
+                wrong.append(f"page {page}: counted {counted} holders (cached {flag}), has {seen} ({kept})")
+            if free[page] != (seen == 0 and page != 0):
+                wrong.append(f"page {page}: {free[page]} times in the free list with {seen} holders")
+        idle = sum(count[page] == 1 for page in cached_count)
+        if idle != self.num_idle:
+            wrong.append(f"idle pages: counted {self.num_idle}, are {idle}")
+        if count[0] or set(count) - set(range(self.num_pages)):
+            wrong.append("the null page, or a page that does not exist, has a holder")
+        if wrong:
+            raise InvariantError("page accounting is broken (a bug in fengine):\n  " + "\n  ".join(wrong))

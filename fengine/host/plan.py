@@ -1,0 +1,33 @@
+"""`Plan`: what one step computes, as plain parallel lists. No torch."""
+
+from dataclasses import dataclass, field
+
+from fengine.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """Row i of the step is tokens starts[i] : starts[i] + counts[i] of requests[i].
+
+    `samples[i]`: the chunk reaches the row's last token, so a token is drawn. A token at index `len(token_ids)` is the
+    one that the row drew in the step before. `new_pages` has (request, first) for each request whose page table grew:
+    `request.pages[first:]` is new, and first == 0 means newly admitted, prefix hits included.
+    """
+
+    step: int  # counts from 0
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    new_pages: list[tuple[Request, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def take_out(self, request: Request) -> None:
+        """Takes a decoding row out, if it is in, and sets the request back; its pages stay with it."""
+        if request not in self.requests:
+            return
+        i = self.requests.index(request)
+        request.num_computed = self.starts[i]
+        request.num_pending -= 1
+        del self.requests[i], self.starts[i], self.counts[i], self.samples[i]
+        self.new_pages = [entry for entry in self.new_pages if entry[0] is not request]

@@ -1,0 +1,127 @@
+"""`Rows`: the requests that run, with their row slots and pages. No torch.
+
+    prompting   known tokens are still to be computed: the prompt, or after a preemption everything
+    decoding    one token is to be computed, the one drawn last (which may still be pending)
+    draining    everything asked for is planned; ends at the next update
+
+The first two are in order of arrival. A row has exactly the pages for its `num_computed` tokens, no more: so a decoding
+row needs a page when `num_computed % page_size == 0`.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from fengine.errors import InvariantError
+from fengine.host.pages import PagePool
+from fengine.host.prefix_cache import PrefixCache
+from fengine.request import Request, Status
+
+_arrival = attrgetter("arrival")
+
+
+class Rows:
+    """Modifies: itself, its requests, `pool` and `cache`."""
+
+    __slots__ = ("pool", "cache", "page_size", "capacity", "prompting", "decoding", "draining", "_free")
+
+    def __init__(self, pool: PagePool, cache: PrefixCache | None, page_size: int, capacity: int) -> None:
+        self.pool, self.cache, self.page_size, self.capacity = pool, cache, page_size, capacity
+        self.prompting: list[Request] = []
+        self.decoding: list[Request] = []
+        self.draining: dict[str, Request] = {}
+        self._free = list(range(capacity))  # a heap: the lowest free row slot is given out
+
+    @property
+    def num_running(self) -> int:
+        return self.capacity - len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def reserve(self) -> int:
+        """Pages that a newcomer must leave: what admitted prompts will still take, and one for each running row."""
+        due = sum(self.pages_for(len(request.token_ids)) - len(request.pages) for request in self.prompting)
+        return self.num_running + due
+
+    def enter(self, request: Request, pages: list[int]) -> None:
+        """Gives a waiting request a row slot and the pages of its prefix hit, which it holds already."""
+        request.status, request.row = Status.RUNNING, heappop(self._free)
+        request.pages, request.num_computed = pages, len(pages) * self.page_size
+        insort(self.prompting, request, key=_arrival)
+
+    def grow(self, request: Request, tokens: int) -> None:
+        """Pages for `tokens` in all, which must be available; evicts cached ones where free ones are missing."""
+        count = self.pages_for(tokens) - len(request.pages)
+        short = count - self.pool.num_free
+        if short > 0 and self.cache is not None:
+            self.cache.evict(short)
+        pages = self.pool.allocate(count)
+        if pages is None:
+            raise InvariantError(f"{count} pages were promised, but {self.pool.num_free} are free after eviction")
+        request.pages += pages
+
+    def move(self, request: Request) -> None:
+        """Puts a request that has planned its last known token where it belongs: decoding, or draining."""
+        if draws_last(request):
+            self._take_out(request)
+            self.draining[request.rid] = request
+        elif _remove(self.prompting, request):
+            insort(self.decoding, request, key=_arrival)
+
+    def latest(self) -> Request:
+        """The latest arrival among the rows that still need pages."""
+        return max((rows[-1] for rows in (self.prompting, self.decoding) if rows), key=_arrival)
+
+    def leave(self, request: Request, cached: bool) -> None:
+        """Gives row slot and pages back. With `cached` the full pages of known tokens go to the prefix cache first."""
+        if self.cache is not None and cached:
+            full = min(request.num_computed, len(request.token_ids)) // self.page_size
+            self.cache.insert(request.token_ids, request.pages[:full], leaving=True)
+        self.pool.release(request.pages)
+        if request.row is not None:
+            heappush(self._free, request.row)
+        self._take_out(request)
+        request.row, request.pages, request.num_computed = None, [], 0
+
+    def _take_out(self, request: Request) -> None:
+        if self.draining.pop(request.rid, None) is None and not _remove(self.decoding, request):
+            _remove(self.prompting, request)
+
+    def check(self, waiting: Iterable[Request]) -> None:
+        """Page identity over running requests, cache and pool; row slots; lists. Errors: InvariantError."""
+        running = self.prompting + self.decoding + list(self.draining.values())
+        slots = [request.row for request in running if request.row is not None] + self._free
+        if sorted(slots) != list(range(self.capacity)) or len({r.rid for r in running}) != self.num_running:
+            raise InvariantError(f"row slots are taken twice or lost: {slots}")
+        for ordered in (self.prompting, self.decoding):
+            if any(a.arrival >= b.arrival for a, b in zip(ordered, ordered[1:], strict=False)):
+                raise InvariantError("running requests are out of order")
+        for request in running:
+            if len(request.pages) != self.pages_for(request.num_computed) or request.status is not Status.RUNNING:
+                raise InvariantError(f"request {request.rid!r}: {request.num_computed} tokens in pages {request.pages}")
+        for request in waiting:
+            if request.row is not None or request.pages or request.num_computed or request.status is not Status.WAITING:
+                raise InvariantError(f"request {request.rid!r} waits, with row {request.row}, pages {request.pages}")
+        self.pool.check([request.pages for request in running], () if self.cache is None else self.cache.pages())
+        if self.cache is not None:
+            self.cache.check()
+
+
+def draws_last(request: Request) -> bool:
+    """Whether the token drawn after `num_computed` tokens is the last that was asked for."""
+    return request.num_computed + 1 >= request.prompt_len + request.max_new_tokens
+
+
+def _remove(ordered: list[Request], request: Request) -> bool:
+    """Removes a request from a list in order of arrival. False if it is not there."""
+    i = bisect_left(ordered, request.arrival, key=_arrival)
+    if i == len(ordered) or ordered[i] is not request:
+        return False
+    del ordered[i]
+    return True

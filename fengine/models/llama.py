@@ -1,0 +1,136 @@
+"""Llama (1 to 3.x), and the decoder body that Qwen2 and Qwen3 share: what differs is in the spec and the parameters.
+
+    hidden = embed[token]
+    per layer:  hidden += attention(rms_norm(hidden));  hidden += down(silu(gate) * up) of rms_norm(hidden)
+    logits = unembed(rms_norm(hidden))
+
+Norm weights and biases carry the activations' dtype (float32 on the CPU, the model's on CUDA); matrices keep theirs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.ops import attention, linear, rms_norm, rope, silu_mul
+from fengine.spec import Config, ModelSpec, bias_flag, decoder_spec
+from fengine.state import KVState, Params, StepBatch
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `spec.decoder_spec`."""
+    bias = bias_flag(config, "attention_bias")
+    return decoder_spec(config, ARCHITECTURE, qkv_bias=bias, o_bias=bias, mlp_bias=bias_flag(config, "mlp_bias"))
+
+
+def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
+    """One step over T tokens: the new KV state and hidden_TD after the final norm, in the activations' dtype.
+
+    Modifies: the storage of `kv` (slots batch.slot_T), which is dead after the call.
+    """
+    layers = params["layers"]
+    norms = [layer["attn_norm_D"] for layer in layers[1:]] + [params["final_norm_D"]]
+    residual_TD = linear.rows(params["embed"], batch.token_T).to(params["final_norm_D"].dtype)
+    normed_TD = rms_norm.rms_norm(residual_TD, layers[0]["attn_norm_D"], spec.rms_eps)
+    k_layers, v_layers = [], []
+    for layer, next_norm_D, k_PSGK, v_PSGK in zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True):
+        delta_TD, k_PSGK, v_PSGK = _attend(layer, spec, params["rope_MK"], k_PSGK, v_PSGK, batch, normed_TD)
+        normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, layer["mlp_norm_D"], spec.rms_eps)
+        delta_TD = _mlp(layer, spec, normed_TD)
+        normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, next_norm_D, spec.rms_eps)
+        k_layers.append(k_PSGK)
+        v_layers.append(v_PSGK)
+    return KVState(tuple(k_layers), tuple(v_layers)), normed_TD
+
+
+def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:
+    """logits_RV in float32. Pure."""
+    return linear.linear(hidden_RD, params["unembed"], spec.vocab_size, out_dtype=torch.float32)
+
+
+def _attend(
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch, x_TD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of one layer: its residual delta_TD and the written pages.
+
+    Attention reads the pages that `rope_kv_write` returned: read the old names, and the compiler must copy every page.
+    """
+    heads, kv_heads, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    qkv_TC = linear.linear(x_TD, layer["wqkv"], (heads + 2 * kv_heads) * width, layer.get("bqkv_C"))
+    q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(
+        qkv_TC,
+        rope_MK,
+        batch.pos_T,
+        batch.slot_T,
+        k_PSGK,
+        v_PSGK,
+        heads,
+        layer.get("q_norm_K"),
+        layer.get("k_norm_K"),
+        spec.rms_eps,
+    )
+    out_THK = attention.attention(
+        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, width**-0.5
+    )
+    return linear.linear(out_THK.flatten(1), layer["wo"], spec.hidden_size, layer.get("bo_D")), k_PSGK, v_PSGK
+
+
+def _mlp(layer: Params, spec: ModelSpec, x_TD: Tensor) -> Tensor:
+    gate_up_T2F = linear.linear(x_TD, layer["wgate_up"], 2 * spec.mlp_size, layer.get("bgate_up_2F"))
+    return linear.linear(silu_mul.silu_mul(gate_up_T2F), layer["wdown"], spec.hidden_size, layer.get("bdown_D"))
+
+
+class Source(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Weight(NamedTuple):
+    """A leaf of Params and the checkpoint tensors it is joined from, along dimension 0. Matrices are packed."""
+
+    path: tuple[str | int, ...]  # ("layers", 3, "wqkv")
+    sources: tuple[Source, ...]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Every leaf of Params but "rope_MK", in the order of the forward pass. Tied, "unembed" is "embed" itself. Pure."""
+    top = [
+        Weight(("embed",), (Source("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)),)),
+        Weight(("final_norm_D",), (Source("model.norm.weight", (spec.hidden_size,)),)),
+    ]
+    if not spec.tie_embeddings:
+        top.append(Weight(("unembed",), (Source("lm_head.weight", (spec.vocab_size, spec.hidden_size)),)))
+    return top[:1] + [weight for index in range(spec.num_layers) for weight in _layer_weights(spec, index)] + top[1:]
+
+
+def _layer_weights(spec: ModelSpec, index: int) -> list[Weight]:
+    width, hidden, mlp = spec.head_dim, spec.hidden_size, spec.mlp_size
+    q, kv = spec.num_heads * width, spec.num_kv_heads * width
+    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
+    gate_up = [("mlp.gate_proj", mlp), ("mlp.up_proj", mlp)]
+    out, down = [("self_attn.o_proj", hidden)], [("mlp.down_proj", hidden)]
+
+    def weight(key: str, parts: list[tuple[str, int]], columns: int | None, kind: str = "weight") -> Weight:
+        shapes = [(name, (rows,) if columns is None else (rows, columns)) for name, rows in parts]
+        sources = tuple(Source(f"model.layers.{index}.{name}.{kind}", shape) for name, shape in shapes)
+        return Weight(("layers", index, key), sources)
+
+    table = [
+        (True, weight("attn_norm_D", [("input_layernorm", hidden)], None)),
+        (True, weight("wqkv", qkv, hidden)),
+        (spec.qkv_bias, weight("bqkv_C", qkv, None, "bias")),
+        (spec.qk_norm, weight("q_norm_K", [("self_attn.q_norm", width)], None)),
+        (spec.qk_norm, weight("k_norm_K", [("self_attn.k_norm", width)], None)),
+        (True, weight("wo", out, q)),
+        (spec.o_bias, weight("bo_D", out, None, "bias")),
+        (True, weight("mlp_norm_D", [("post_attention_layernorm", hidden)], None)),
+        (True, weight("wgate_up", gate_up, hidden)),
+        (spec.mlp_bias, weight("bgate_up_2F", gate_up, None, "bias")),
+        (True, weight("wdown", down, mlp)),
+        (spec.mlp_bias, weight("bdown_D", down, None, "bias")),
+    ]
+    return [entry for present, entry in table if present]

@@ -1,0 +1,126 @@
+"""Builds the C kernels at first use and keeps them in a directory that only the user can write.
+
+A built library is a file `<name>-<key>-<digest>.so`: `key` covers sources, flags, compiler version and CPU; `digest` is the
+SHA-256 of the file itself, so a truncated or altered file is found before it is loaded, and is built again. Files appear
+by one atomic rename: any number of processes may build at once.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+from fengine.errors import CacheSecurityError, ConfigError
+
+# No -ffast-math: every sum has a fixed order. No contraction: the sources ask for FMA by name.
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+COMPILE_SECONDS = 120
+
+
+def private_cache_dir() -> Path:
+    """The directory `fengine` under XDG_CACHE_HOME (default ~/.cache), created with mode 0700 if missing.
+
+    Errors: CacheSecurityError if it belongs to another user or others can write to it; ConfigError if it cannot be made.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    path = (base if base.is_absolute() else Path.home() / ".cache") / "fengine"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot create the cache directory {path}: {error}; set XDG_CACHE_HOME") from error
+    if info.st_uid != os.getuid():
+        raise CacheSecurityError(f"cache directory {path} belongs to uid {info.st_uid}, not to you; set XDG_CACHE_HOME")
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CacheSecurityError(f"cache directory {path} is writable by others; run: chmod 700 {shlex.quote(str(path))}")
+    return path
+
+
+def find_compiler() -> list[str]:
+    """The C compiler as a command: $CC, else cc, gcc or clang. Errors: ConfigError if there is none."""
+    wanted = shlex.split(os.environ.get("CC", ""))
+    if wanted and shutil.which(wanted[0]):
+        return wanted
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    remedy = "xcode-select --install" if platform.system() == "Darwin" else "apt install gcc"
+    raise ConfigError(f"running on the CPU needs a C compiler, and none of $CC, cc, gcc, clang was found; {remedy}")
+
+
+def build(name: str, sources: list[Path], headers: list[Path]) -> Path:
+    """The shared library made from `sources`, from the cache or newly compiled for this very CPU.
+
+    Errors: ConfigError without a working compiler, CacheSecurityError for an unsafe cache directory.
+    """
+    compiler = find_compiler()
+    cache = private_cache_dir()
+    key = _key(compiler, [*sources, *headers])
+    for candidate in sorted(cache.glob(f"{name}-{key}-*.so")):
+        if candidate.name == f"{name}-{key}-{_digest(candidate)}.so":
+            return candidate
+        candidate.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
+        output = Path(folder) / "library.so"
+        _compile(compiler, sources, output)
+        path = cache / f"{name}-{key}-{_digest(output)}.so"
+        output.replace(path)
+    return path
+
+
+def load(name: str, sources: list[Path], headers: list[Path], loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """Builds and loads. Errors: those of `build`; ConfigError if the system refuses to load the library."""
+    path = build(name, sources, headers)
+    try:
+        return loader(str(path))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise ConfigError(
+            f"cannot load the compiled kernels: {error}; if {path.parent} is mounted noexec, set XDG_CACHE_HOME"
+        ) from error
+
+
+def _compile(compiler: list[str], sources: list[Path], output: Path) -> None:
+    arm = platform.machine() in ("arm64", "aarch64")
+    undefined = ("-Wl,-undefined,dynamic_lookup",) if platform.system() == "Darwin" else ()
+    command = [*compiler, *FLAGS, "-mcpu=native" if arm else "-march=native", *undefined, "-o", str(output)]
+    command += [*map(str, sources), "-lm"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"the C compiler {shlex.join(compiler)} does not run: {error}; set CC to one that does") from error
+    if done.returncode:
+        raise ConfigError(f"the C compiler failed; set CC to another one\n  {shlex.join(command)}\n{done.stderr[-2000:]}")
+
+
+def _key(compiler: list[str], files: list[Path]) -> str:
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"the C compiler {shlex.join(compiler)} does not run: {error}; set CC to one that does") from error
+    parts = [*compiler, version, *FLAGS, platform.machine(), _cpu()]
+    whole = "\0".join(parts).encode() + b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(whole).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """Model and features of the first CPU: a home directory may be shared by unlike machines."""
+    try:
+        text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    facts = ("model", "flags", "Features", "CPU")
+    return "\n".join(line for line in text.splitlines() if line.startswith(facts))
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+    except OSError:
+        return "unreadable"

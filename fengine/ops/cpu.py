@@ -1,0 +1,195 @@
+"""The ops on the CPU: C kernels through ctypes. Each function allocates its outputs; none keeps anything.
+
+Activations and KV pages are float32, integers int32 (seeds int64); weights are float32, bfloat16 or float16 and are widened
+in registers. A non-contiguous input is copied first. The kernels run on torch's own OpenMP threads, as many as
+`torch.get_num_threads()` says; their bits do not depend on it.
+
+Small calls keep the GIL (giving it away costs more than the call, and waiting for it back may cost a switch interval);
+large ones release it, so that host threads go on.
+"""
+
+import ctypes
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine.errors import UnsupportedFeatureError
+from fengine.ops import compiler
+
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / "cpu_kernels.c", FOLDER / "cpu_attention.c", FOLDER / "cpu_draw.c"]
+HEADERS = [FOLDER / "cpu_vector.h"]
+KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SHORT = 1 << 19
+"""Work (multiply-adds or elements) below which a call stays in the calling thread and keeps the GIL: some 10 µs."""
+
+_P, _I, _T, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+SIGNATURES = {
+    "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
+    "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _T],
+    "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
+    "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
+    "fengine_attention": [_P] * 7 + [_I] * 7 + [_F, _T],
+    "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
+    "fengine_philox": [_P, _I, _P, _I],
+}
+
+
+def openmp_runtime() -> str | None:
+    """Path of the OpenMP runtime that this process has loaded (torch's), None if there is none to be seen."""
+    try:
+        found = re.findall(r"\S*/lib(?:gomp|omp|iomp5)[-.\w]*", Path("/proc/self/maps").read_text())
+    except OSError:
+        found = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib"))]
+    return found[0] if found else None
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The library twice: calls that keep the GIL, and calls that release it."""
+    runtime = openmp_runtime()
+    if runtime:
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # our GOMP_parallel resolves to torch's
+    keeping = compiler.load("cpu", SOURCES, HEADERS, ctypes.PyDLL)
+    releasing = ctypes.CDLL(keeping._name)
+    for library in (keeping, releasing):
+        for name, types in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, None
+    return keeping, releasing
+
+
+def _schedule(work: int) -> tuple[Any, int]:
+    """(library, threads) for a call of this much work."""
+    keeping, releasing = _kernels()
+    return (keeping, 1) if work < SHORT else (releasing, torch.get_num_threads())
+
+
+def _plain(x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    if x.dtype != dtype:
+        raise UnsupportedFeatureError(f"{name} is {x.dtype}; on the CPU it must be {dtype}")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _weight(w: Tensor | None, name: str) -> tuple[Tensor | None, int]:
+    """(contiguous weight, kind of storage)."""
+    if w is None:
+        return None, 0
+    if w.dtype not in KIND:
+        raise UnsupportedFeatureError(f"{name} is {w.dtype}; on the CPU weights are float32, bfloat16 or float16")
+    return (w if w.is_contiguous() else w.contiguous()), KIND[w.dtype]
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """x [T, K] @ w.T + bias -> [T, n]; packed [ceil(n/32), K, 32]."""
+    x = _plain(x, "linear's x")
+    packed, kind = _weight(packed, "linear's weight")
+    bias, bias_kind = _weight(bias, "linear's bias")
+    m, k = x.shape
+    y = torch.empty((m, n), dtype=torch.float32)
+    library, threads = _schedule(m * n * k)
+    library.fengine_linear(x.data_ptr(), packed.data_ptr(), _at(bias), y.data_ptr(), m, n, k, kind, bias_kind, threads)
+    return y if out_dtype is None or out_dtype == torch.float32 else y.to(out_dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] -> weight * x / rms(x)."""
+    x = _plain(x, "rms_norm's x")
+    weight, kind = _weight(weight, "rms_norm's weight")
+    d = x.shape[-1]
+    y = torch.empty_like(x)
+    library, threads = _schedule(8 * x.numel())
+    library.fengine_rms_norm(
+        x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), None, x.numel() // max(d, 1), d, kind, eps, threads
+    )
+    return y
+
+
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(residual + delta), residual + delta)."""
+    delta, residual = _plain(delta, "add_rms_norm's delta"), _plain(residual, "add_rms_norm's residual")
+    weight, kind = _weight(weight, "add_rms_norm's weight")
+    d = delta.shape[-1]
+    y, total = torch.empty_like(delta), torch.empty_like(delta)
+    library, threads = _schedule(8 * delta.numel())
+    library.fengine_rms_norm(
+        delta.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), total.data_ptr(),
+        delta.numel() // max(d, 1), d, kind, eps, threads,
+    )  # fmt: skip
+    return y, total
+
+
+def rope_kv_write_(
+    qkv: Tensor, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor, v_pages: Tensor, num_heads: int,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """Rotated q [T, H, K]. Modifies: slots `slot` of k_pages and v_pages, which must be contiguous."""
+    qkv, rope = _plain(qkv, "rope's qkv"), _plain(rope, "rope's table")
+    pos, slot = _plain(pos, "rope's pos", torch.int32), _plain(slot, "rope's slot", torch.int32)
+    if k_pages.dtype != torch.float32 or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+        raise UnsupportedFeatureError(f"KV pages are {k_pages.dtype}; on the CPU they must be contiguous float32")
+    q_norm, kind = _weight(q_norm, "q_norm")
+    k_norm, _ = _weight(k_norm, "k_norm")
+    tokens, groups, width = qkv.shape[0], k_pages.shape[2], k_pages.shape[3]
+    q = torch.empty((tokens, num_heads, width), dtype=torch.float32)
+    library, threads = _schedule(8 * qkv.numel())
+    library.fengine_rope_kv_write(
+        qkv.data_ptr(), rope.data_ptr(), pos.data_ptr(), slot.data_ptr(), q.data_ptr(), k_pages.data_ptr(),
+        v_pages.data_ptr(), _at(q_norm), _at(k_norm), tokens, num_heads, groups, width, kind, eps, threads,
+    )  # fmt: skip
+    return q
+
+
+def attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_start: Tensor, kv_len: Tensor, page_table: Tensor, scale: float
+) -> Tensor:
+    """Causal paged attention -> [T, H, K]; tokens behind q_start[-1] give zeros."""
+    q, k_pages, v_pages = _plain(q, "attention's q"), _plain(k_pages, "k pages"), _plain(v_pages, "v pages")
+    q_start, kv_len = _plain(q_start, "q_start", torch.int32), _plain(kv_len, "kv_len", torch.int32)
+    page_table = _plain(page_table, "page_table", torch.int32)
+    tokens, heads, width = q.shape
+    rows, table_width = page_table.shape
+    o = torch.empty_like(q)
+    # The kernel knows how many keys there are, so it picks the threads; here only a bound on short calls is needed.
+    library, _ = _schedule(tokens * heads * width * table_width * k_pages.shape[1])
+    library.fengine_attention(
+        q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), o.data_ptr(), q_start.data_ptr(), kv_len.data_ptr(),
+        page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, scale,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return o
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """x [T, 2F] -> silu(x[:, :F]) * x[:, F:]."""
+    x = _plain(x, "silu_mul's x")
+    rows, f = x.shape[0], x.shape[1] // 2
+    y = torch.empty((rows, f), dtype=torch.float32)
+    library, threads = _schedule(8 * x.numel())
+    library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), rows, f, threads)
+    return y
+
+
+def draw(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, pos: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(token int32 [R], logprob float32 [R]); the rules stand in sampling.py."""
+    logits, temperature = _plain(logits, "logits"), _plain(temperature, "temperature")
+    top_p, min_p = _plain(top_p, "top_p"), _plain(min_p, "min_p")
+    top_k, pos, seed = _plain(top_k, "top_k", torch.int32), _plain(pos, "pos", torch.int32), _plain(seed, "seed", torch.int64)
+    rows, vocab = logits.shape
+    token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.float32)
+    library, threads = _schedule(16 * rows * vocab)
+    library.fengine_draw(
+        logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), seed.data_ptr(),
+        pos.data_ptr(), token.data_ptr(), logprob.data_ptr(), rows, vocab, threads,
+    )  # fmt: skip
+    return token, logprob

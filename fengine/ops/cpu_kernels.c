@@ -1,0 +1,367 @@
+/* Linear, RMS norm, RoPE + KV write and SiLU on the CPU. Called from cpu.py; inputs are trusted, sizes may be 0.
+ *
+ * Every output row is computed from its own inputs by one fixed tree, whatever the number of rows, threads or the tile:
+ *   linear      acc = fma(x[k], w[k], acc) for k = 0, 1, ... K-1 from acc = 0, then + bias; lanes run over outputs
+ *   rms_norm    four 16-lane chains of fma over the row, (a+b)+(c+d), then the tree of vf_sum
+ *   the others  elementwise
+ */
+#include "cpu_vector.h"
+
+enum { F32, BF16, F16 }; /* how weights are stored */
+
+/* -- weights to float -------------------------------------------------------------------------------------------- */
+
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+/* IEEE half to float, exact for every half. */
+INLINE vf vf_from_half(u16x16 half) {
+#if LANES == 16
+    return (vf)_mm512_cvtph_ps((__m256i)half);
+#else
+    vu h = __builtin_convertvector(half, vu);
+    vu sign = (h & 0x8000u) << 16;
+    vf scaled = (vf)((h & 0x7fffu) << 13) * vf_set(0x1p112f);
+    vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return (vf)((vu)scaled | special | sign);
+#endif
+}
+
+/* Elements at .. at+15 of a stored vector of n, zeros behind its end. */
+INLINE vf vf_widen(const void *stored, int64_t at, int64_t n, int kind) {
+    if (kind == F32)
+        return vf_load_upto((const float *)stored + at, n - at);
+    u16x16 raw = {0};
+    const uint16_t *p = (const uint16_t *)stored + at;
+    if (n - at >= 16)
+        memcpy(&raw, p, 32);
+    else
+        memcpy(&raw, p, (size_t)(n - at) * 2);
+    return kind == BF16 ? (vf)(__builtin_convertvector(raw, vu) << 16) : vf_from_half(raw);
+}
+
+/* -- linear ------------------------------------------------------------------------------------------------------ */
+
+#define BLOCK 32 /* outputs per packed block */
+#define REGISTERS (BLOCK / LANES) /* accumulators of one row of one block */
+#define MAX_ROWS (LANES == 16 ? 12 : 3)
+#define AHEAD 2048 /* bytes of 16-bit weights to prefetch when rows keep the FMA units busy; the fewer rows, the less it helps */
+
+typedef struct {
+    const float *x;
+    const void *w, *bias;
+    float *y;
+    int64_t m, n, k, x_stride;
+    int kind, bias_kind;
+    int64_t blocks_per_task, rows_per_task, row_tasks;
+} linear_job;
+
+#ifdef __clang__
+#define SHUFFLE2(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE2(a, b, ...) __builtin_shuffle(a, b, (nu){__VA_ARGS__})
+#endif
+#if LANES == 16
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define ZIP_LOW 0, 4, 1, 5
+#define ZIP_HIGH 2, 6, 3, 7
+#endif
+
+/* The 32 weights of one k. bfloat16 comes out as even lanes, odd lanes, even, odd: a shift and a mask, no shuffle. */
+INLINE void load_block(const void *w, int64_t at, int kind, nf out[REGISTERS]) {
+    if (kind == F32) {
+        UNROLL(8) for (int i = 0; i < REGISTERS; i++) out[i] = nf_load((const float *)w + at + i * LANES);
+    } else if (kind == BF16) {
+        UNROLL(8) for (int i = 0; i < REGISTERS; i += 2) {
+            nu pair;
+            memcpy(&pair, (const uint16_t *)w + at + i * LANES, sizeof pair);
+            out[i] = (nf)(pair << 16);
+            out[i + 1] = (nf)(pair & 0xffff0000u);
+        }
+    } else {
+        UNROLL(2) for (int i = 0; i < 2; i++) {
+            u16x16 half;
+            memcpy(&half, (const uint16_t *)w + at + 16 * i, sizeof half);
+            vf_parts wide = {vf_from_half(half)};
+            UNROLL(8) for (int j = 0; j < 16 / LANES; j++) out[i * 16 / LANES + j] = wide.part[j];
+        }
+    }
+}
+
+/* Adds the bias and writes a tile. `acc` is row-major over (row, block). Out of line: it is small beside the sum over k. */
+static __attribute__((noinline)) void store_tile(const linear_job *job, int64_t row, int64_t block, int rows, int blocks,
+                                                 nf (*acc)[REGISTERS]) {
+    for (int tile = 0; tile < rows * blocks; tile++, acc++) {
+        vf_parts out[2];
+        UNROLL(8) for (int i = 0; i < REGISTERS; i++) out[i * LANES / 16].part[i % (16 / LANES)] = (*acc)[i];
+        if (job->kind == BF16) {
+            UNROLL(8) for (int i = 0; i < REGISTERS; i += 2) {
+                nf even = (*acc)[i], odd = (*acc)[i + 1];
+                out[i * LANES / 16].part[i % (16 / LANES)] = SHUFFLE2(even, odd, ZIP_LOW);
+                out[(i + 1) * LANES / 16].part[(i + 1) % (16 / LANES)] = SHUFFLE2(even, odd, ZIP_HIGH);
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            int64_t column = (block + tile % blocks) * BLOCK + half * 16, left = job->n - column;
+            if (left > 0) {
+                vf bias = job->bias ? vf_widen(job->bias, column, job->n, job->bias_kind) : (vf){0};
+                vf_store_upto(job->y + (row + tile / blocks) * job->n + column, job->bias ? out[half].v + bias : out[half].v, left);
+            }
+        }
+    }
+}
+
+/* rows x blocks outputs-of-32, all in registers. rows, blocks and kind are compile-time constants. */
+INLINE void tile(const linear_job *job, int64_t row, int64_t block, const int rows, const int blocks, const int kind) {
+    const int64_t k_end = job->k, x_stride = job->x_stride;
+    const float *x = job->x + row * x_stride;
+    nf acc[MAX_ROWS][4][REGISTERS];
+    UNROLL(16) for (int r = 0; r < rows; r++)
+        UNROLL(4) for (int b = 0; b < blocks; b++)
+            UNROLL(8) for (int i = 0; i < REGISTERS; i++) acc[r][b][i] = (nf){0};
+    int64_t at = block * k_end * BLOCK;
+    for (int64_t k = 0; k < k_end; k++, at += BLOCK) {
+        UNROLL(4) for (int b = 0; b < blocks; b++) {
+            nf w[REGISTERS];
+            if (kind != F32 && rows >= 4)
+                __builtin_prefetch((const uint16_t *)job->w + at + b * k_end * BLOCK + AHEAD / 2, 0, 3);
+            load_block(job->w, at + b * k_end * BLOCK, kind, w);
+            UNROLL(16) for (int r = 0; r < rows; r++) {
+                nf xk = nf_set(x[r * x_stride + k]);
+                UNROLL(8) for (int i = 0; i < REGISTERS; i++) acc[r][b][i] = nf_fma(xk, w[i], acc[r][b][i]);
+            }
+        }
+    }
+    nf out[MAX_ROWS * 4][REGISTERS];
+    UNROLL(16) for (int r = 0; r < rows; r++)
+        UNROLL(4) for (int b = 0; b < blocks; b++)
+            UNROLL(8) for (int i = 0; i < REGISTERS; i++) out[r * blocks + b][i] = acc[r][b][i];
+    store_tile(job, row, block, rows, blocks, out);
+}
+
+/* One function per register tile: few rows take several blocks at once, so that enough chains are in flight. */
+typedef void tile_fn(const linear_job *, int64_t, int64_t);
+#define TILE(rows, blocks, kind)                                                                                       \
+    static void tile_##rows##_##blocks##_##kind(const linear_job *job, int64_t row, int64_t block) {                   \
+        tile(job, row, block, rows, blocks, kind);                                                                     \
+    }
+#define EACH_KIND(rows, blocks) TILE(rows, blocks, F32) TILE(rows, blocks, BF16) TILE(rows, blocks, F16)
+#define ROW_OF(rows, blocks) {tile_##rows##_##blocks##_F32, tile_##rows##_##blocks##_BF16, tile_##rows##_##blocks##_F16}
+EACH_KIND(1, 1) EACH_KIND(2, 1) EACH_KIND(3, 1)
+#if LANES == 16
+EACH_KIND(4, 1) EACH_KIND(5, 1) EACH_KIND(6, 1) EACH_KIND(7, 1) EACH_KIND(8, 1) EACH_KIND(9, 1) EACH_KIND(10, 1)
+EACH_KIND(11, 1) EACH_KIND(12, 1) EACH_KIND(1, 4) EACH_KIND(2, 4) EACH_KIND(3, 4) EACH_KIND(4, 2) EACH_KIND(5, 2)
+EACH_KIND(6, 2)
+static tile_fn *const narrow[MAX_ROWS][3] = {
+    ROW_OF(1, 1), ROW_OF(2, 1), ROW_OF(3, 1), ROW_OF(4, 1),  ROW_OF(5, 1),  ROW_OF(6, 1),
+    ROW_OF(7, 1), ROW_OF(8, 1), ROW_OF(9, 1), ROW_OF(10, 1), ROW_OF(11, 1), ROW_OF(12, 1)};
+static tile_fn *const broad[MAX_ROWS][3] = {ROW_OF(1, 4), ROW_OF(2, 4), ROW_OF(3, 4),
+                                            ROW_OF(4, 2), ROW_OF(5, 2), ROW_OF(6, 2)};
+static const int broad_blocks[MAX_ROWS] = {4, 4, 4, 2, 2, 2, 1, 1, 1, 1, 1, 1};
+#else
+EACH_KIND(1, 2)
+static tile_fn *const narrow[MAX_ROWS][3] = {ROW_OF(1, 1), ROW_OF(2, 1), ROW_OF(3, 1)};
+static tile_fn *const broad[MAX_ROWS][3] = {ROW_OF(1, 2)};
+static const int broad_blocks[MAX_ROWS] = {2, 1, 1};
+#endif
+
+static void linear_task(const void *context, int64_t task) {
+    const linear_job *job = context;
+    int64_t all_blocks = (job->n + BLOCK - 1) / BLOCK;
+    int64_t first = task / job->row_tasks * job->blocks_per_task, row_begin = task % job->row_tasks * job->rows_per_task;
+    int64_t last = first + job->blocks_per_task < all_blocks ? first + job->blocks_per_task : all_blocks;
+    int64_t rows = job->m - row_begin < job->rows_per_task ? job->m - row_begin : job->rows_per_task;
+    int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t block = first, step; block < last; block += step) {
+        int64_t row = row_begin;
+        step = 1;
+        for (int64_t i = 0; i < tiles; i++) {
+            int64_t height = rows / tiles + (i < rows % tiles);
+            int many = tiles == 1 ? broad_blocks[height - 1] : 1;
+            if (many > 1 && block + many <= last) {
+                broad[height - 1][job->kind](job, row, block);
+                step = many;
+            } else {
+                narrow[height - 1][job->kind](job, row, block);
+            }
+            row += height;
+        }
+    }
+}
+
+/* y[m,n] = x[m,k] @ w.T + bias; w packed as [ceil(n/32), k, 32]. */
+API void fengine_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
+                        int kind, int bias_kind, int threads) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    linear_job job = {x, w, bias, y, m, n, k, k, kind, bias_kind, blocks, m, 1};
+    if (m == 0 || n == 0)
+        return;
+    float *spread = NULL;
+    if (k % 1024 == 0 && m > 4) { /* rows 4 KiB apart fall into one set of the L1 cache: copy them farther apart */
+        job.x_stride = k + 16;
+        spread = scratch_floats(m * job.x_stride);
+        for (int64_t row = 0; row < m; row++)
+            memcpy(spread + row * job.x_stride, x + row * k, (size_t)k * 4);
+        job.x = spread;
+    }
+    if (threads > 1) {
+        int64_t wanted = 4 * (int64_t)threads, tiles = (m + MAX_ROWS - 1) / MAX_ROWS;
+        job.blocks_per_task = blocks / wanted > 1 ? blocks / wanted : 1;
+        if (blocks < wanted && tiles > 1) {
+            int64_t parts = (wanted + blocks - 1) / blocks;
+            job.row_tasks = parts < tiles ? parts : tiles;
+            job.rows_per_task = (m + job.row_tasks - 1) / job.row_tasks;
+            job.row_tasks = (m + job.rows_per_task - 1) / job.rows_per_task;
+        }
+    }
+    int64_t column_tasks = (blocks + job.blocks_per_task - 1) / job.blocks_per_task;
+    run_tasks(linear_task, &job, column_tasks * job.row_tasks, threads);
+    free(spread);
+}
+
+/* -- RMS norm ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const float *x, *residual;
+    const void *weight;
+    float *y, *sum;
+    int64_t rows, d, rows_per_task;
+    int kind;
+    float eps;
+} norm_job;
+
+/* 1 / sqrt(mean(x^2) + eps) */
+INLINE float inverse_rms(const float *x, int64_t d, float eps) {
+    vf acc[4] = {{0}};
+    int64_t i = 0;
+    for (; i + 64 <= d; i += 64)
+        UNROLL(4) for (int j = 0; j < 4; j++) {
+            vf v = vf_load(x + i + 16 * j);
+            acc[j] = vf_fma(v, v, acc[j]);
+        }
+    for (int j = 0; i < d; i += 16, j++) {
+        vf v = vf_load_upto(x + i, d - i);
+        acc[j] = vf_fma(v, v, acc[j]);
+    }
+    return 1.0f / sqrtf(vf_sum((acc[0] + acc[1]) + (acc[2] + acc[3])) / (float)d + eps);
+}
+
+/* y = weight * (x / rms(x)); y may be x. */
+INLINE void norm_row(const float *x, const void *weight, int kind, float *y, int64_t d, float eps) {
+    vf scale = vf_set(inverse_rms(x, d, eps));
+    for (int64_t i = 0; i < d; i += 16)
+        vf_store_upto(y + i, vf_widen(weight, i, d, kind) * (vf_load_upto(x + i, d - i) * scale), d - i);
+}
+
+static void norm_task(const void *context, int64_t task) {
+    const norm_job *job = context;
+    int64_t end = (task + 1) * job->rows_per_task < job->rows ? (task + 1) * job->rows_per_task : job->rows;
+    for (int64_t row = task * job->rows_per_task; row < end; row++) {
+        const float *x = job->x + row * job->d;
+        if (job->residual) {
+            const float *residual = job->residual + row * job->d;
+            float *sum = job->sum + row * job->d;
+            for (int64_t i = 0; i < job->d; i += 16)
+                vf_store_upto(sum + i, vf_load_upto(residual + i, job->d - i) + vf_load_upto(x + i, job->d - i), job->d - i);
+            x = sum;
+        }
+        norm_row(x, job->weight, job->kind, job->y + row * job->d, job->d, job->eps);
+    }
+}
+
+#define ELEMENTS_PER_TASK 16384 /* elementwise work that is worth one task */
+
+INLINE int64_t rows_per_task(int64_t width) {
+    return width < ELEMENTS_PER_TASK ? ELEMENTS_PER_TASK / (width + 1) + 1 : 1;
+}
+
+/* residual null: y = norm(x). Else sum = residual + x, y = norm(sum). All [rows, d]. */
+API void fengine_rms_norm(const float *x, const float *residual, const void *weight, float *y, float *sum, int64_t rows,
+                          int64_t d, int kind, float eps, int threads) {
+    norm_job job = {x, residual, weight, y, sum, rows, d, rows_per_task(d), kind, eps};
+    run_tasks(norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
+}
+
+/* -- RoPE and KV write ------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const float *qkv, *rope;
+    const int32_t *position, *slot;
+    float *q, *k, *v;
+    const void *q_norm, *k_norm;
+    int64_t tokens, heads, kv_heads, width, tokens_per_task;
+    int kind;
+    float eps;
+} rope_job;
+
+/* out[i] = a[i] cos[i] - b[i] sin[i], out[h+i] = b[i] cos[i] + a[i] sin[i], where a, b are the halves of `in`. */
+INLINE void rotate(const float *in, const float *cosine, float *out, int64_t half) {
+    const float *sine = cosine + half;
+    for (int64_t i = 0; i < half; i += 16) {
+        int64_t left = half - i;
+        vf a = vf_load_upto(in + i, left), b = vf_load_upto(in + half + i, left);
+        vf c = vf_load_upto(cosine + i, left), s = vf_load_upto(sine + i, left);
+        vf_store_upto(out + i, a * c - b * s, left);
+        vf_store_upto(out + half + i, b * c + a * s, left);
+    }
+}
+
+static void rope_task(const void *context, int64_t task) {
+    const rope_job *job = context;
+    int64_t width = job->width, kv_size = job->kv_heads * width, q_size = job->heads * width;
+    int64_t end = (task + 1) * job->tokens_per_task < job->tokens ? (task + 1) * job->tokens_per_task : job->tokens;
+    float normed[width];
+    for (int64_t t = task * job->tokens_per_task; t < end; t++) {
+        const float *in = job->qkv + t * (q_size + 2 * kv_size), *angle = job->rope + job->position[t] * width;
+        for (int64_t head = 0; head < job->heads + job->kv_heads; head++, in += width) {
+            int is_k = head >= job->heads;
+            float *out = is_k ? job->k + job->slot[t] * kv_size + (head - job->heads) * width
+                              : job->q + t * q_size + head * width;
+            const void *norm = is_k ? job->k_norm : job->q_norm;
+            if (norm)
+                norm_row(in, norm, job->kind, normed, width, job->eps);
+            rotate(norm ? normed : in, angle, out, width / 2);
+        }
+        memcpy(job->v + job->slot[t] * kv_size, in, (size_t)kv_size * 4);
+    }
+}
+
+/* Modifies slots `slot` of k and v. qkv [tokens, (heads + 2 kv_heads) width], q [tokens, heads, width]. */
+API void fengine_rope_kv_write(const float *qkv, const float *rope, const int32_t *position, const int32_t *slot, float *q,
+                               float *k, float *v, const void *q_norm, const void *k_norm, int64_t tokens, int64_t heads,
+                               int64_t kv_heads, int64_t width, int kind, float eps, int threads) {
+    rope_job job = {qkv, rope, position, slot, q, k, v, q_norm, k_norm, tokens, heads, kv_heads, width, 0, kind, eps};
+    job.tokens_per_task = rows_per_task((heads + 2 * kv_heads) * width);
+    run_tasks(rope_task, &job, (tokens + job.tokens_per_task - 1) / job.tokens_per_task, threads);
+}
+
+/* -- SiLU -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const float *x;
+    float *y;
+    int64_t rows, f, rows_per_task;
+} silu_job;
+
+static void silu_task(const void *context, int64_t task) {
+    const silu_job *job = context;
+    int64_t end = (task + 1) * job->rows_per_task < job->rows ? (task + 1) * job->rows_per_task : job->rows, f = job->f;
+    for (int64_t row = task * job->rows_per_task; row < end; row++) {
+        const float *gate = job->x + row * 2 * f, *up = gate + f;
+        for (int64_t i = 0; i < f; i += 16) {
+            vf g = vf_load_upto(gate + i, f - i);
+            vf silu = g / (vf_set(1.0f) + vf_exp(-g));
+            vf_store_upto(job->y + row * f + i, silu * vf_load_upto(up + i, f - i), f - i);
+        }
+    }
+}
+
+/* y[rows, f] = silu(x[:, :f]) * x[:, f:] */
+API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int threads) {
+    silu_job job = {x, y, rows, f, rows_per_task(2 * f)};
+    run_tasks(silu_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
+}

@@ -1,0 +1,159 @@
+"""Rotary position embedding of q and k, the optional per-head RMS norm before it, and the write of k and v into the pages.
+
+Rotate-half form: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) over the two halves of a head, in fp32 from an fp32
+table, one rounding to x's dtype. The norm (Qwen3) is `rms_norm` over one head, with its two roundings.
+
+Reduction tree: only the norm reduces, over the K values of one head, in a thread layout fixed by K.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fengine.errors import UnsupportedFeatureError
+from fengine.ops import rms_norm
+from fengine.ops.registration import plain, register, tl, triton, wide
+from fengine.spec import ModelSpec, RopeSpec
+
+HEADS = 8  # heads per program
+
+
+def _inverse_frequencies(rope: RopeSpec, width: int) -> Tensor:
+    """[K/2] float32, by the very operations of transformers' `modeling_rope_utils`, so the bits agree."""
+    frequency = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width))
+    if rope.kind == "default":
+        return frequency
+    if rope.kind != "llama3":
+        raise UnsupportedFeatureError(f"rope kind {rope.kind!r} is not built; built are 'default' and 'llama3'")
+    low_wavelength = rope.original_max_position / rope.low_freq_factor
+    high_wavelength = rope.original_max_position / rope.high_freq_factor
+    wavelength = 2 * math.pi / frequency
+    scaled = torch.where(wavelength > low_wavelength, frequency / rope.factor, frequency)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / span
+    blended = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    medium = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
+    return torch.where(medium, blended, scaled)
+
+
+def rope_table(spec: ModelSpec, max_position: int) -> Tensor:
+    """float32 [max_position, K] on the CPU: cos in the first K/2 columns, sin in the rest. Pure.
+
+    Errors: UnsupportedFeatureError for an unknown kind of scaling.
+    """
+    frequency = _inverse_frequencies(spec.rope, spec.head_dim)
+    angle_MK = torch.arange(max_position, dtype=torch.float32)[:, None] * frequency
+    return torch.cat((angle_MK.cos(), angle_MK.sin()), -1)
+
+
+def reference(
+    qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
+    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The math; returns (q, k pages, v pages) as new tensors. Pure."""
+    groups, width = k_PSGK.shape[2:]
+    q_THK, k_TGK, v_TGK = qkv_TC.unflatten(1, (-1, width)).split((num_heads, groups, groups), 1)
+
+    def rotate(x_THK: Tensor, norm_K: Tensor | None) -> Tensor:
+        if norm_K is not None:
+            x_THK = rms_norm.reference(x_THK, norm_K, eps)
+        first, second = wide(x_THK).chunk(2, -1)
+        cos, sin = rope_MK[pos_T][:, None].chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_THK.dtype)
+
+    def write(pages_PSGK: Tensor, x_TGK: Tensor) -> Tensor:
+        flat = pages_PSGK.flatten(0, 1).index_put((slot_T.long(),), x_TGK.to(pages_PSGK.dtype))
+        return flat.view_as(pages_PSGK)
+
+    return rotate(q_THK, q_norm_K), write(k_PSGK, rotate(k_TGK, k_norm_K)), write(v_PSGK, v_TGK)
+
+
+@triton.jit
+def rope_kv_write_kernel(
+    qkv_ptr, rope_ptr, pos_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads (of q, k and v alike) of one token, as two half-heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, HALF)
+    inside = (head < H + 2 * G)[:, None] & (d < K // 2)[None, :]
+    at = head[:, None] * K + d[None, :]
+    row = qkv_ptr + token * (H + 2 * G) * K
+    raw1 = tl.load(row + at, mask=inside, other=0.0)
+    raw2 = tl.load(row + at + K // 2, mask=inside, other=0.0)
+    x1 = raw1.to(tl.float32)
+    x2 = raw2.to(tl.float32)
+    if NORM:
+        dtype = qkv_ptr.dtype.element_ty
+        is_q = inside & (head < H)[:, None]
+        is_k = inside & (head >= H)[:, None]
+        scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / K + eps)[:, None]
+        q1 = tl.load(q_norm_ptr + d[None, :], mask=is_q, other=0.0).to(tl.float32)
+        q2 = tl.load(q_norm_ptr + K // 2 + d[None, :], mask=is_q, other=0.0).to(tl.float32)
+        k1 = tl.load(k_norm_ptr + d[None, :], mask=is_k, other=0.0).to(tl.float32)
+        k2 = tl.load(k_norm_ptr + K // 2 + d[None, :], mask=is_k, other=0.0).to(tl.float32)
+        x1 = ((q1 + k1) * (x1 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        x2 = ((q2 + k2) * (x2 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    angle = rope_ptr + tl.load(pos_ptr + token).to(tl.int64) * K + d
+    cos = tl.load(angle, mask=d < K // 2, other=0.0)[None, :]
+    sin = tl.load(angle + K // 2, mask=d < K // 2, other=0.0)[None, :]
+    y1 = x1 * cos - x2 * sin
+    y2 = x2 * cos + x1 * sin
+    slot = tl.load(slot_ptr + token).to(tl.int64) * G * K
+    mask = inside & (head < H)[:, None]
+    tl.store(q_ptr + token * H * K + at, y1.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(q_ptr + token * H * K + at + K // 2, y2.to(q_ptr.dtype.element_ty), mask=mask)
+    mask = inside & (head >= H)[:, None] & (head < H + G)[:, None]
+    at -= H * K
+    tl.store(k_ptr + slot + at, y1.to(k_ptr.dtype.element_ty), mask=mask)
+    tl.store(k_ptr + slot + at + K // 2, y2.to(k_ptr.dtype.element_ty), mask=mask)
+    mask = inside & (head >= H + G)[:, None]
+    at -= G * K
+    tl.store(v_ptr + slot + at, raw1.to(v_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_ptr + slot + at + K // 2, raw2.to(v_ptr.dtype.element_ty), mask=mask)
+
+
+def launch(
+    qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
+    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """Runs the kernel. Modifies: the pages at slot_T."""
+    assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous() and rope_MK.is_contiguous()
+    assert (q_norm_K is None) == (k_norm_K is None)
+    qkv_TC = plain(qkv_TC)
+    groups, width = k_PSGK.shape[2:]
+    q_THK = qkv_TC.new_empty((qkv_TC.shape[0], num_heads, width))
+    if len(qkv_TC):
+        rope_kv_write_kernel[(len(qkv_TC), triton.cdiv(num_heads + 2 * groups, HEADS))](
+            qkv_TC, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, q_norm_K, k_norm_K, eps, num_heads, groups, width,
+            triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, num_warps=2
+        )  # fmt: skip
+    return q_THK
+
+
+def fake(
+    qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
+    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    return qkv_TC.new_empty((qkv_TC.shape[0], num_heads, k_PSGK.shape[3]))
+
+
+_op = register(
+    "rope_kv_write_(Tensor qkv, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, "
+    "int num_heads, Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor",
+    launch, fake,
+)  # fmt: skip
+
+
+def rope_kv_write(
+    qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
+    num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages, which the caller gives up for those returned.
+
+    C = (H + 2G) K in the order q, k, v; both norm weights or neither; pos_T and slot_T int32, slot = page * S + offset.
+    """
+    q_THK = _op(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
+    return q_THK, k_PSGK, v_PSGK

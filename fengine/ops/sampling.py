@@ -1,0 +1,237 @@
+"""Draw one token per row by Gumbel-max, and its log-probability.
+
+z = logits / temperature. logprob = log_softmax(z)[token]. top_k == 1 takes the argmax of z, the lowest id among equals.
+Otherwise the token is the argmax of z + gumbel over the kept ids, where all filters look at the full distribution:
+top-k keeps z >= the k-th largest z; top-p keeps an id iff the mass of strictly larger z is < p; min-p keeps
+prob >= min_p * max prob. Noise: gumbel = -log(-log1p(-u)), u = (x + 0.5) 2^-32, x the first word of Philox4x32-10
+(Salmon et al. 2011) with key = the row's seed and counter = (id, position, 0, 0): it knows no row and no step.
+A row with a non-finite logit gets token 0 and logprob NaN.
+
+Reduction tree: a row is cut into blocks of BLOCK ids; each gives (max, sum of exp(z - max)) in one fixed thread layout,
+and the blocks are joined in one more. Top-p masses are integers (prob * 2^40 rounded): exact in any order. Max is exact.
+"""
+
+import torch
+from torch import Tensor
+
+from fengine.ops.registration import plain, register, tl, triton
+
+BLOCK = 4096  # ids per block of the tree
+MASS_BITS = 40
+"""A probability of 1 is a mass of 2^40."""
+
+
+def philox(seed_R: Tensor, pos_R: Tensor, vocab: int) -> Tensor:
+    """First word of Philox4x32-10 for key = seed, counter = (id, pos, 0, 0): int64 [R, V] in [0, 2^32). Pure."""
+    low32 = 0xFFFFFFFF
+    c0 = torch.arange(vocab, device=seed_R.device)[None, :]
+    c1 = pos_R.long()[:, None] & low32
+    c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = (seed_R & low32)[:, None], (seed_R >> 32 & low32)[:, None]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # int64 wraps; the bits are those of the unsigned product
+        c0, c1, c2, c3 = (b >> 32 & low32) ^ c1 ^ k0, b & low32, (a >> 32 & low32) ^ c3 ^ k1, a & low32
+        k0, k1 = (k0 + 0x9E3779B9) & low32, (k1 + 0xBB67AE85) & low32
+    return c0
+
+
+def keep(z_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """Which ids pass all filters, bool [R, V]. Pure."""
+    vocab = z_RV.shape[1]
+    prob_RV = z_RV.softmax(-1)
+    sorted_RV, order_RV = z_RV.sort(-1, descending=True)
+    kth_R1 = sorted_RV.gather(1, (top_k_R.long().clamp(1, vocab) - 1)[:, None])
+    mass_RV = (prob_RV.double() * 2.0**MASS_BITS).round().long()
+    above_RV = torch.nn.functional.pad(mass_RV.gather(1, order_RV).cumsum(-1), (1, 0))
+    larger_RV = torch.searchsorted(-sorted_RV, -z_RV)  # how many ids have a strictly larger z
+    off_R1 = (top_p_R >= 1)[:, None]
+    in_nucleus_RV = off_R1 | (above_RV.gather(1, larger_RV) < top_p_R.double()[:, None] * 2.0**MASS_BITS)
+    likely_RV = prob_RV >= min_p_R[:, None] * prob_RV.amax(-1, keepdim=True)
+    return (z_RV >= kth_R1) & in_nucleus_RV & likely_RV
+
+
+def reference(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
+    pos_R: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The math, with float64 noise. Pure."""
+    finite_R = logits_RV.isfinite().all(-1)
+    z_RV = torch.where(finite_R[:, None], logits_RV / temperature_R[:, None], 0.0)
+    u_RV = (philox(seed_R, pos_R, z_RV.shape[1]).double() + 0.5) * 2.0**-32
+    noisy_RV = z_RV - torch.log(-torch.log1p(-u_RV))
+    noisy_RV = noisy_RV.masked_fill(~keep(z_RV, top_k_R, top_p_R, min_p_R), -torch.inf)
+    token_R = torch.where(top_k_R == 1, z_RV.argmax(-1), noisy_RV.argmax(-1))
+    token_R = torch.where(finite_R, token_R, 0)
+    logprob_R = z_RV.log_softmax(-1).gather(1, token_R[:, None])[:, 0]
+    return token_R.int(), torch.where(finite_R, logprob_R, torch.nan)
+
+
+@triton.jit
+def scaled(logits_ptr, id, V, temperature):
+    """z of the ids; -inf behind V. Zero has one sign, so that equal values have equal bits."""
+    z = tl.div_rn(tl.load(logits_ptr + id, mask=id < V, other=float("-inf")), temperature)
+    return tl.where(z == 0.0, 0.0, z)
+
+
+@triton.jit
+def gumbel(id, seed, position):
+    """-log(-log1p(-u)) for u = (x + 0.5) 2^-32, with no loss near u = 0 (a series) or u = 1 (the complement of x)."""
+    x, _, _, _ = tl.philox(seed, id, position, 0, 0)
+    u = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((x ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u * (1 / 8)))))))
+    return -tl.log(tl.where(u < 0.125, u * series, -tl.log(rest)))
+
+
+@triton.jit
+def ordered(z):
+    """Unsigned integers in the order of the floats z."""
+    bits = z.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def masses(z, log_sum):
+    """Probabilities as integers of 2^-40."""
+    return (tl.exp(z - log_sum) * 1099511627776.0 + 0.5).to(tl.int64)
+
+
+@triton.jit
+def best_of(score, id):
+    """(largest score, lowest id that has it)."""
+    top = tl.max(score, 0)
+    return top, tl.min(tl.where(score == top, id, 2147483647), 0)
+
+
+@triton.jit
+def block_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, pos_ptr, max_ptr, sum_ptr,
+                 score_ptr, id_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One block of one row: max and sum of exp (NaN if a logit is not finite); best id, with noise unless greedy."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    id = block * BLOCK + tl.arange(0, BLOCK)
+    z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
+    top = tl.max(z, 0)
+    total = tl.sum(tl.exp(z - top), 0)
+    finite = tl.min(tl.where((id >= V) | (tl.abs(z) < float("inf")), 1, 0), 0)
+    if tl.load(top_k_ptr + row) > 1:
+        z += gumbel(id, tl.load(seed_ptr + row), tl.load(pos_ptr + row))
+    score, best = best_of(z, id)
+    at = row * BLOCKS + block
+    tl.store(max_ptr + at, top)
+    tl.store(sum_ptr + at, tl.where(finite == 1, total, float("nan")))
+    tl.store(score_ptr + at, score)
+    tl.store(id_ptr + at, best)
+
+
+@triton.jit
+def threshold(logits_ptr, V, temperature, log_sum, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key t with (count or mass of the ids with key >= t) >= wanted, 0 if none: two bits of t a pass."""
+    t = tl.full((), 0, tl.uint32)
+    one = tl.full((), 1 << 30, tl.uint32)
+    for _ in range(16):
+        sum1 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
+        sum2 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
+        sum3 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
+        for start in range(0, V, BLOCK):
+            id = start + tl.arange(0, BLOCK)
+            z = scaled(logits_ptr, id, V, temperature)
+            key = tl.where(id < V, ordered(z), 0)
+            weight = masses(z, log_sum) if MASS else tl.where(id < V, 1, 0)
+            sum1 += tl.where(key >= t + one, weight, 0)
+            sum2 += tl.where(key >= t + 2 * one, weight, 0)
+            sum3 += tl.where(key >= t + 3 * one, weight, 0)
+        digit = tl.where(tl.sum(sum1, 0) >= wanted, one, 0) + tl.where(tl.sum(sum2, 0) >= wanted, one, 0)
+        t += digit + tl.where(tl.sum(sum3, 0) >= wanted, one, 0)
+        one = one >> 2
+    return t
+
+
+@triton.jit
+def row_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, pos_ptr, max_ptr, sum_ptr,
+               score_ptr, id_ptr, token_ptr, logprob_ptr, V, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """Joins the blocks of one row; a filtered row looks for its thresholds and draws again among the kept."""
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * V
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    block = tl.arange(0, BLOCKS_P)
+    at = row * BLOCKS + block
+    tops = tl.load(max_ptr + at, mask=block < BLOCKS, other=float("-inf"))
+    top = tl.max(tops, 0)
+    total = tl.sum(tl.load(sum_ptr + at, mask=block < BLOCKS, other=0.0) * tl.exp(tops - top), 0)
+    log_sum = top + tl.log(total)
+    score, token = best_of(tl.load(score_ptr + at, mask=block < BLOCKS, other=float("-inf")),
+                           tl.load(id_ptr + at, mask=block < BLOCKS, other=2147483647))  # fmt: skip
+    finite = total < float("inf")
+    if finite & (top_k > 1) & ((top_k < V) | (top_p < 1.0) | (min_p > 0.0)):
+        low = tl.full((), 0, tl.uint32)
+        if top_k < V:
+            low = threshold(logits_ptr, V, temperature, log_sum, top_k, False, BLOCK)
+        if top_p < 1.0:
+            wanted = tl.ceil(top_p * 1099511627776.0).to(tl.int64)
+            low = tl.maximum(low, threshold(logits_ptr, V, temperature, log_sum, wanted, True, BLOCK))
+        least = min_p * tl.exp(top - log_sum)
+        seed = tl.load(seed_ptr + row)
+        position = tl.load(pos_ptr + row)
+        score = tl.full((), float("-inf"), tl.float32)
+        token = tl.full((), 2147483647, tl.int32)
+        for start in range(0, V, BLOCK):
+            id = start + tl.arange(0, BLOCK)
+            z = scaled(logits_ptr, id, V, temperature)
+            kept = (id < V) & (ordered(z) >= low) & (tl.exp(z - log_sum) >= least)
+            if tl.max(kept.to(tl.int32), 0) > 0:
+                here, best = best_of(tl.where(kept, z + gumbel(id, seed, position), float("-inf")), id)
+                token = tl.where(here > score, best, token)
+                score = tl.maximum(score, here)
+    token = tl.where(finite, token, 0)
+    z = tl.div_rn(tl.load(logits_ptr + token), temperature)
+    tl.store(token_ptr + row, token)
+    tl.store(logprob_ptr + row, tl.where(finite, z - log_sum, float("nan")))
+
+
+def launch(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
+    pos_R: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits_RV = plain(logits_RV)
+    rows, vocab = logits_RV.shape
+    token_R, logprob_R = fake(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, pos_R)
+    if rows == 0:
+        return token_R, logprob_R
+    blocks = triton.cdiv(vocab, BLOCK)
+    max_RB, sum_RB, score_RB = (logits_RV.new_empty((rows, blocks)) for _ in range(3))
+    id_RB = logits_RV.new_empty((rows, blocks), dtype=torch.int32)
+    inputs = (logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, pos_R, max_RB, sum_RB, score_RB, id_RB)
+    block_kernel[(rows, blocks)](*inputs, vocab, blocks, BLOCK, num_warps=8)
+    row_kernel[(rows,)](*inputs, token_R, logprob_R, vocab, blocks, triton.next_power_of_2(blocks), BLOCK, num_warps=16)
+    return token_R, logprob_R
+
+
+def fake(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
+    pos_R: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = logits_RV.shape[0]
+    return logits_RV.new_empty((rows,), dtype=torch.int32), logits_RV.new_empty((rows,), dtype=torch.float32)
+
+
+_op = register(
+    "draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor pos) "
+    "-> (Tensor, Tensor)",
+    launch, fake,
+)  # fmt: skip
+
+
+def draw(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
+    pos_R: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(token_R int32, logprob_R float32) for float32 logits. Row r depends on row r of the arguments alone. Pure.
+
+    temperature, top_p, min_p float32; top_k, pos int32; seed int64. top_k >= V, top_p >= 1, min_p <= 0 mean off.
+    """
+    return _op(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, pos_R)

@@ -1,0 +1,82 @@
+"""One step of the device column: a pure function of (params, kv, batch, sampling), and its compiled form."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.models import lookup
+from fengine.sampler import sample
+from fengine.spec import ModelSpec
+from fengine.state import KVState, Params, SamplingBatch, StepBatch, StepOut
+
+StepFn = Callable[[Params, KVState, StepBatch, SamplingBatch, "Feed"], tuple[KVState, StepOut]]
+
+
+# What is left for Inductor between our ops is small: a second thread would cost more than it brings, and checking the
+# size of every intermediate costs as much as a small layer.
+INDUCTOR = {"cpp.threads": 1, "size_asserts": False}
+
+
+class Feed(NamedTuple):
+    """Tokens that only the device knows yet: rows whose last token was drawn by the step before this one.
+
+    Where from_T[t] is true, token t of the batch is last_token_R[index_T[t]] instead of what the host staged.
+    """
+
+    last_token_R: Tensor  # int32, the tokens drawn by the step before
+    index_T: Tensor  # int32
+    from_T: Tensor  # bool
+
+
+def resolve_feed(batch: StepBatch, feed: Feed) -> StepBatch:
+    """The batch with fed tokens filled in. Pure."""
+    fed_T = feed.last_token_R.index_select(0, feed.index_T)
+    return batch._replace(token_T=torch.where(feed.from_T, fed_T, batch.token_T))
+
+
+def step(
+    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, sampling: SamplingBatch
+) -> tuple[KVState, StepOut]:
+    """Runs every token of `batch` through the model and draws one token per row.
+
+    Modifies: the storage of `kv`, which is dead after the call; the returned state is the only live one.
+    """
+    model = lookup(spec.architecture)
+    kv, hidden_TD = model.forward(params, spec, kv, batch)
+    logits_RV = model.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
+    return kv, sample(logits_RV, sampling)
+
+
+def make_step(spec: ModelSpec, *, compiled: bool) -> StepFn:
+    """The step with `spec` closed over and fed tokens resolved, under `torch.compile(fullgraph=True)` if asked.
+
+    The sizes T, R and N are unbacked symbols: one graph serves every batch, so no request can trigger a compile.
+    """
+
+    def run(
+        params: Params, kv: KVState, batch: StepBatch, sampling: SamplingBatch, feed: Feed
+    ) -> tuple[KVState, StepOut]:
+        tie_sizes(batch, sampling, feed)
+        return step(params, spec, kv, resolve_feed(batch, feed), sampling)
+
+    return torch.compile(run, fullgraph=True, options=dict(INDUCTOR)) if compiled else run
+
+
+def tie_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:
+    """Tells the compiler which of the unbacked sizes are equal (T, R, B = R + 1)."""
+    tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
+    for tensor in (batch.pos_T, batch.slot_T, feed.index_T, feed.from_T):
+        torch._check(tensor.shape[0] == tokens)
+    for tensor in (batch.page_table_RN, batch.logit_index_R, *sampling):
+        torch._check(tensor.shape[0] == rows)
+    torch._check(batch.q_start_B.shape[0] == rows + 1)
+
+
+def mark_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:
+    """Marks T, R, B and N as sizes that the compiler must not specialise on. Call before the first compiled call."""
+    mark = torch._dynamo.decorators.mark_unbacked
+    for tensor in (*batch, *sampling, feed.index_T, feed.from_T):
+        mark(tensor, 0)
+    mark(batch.page_table_RN, 1)

@@ -1,0 +1,70 @@
+"""Shared by the benchmark scripts: where a figure came from, and the spread of repeated runs."""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and commit of this run."""
+    versions = {}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            versions[name] = __import__(name).__version__
+        except ImportError:
+            versions[name] = None
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    return {
+        "cpu": cpu or platform.processor(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "commit": commit,
+        **versions,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median, extremes and every run."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": list(values)}
+
+
+def repeat(run: Callable[[], float], times: int, warm_ups: int = 1) -> dict[str, Any]:
+    """Runs `run` (which returns its own figure) after warm-ups."""
+    for _ in range(warm_ups):
+        run()
+    return summary([run() for _ in range(times)])
+
+
+def save(name: str, figures: dict[str, Any], out: str | None) -> None:
+    """Prints the figures and writes them, with their origin, to `out` or scripts/results/<name>.json."""
+    record = {"environment": environment(), **figures}
+    path = Path(out) if out else RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(figures, indent=1))
+    print(f"written to {path}")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--runs", type=int, default=5)
+    p.add_argument("--out", help="JSON file; default scripts/results/<script>.json")
+    return p

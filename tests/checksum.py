@@ -1,0 +1,116 @@
+"""The checksum model: an integer "language model" with the real `forward` signature.
+
+It writes a function of (token, position) into its pages, and the next token is a function of everything that the row's
+pages hold up to that position. Any wrong page, slot, length, eviction, preemption or feed changes the answer. Its oracle
+is `expected`, which needs no pages at all.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine import models
+from fengine.build import Parts, assemble
+from fengine.config import CacheConfig, CompileConfig, EngineConfig, Policy, SchedulerConfig
+from fengine.engine import Engine
+from fengine.models import Model
+from fengine.spec import ModelSpec, RopeSpec
+from fengine.state import KVState, Params, StepBatch
+
+VOCAB = 97
+PRIME = 65521  # values stay exact in float32
+SPEC = ModelSpec(
+    architecture="ChecksumForTest",
+    vocab_size=VOCAB,
+    hidden_size=1,
+    mlp_size=1,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    rms_eps=1e-6,
+    rope=RopeSpec(theta=10000.0),
+    max_position=256,
+    tie_embeddings=False,
+)
+
+
+def mark(token: int, position: int) -> int:
+    return (token * 131 + position * 17 + 1) % PRIME
+
+
+def digest(marks: list[int]) -> int:
+    value = 7
+    for m in marks:
+        value = (value * 31 + m) % PRIME
+    return value
+
+
+def expected(prompt: list[int], count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+    """The tokens that the model must draw after `prompt`, greedily."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(digest([mark(t, p) for p, t in enumerate(ids)]) % VOCAB)
+        if ids[-1] in stop:
+            break
+    return ids[len(prompt) :]
+
+
+def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
+    """As `models.llama.forward`; hidden_TD holds each token's digest. Poisons the null page."""
+    (pages_PSGK,) = kv.k_PSGK
+    size = kv.page_size
+    flat = pages_PSGK.view(-1)
+    for token, position, slot in zip(batch.token_T.tolist(), batch.pos_T.tolist(), batch.slot_T.tolist(), strict=True):
+        flat[slot] = mark(token, position)
+    flat[:size] = -1.0
+    hidden_TD = torch.zeros(batch.token_T.shape[0], 1)
+    starts, lengths = batch.q_start_B.tolist(), batch.kv_len_R.tolist()
+    for row, length in enumerate(lengths):
+        table = batch.page_table_RN[row].tolist()
+        held = [int(flat[table[p // size] * size + p % size]) for p in range(length)]
+        for j in range(starts[row], starts[row + 1]):
+            hidden_TD[j] = digest(held[: length - (starts[row + 1] - 1 - j)])
+    params["calls"].append(batch.token_T.shape[0])
+    return kv, hidden_TD
+
+
+def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:
+    token_R = hidden_RD[:, 0].long() % VOCAB
+    return torch.zeros(token_R.shape[0], VOCAB).scatter_(1, token_R[:, None], 20.0)
+
+
+def checksum_parts(*, page_size: int = 4, pool: int = 256, rows: int = 4, tokens: int = 16, policy: str = "fcfs",
+                   overlap: bool = False, prefix_cache: bool = True, context: int = 256, seed: int = 0,
+                   eos: frozenset[int] = frozenset(), forward: Any = forward) -> Parts:  # fmt: skip
+    """An engine's parts over the checksum model, uncompiled, without a tokenizer."""
+    config = EngineConfig(
+        cache=CacheConfig(page_size=page_size, max_total_tokens=pool, prefix_cache=prefix_cache),
+        scheduler=SchedulerConfig(rows, tokens, Policy[policy], overlap),
+        compile=CompileConfig(enabled=False),
+        random_seed=seed,
+    )
+    config = replace(config, model=replace(config.model, device="cpu", skip_tokenizer_init=True))
+    params: Params = {"final_norm_D": torch.ones(1), "calls": []}
+    return assemble(
+        config, SPEC, params, None, context, eos, Path("."), started=time.perf_counter(), compiles_at_start=0
+    )
+
+
+@contextmanager
+def checksum_engine(forward: Any = forward, **options: Any) -> Iterator[Engine]:
+    """An Engine over the checksum model; checks at the end that every page has come back."""
+    before = models.MODELS
+    models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}
+    try:
+        with Engine.from_parts(checksum_parts(**options)) as engine:
+            yield engine
+            engine._parts.driver.call(engine._parts.driver.scheduler.check)
+    finally:
+        models.MODELS = before

@@ -1,0 +1,304 @@
+"""A device made of hashes, and a driver around the real scheduler: the oracle of the host column.
+
+Each slot of each page holds H(the prefix of tokens up to its position) instead of KV. A step writes the slots of all its
+rows first, as a layer does, and then checks that every slot that a row can see, through a page table kept up to date from
+`Plan.new_pages` alone, holds the hash of that request's own prefix. The next token is H(seed, all tokens before). So any
+wrong page, slot, length, stale hit, eviction, preemption or feed fails in the step where it happens.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+
+from fengine.config import Policy
+from fengine.errors import CapacityError
+from fengine.host.pages import PagePool
+from fengine.host.plan import Plan
+from fengine.host.prefix_cache import PrefixCache
+from fengine.host.scheduler import Scheduler
+from fengine.request import Request, SamplingParams, Status
+
+Result = tuple[list[int], list[float]]
+
+
+@dataclass
+class Job:
+    """A request to come: when it arrives, when it is aborted, and at which output its logits are NaN."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    arrival: int = 0
+    abort: int | None = None
+    nan_at: int | None = None
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass
+class Case:
+    jobs: list[Job]
+    page_size: int = 4
+    num_pages: int = 32
+    rows: int = 4
+    budget: int = 16
+    policy: Policy = Policy.fcfs
+    cached: bool = True
+    lag: int = 0  # steps scheduled before the update of an earlier one
+    vocab: int = 5
+
+
+def chain(before: int, token: int) -> int:
+    return hash((before, token))  # ints only, so the same in every process
+
+
+def draw(seed: int, prefix: int, vocab: int) -> tuple[int, float]:
+    value = hash((seed, prefix))
+    return value % vocab, -(value % 1009) / 1009
+
+
+def solo(job: Job, seed: int, vocab: int) -> tuple[list[int], list[float], str]:
+    """Output tokens, logprobs and kind of finish of a request that runs alone, without pages."""
+    prefix, tokens, logprobs = 0, [], []
+    for token in job.prompt:
+        prefix = chain(prefix, token)
+    while len(tokens) < job.max_new_tokens:
+        if job.nan_at == len(tokens):
+            return tokens, logprobs, "abort"
+        token, logprob = draw(seed, prefix, vocab)
+        tokens.append(token)
+        logprobs.append(logprob)
+        if token in job.stop_ids:
+            return tokens, logprobs, "stop"
+        prefix = chain(prefix, token)
+    return tokens, logprobs, "abort" if job.nan_at == 0 and not tokens else "length"
+
+
+class HashDevice:
+    """Executes plans in the order in which it gets them. Fails on the first wrong slot."""
+
+    def __init__(self, case: Case, requests: dict[str, Job]) -> None:
+        self.case, self.jobs = case, requests
+        self.slots: list[int | None] = [None] * (case.num_pages * case.page_size)
+        self.tables: dict[int, list[int]] = {}  # page table by row slot
+        self.drawn: dict[int, int] = {}  # token by row slot, of the step before
+        self.owner: dict[int, str] = {}  # request by row slot, of the step before
+
+    def execute(self, plan: Plan) -> Result:
+        """Drawn tokens and logprobs of every row; rows that do not sample get rubbish."""
+        self._tables_from(plan)
+        rows = [self._tokens(plan, i) for i in range(len(plan.requests))]
+        self._write(plan, rows)
+        tokens, logprobs = [], []
+        for i, (request, ids) in enumerate(zip(plan.requests, rows, strict=True)):
+            prefix = self._attend(request, ids)
+            token, logprob = draw(request.seed, prefix, self.case.vocab)
+            if self.jobs[request.rid].nan_at == len(ids) - request.prompt_len:
+                logprob = math.nan
+            tokens.append(token if plan.samples[i] else 999)
+            logprobs.append(logprob)
+        self.drawn = {r.row: t for r, t, s in zip(plan.requests, tokens, plan.samples, strict=True) if s}  # type: ignore
+        self.owner = {r.row: r.rid for r in plan.requests}  # type: ignore
+        return tokens, logprobs
+
+    def _tables_from(self, plan: Plan) -> None:
+        taken = [request.row for request in plan.requests]
+        assert len(set(taken)) == len(taken) and None not in taken
+        assert sum(plan.counts) <= self.case.budget and min(plan.counts) > 0
+        for request, first in plan.new_pages:
+            assert request in plan.requests and first < len(request.pages) and request.row is not None
+            self.tables[request.row] = ([] if first == 0 else self.tables[request.row][:first]) + request.pages[first:]
+        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
+            assert self.tables[request.row] == request.pages, "new_pages does not tell the whole page table"  # type: ignore
+            assert 0 not in request.pages and len(request.pages) == -(-(start + count) // self.case.page_size)
+            assert request.num_computed == start + count <= request.prompt_len + request.max_new_tokens
+
+    def _tokens(self, plan: Plan, i: int) -> list[int]:
+        """All tokens of row i up to the end of its chunk; a token that the host does not know is fed from the last step."""
+        request, end = plan.requests[i], plan.starts[i] + plan.counts[i]
+        known = len(request.token_ids)
+        assert plan.samples[i] == (end >= known) and end <= known + 1
+        if end <= known:
+            return request.token_ids[:end]
+        assert plan.counts[i] == 1 and self.owner[request.row] == request.rid  # type: ignore
+        return [*request.token_ids, self.drawn[request.row]]  # type: ignore
+
+    def _slot(self, pages: list[int], position: int) -> int:
+        return pages[position // self.case.page_size] * self.case.page_size + position % self.case.page_size
+
+    def _write(self, plan: Plan, rows: list[list[int]]) -> None:
+        written: set[int] = set()
+        for request, start, ids in zip(plan.requests, plan.starts, rows, strict=True):
+            prefix = 0
+            for position, token in enumerate(ids):
+                prefix = chain(prefix, token)
+                if position >= start:
+                    slot = self._slot(request.pages, position)
+                    assert slot not in written, "two rows write one slot"
+                    written.add(slot)
+                    self.slots[slot] = prefix
+
+    def _attend(self, request: Request, ids: list[int]) -> int:
+        prefix = 0
+        for position, token in enumerate(ids):
+            prefix = chain(prefix, token)
+            found = self.slots[self._slot(request.pages, position)]
+            assert found == prefix, f"{request.rid} reads a wrong slot at position {position} of {len(ids)}"
+        return prefix
+
+
+@dataclass
+class Run:
+    """A case that has run to its end."""
+
+    case: Case
+    scheduler: Scheduler
+    requests: list[Request]
+    log: list[tuple] = field(default_factory=list)
+    discarded: int = 0  # tokens of requests that had ended when they arrived
+    refused: int = 0
+    shared_in_step: int = 0  # prefix hits on pages that were computed in the same step
+    late: int = 0  # tokens that arrived for a preempted request
+    most_rows: int = 0
+
+
+def make_scheduler(case: Case) -> Scheduler:
+    pool = PagePool(case.num_pages)
+    return Scheduler(pool, PrefixCache(pool, case.page_size) if case.cached else None, page_size=case.page_size,
+                     max_running_requests=case.rows, max_step_tokens=case.budget, policy=case.policy)  # fmt: skip
+
+
+def make_request(case: Case, index: int) -> Request:
+    job = case.jobs[index]
+    return Request(f"r{index}", len(job.prompt), list(job.prompt), SamplingParams(), 1000 + index, job.max_new_tokens,
+                   job.stop_ids)  # fmt: skip
+
+
+def entry(plan: Plan) -> tuple:
+    """A plan as a value."""
+    rows = [(r.rid, r.row, *what) for r, *what in zip(plan.requests, plan.starts, plan.counts, plan.samples, strict=True)]
+    pages = [(r.rid, first, tuple(r.pages[first:])) for r, first in plan.new_pages]
+    return plan.step, tuple(rows), tuple(pages), tuple(r.rid for r in plan.preempted)
+
+
+def simulate(case: Case) -> Run:
+    """Runs a case as the driver does, checks every step and every result, and returns what happened."""
+    requests = [make_request(case, i) for i in range(len(case.jobs))]
+    run = Run(case, make_scheduler(case), requests)
+    device = HashDevice(case, {r.rid: job for r, job in zip(requests, case.jobs, strict=True)})
+    flights: list[tuple[Plan, Result]] = []
+    clock, last = 0, max([0, *(job.arrival for job in case.jobs), *(job.abort or 0 for job in case.jobs)])
+    patience = 200 + 20 * sum(len(job.prompt) + job.max_new_tokens for job in case.jobs)
+    while clock <= last or run.scheduler.has_work or flights:
+        _events(run, clock)
+        plan = run.scheduler.schedule()
+        run.scheduler.check()
+        if plan is not None:
+            _note(run, plan)
+            flights.append((plan, device.execute(plan)))
+        if len(flights) > case.lag or (plan is None and flights):
+            _land(run, *flights.pop(0))
+        elif plan is None:
+            assert not run.scheduler.has_work, "nothing is planned, nothing is in flight, and requests wait: a deadlock"
+        clock += 1
+        assert clock < last + patience, "a request starves"
+    _settle(run)
+    return run
+
+
+def _events(run: Run, clock: int) -> None:
+    case, scheduler = run.case, run.scheduler
+    for i, job in enumerate(case.jobs):
+        if job.arrival == clock:
+            need = -(-(len(job.prompt) + job.max_new_tokens) // case.page_size)
+            try:
+                scheduler.add(run.requests[i])
+                assert need < case.num_pages
+            except CapacityError:
+                assert need >= case.num_pages
+                run.refused += 1
+        if job.abort == clock:
+            request = scheduler.abort(f"r{i}")
+            if request is not None:
+                assert request is run.requests[i] and request.finish is not None and request.finish.kind == "abort"
+                assert not request.pages and request.row is None and scheduler.abort(f"r{i}") is None
+            scheduler.check()
+
+
+def _note(run: Run, plan: Plan) -> None:
+    run.log.append(entry(plan))
+    run.most_rows = max(run.most_rows, len(plan.requests))
+    fresh = {page for request, first in plan.new_pages if first for page in request.pages[first:]}
+    size = run.case.page_size
+    for request, first in plan.new_pages:
+        if first == 0:
+            hit = plan.starts[plan.requests.index(request)] // size
+            run.shared_in_step += len(fresh & set(request.pages[:hit]))
+            fresh |= set(request.pages[hit:])
+
+
+def _land(run: Run, plan: Plan, result: Result) -> None:
+    ended = [request.finish is not None for request in plan.requests]
+    before = [len(request.token_ids) for request in plan.requests]
+    run.discarded += sum(ended)
+    run.late += sum(request.status is Status.WAITING for request in plan.requests)
+    finished = run.scheduler.update(plan, *result)
+    run.scheduler.check()
+    for request, was_ended, length, sampled in zip(plan.requests, ended, before, plan.samples, strict=True):
+        now = request.finish is not None and not was_ended
+        assert (request in finished) == now
+        if was_ended or not sampled:
+            assert len(request.token_ids) == length
+
+
+def _settle(run: Run) -> None:
+    """Every request has ended as its solo oracle says, and every page has come back."""
+    scheduler, case = run.scheduler, run.case
+    for request, job in zip(run.requests, case.jobs, strict=True):
+        if request.finish is None:
+            need = -(-(len(job.prompt) + job.max_new_tokens) // case.page_size)
+            aborted_before_arrival = job.abort is not None and job.abort < job.arrival
+            assert need >= case.num_pages or aborted_before_arrival, f"{request.rid} was lost"
+            continue
+        tokens, logprobs, kind = solo(job, request.seed, case.vocab)
+        count = request.num_output
+        assert request.token_ids[: request.prompt_len] == job.prompt
+        assert (request.token_ids[request.prompt_len :], request.logprobs) == (tokens[:count], logprobs[:count])
+        if not (request.finish.kind == "abort" and request.finish.message is None):
+            assert request.finish.kind == kind and count == len(tokens)
+            assert kind != "length" or request.finish.length == count == job.max_new_tokens
+            assert kind != "stop" or request.finish.matched == tokens[-1]
+        else:
+            assert job.abort is not None
+        assert request.num_pending == 0 and request.row is None and not request.pages
+        assert request.num_cached % case.page_size == 0 and request.num_cached < request.prompt_len
+    pool = scheduler.pool
+    assert pool.num_available == pool.capacity and scheduler.counters()["used_pages"] == 0
+    if scheduler.cache is not None:
+        assert pool.num_idle == scheduler.cache.num_pages
+        scheduler.cache.flush()
+    assert pool.num_free == pool.capacity
+    scheduler.check()
+
+
+def random_case(rng: random.Random, page_size: int | None = None, **fixed: object) -> Case:
+    """A case with shared prefixes, aborts, NaN rows, stop tokens, and often too few pages."""
+    vocab = rng.choice([3, 5, 50])
+    size = page_size or rng.choice([1, 4, 16])
+    stems = [[rng.randrange(vocab) for _ in range(rng.randrange(1, 40))] for _ in range(3)]
+    jobs = []
+    for _ in range(rng.randrange(1, 14)):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)] + [rng.randrange(vocab) for _ in range(rng.randrange(0, 8))]
+        arrival = rng.choice([0, 0, rng.randrange(40)])
+        jobs.append(Job(
+            prompt, rng.choice([0, 1, rng.randrange(60)]), arrival,
+            abort=rng.randrange(80) if rng.random() < 0.15 else None,
+            nan_at=rng.randrange(6) if rng.random() < 0.08 else None,
+            stop_ids=frozenset({rng.randrange(vocab)}) if rng.random() < 0.2 else frozenset(),
+        ))  # fmt: skip
+    longest = max(-(-(len(job.prompt) + job.max_new_tokens) // size) for job in jobs)
+    pages = max(2, 1 + longest + rng.choice([-1, 0, 1, 2, longest, 3 * longest, 20 * longest]))
+    case = Case(jobs, size, pages, rng.choice([1, 3, 6, 12]), rng.choice([1, 3, 8, 64]), rng.choice(list(Policy)),
+                rng.random() < 0.8, rng.choice([0, 1]), vocab)  # fmt: skip
+    for name, value in fixed.items():
+        setattr(case, name, value)
+    return case

@@ -1,0 +1,66 @@
+"""What is decided before anything runs: "auto" values, contradictions, the size of the pool, the device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fengine import Engine
+from fengine.build import build, kv_bytes_per_token, pool_pages
+from fengine.config import CacheConfig, EngineConfig, Hardware, ModelConfig, SchedulerConfig, resolve
+from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError
+from fengine.spec import ModelSpec, RopeSpec
+
+CPU = Hardware("cpu")
+SPEC = ModelSpec("LlamaForCausalLM", 32, 8, 16, 2, 2, 1, 4, 1e-5, RopeSpec(1e4), 64, True)
+
+
+def test_resolve_leaves_no_auto_and_keeps_what_is_given() -> None:
+    config = resolve(EngineConfig(), CPU)
+    assert config.cache.page_size and config.scheduler.max_running_requests and config.scheduler.max_step_tokens
+    assert config.scheduler.overlap is False and config.model.device == "cpu"
+    assert resolve(EngineConfig(), Hardware("cuda")).scheduler.overlap is True
+    given = EngineConfig(cache=CacheConfig(page_size=8), scheduler=SchedulerConfig(3, 9, overlap=True))
+    assert resolve(given, CPU).cache.page_size == 8
+    assert resolve(given, CPU).scheduler == given.scheduler
+    assert resolve(config, CPU) == config
+
+
+def test_all_contradictions_are_reported_at_once() -> None:
+    config = EngineConfig(
+        cache=CacheConfig(page_size=0, mem_fraction_static=1.5), scheduler=SchedulerConfig(64, 8)
+    )
+    with pytest.raises(ConfigError, match=r"(?s)page_size.*mem_fraction_static.*max_step_tokens \(8\)"):
+        resolve(config, CPU)
+
+
+def test_the_pool_is_what_is_asked_for_or_what_fits() -> None:
+    config = resolve(EngineConfig(cache=CacheConfig(page_size=4, max_total_tokens=101)), CPU)
+    assert pool_pages(config, SPEC, torch.float32, 8, 64) == 26  # 25 whole pages and the null page
+    config = resolve(EngineConfig(cache=CacheConfig(page_size=4)), CPU)
+    assert pool_pages(config, SPEC, torch.float32, 8, 64) == 8 * 16 + 1  # no more than all rows could use
+    assert kv_bytes_per_token(SPEC, torch.float32) == 2 * 2 * 1 * 4 * 4
+    wide = replace(SPEC, num_layers=10**6, head_dim=1024)
+    with pytest.raises(OutOfMemoryError, match="mem_fraction_static.*max_total_tokens"):
+        pool_pages(config, wide, torch.float32, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "message"),
+    [
+        (ModelConfig(path="/nowhere/at/all"), ModelLoadError, "/nowhere/at/all"),
+        (ModelConfig(path="box", device="tpu"), ConfigError, "tpu"),
+        (ModelConfig(path="box", device="cuda:99"), ConfigError, "cuda"),
+        (ModelConfig(path="box", context_length=10**6), ConfigError, "1000000"),
+    ],
+)
+def test_what_cannot_be_built_says_why(model: ModelConfig, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        build(EngineConfig(model=model))
+
+
+def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:
+    with pytest.raises(TypeError, match="unknown_field"):
+        Engine(model_path="box", unknown_field=1)
+    with pytest.raises(ConfigError, match="schedule_policy must be one of fcfs, lpm"):
+        Engine(model_path="box", schedule_policy="random")

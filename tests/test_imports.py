@@ -1,0 +1,113 @@
+"""Imports point one way, the host column never imports torch, and nothing forbidden stands in the package."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "fengine"
+FILES = sorted(p for p in ROOT.rglob("*.py"))
+
+# Layer by layer; a module may import from earlier layers and, where listed together, from its own.
+LAYERS: list[set[str]] = [
+    {"errors"},
+    {"config", "spec", "request"},
+    {"state", "host.pages", "ops.compiler", "ops.registration", "safetensors_file", "prompts", "utils", "test"},
+    {"host.prefix_cache", "ops", "hub"},
+    {"host.scheduler", "models"},
+    {"loader"},
+    {"sampler"},
+    {"step"},
+    {"batching", "tokenizer", "detokenizer", "chat"},
+    {"runner"},
+    {"driver"},
+    {"build"},
+    {"server_args"},
+    {"calls"},
+    {"engine"},
+    {"runs"},
+    {"run"},
+    {"__main__"},
+]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__")
+
+
+def layer_of(module: str) -> int:
+    while module:
+        for index, names in enumerate(LAYERS):
+            if module in names:
+                return index
+        module = module.rpartition(".")[0]
+    raise AssertionError(f"a module without a layer: {module!r}")
+
+
+def imports_of(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fengine":
+            base = node.module.removeprefix("fengine").lstrip(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}".lstrip(".")
+                is_module = (ROOT / Path(*full.split("."))).with_suffix(".py").exists()
+                found.append((full if is_module else base, node))
+        elif isinstance(node, ast.Import):
+            found += [(a.name.removeprefix("fengine."), node) for a in node.names if a.name.startswith("fengine.")]
+    return [(name, node) for name, node in found if name]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_one_way(path: Path) -> None:
+    module = module_name(path)
+    if not module:
+        return
+    own = layer_of(module)
+    for name, node in imports_of(ast.parse(path.read_text())):
+        same_folder = module.rpartition(".")[0] == name.rpartition(".")[0] and "." in name
+        within = name.startswith(module + ".") or same_folder
+        assert layer_of(name) < own or within or layer_of(name) == own == layer_of("tokenizer"), (
+            f"{path}:{node.lineno}: {module} imports {name}"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_forbidden_words(path: Path) -> None:
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = {a.name.split(".")[0] for a in node.names} | {(getattr(node, "module", None) or "").split(".")[0]}
+            assert not names & {"pickle", "dill", "cloudpickle", "marshal"}, f"{path}:{node.lineno}"
+            assert "TYPE_CHECKING" not in {a.name for a in node.names}, f"{path}:{node.lineno}"
+    assert "torch.load(" not in source and "hydra.utils.instantiate" not in source
+
+
+LAZY = {"runs.compose", "run", "runs.generate", "runs.view", "__init__", ""}  # Hydra, and the engine on the command line
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_imports_inside_functions(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
+            assert not inner or module_name(path) in LAZY, f"{path}:{inner[0].lineno}"
+
+
+def test_host_column_needs_no_torch() -> None:
+    code = "import sys, fengine.host.scheduler, fengine.host.prefix_cache; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_engine_needs_no_hydra() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['hydra'] = sys.modules['omegaconf'] = None\n"
+        "from fengine import Engine, ServerArgs, SamplingParams\n"
+        "assert Engine.__name__ == 'Engine'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

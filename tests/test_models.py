@@ -1,0 +1,329 @@
+"""Every architecture against transformers in fp32: same weights and tokens, through pages, chunks, mixed batches."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tiny_checkpoints
+import torch
+from tiny_checkpoints import LLAMA3_ROPE
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from transformers import AutoModelForCausalLM
+
+from fengine import models
+from fengine.hub import BOX
+from fengine.loader import load_params, read_config, spec_from_config
+from fengine.models import llama
+from fengine.spec import ModelSpec
+from fengine.state import KVState, Params, StepBatch, init_kv
+
+TOLERANCE = 1e-4  # on logprobs
+NEW_TOKENS = 256
+CASES: dict[str, dict[str, Any]] = {
+    "llama-mha": {"num_key_value_heads": 4},
+    "llama-gqa2-odd-tied-old": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "hidden_size": 48,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "old_config": True,
+    },
+    "llama-gqa4-rope3-sharded": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500.0},
+        "shards": True,
+    },
+    "llama-gqa7-rope3-biases-old": {
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "hidden_size": 56,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": LLAMA3_ROPE | {"rope_theta": 10000.0},
+        "old_config": True,
+    },
+    "qwen2-gqa7-tied": {
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "hidden_size": 112,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "qwen2-mha-odd-sharded": {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "hidden_size": 48,
+        "shards": True,
+        "old_config": True,
+    },
+    "qwen3-gqa4-tied": {"num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
+    "qwen3-gqa2-biases": {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 16, "attention_bias": True},
+}
+
+
+class Loaded(NamedTuple):
+    spec: ModelSpec
+    params: Params
+    reference: Any  # transformers' model
+
+
+def load(directory: Path, device: str = "cpu") -> Loaded:
+    spec = spec_from_config(read_config(directory))
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return Loaded(spec, load_params(directory, spec, device=device), reference.eval())
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    family = request.param.partition("-")[0]
+    return load(tiny_checkpoints.write(tmp_path_factory.mktemp(request.param), family, **CASES[request.param]))
+
+
+class Row:
+    """A sequence in the test's own loop: its tokens, its pages, and the logits of every position."""
+
+    def __init__(self, prompt: list[int], new_tokens: int) -> None:
+        self.tokens, self.goal = list(prompt), len(prompt) + new_tokens
+        self.pages: list[int] = []
+        self.logits: list[Tensor] = []
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is not written yet. Finished: 0."""
+        return len(self.tokens) - len(self.logits)
+
+
+def batch_of(chunks: list[tuple[Row, int]], page_size: int, padding: int) -> StepBatch:
+    """One step that computes the next `count` tokens of each row, padded to odd sizes."""
+    token, pos, slot, q_start, kv_len = [], [], [], [0], []
+    for row, count in chunks:
+        done = len(row.logits)
+        for position in range(done, done + count):
+            token.append(row.tokens[position])
+            pos.append(position)
+            slot.append(row.pages[position // page_size] * page_size + position % page_size)
+        q_start.append(len(token))
+        kv_len.append(done + count)
+    width = max(len(row.pages) for row, _ in chunks)
+    table = [row.pages + [0] * (width - len(row.pages)) for row, _ in chunks]
+    if padding:  # one padding row, `padding` padding tokens
+        token, pos, slot = token + [0] * padding, pos + [0] * padding, slot + [0] * padding
+        q_start, kv_len, table = q_start + q_start[-1:], kv_len + [0], table + [[0] * width]
+    fields = (token, pos, slot, q_start, kv_len, table, [end - 1 for end in q_start[1:]])
+    return StepBatch(*(torch.tensor(field, dtype=torch.int32) for field in fields))
+
+
+def run_paged(
+    params: Params, spec: ModelSpec, prompts: list[list[int]], new_tokens: int, *, page_size: int, seed: int
+) -> list[Row]:
+    """Greedy continuation of several rows at once: random page tables, random chunk lengths, rows that start late.
+
+    The pages are NaN at first: whatever reads a slot that is not the row's own destroys the result.
+    """
+    rng = random.Random(seed)
+    model = models.lookup(spec.architecture)
+    rows = [Row(prompt, new_tokens) for prompt in prompts]
+    free = list(range(1, 1 + sum(-(-row.goal // page_size) for row in rows)))
+    rng.shuffle(free)
+    norm_D = params["final_norm_D"]
+    kv = init_kv(spec, len(free) + 1, page_size, norm_D.dtype, norm_D.device)
+    kv = KVState(*(tuple(torch.full_like(page, torch.nan) for page in pages) for pages in kv))
+    step = 0
+    while any(row.pending for row in rows):
+        chunks = []
+        for index, row in enumerate(rows):
+            if row.pending and step >= 3 * index:
+                chunks.append((row, rng.randint(1, min(row.pending, 7))))
+        for row, count in chunks:
+            while len(row.pages) * page_size < len(row.logits) + count:
+                row.pages.append(free.pop())
+        batch = batch_of(chunks, page_size, padding=rng.choice((0, 0, 3)))
+        batch = StepBatch(*(tensor.to(norm_D.device) for tensor in batch))
+        kv, hidden_TD = model.forward(params, spec, kv, batch)
+        logits_TV = model.unembed(params, spec, hidden_TD).cpu()
+        for r, (row, _) in enumerate(chunks):
+            row.logits.extend(logits_TV[batch.q_start_B[r] : batch.q_start_B[r + 1]])
+            if row.pending == 0 and len(row.tokens) < row.goal:
+                row.tokens.append(int(row.logits[-1].argmax()))
+        step += 1
+    return rows
+
+
+def prompts_for(spec: ModelSpec) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, spec.vocab_size) for _ in range(length)] for length in (21, 1, 6)]
+
+
+@torch.no_grad()
+def logprob_error(reference: Any, row: Row) -> float:
+    """The largest difference of any logprob at any position, teacher-forced on the row's tokens."""
+    expected = reference(torch.tensor([row.tokens])).logits[0].log_softmax(-1)
+    actual = torch.stack(row.logits).log_softmax(-1)
+    return float((actual - expected).abs().max())
+
+
+@torch.no_grad()
+def greedy(reference: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0].tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_logprobs_and_greedy_ids_equal_transformers(loaded: Loaded, page_size: int) -> None:
+    new_tokens = NEW_TOKENS if page_size == 16 else 24
+    prompts = prompts_for(loaded.spec)
+    rows = run_paged(loaded.params, loaded.spec, prompts, new_tokens, page_size=page_size, seed=page_size)
+    for row in rows:
+        assert logprob_error(loaded.reference, row) < TOLERANCE
+    assert rows[0].tokens == greedy(loaded.reference, prompts[0], new_tokens)
+    assert len(set(rows[0].tokens[-64:])) > 4  # the text is not one repeated token
+
+
+def test_negative_control(loaded: Loaded) -> None:
+    """A model that is wrong in any one leaf fails the comparison, so the comparison can fail."""
+    for leaf in ("rope_MK", "final_norm_D", *loaded.params["layers"][1]):
+        layers = [dict(layer) for layer in loaded.params["layers"]]
+        broken = dict(loaded.params, layers=layers)
+        owner = broken if leaf in broken else layers[1]
+        owner[leaf] = owner[leaf].roll(1, dims=-1)
+        rows = run_paged(broken, loaded.spec, prompts_for(loaded.spec), 4, page_size=4, seed=0)
+        assert max(logprob_error(loaded.reference, row) for row in rows) > 100 * TOLERANCE, leaf
+
+
+def test_bf16_weights_are_kept_and_computed_in_fp32(tmp_path: Path) -> None:
+    directory = tiny_checkpoints.write(tmp_path, "qwen2", dtype=torch.bfloat16)
+    model = load(directory)  # the reference converts the same bf16 weights to fp32
+    assert model.params["embed"].dtype == model.params["layers"][1]["wqkv"].dtype == torch.bfloat16
+    for row in run_paged(model.params, model.spec, prompts_for(model.spec), 16, page_size=16, seed=1):
+        assert logprob_error(model.reference, row) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 1.0)])
+def test_cuda(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
+    """In the dtype of the weights, all activations included: bf16 is far from fp32, but not as far as a wrong model."""
+    for name in ("llama-gqa4-rope3-sharded", "qwen2-gqa7-tied", "qwen3-gqa2-biases"):
+        model = load(
+            tiny_checkpoints.write(tmp_path / name, name.partition("-")[0], dtype=dtype, **CASES[name]), "cuda"
+        )
+        assert {leaf.dtype for leaf in model.params["layers"][0].values()} == {dtype}
+        for row in run_paged(model.params, model.spec, prompts_for(model.spec), 16, page_size=16, seed=1):
+            assert logprob_error(model.reference, row) < tolerance
+
+
+@pytest.mark.skipif(not (BOX / "model.safetensors").exists(), reason="the model in the box is not there")
+def test_the_model_in_the_box() -> None:
+    model = load(BOX)
+    prompts = prompts_for(model.spec)
+    rows = run_paged(model.params, model.spec, prompts, NEW_TOKENS, page_size=16, seed=2)
+    for row in rows:
+        assert logprob_error(model.reference, row) < TOLERANCE
+    assert rows[0].tokens == greedy(model.reference, prompts[0], NEW_TOKENS)
+
+
+# -- the compiled form ------------------------------------------------------------------------------------------------
+
+PAGES, PAGE_SIZE = 37, 4  # an unusual number of elements, so that it can be found in generated code
+
+
+def compiled_code(params: Params, spec: ModelSpec, batches: list[StepBatch]) -> tuple[str, list[Tensor]]:
+    """The code Inductor writes for one graph that serves all batches, and the logits of each."""
+    torch._dynamo.reset()
+
+    def run(params: Params, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
+        tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
+        for tensor in (batch.pos_T, batch.slot_T):
+            torch._check(tensor.shape[0] == tokens)
+        torch._check(batch.page_table_RN.shape[0] == rows)
+        torch._check(batch.q_start_B.shape[0] == rows + 1)
+        kv, hidden_TD = llama.forward(params, spec, kv, batch)
+        return kv, llama.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
+
+    compiled = torch.compile(run, fullgraph=True)
+
+    def all_batches() -> list[Tensor]:
+        kv, logits = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu"), []
+        for batch in batches:
+            for tensor in batch:
+                torch._dynamo.decorators.mark_unbacked(tensor, 0)
+            torch._dynamo.decorators.mark_unbacked(batch.page_table_RN, 1)
+            kv, logits_RV = compiled(params, kv, batch)
+            logits.append(logits_RV)
+        return logits
+
+    logits, code = run_and_get_code(all_batches)
+    assert len(code) == 1, f"{len(code)} graphs: a batch size caused a compile"
+    return code[0], logits
+
+
+def kv_sized(code: str, spec: ModelSpec) -> list[str]:
+    """Lines that allocate or loop over a whole layer's pages."""
+    numel = PAGES * PAGE_SIZE * spec.num_kv_heads * spec.head_dim
+    shape = f"empty_strided[a-z_]*\\(\\(({PAGES}, {PAGE_SIZE}|{PAGES * PAGE_SIZE}|{numel})\\b"
+    return [line for line in code.splitlines() if re.search(rf"{shape}|<\s*static_cast<int64_t>\({numel}L", line)]
+
+
+def some_batches() -> list[StepBatch]:
+    """A prefill of two rows, then a decode step of one more size."""
+    rows = [Row([5, 6, 7, 8, 9], 0), Row([10, 11], 0)]
+    rows[0].pages, rows[1].pages = [3, 36], [7]
+    prefill = batch_of([(rows[0], 4), (rows[1], 2)], PAGE_SIZE, padding=0)
+    rows[0].logits = [torch.zeros(1)] * 4
+    return [prefill, batch_of([(rows[0], 1)], PAGE_SIZE, padding=0)]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Params, ModelSpec]:
+    directory = tiny_checkpoints.write(
+        tmp_path_factory.mktemp("compiled"), "qwen3", head_dim=24, attention_bias=True, tie_word_embeddings=True
+    )
+    spec = spec_from_config(read_config(directory))
+    return load_params(directory, spec), spec
+
+
+def test_compiled_step_copies_no_pages_and_gives_the_same_bits(qwen: tuple[Params, ModelSpec]) -> None:
+    params, spec = qwen
+    code, compiled_logits = compiled_code(params, spec, some_batches())
+    assert kv_sized(code, spec) == []
+    kv = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu")
+    for batch, actual in zip(some_batches(), compiled_logits, strict=True):
+        kv, hidden_TD = llama.forward(params, spec, kv, batch)
+        expected = llama.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
+        assert torch.equal(actual, expected)
+
+
+def test_the_search_for_page_copies_finds_them(qwen: tuple[Params, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a KV write that is pure in the naive way, into copies."""
+    params, spec = qwen
+    write = llama.rope.rope_kv_write
+
+    def copying(qkv_TC: Tensor, *args: Any) -> Any:
+        rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, *rest = args
+        q_THK, k_new, v_new = write(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK.clone(), v_PSGK.clone(), *rest)
+        return q_THK, k_new, v_new
+
+    monkeypatch.setattr(llama.rope, "rope_kv_write", copying)
+    code, _ = compiled_code(params, spec, some_batches())
+    assert kv_sized(code, spec) != []

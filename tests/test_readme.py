@@ -1,0 +1,31 @@
+"""The README's code runs as printed, and its commands are those that CI runs."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+
+
+def test_front_door_commands_are_there_word_for_word() -> None:
+    shell = "".join(blocks("sh"))
+    assert "pip install -e . && python -m fengine.run model=llama sampling.temperature=0.8\n" in shell
+    command = "pip install -e '.[dev]' && pytest\n"
+    assert command in shell and command in (ROOT / ".ci" / "run").read_text()
+
+
+def test_python_examples_run(capsys) -> None:  # noqa: ANN001
+    for source in blocks("python"):
+        exec(compile(source, "README.md", "exec"), {})
+    assert "Once upon a time" in capsys.readouterr().out
+
+
+def test_every_file_has_its_line() -> None:
+    files = sorted((ROOT / "fengine").rglob("*.py"))
+    for path in files:
+        if path.name != "__init__.py" or path.parent.name in ("models",):
+            assert f"`{path.relative_to(ROOT / 'fengine')}`" in README, path

@@ -1,0 +1,101 @@
+"""Sampling parameters: every value is either normalised or refused with the documented words."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
+from fengine.request import NOT_BUILT, TOP_K_ALL, Finish, SamplingParams
+
+RANGES = {
+    "temperature": lambda x: x >= 0,
+    "top_p": lambda x: 0 < x <= 1,
+    "min_p": lambda x: 0 <= x <= 1,
+}
+
+
+@given(st.sampled_from(sorted(RANGES)), st.floats(allow_nan=True, allow_infinity=True))
+def test_no_float_outside_its_range_gets_through(name: str, value: float) -> None:
+    if math.isfinite(value) and RANGES[name](value):
+        params = SamplingParams.of({name: value})
+        assert all(math.isfinite(x) for x in (params.temperature, params.top_p, params.min_p))
+        assert params.temperature >= 1e-6
+    else:
+        with pytest.raises(InvalidRequestError, match=name):
+            SamplingParams.of({name: value})
+
+
+@given(st.integers())
+def test_top_k_is_off_positive_or_refused(value: int) -> None:
+    if value == -1 or value >= 1:
+        assert 1 <= SamplingParams.of({"top_k": value}).top_k <= TOP_K_ALL
+    else:
+        with pytest.raises(InvalidRequestError, match="top_k must be -1"):
+            SamplingParams.of({"top_k": value})
+
+
+def test_defaults_and_normal_forms() -> None:
+    assert SamplingParams.of(None) == SamplingParams.of({}) == SamplingParams()
+    assert SamplingParams().max_new_tokens == 128 and SamplingParams().top_k == TOP_K_ALL
+    for cold in (0, 0.0, -0.0, 1e-40, 9e-7):
+        params = SamplingParams.of({"temperature": cold, "top_k": 7})
+        assert params.greedy and params.temperature == 1.0
+    params = SamplingParams.of({"stop": "x", "stop_token_ids": {5, 3, None}, "top_p": None, "max_new_tokens": None})
+    assert params.stop == ("x",) and params.stop_token_ids == (3, 5) and params.top_p == 1.0
+    assert params.max_new_tokens is None
+
+
+def test_numpy_scalars_are_numbers() -> None:
+    params = SamplingParams.of({"temperature": np.float32(0.5), "top_k": np.int64(4), "sampling_seed": np.int32(9)})
+    assert params.temperature == 0.5 and params.top_k == 4 and params.sampling_seed == 9
+    assert type(params.temperature) is float and type(params.top_k) is int
+
+
+@pytest.mark.parametrize("name", sorted(NOT_BUILT))
+def test_known_but_not_built_parameters_are_refused_by_name(name: str) -> None:
+    for off in NOT_BUILT[name]:
+        assert SamplingParams.of({name: off}) == SamplingParams()
+    with pytest.raises(UnsupportedFeatureError, match=name):
+        SamplingParams.of({name: 0.25})
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("temprature", "temperature"), ("max_tokens", "max_new_tokens"), ("topp", "top_p")]
+)
+def test_unknown_keys_name_the_nearest(key: str, near: str) -> None:
+    with pytest.raises(UnknownParameterError, match=f"Did you mean '{near}'"):
+        SamplingParams.of({key: 1})
+    with pytest.raises(TypeError):  # as SGLang
+        SamplingParams.of({key: 1})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": True}, {"temperature": "1"}, {"temperature": b"1"}, {"temperature": [1]}, {"top_k": 1.5},
+        {"max_new_tokens": "5"}, {"max_new_tokens": True}, {"ignore_eos": 1}, {"stop": 5}, {"stop": [5]}, {"stop": [""]},
+        {"stop_token_ids": 5}, {"stop_token_ids": [1.5]}, {"stop_token_ids": [-1]}, {"sampling_seed": True},
+        {"sampling_seed": -(2**63) - 1}, {"stop": "x" * 2000},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_types_are_refused(bad: dict) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(bad)).split("_")[0]):
+        SamplingParams.of(bad)
+
+
+def test_a_callers_dict_is_copied() -> None:
+    values = {"stop": ["a"], "temperature": 0.5}
+    params = SamplingParams.of(values)
+    values["stop"].append("b")
+    values["temperature"] = 2
+    assert params.stop == ("a",) and params.temperature == 0.5
+
+
+def test_finish_reasons_are_sglangs() -> None:
+    assert Finish("stop", matched=5).as_dict() == {"type": "stop", "matched": 5}
+    assert Finish("length", length=7).as_dict() == {"type": "length", "length": 7}
+    assert Finish("abort").as_dict()["type"] == "abort"

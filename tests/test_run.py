@@ -1,0 +1,432 @@
+"""The command line from words to files, against an engine that is a few lines long."""
+
+import asyncio
+import errno
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from rich.console import Console
+
+from fengine import run
+from fengine.config import EngineConfig, Hardware, resolve
+from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
+from fengine.runs import view
+from fengine.runs.figures import Progress, Shown, Summary, clean, clock, tail
+from fengine.runs.generate import row_seed
+
+ROOT = Path(run.__file__).resolve().parent.parent
+
+
+class FakeTokenizer:
+    chat_templates = {"default": "x"}
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return [len(m["content"]) for m in messages]
+
+
+class FakeEngine:
+    """Answers with a function of prompt and seed. Some prompts misbehave."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = resolve(config, Hardware("cpu"))
+        self.tokenizer = FakeTokenizer()
+        self.calls: list[dict[str, Any]] = []
+        self.open = True
+        self.in_flight = self.most_in_flight = 0
+
+    def stats(self) -> dict[str, Any]:
+        names = ("running", "waiting", "pages_used", "pages_total", "computed_tokens", "output_tokens", "preemptions")
+        return dict.fromkeys([*names, "steps", "compiles", "compile_seconds", "start_seconds"], 0)
+
+    def shutdown(self) -> None:
+        self.open = False
+
+    async def async_generate(self, **call: Any) -> Any:
+        assert self.open
+        self.calls.append(call)
+        prompt = str(call.get("prompt", call.get("input_ids")))
+        if "too long" in prompt:
+            raise ContextLengthError("The input (900 tokens) is longer than the model's context length (512 tokens).")
+        if "death" in prompt:
+            raise EngineDeadError("the engine's loop failed: RuntimeError: boom")
+        if "interrupt" in prompt:  # Ctrl-C, once every other row has had its turn
+            for _ in range(20):
+                await asyncio.sleep(0)
+            signal.raise_signal(signal.SIGINT)
+        if "interrupt" in prompt or "hang" in prompt:
+            await asyncio.Event().wait()
+        if call.get("stream"):
+            return self.stream(prompt, call)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        for _ in range(len(prompt) % 7):
+            await asyncio.sleep(0)
+        self.in_flight -= 1
+        return self.output(prompt, call)
+
+    async def stream(self, prompt: str, call: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        whole = self.output(prompt, call)
+        yield whole | {"text": whole["text"][:3]}
+        await asyncio.sleep(0)
+        yield whole
+
+    def output(self, prompt: str, call: dict[str, Any]) -> dict[str, Any]:
+        text = f"{prompt[::-1]} {call['sampling_params']['sampling_seed'] % 1000}"
+        meta = {
+            "finish_reason": {"type": "length", "length": len(text)},
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(text),
+            "cached_tokens": 0,
+            "first_token_latency": 0.25,
+        }
+        if call["return_logprob"]:
+            meta["output_token_logprobs"] = [(-0.5, 1, None), (-0.25, 2, None)]
+        return {"text": text, "output_ids": [1, 2], "meta_info": meta}
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """Engines that the command line has opened; the working directory is a new one."""
+    opened: list[FakeEngine] = []
+
+    def open_engine(config: EngineConfig) -> FakeEngine:
+        if config.model.path == "missing":
+            raise ModelLoadError("model directory 'missing' does not exist")
+        assert all(not engine.open for engine in opened), "two engines at once"
+        opened.append(FakeEngine(config))
+        return opened[-1]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "open_engine", open_engine)
+    return opened
+
+
+def records(path: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def only_output(directory: Path) -> Path:
+    (path,) = directory.glob("runs/*/*/output.jsonl")
+    return path
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def test_built_in_prompts(engines: list[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["model=llama", "sampling.temperature=0.8"]) == run.OK
+    path = only_output(tmp_path)
+    rows = records(path)
+    assert [r.get("prompt") for r in rows][:2] == ["Hello, my name is", "The president of the United States is"]
+    assert any("messages" in r for r in rows)
+    assert rows[0]["text"] == f"si eman ym ,olleH {row_seed(0, 0) % 1000}"
+    assert engines[0].calls[0]["sampling_params"]["temperature"] == 0.8
+    assert "max_new_tokens" not in engines[0].calls[0]["sampling_params"]
+    assert not engines[0].open
+    shown = capsys.readouterr()
+    assert "prompt: Hello, my name is\noutput: si eman ym" in shown.out
+    assert f"{len(rows)} rows in" in shown.out and "median 250 ms" in shown.out and str(path) in shown.out
+    assert "\x1b" not in shown.out + shown.err
+    kept = path.parent / ".hydra"
+    assert "temperature: 0.8" in (kept / "config.yaml").read_text()
+    assert (kept / "overrides.yaml").read_text() == "- model=llama\n- sampling.temperature=0.8\n"
+
+
+def test_record_is_the_requests_alone(engines: list[FakeEngine]) -> None:
+    """No times, no cache hits: two runs of one config give the same bytes, whatever the batch was."""
+    (Path("in.txt")).write_text("".join(f"prompt number {i}\n" for i in range(40)))
+    assert run.main(["prompts=in.txt", "out=a.jsonl", "return_logprob=true"]) == run.OK
+    assert run.main(["prompts=in.txt", "out=b.jsonl", "return_logprob=true", "scheduler=one_by_one"]) == run.OK
+    assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
+    row = records("a.jsonl")[3]
+    assert list(row) == [
+        *("prompt", "text", "output_ids", "finish_reason"),
+        *("prompt_tokens", "sampling_seed", "output_token_logprobs"),
+    ]
+    assert row["sampling_seed"] == row_seed(0, 3) and row["output_token_logprobs"] == [-0.5, -0.25]
+
+
+def test_jsonl_keeps_columns_and_order_and_bad_rows(
+    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        '{"id": "a", "prompt": "one"}',
+        "{not json",
+        '{"id": "c", "messages": [{"role": "user", "content": "hey"}], "extra": [1, {"x": null}]}',
+        '{"id": "d", "input_ids": [5, 6]}',
+        '{"id": "e", "prompt": "much too long"}',
+        '{"id": "f"}',
+        "",
+        '{"id": "g", "prompt": "last", "sampling_seed": 3}',
+        '{"id": "h", "prompt": "done"}',
+    ]
+    Path("in.jsonl").write_text("\n".join(lines))
+    assert run.main(["prompts=in.jsonl", "out=out.jsonl"]) == run.FAILED
+    rows = records("out.jsonl")
+    assert [r.get("id") for r in rows] == ["a", None, "c", "d", "e", "f", "g", "h"]
+    assert [r["error"]["type"] if "error" in r else None for r in rows] == [
+        *(None, "InputFileError", None, None, "ContextLengthError", "InputFileError", "InputFileError", None)
+    ]
+    assert "in.jsonl line 2" in rows[1]["error"]["message"]
+    assert rows[2]["extra"] == [1, {"x": None}]
+    assert [c.get("prompt", c.get("input_ids")) for c in engines[0].calls] == [
+        "one",
+        [3],
+        [5, 6],
+        "much too long",
+        "done",
+    ]
+    # the seed belongs to the row, not to the number of good rows before it
+    assert rows[7]["sampling_seed"] == row_seed(0, 7)
+    out = capsys.readouterr().out
+    assert "8 rows, 4 failed" in out and "error: ContextLengthError: The input (900 tokens)" in out
+
+
+def test_chat_wraps_plain_prompts(engines: list[FakeEngine]) -> None:
+    assert run.main(["prompts=[hello]", "chat=true", "out=o.jsonl"]) == run.OK
+    assert engines[0].calls[0]["input_ids"] == [5]
+    assert records("o.jsonl")[0]["prompt"] == "hello"
+
+
+def test_sampling_reaches_the_engine(engines: list[FakeEngine]) -> None:
+    words = ["prompts=[a,b]", "sampling.max_new_tokens=7", "sampling.stop=['\\n']", "sampling.sampling_seed=11"]
+    assert run.main([*words, "out=o.jsonl", "view=quiet"]) == run.OK
+    params = engines[0].calls[1]["sampling_params"]
+    assert (params["max_new_tokens"], params["sampling_seed"]) == (7, 11) and len(params["stop"]) == 1
+    from fengine.request import SamplingParams
+
+    SamplingParams.of(params)
+
+
+def test_window_is_bounded(engines: list[FakeEngine]) -> None:
+    Path("in.txt").write_text("".join(f"row {i}\n" for i in range(500)))
+    assert run.main(["prompts=in.txt", "out=o.jsonl", "scheduler.max_running_requests=2", "show=3"]) == run.OK
+    assert 2 <= engines[0].most_in_flight <= 8
+    assert [r["prompt"] for r in records("o.jsonl")] == [f"row {i}" for i in range(500)]
+
+
+def test_show_limits_what_is_printed(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["prompts=[a,b,c,d]", "show=2", "out=o.jsonl"]) == run.OK
+    shown = capsys.readouterr()
+    assert shown.out.count("prompt:") == 2 and "further rows" in shown.err
+
+
+def test_max_errors_stops_the_run(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["prompts=[too long 1,fine,too long 2,x,y]", "out=o.jsonl", "scheduler.max_running_requests=1"]
+    assert run.main([*words, "max_errors=1"]) == run.FAILED
+    assert not Path("o.jsonl").exists()
+    assert [r["prompt"] for r in records("o.jsonl.partial")][:3] == ["too long 1", "fine", "too long 2"]
+    assert "stopped by max_errors=1" in capsys.readouterr().out
+
+
+def test_interrupt_writes_what_is_finished(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the rows behind one that has not finished, which gets an error record; the last hanging ones get none."""
+    assert run.main(["prompts=[one,hang,three,interrupt,hang]", "out=o.jsonl"]) == run.INTERRUPTED
+    rows = records("o.jsonl.partial")
+    assert [r["prompt"] for r in rows] == ["one", "hang", "three"]
+    assert ["text" in r for r in rows] == [True, False, True]
+    assert "run ended" in rows[1]["error"]["message"]
+    assert not Path("o.jsonl").exists() and not engines[0].open
+    shown = capsys.readouterr()
+    assert "interrupted: 3 rows, 1 failed" in shown.out and "o.jsonl.partial" in shown.out
+    assert "Traceback" not in shown.err
+
+
+def test_interrupt_ends_a_sweep(engines: list[FakeEngine]) -> None:
+    assert run.main(["prompts=[interrupt]", "-m", "seed=1,2,3", "view=quiet"]) == run.INTERRUPTED
+    assert len(engines[0].calls) == 1
+
+
+def test_dead_engine_ends_the_run(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["prompts=[one,death,three]", "out=o.jsonl"]) == run.FAILED
+    shown = capsys.readouterr()
+    assert "the engine's loop failed" in shown.err and "Traceback" not in shown.err
+    assert not Path("o.jsonl").exists()
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------------------
+
+
+def test_sweep_loads_once(engines: list[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["prompts=[a]", "-m", "sampling.temperature=0,0.8", "seed=1,2"]) == run.OK
+    assert len(engines) == 1 and not engines[0].open
+    found = sorted(tmp_path.glob("runs/*/*/*/output.jsonl"))
+    assert [p.parent.name for p in found] == ["0", "1", "2", "3"]
+    seeds = [records(p)[0]["sampling_seed"] for p in found]
+    assert seeds == [row_seed(1, 0), row_seed(2, 0)] * 2
+    assert [c["sampling_params"]["temperature"] for c in engines[0].calls] == [0, 0, 0.8, 0.8]
+    shown = capsys.readouterr()
+    assert "point 2 of 4: sampling.temperature=0  seed=2" in shown.err and "reused" in shown.out
+
+
+def test_sweep_over_engines_keeps_one_open(engines: list[FakeEngine]) -> None:
+    assert run.main(["prompts=[a]", "-m", "model.path=x,y", "seed=1,2", "view=quiet"]) == run.OK
+    assert [e.config.model.path for e in engines] == ["x", "y"] and not any(e.open for e in engines)
+
+
+def test_one_bad_point_does_not_stop_the_others(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["prompts=[a]", "-m", "model.path=missing,x"]) == run.USAGE
+    assert [e.config.model.path for e in engines] == ["x"]
+    assert "'missing' does not exist" in capsys.readouterr().err
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sampling.temprature=1"], "did you mean sampling.temperature"),
+        (["prompts=nope.jsonl"], "does not exist"),
+        (["prompts=nope.csv"], "neither .txt"),
+        (["prompts=[a]", "out=/proc/nope/o.jsonl"], "cannot be written"),
+        (["prompts=[a]", "out=."], "not a regular file"),
+        (["prompts=[a]", "hydra.run.dir=/proc/nope"], "hydra.run.dir"),
+        (["prompts=[a]", "model.path=missing"], "ModelLoadError: model directory 'missing'"),
+        (["+x._target_=os.system"], "refused"),
+        (["--experimental-rerun", "x.pickle"], "refused"),
+    ],
+)
+def test_mistakes_end_with_2(
+    words: list[str], expected: str, engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(words) == run.USAGE
+    err = capsys.readouterr().err
+    assert expected in err and "Traceback" not in err and 1 <= len(err.strip().splitlines()) <= 6
+    assert engines == [], "the engine was opened before the mistake was found"
+
+
+def test_full_error_shows_the_traceback(
+    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert run.main(["sampling.temprature=1"]) == run.USAGE
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_full_disk_is_an_error_of_the_run(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    assert run.main(["prompts=[a]", "out=/dev/full"]) == run.USAGE
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def process(*words: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    """A new interpreter that runs the command line, then `code`."""
+    script = f"import sys\nfrom fengine.run import main\ncode = main({list(words)!r})\n{code}\nsys.exit(code)"
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_help_needs_no_torch() -> None:
+    heavy = ("torch", "transformers", "triton", "tokenizers")
+    done = process("--help", code=f"print([m for m in {heavy!r} if m in sys.modules], file=sys.stderr)")
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert "Examples:" in done.stdout and "sampling.temperature=0.8" in done.stdout
+    assert re.search(r"^model: .*llama, llama3.1-8b", done.stdout, re.MULTILINE)
+    assert "temperature: 1.0" in done.stdout and "Exit codes" in done.stdout
+
+
+def test_mistakes_need_no_torch() -> None:
+    done = process("modl=llama", code="print('torch' in sys.modules)")
+    assert (done.returncode, done.stdout) == (run.USAGE, "False\n")
+
+
+def test_config_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--cfg", "job", "sampling=greedy"]) == run.OK
+    assert "temperature: 0.0" in capsys.readouterr().out
+
+
+def test_unknown_flag_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--frobnicate"])
+    assert caught.value.code == run.USAGE
+    assert "--frobnicate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fengine model=ll", "model=llama"),
+        ("fengine sampling.temp", "sampling.temperature="),
+        ("fengine sam", "sampling"),
+    ],
+)
+def test_completion(
+    line: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert run.main(["-sc", "query=bash"]) == run.OK
+    assert expected in capsys.readouterr().out.split()[0]
+
+
+def test_broken_pipe_is_quiet(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(self: view.PlainView, row: Shown) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with open(os.devnull, "w") as out:
+        monkeypatch.setattr(view.PlainView, "row", row)
+        monkeypatch.setattr(sys, "stdout", out)
+        assert run.main(["prompts=[a]"]) == run.FAILED
+
+
+# -- what is seen ------------------------------------------------------------------------------------------------------
+
+
+def terminal(width: int) -> Console:
+    return Console(width=width, force_terminal=True, color_system=None, record=True, file=io.StringIO())
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_live_lines_fit_and_keep_their_height(width: int) -> None:
+    console = terminal(width)
+    heights = set()
+    for done in (0, 5, 12):
+        growing = tuple(Shown(i, "a long prompt " * 9, "words and words " * done) for i in range(1, done % 7 + 1))
+        moment = Progress(done, 12, done // 5, 7, 123, 45678.9, 1234.5, done * 99, 1200, 61.0, growing)
+        lines = console.render_lines(view.live_block(moment, width), pad=False)
+        heights.add(len(lines))
+        assert all(sum(s.cell_length for s in line) <= width for line in lines)
+    assert len(heights) == 1
+
+
+def test_row_block_shows_prompt_once_and_the_whole_text() -> None:
+    console = terminal(60)
+    console.print(
+        view.row_block(Shown(3, "What\nis " + "this " * 30, "It is\n\na \x1b[31mtrick\x07.", "9 → 4 tokens, stop"))
+    )
+    text = console.export_text()
+    assert "\x1b" not in text and "\\x1b[31mtrick\\x07." in text
+    assert text.splitlines()[0].startswith("   3 What is this") and text.splitlines()[0].endswith("9 → 4 tokens, stop")
+    assert [line.rstrip() for line in text.splitlines()[1:4]] == ["     It is", "", "     a \\x1b[31mtrick\\x07."]
+
+
+def test_live_run_in_a_terminal(engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    console = terminal(80)
+    monkeypatch.setattr(view, "choose", lambda _: view.LiveView(console))
+    assert run.main(["prompts=[one,too long,three]", "out=o.jsonl"]) == run.FAILED
+    text = console.export_text()
+    assert text.index("one") < text.index("too long") < text.index("three")
+    assert "1 failed" in text and "first token" in text and "o.jsonl" in text
+    assert [c.get("stream", False) for c in engines[0].calls] == [True] * 3
+
+
+def test_small_words() -> None:
+    assert [clock(s) for s in (7.9, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+    assert (tail("abcdef", 4), tail("abc", 4)) == ("…def", "abc")
+    assert clean("a\tb\nc\x1b\x7f\x9b") == "a\tb\nc\\x1b\\x7f\\x9b"
+    assert Summary(output_tokens=10, seconds=2.0).out_rate == 5.0 and Summary().in_rate == 0.0

@@ -1,0 +1,540 @@
+"""The scheduler: random schedules against the hash device, and each rule by itself."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import Case, Job, Run, entry, make_request, make_scheduler, random_case, simulate
+
+from fengine.config import Policy
+from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError
+from fengine.host.pages import PagePool
+from fengine.host.plan import Plan
+from fengine.host.prefix_cache import PrefixCache
+from fengine.host.scheduler import Scheduler
+from fengine.host.waiting import LPM_PATIENCE, LPM_WINDOW
+from fengine.request import Finish, Request, Status
+
+
+def start(case: Case) -> tuple[Scheduler, list[Request]]:
+    """A scheduler with all jobs of the case added."""
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(len(case.jobs))]
+    for request in requests:
+        scheduler.add(request)
+    return scheduler, requests
+
+
+def planned(scheduler: Scheduler) -> Plan:
+    plan = scheduler.schedule()
+    scheduler.check()
+    assert plan is not None
+    return plan
+
+
+def land(scheduler: Scheduler, plan: Plan, token: int = 1, logprob: float = -1.0) -> list[str]:
+    """Gives every row the same token. Returns the rids that finished."""
+    rows = len(plan.requests)
+    finished = scheduler.update(plan, [token] * rows, [logprob] * rows)
+    scheduler.check()
+    return [request.rid for request in finished]
+
+
+def rows(plan: Plan) -> list[tuple[str, int, int, bool]]:
+    return [(r.rid, *what) for r, *what in zip(plan.requests, plan.starts, plan.counts, plan.samples, strict=True)]
+
+
+def jobs(*sizes: tuple[int, int]) -> list[Job]:
+    """Jobs of (prompt length, max_new_tokens) whose prompts share nothing."""
+    return [Job([100 * i + j for j in range(n)], new) for i, (n, new) in enumerate(sizes)]
+
+
+def finish_all(scheduler: Scheduler, lag: int = 0) -> int:
+    """Runs until nothing is left, as the driver does. Returns the number of steps."""
+    flights: list[Plan] = []
+    steps = 0
+    while scheduler.has_work or flights:
+        plan = scheduler.schedule()
+        if plan is not None:
+            flights.append(plan)
+            steps += 1
+        if len(flights) > lag or plan is None:
+            done = flights.pop(0)
+            scheduler.update(done, [7] * len(done.requests), [-1.0] * len(done.requests))
+    scheduler.check()
+    return steps
+
+
+# -- random schedules against the oracle --------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    vocab = draw(st.sampled_from([2, 5, 50]))
+    token = st.integers(0, vocab - 1)
+    stems = draw(st.lists(st.lists(token, min_size=1, max_size=40), min_size=1, max_size=3))
+    some = []
+    for _ in range(draw(st.integers(1, 8))):
+        stem = draw(st.sampled_from(stems))
+        prompt = stem[: draw(st.integers(1, len(stem)))] + draw(st.lists(token, max_size=6))
+        some.append(Job(
+            prompt,
+            draw(st.integers(0, 30)),
+            draw(st.integers(0, 12)),
+            abort=draw(st.none() | st.integers(0, 40)),
+            nan_at=draw(st.none() | st.none() | st.integers(0, 4)),
+            stop_ids=draw(st.sampled_from([frozenset(), frozenset(), frozenset({1})])),
+        ))  # fmt: skip
+    size = draw(st.sampled_from([1, 4, 16]))
+    longest = max(-(-(len(job.prompt) + job.max_new_tokens) // size) for job in some)
+    return Case(some, size, longest + draw(st.integers(1, 2 + longest)), draw(st.integers(1, 6)),
+                draw(st.sampled_from([1, 2, 5, 16, 200])), draw(st.sampled_from(list(Policy))), draw(st.booleans()),
+                draw(st.integers(0, 1)), vocab)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(cases())
+def test_any_schedule_gives_each_request_its_solo_tokens(case: Case) -> None:
+    simulate(case)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("lag", [0, 1])
+def test_many_schedules_and_everything_happens_in_them(page_size: int, policy: Policy, lag: int) -> None:
+    runs: list[Run] = []
+    for seed in range(50):
+        fixed = {"page_size": page_size, "policy": policy, "lag": lag, "cached": seed % 5 > 0}
+        runs.append(simulate(random_case(random.Random(f"{seed} {page_size}"), **fixed)))
+    assert sum(run.scheduler.num_hit_tokens for run in runs) > 100
+    assert sum(run.shared_in_step for run in runs) > 0
+    assert sum(run.discarded for run in runs) > 0 or lag == 0
+    assert max(run.most_rows for run in runs) >= 5
+    if page_size < 16:  # pages small against the requests: pools do run dry
+        assert sum(run.scheduler.num_preemptions for run in runs) > 5
+        assert sum(run.late for run in runs) > 0 or lag == 0
+
+
+def test_tight_pools_preempt_again_and_again() -> None:
+    preemptions = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        some = [Job([rng.randrange(50) for _ in range(rng.randrange(1, 6))], rng.randrange(20, 40)) for _ in range(6)]
+        case = Case(some, 4, 13, 6, rng.choice([2, 9, 50]), rng.choice(list(Policy)), seed % 3 > 0, seed % 2, 50)
+        preemptions += simulate(case).scheduler.num_preemptions
+    assert preemptions > 200
+
+
+def test_same_events_give_the_same_plans() -> None:
+    for seed in range(30):
+        first, second = (simulate(random_case(random.Random(seed))) for _ in range(2))
+        assert first.log == second.log and len(first.log) > 0
+
+
+def test_the_oracle_sees_a_page_that_was_freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagePool, "retain", lambda self, pages: None)
+    with pytest.raises((AssertionError, InvariantError)):
+        for seed in range(20):
+            simulate(random_case(random.Random(seed), cached=True))
+
+
+def test_the_oracle_sees_a_stale_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the scheduler's own checks: the slots alone tell."""
+    monkeypatch.setattr(Scheduler, "check", lambda self: None)
+    monkeypatch.setattr(PrefixCache, "_keys", lambda self, ids, n: iter([(i,) for i in range(n // self.page_size)]))
+    with pytest.raises(AssertionError, match="wrong slot"):
+        for seed in range(20):
+            simulate(random_case(random.Random(seed), cached=True, page_size=4))
+
+
+# -- the doors ----------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_what_could_never_fit() -> None:
+    scheduler = make_scheduler(Case([], page_size=4, num_pages=4))
+    fits, too_long = make_request(Case(jobs((8, 4))), 0), make_request(Case(jobs((8, 5))), 0)
+    with pytest.raises(CapacityError, match="needs 4 pages.*max_new_tokens=5.*has 3"):
+        scheduler.add(too_long)
+    assert not scheduler.has_work
+    scheduler.add(fits)
+    finish_all(scheduler)
+    assert fits.finish is not None and fits.num_output == 4
+
+
+def test_refuses_a_rid_in_use_and_a_used_request() -> None:
+    case = Case(jobs((3, 2)))
+    scheduler, (request,) = start(case)
+    with pytest.raises(InvalidRequestError, match="rid 'r0'"):
+        scheduler.add(make_request(case, 0))
+    finish_all(scheduler)
+    with pytest.raises(InvalidRequestError, match="new"):
+        scheduler.add(request)
+    scheduler.add(make_request(case, 0))  # the rid is free again
+    with pytest.raises(InvalidRequestError):
+        scheduler.add(make_request(Case(jobs((0, 2), (0, 2))), 1))
+
+
+@pytest.mark.parametrize("name", ["page_size", "max_running_requests", "max_step_tokens"])
+def test_refuses_limits_below_one(name: str) -> None:
+    limits = {"page_size": 4, "max_running_requests": 1, "max_step_tokens": 1} | {name: 0}
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+        Scheduler(PagePool(4), None, **limits)
+
+
+def test_update_wants_every_plan_once_in_order_with_all_rows() -> None:
+    scheduler, _ = start(Case(jobs((3, 5), (3, 5))))
+    first, second = planned(scheduler), planned(scheduler)
+    with pytest.raises(InvariantError):
+        land(scheduler, second)
+    with pytest.raises(InvariantError):
+        scheduler.update(first, [1], [-1.0])
+    land(scheduler, first)
+    with pytest.raises(InvariantError):
+        land(scheduler, first)
+
+
+def test_check_sees_a_lost_page_and_a_lost_request() -> None:
+    def lose_page(s: Scheduler, r: Request) -> None:
+        r.pages.pop()
+
+    def lose_request(s: Scheduler, r: Request) -> None:
+        del s._requests[r.rid]
+
+    def steal_row(s: Scheduler, r: Request) -> None:
+        r.row = 3
+
+    for spoil in (lose_page, lose_request, steal_row):
+        scheduler, (request,) = start(Case(jobs((9, 5))))
+        planned(scheduler)
+        spoil(scheduler, request)
+        with pytest.raises(InvariantError):
+            scheduler.check()
+
+
+# -- budget and order ---------------------------------------------------------------------------------------------------
+
+
+def test_decoding_rows_first_then_running_prompts_then_new_ones() -> None:
+    scheduler, _ = start(Case(jobs((2, 9), (10, 9), (3, 9), (5, 9)), budget=8))
+    assert rows(plan := planned(scheduler)) == [("r0", 0, 2, True), ("r1", 0, 6, False)]
+    land(scheduler, plan)
+    assert rows(plan := planned(scheduler)) == [("r0", 2, 1, True), ("r1", 6, 4, True), ("r2", 0, 3, True)]
+    land(scheduler, plan)
+    assert rows(plan := planned(scheduler)) == [
+        ("r0", 3, 1, True), ("r1", 10, 1, True), ("r2", 3, 1, True), ("r3", 0, 5, True),
+    ]  # fmt: skip
+    assert plan.new_pages[-1][1] == 0 and plan.preempted == []
+
+
+def test_a_budget_below_the_decoding_rows_serves_the_earliest() -> None:
+    scheduler, requests = start(Case(jobs((1, 3), (1, 3), (1, 3)), budget=2))
+    land(scheduler, planned(scheduler))
+    assert rows(planned(scheduler)) == [("r0", 1, 1, True), ("r1", 1, 1, True)]
+    scheduler.abort("r0")
+    scheduler.abort("r1")
+    assert rows(planned(scheduler)) == [("r2", 0, 1, True)]
+
+
+def test_row_slots_are_the_lowest_free_ones_and_come_back() -> None:
+    scheduler, requests = start(Case(jobs((2, 9), (2, 1), (2, 9), (2, 9)), rows=3, budget=64))
+    plan = planned(scheduler)
+    assert [r.row for r in requests] == [0, 1, 2, None]
+    assert land(scheduler, plan) == ["r1"]
+    planned(scheduler)
+    assert [r.row for r in requests] == [0, None, 2, 1]
+
+
+def test_page_tables_grow_when_a_page_is_full() -> None:
+    scheduler, (request,) = start(Case(jobs((3, 9)), page_size=4))
+    told = []
+    while scheduler.has_work:
+        plan = planned(scheduler)
+        told.append([first for _, first in plan.new_pages])
+        land(scheduler, plan)
+    assert told == [[0], [], [1], [], [], [], [2], [], []]
+
+
+# -- prefix hits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize(("budget", "gap", "lag"), [(8192, 0, 0), (512, 0, 1), (700, 0, 0), (8192, 3, 1)])
+def test_a_shared_prefix_is_computed_once(policy: Policy, budget: int, gap: int, lag: int) -> None:
+    rng = random.Random(0)
+    prefix = [rng.randrange(30000) for _ in range(2048)]
+    some = [Job(prefix + [40000 + i] * 8, 2) for i in range(512)]
+    case = Case(some, 16, 2000, 512, budget, policy, lag=lag)
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(512)]
+    for i, request in enumerate(requests):
+        scheduler.add(request)
+        for _ in range(gap if i < 100 else 0):
+            plan = planned(scheduler) if scheduler.has_work else None
+            if plan is not None:
+                land(scheduler, plan)
+    finish_all(scheduler, lag)
+    unique = 2048 + 512 * (8 + 2)
+    assert 2048 + 512 * 8 < scheduler.num_computed_tokens <= 1.05 * unique
+    assert sum(r.num_cached for r in requests) == scheduler.num_hit_tokens == 511 * 2048
+    assert scheduler.counters()["preemptions"] == 0
+
+
+def test_one_token_is_always_computed() -> None:
+    case = Case([Job(list(range(8)), 2), Job(list(range(8)), 2), Job(list(range(9)), 2)], page_size=4, budget=64)
+    scheduler, requests = start(case)
+    assert rows(planned(scheduler)) == [("r0", 0, 8, True), ("r1", 4, 4, True), ("r2", 8, 1, True)]
+    assert [r.num_cached for r in requests] == [0, 4, 8]
+    assert requests[1].pages[0] == requests[0].pages[0] and requests[2].pages[:2] == requests[0].pages
+
+
+def test_outputs_are_hit_after_their_request_has_finished() -> None:
+    case = Case([Job([0, 1, 2], 6), Job([0, 1, 2] + [7] * 5 + [9], 1)], page_size=4)
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(2)]
+    scheduler.add(requests[0])
+    finish_all(scheduler)
+    assert requests[0].token_ids == [0, 1, 2] + [7] * 6
+    scheduler.add(requests[1])
+    assert rows(planned(scheduler)) == [("r1", 8, 1, True)]
+
+
+def test_without_a_cache_nothing_is_shared() -> None:
+    scheduler, requests = start(Case([Job(list(range(8)), 2)] * 2, page_size=4, budget=64, cached=False))
+    assert rows(planned(scheduler)) == [("r0", 0, 8, True), ("r1", 0, 8, True)]
+    finish_all_from = scheduler.counters()
+    assert finish_all_from["hit_tokens"] == finish_all_from["cached_pages"] == 0
+
+
+# -- policies -----------------------------------------------------------------------------------------------------------
+
+
+def lpm_case(count: int) -> tuple[Scheduler, list[Request]]:
+    """One request with a prefix of its own, then `count` that share a long cached one; one row, so one by one."""
+    prefix = list(range(16))
+    some = [Job([*prefix, 50], 1), Job([99] * 8, 1)] + [Job([*prefix, 60 + i], 1) for i in range(count)]
+    case = Case(some, 4, 64, 1, 64, Policy.lpm)
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(len(some))]
+    scheduler.add(requests[0])
+    finish_all(scheduler)
+    for request in requests[1:]:
+        scheduler.add(request)
+    return scheduler, requests
+
+
+def order_of_admission(scheduler: Scheduler) -> list[str]:
+    order = []
+    while scheduler.has_work:
+        plan = planned(scheduler)
+        order += [request.rid for request, first in plan.new_pages if first == 0]
+        land(scheduler, plan)
+    return order
+
+
+def test_lpm_admits_the_longest_prefix_first_and_ties_by_arrival() -> None:
+    scheduler, _ = lpm_case(3)
+    assert order_of_admission(scheduler) == ["r2", "r3", "r4", "r1"]
+
+
+def test_fcfs_admits_by_arrival() -> None:
+    scheduler, _ = start(Case([Job([5] * 9, 1), Job([6], 1), Job([5] * 9, 1)], rows=1))
+    assert order_of_admission(scheduler) == ["r0", "r1", "r2"]
+
+
+def test_lpm_starves_nobody() -> None:
+    scheduler, _ = lpm_case(LPM_PATIENCE + LPM_WINDOW + 20)
+    position = order_of_admission(scheduler).index("r1")
+    assert 3 < position <= LPM_PATIENCE
+
+
+def test_a_large_request_is_not_overtaken_for_ever_by_small_ones() -> None:
+    """FCFS: when the head does not find its pages nobody goes in its place."""
+    case = Case(jobs((4, 12), (40, 1), *[(4, 4)] * 30), page_size=4, num_pages=13, rows=8, budget=64)
+    scheduler, requests = start(case)
+    order = order_of_admission(scheduler)
+    assert order[:2] == ["r0", "r1"] and len(order) == 32
+
+
+# -- preemption ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_must_leave_a_reserve_and_then_nobody_is_preempted() -> None:
+    case = Case(jobs((4, 8), (4, 8), (12, 4)), page_size=4, num_pages=7, budget=64, cached=False)
+    scheduler, requests = start(case)
+    plan = planned(scheduler)
+    assert [r.rid for r in plan.requests] == ["r0", "r1"], "r2 needs 3 of the 4 pages left, and 2 are reserved"
+    land(scheduler, plan)
+    finish_all(scheduler)
+    assert scheduler.num_preemptions == 0 and [r.num_output for r in requests] == [8, 8, 4]
+
+
+def overfull(lag: int) -> tuple[Scheduler, list[Request], Plan]:
+    """Two rows that decode until the pool of 5 pages is dry, and the plan in which the later one is preempted."""
+    case = Case(jobs((4, 12), (4, 12), (8, 4)), page_size=4, num_pages=6, budget=64, cached=False, lag=lag)
+    scheduler, requests = start(case)
+    flights: list[Plan] = []
+    while True:
+        plan = planned(scheduler)
+        if plan.preempted:
+            for flight in flights:
+                land(scheduler, flight, 7)
+            return scheduler, requests, plan
+        flights.append(plan)
+        if len(flights) > lag:
+            land(scheduler, flights.pop(0), 7)
+
+
+def test_the_earliest_goes_on_and_the_latest_gives_way() -> None:
+    scheduler, requests, plan = overfull(0)
+    assert plan.preempted == [requests[1]] and [r.rid for r in plan.requests] == ["r0"]
+    assert requests[1].status is Status.WAITING and requests[1].row is None and requests[1].num_preempted == 1
+    land(scheduler, plan)
+    assert order_of_admission(scheduler) == ["r1", "r2"], "the preempted request comes before the new one"
+    assert [r.num_output for r in requests] == [12, 12, 4]
+
+
+def test_a_token_in_flight_of_a_preempted_row_counts() -> None:
+    scheduler, requests, plan = overfull(1)
+    assert plan.preempted == [requests[1]] and requests[1].num_pending == 0
+    computed = 4 + requests[1].num_output - 1  # all but the token that arrived after the preemption
+    assert computed % 4 == 0 and requests[1].token_ids[-1] == 7
+    land(scheduler, plan)
+    finish_all(scheduler, 1)
+    assert [r.num_output for r in requests] == [12, 12, 4]
+
+
+def test_preempted_pages_stay_in_the_cache_and_are_hit_again() -> None:
+    case = Case(jobs((4, 12), (4, 12)), page_size=4, num_pages=6, budget=64)
+    scheduler, requests = start(case)
+    finish_all(scheduler)
+    assert requests[1].num_preempted == 1 and requests[1].num_cached == 0 and scheduler.num_hit_tokens > 0
+
+
+def test_no_thrash() -> None:
+    """Rows for all, pages for few: recomputing costs little of what is computed."""
+    scheduler, requests = start(Case(jobs(*[(16, 48)] * 24), page_size=4, num_pages=65, rows=24, budget=64))
+    finish_all(scheduler)
+    needed = 24 * (16 + 47)
+    assert scheduler.num_preemptions > 0 and scheduler.num_computed_tokens <= 1.5 * needed
+
+
+def test_a_newcomer_is_admitted_by_evicting_but_never_by_preempting() -> None:
+    case = Case(jobs((16, 1), (12, 2)), page_size=4, num_pages=6, budget=64)
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(2)]
+    scheduler.add(requests[0])
+    finish_all(scheduler)
+    assert scheduler.counters()["cached_pages"] == 4
+    scheduler.add(requests[1])
+    planned(scheduler)
+    assert scheduler.counters() | {"cached_pages": 0} == {
+        "running": 1, "waiting": 0, "finished": 1, "pages": 5, "free_pages": 0, "used_pages": 3, "cached_pages": 0,
+        "preemptions": 0, "hit_tokens": 0, "computed_tokens": 28,
+    }  # fmt: skip
+
+
+# -- overlap ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_pending_token_is_planned_before_it_is_known() -> None:
+    scheduler, (request,) = start(Case(jobs((3, 3))))
+    first = planned(scheduler)
+    assert request.num_pending == 1
+    second = planned(scheduler)
+    assert rows(second) == [("r0", 3, 1, True)] and len(request.token_ids) == 3
+    land(scheduler, first, 8)
+    assert request.token_ids[3:] == [8] and request.num_pending == 1
+    third = planned(scheduler)
+    assert rows(third) == [("r0", 4, 1, True)]
+    assert scheduler.schedule() is None, "the last token is drawn in step 2: nothing more to compute"
+    assert land(scheduler, second, 9) == [] and land(scheduler, third, 6) == ["r0"]
+    assert request.token_ids[3:] == [8, 9, 6] and request.num_computed == 0 and not scheduler.has_work
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_nothing_is_computed_beyond_the_length(lag: int) -> None:
+    scheduler, requests = start(Case(jobs((5, 4), (3, 1), (7, 0)), cached=False))
+    finish_all(scheduler, lag)
+    assert scheduler.num_computed_tokens == (5 + 3) + 3 + 7
+
+
+def test_the_token_after_a_stop_is_discarded() -> None:
+    job = Job([1, 2, 3], 9, stop_ids=frozenset({5}))
+    scheduler, (request,) = start(Case([job]))
+    first, second = planned(scheduler), planned(scheduler)
+    assert land(scheduler, first, 5) == ["r0"]
+    assert request.finish == Finish("stop", matched=5)
+    assert request.status is Status.FINISHED and request.row is None and not request.pages
+    assert land(scheduler, second, 5) == []
+    assert request.token_ids == [1, 2, 3, 5] and request.logprobs == [-1.0] and scheduler.num_finished == 1
+
+
+# -- how requests end ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_at_the_last_position_is_a_stop() -> None:
+    scheduler, (request,) = start(Case([Job([1], 1, stop_ids=frozenset({5}))]))
+    land(scheduler, planned(scheduler), 5)
+    assert request.finish is not None and request.finish.kind == "stop"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_zero_new_tokens_is_prefill_only(lag: int) -> None:
+    scheduler, (request,) = start(Case([Job(list(range(10)), 0, stop_ids=frozenset({7}))], budget=4))
+    assert finish_all(scheduler, lag) == 3
+    assert request.finish == Finish("length", length=0)
+    assert request.token_ids == list(range(10)) and request.logprobs == []
+    assert scheduler.counters()["cached_pages"] == 2
+
+
+def test_a_row_with_nan_ends_alone_and_its_pages_are_never_hit() -> None:
+    prompts = [list(range(9)), list(range(50, 59)), list(range(9))]
+    scheduler, requests = start(Case([Job(p, 5) for p in prompts[:2]], budget=64))
+    plan = planned(scheduler)
+    finished = scheduler.update(plan, [1, 1], [math.nan, -1.0])
+    scheduler.check()
+    assert finished == [requests[0]] and requests[0].finish is not None
+    assert requests[0].finish.kind == "abort" and "non-finite logits at position 9" in str(requests[0].finish.message)
+    assert requests[0].token_ids == prompts[0] and requests[0].logprobs == []
+    assert requests[1].finish is None and requests[1].num_output == 1
+    assert scheduler.cache is not None and scheduler.cache.match_length(prompts[0], 9) == 0
+    assert scheduler.cache.match_length(prompts[1], 9) == 8
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("state", ["waiting", "prompting", "decoding", "draining", "preempted"])
+def test_abort_in_any_state_frees_everything_at_once(state: str, lag: int) -> None:
+    if state == "preempted":
+        scheduler, requests, plan = overfull(lag)
+        request, flights = requests[1], [plan]
+    else:
+        case = Case(jobs((9, 2 if state == "draining" else 9)), rows=1, budget=4 if state == "prompting" else 64)
+        scheduler, (request,) = start(case)
+        flights = []
+        for _ in range({"waiting": 0, "prompting": 1, "decoding": 1, "draining": 2}[state]):
+            flights.append(planned(scheduler))
+        if lag == 0 and flights and state != "draining":
+            land(scheduler, flights.pop(0))
+    tokens = list(request.token_ids)
+    assert scheduler.abort(request.rid) is request and scheduler.abort(request.rid) is None
+    scheduler.check()
+    assert request.finish == Finish("abort")
+    assert request.row is None and not request.pages and request.status is Status.FINISHED
+    for flight in flights:
+        land(scheduler, flight)
+    assert request.token_ids == tokens
+    finish_all(scheduler, lag)
+    assert scheduler.counters()["used_pages"] == 0 and scheduler.schedule() is None
+
+
+def test_abort_of_an_unknown_rid_is_none() -> None:
+    scheduler, _ = start(Case(jobs((2, 2))))
+    assert scheduler.abort("nobody") is None
+    finish_all(scheduler)
+    assert scheduler.abort("r0") is None
+
+
+def test_counters_and_plans_are_plain_values() -> None:
+    scheduler, requests = start(Case(jobs((8, 2), (6, 2)), rows=1, budget=64))
+    plan = planned(scheduler)
+    assert entry(plan) == (0, (("r0", 0, 0, 8, True),), (("r0", 0, tuple(requests[0].pages)),), ())
+    counters = scheduler.counters()
+    assert (counters["running"], counters["waiting"], counters["used_pages"], counters["cached_pages"]) == (1, 1, 2, 2)
+    assert counters["free_pages"] + counters["used_pages"] == counters["pages"] == 31

@@ -1,0 +1,81 @@
+"""Tiny random checkpoints, written by transformers itself: what every parity test loads on both sides."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {  # with 64 positions of pretraining, frequencies fall into each of the three bands
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def write(
+    directory: Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: bool = False,
+    old_config: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Writes a checkpoint in ordinary HF form and returns its directory.
+
+    `shards` splits the weights into several files; `old_config` rewrites config.json as transformers 4 does.
+    `overrides` are config fields. Every norm and bias is random too, so that leaving one out shows.
+    """
+    config_class, model_class = CLASSES[family]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(SIZES | overrides)))
+        for name, parameter in model.named_parameters():
+            _fill(name, parameter.data)
+    model.to(dtype).save_pretrained(directory, max_shard_size="50KB" if shards else "5GB")
+    if old_config:
+        _as_transformers_4(directory / "config.json")
+    return directory
+
+
+def _fill(name: str, data: torch.Tensor) -> None:
+    """Gains above a trained model's: attention is sharp, and a greedy text neither repeats itself nor has near-ties."""
+    sharp = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+    if data.dim() == 2:
+        gain = 1.5 if "embed" in name or "lm_head" in name else 1.7 if sharp else 1.6
+        data.normal_(0.0, gain * data.shape[1] ** -0.5)
+    elif "norm" in name:
+        data.normal_(1.7 if sharp else 1.0, 0.3)
+    else:
+        data.normal_(0.0, 0.3)
+
+
+def _as_transformers_4(path: Path) -> None:
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.51.0"
+    path.write_text(json.dumps(config))
