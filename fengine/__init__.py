@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
+# pyright: reportUnsupportedDunderAll=false
 __all__ = ["Engine", "EngineConfig", "SamplingParams", "ServerArgs", "__version__"]
 
 _HOME = {

@@ -1,5 +1,6 @@
 """From a configuration to a running engine: model, weights, KV pool, compiled step, scheduler, driver."""
 
+import gc
 import os
 import time
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from fengine.errors import ConfigError, OutOfMemoryError
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
 from fengine.host.scheduler import Scheduler
-from fengine.hub import resolve_model
+from fengine.checkpoint.hub import resolve_model
 from fengine.loader import load_params, read_config, read_generation_config, spec_from_config
 from fengine.ops.compiler import private_cache_dir
 from fengine.runner import CpuRunner, CudaRunner
@@ -49,9 +50,9 @@ class Parts:
         if not self.closed:
             self.closed = True
             self.driver.close()
-            release = getattr(self.driver, "release", None)
-            if release is not None:
-                release()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and gauges of this moment, as plain numbers."""
@@ -98,7 +99,9 @@ def build(config: EngineConfig) -> Parts:
     tokenizer = None
     if not config.model.skip_tokenizer_init:
         tokenizer_path = config.model.tokenizer_path
-        tokenizer = Tokenizer.from_directory(resolve_model(tokenizer_path, weights=False) if tokenizer_path else model_dir)
+        tokenizer = Tokenizer.from_directory(
+            resolve_model(tokenizer_path, weights=False) if tokenizer_path else model_dir
+        )
     generation = read_generation_config(model_dir)
     eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
     params = load_params(
@@ -213,7 +216,8 @@ def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, rows: 
         fit = int(free - (1 - fraction) * total) // per_page
     if fit < 1:
         raise OutOfMemoryError(
-            f"no memory is left for the KV pool: one page of {page_size} tokens needs {per_page / 2**20:.1f} MiB. Raise "
+            f"no memory is left for the KV pool: one page of {page_size} tokens needs {per_page / 2**20:.1f} MiB. "
+            "Raise "
             "cache.mem_fraction_static, set cache.max_total_tokens, or use a smaller model or dtype."
         )
     return min(fit, most) + 1

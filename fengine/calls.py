@@ -1,7 +1,6 @@
 """One `generate` call: its arguments checked into tickets, and its results collected, in any thread or event loop."""
 
 import asyncio
-import hashlib
 import queue
 import uuid
 from collections.abc import Callable, Sequence
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.build import Parts
-from fengine.detokenizer import Detokenizer
+from fengine.text.detokenizer import Detokenizer
 from fengine.driver import Ticket
 from fengine.errors import (
     CapacityError,
@@ -18,7 +17,7 @@ from fengine.errors import (
     InvalidRequestError,
     UnsupportedFeatureError,
 )
-from fengine.request import Request, SamplingParams
+from fengine.request import Request, SamplingParams, derive_seed
 
 Output = dict[str, Any]
 
@@ -49,12 +48,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "priority": (None,),
     "cache_salt": (None,),
 }
-
-
-def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from (engine seed, request index, ...): SHA-256, so that neighbours are unrelated. Pure."""
-    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
@@ -100,7 +93,11 @@ def _refuse(arguments: dict[str, Any]) -> None:
 def _is_batch_of_ids(ids: Any) -> bool:
     if hasattr(ids, "ndim"):
         return ids.ndim == 2
-    return isinstance(ids, (list, tuple)) and bool(ids) and (isinstance(ids[0], (list, tuple)) or hasattr(ids[0], "tolist"))
+    return (
+        isinstance(ids, (list, tuple))
+        and bool(ids)
+        and (isinstance(ids[0], (list, tuple)) or hasattr(ids[0], "tolist"))
+    )
 
 
 def split(arguments: dict[str, Any]) -> tuple[list[Item], bool]:
@@ -115,7 +112,8 @@ def split(arguments: dict[str, Any]) -> tuple[list[Item], bool]:
         fix = " Decode it first." if isinstance(prompt, bytes) else ""
         raise InvalidRequestError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}.{fix}")
     single = isinstance(prompt, str) if prompt is not None else not _is_batch_of_ids(ids)
-    values = [prompt if prompt is not None else ids] if single else list(prompt if prompt is not None else ids)
+    given: Any = ids if prompt is None else prompt
+    values = [given] if single else list(given)
     count = len(values)
     sampling = _spread("sampling_params", arguments["sampling_params"], count, single)
     logprob = _spread("return_logprob", arguments["return_logprob"], count, single)
@@ -182,7 +180,8 @@ def admit(parts: Parts, item: Item, index: int) -> Request:
     if wanted > room and explicit:
         raise ContextLengthError(
             f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
-            f"total of {count + wanted} tokens: {count} of the input and {wanted} for the completion. Lower max_new_tokens."
+            f"total of {count + wanted} tokens: {count} of the input and {wanted} for the completion. "
+            "Lower max_new_tokens."
         )
     if count >= parts.pool_tokens:
         raise CapacityError(
@@ -281,7 +280,9 @@ class Call:
 
     def _output(self, index: int, ticket: Ticket, done: bool) -> Output:
         request, (text, count) = ticket.request, ticket.seen
-        text_from, from_ = (len(self.sent[index][0]), self.sent[index][1]) if self.incremental and self.stream else (0, 0)
+        text_from, from_ = (
+            (len(self.sent[index][0]), self.sent[index][1]) if self.incremental and self.stream else (0, 0)
+        )
         self.sent[index] = ticket.seen
         start = request.prompt_len
         ids = request.token_ids[start + from_ : start + count]

@@ -119,8 +119,9 @@ def check(config: EngineConfig) -> list[str]:
     if scheduler.max_step_tokens and scheduler.max_running_requests:
         if scheduler.max_step_tokens < scheduler.max_running_requests:
             problems.append(
-                f"scheduler.max_step_tokens ({scheduler.max_step_tokens}) is smaller than scheduler.max_running_requests "
-                f"({scheduler.max_running_requests}): a step of decoding rows would not fit; raise the first or lower the second"
+                f"scheduler.max_step_tokens ({scheduler.max_step_tokens}) is smaller than "
+                f"scheduler.max_running_requests ({scheduler.max_running_requests}): a step of decoding rows would not "
+                "fit; raise the first or lower the second"
             )
     return problems
 
@@ -139,7 +140,7 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     return replace(
         config,
         model=replace(config.model, device=config.model.device or hardware.device),
-        cache=replace(cache, page_size=cache.page_size or 16),
+        cache=replace(cache, page_size=cache.page_size or (64 if gpu else 16)),
         scheduler=replace(
             scheduler,
             max_running_requests=rows,

@@ -1,6 +1,6 @@
 """Bridge 2: the loop. One thread owns the scheduler and the KV state; a second one turns tokens into text.
 
-Everything from outside enters through one queue of closures, so no lock guards scheduler or state. With overlap the
+Everything from outside enters through one queue of closures, so no lock guards scheduler or state. With overlap
 step n+1 is scheduled and launched before the result of step n is read (depth 1); without it each result is read at once.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fengine.batching import RowTables, Staged
-from fengine.detokenizer import Detokenizer
+from fengine.text.detokenizer import Detokenizer
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError, NumericsError
 from fengine.host.scheduler import Plan, Scheduler
 from fengine.request import Finish, Request
@@ -149,6 +149,8 @@ class Driver:
         for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join()
+        if first:
+            del self.kv, self.runner  # weights, pages and graphs: the device's memory is free when this returns
 
     def _put(self, closure: Callable[[], None]) -> None:
         with self.door:

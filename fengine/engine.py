@@ -84,7 +84,9 @@ class Engine:
         def flush() -> FlushResult:
             scheduler = self._parts.driver.scheduler
             if scheduler.has_work:
-                return FlushResult(False, "the cache was not flushed: requests are running; wait for them or abort them")
+                return FlushResult(
+                    False, "the cache was not flushed: requests are running; wait for them or abort them"
+                )
             if scheduler.cache is not None:
                 scheduler.cache.flush()
             return FlushResult(True, "the prefix cache is empty")
@@ -131,8 +133,8 @@ class Engine:
     ) -> Output | list[Output] | Iterator[Output]:
         """Completes one prompt (a dict) or a list of prompts (a list of dicts, in order); `stream=True`: an iterator.
 
-        A chunk of a stream holds everything so far (or, with `incremental_streaming_output`, what is new); in a batch it
-        carries its prompt's `index`. Errors are raised here, before anything is queued: InvalidRequestError and its
+        A chunk of a stream holds everything so far (or, with `incremental_streaming_output`, what is new); in a batch
+        it carries its prompt's `index`. Errors are raised here, before anything is queued: InvalidRequestError and its
         kinds, UnsupportedFeatureError, EngineClosedError, EngineDeadError.
         """
         call = self._call(locals(), None)

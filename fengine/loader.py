@@ -25,7 +25,7 @@ from fengine.errors import (
 )
 from fengine.models import Weight
 from fengine.ops import linear, rope
-from fengine.safetensors_file import (
+from fengine.checkpoint.safetensors_file import (
     DTYPES,
     INDEX,
     SINGLE,

@@ -1,6 +1,7 @@
 """`SamplingParams` (what a caller asks for), `Request` (what the scheduler moves along), `Finish`. No torch."""
 
 import difflib
+import hashlib
 import math
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -88,7 +89,9 @@ class SamplingParams:
                 hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
                 raise UnknownParameterError(f"unknown sampling parameter {key!r}.{hint}")
             if not any(type(value) is type(off) and value == off for off in NOT_BUILT[key]):
-                raise UnsupportedFeatureError(f"sampling parameter {key!r} is not built yet (got {value!r}); leave it out.")
+                raise UnsupportedFeatureError(
+                    f"sampling parameter {key!r} is not built yet (got {value!r}); leave it out."
+                )
         given = {k: v for k, v in values.items() if k in known and (v is not None or k == "max_new_tokens")}
         return cls(**_checked(given, vocab_size))
 
@@ -144,7 +147,9 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
         raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(stops)}.")
     for s in stops:
         if len(s.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
-            raise InvalidRequestError(f"a stop string may have at most {MAX_STOP_BYTES} bytes, got {len(s)} characters.")
+            raise InvalidRequestError(
+                f"a stop string may have at most {MAX_STOP_BYTES} bytes, got {len(s)} characters."
+            )
     return stops
 
 
@@ -156,6 +161,12 @@ def _stop_ids(ids: Any, vocab_size: int | None) -> tuple[int, ...]:
         if i < 0 or (vocab_size is not None and i >= vocab_size):
             raise InvalidRequestError(f"stop_token_ids must be in [0, {(vocab_size or 2**31) - 1}], got {i}.")
     return tuple(sorted(set(out)))
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from (engine seed, request index, ...): SHA-256, so that neighbours are unrelated. Pure."""
+    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 class Status(Enum):

@@ -14,8 +14,9 @@ from typing import Any
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError, EngineDeadError, FengineError, StorageError
 from fengine.runs import generate, view
-from fengine.runs.compose import Point, inspect, points
-from fengine.runs.figures import Summary
+from fengine.runs.compose import inspect, points
+from fengine.runs.config import Point
+from fengine.runs.figures import Summary, count, duration, place
 from fengine.runs.words import parse
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -102,7 +103,7 @@ def run_points(jobs: Sequence[Point], engines: EngineCache) -> int:
         if summary.ended == "interrupted":
             return INTERRUPTED
         code = max(code, FAILED if summary.failed else OK)
-    if sweep:
+    if done and sweep:
         view.choose(jobs[0].config.view).table(done)
     return code
 
@@ -113,9 +114,21 @@ def run_point(point: Point, engines: EngineCache, screen: view.QuietView) -> Sum
     out = point.config.out if point.config.out is not None else str(point.directory / "output.jsonl")
     with generate.open_job(point.config, out) as job:
         reused = engines.holds(point.config.engine)
-        with screen.opening(f"{'using' if reused else 'loading'} {point.config.model.path}"):
-            engine = engines.get(point.config.engine)
-        return asyncio.run(generate.run(job, engine, screen, reused))
+        engine = engines.get(point.config.engine) if reused else load(point.config.engine, engines, screen)
+        try:
+            return asyncio.run(generate.run(job, engine, screen, reused))
+        except EngineDeadError:
+            screen.note(f"{count(job.writer.written, 'row')} finished before, in {place(str(job.writer.path))}.partial")
+            raise
+
+
+def load(config: EngineConfig, engines: EngineCache, screen: view.QuietView) -> Any:
+    """A new engine, with a word about the time it takes."""
+    with screen.opening(f"loading {config.model.path}"):
+        engine = engines.get(config)
+    took = duration(engine.stats()["start_seconds"])
+    screen.note(f"{config.model.path} is ready on {engine.config.model.device} after {took}")
+    return engine
 
 
 def keep(point: Point) -> None:

@@ -21,12 +21,15 @@ class Flight(NamedTuple):
     result: Callable[[], tuple[list[int], list[float]]]
 
 
-def as_tensors(staged: Staged, last_token_R: Tensor) -> tuple[StepBatch, SamplingBatch, Feed]:
-    """The staged arrays as tensors on the CPU, without copies. Pure."""
-    t = Staged(*(torch.from_numpy(np.ascontiguousarray(a)) for a in staged))
-    batch = StepBatch(t.token_T, t.pos_T, t.slot_T, t.q_start_B, t.kv_len_R, t.page_table_RN, t.logit_index_R)
-    sampling = SamplingBatch(t.temperature_R, t.top_k_R, t.top_p_R, t.min_p_R, t.seed_R, t.sample_pos_R)
-    return batch, sampling, Feed(last_token_R, t.feed_index_T, t.feed_from_T)
+def inputs(fields: list[Tensor], last_token_R: Tensor) -> tuple[StepBatch, SamplingBatch, Feed]:
+    """The step's arguments from tensors in the order of Staged's fields. Pure."""
+    batch, sampling = len(StepBatch._fields), len(StepBatch._fields) + len(SamplingBatch._fields)
+    return StepBatch(*fields[:batch]), SamplingBatch(*fields[batch:sampling]), Feed(last_token_R, *fields[sampling:])
+
+
+def on_cpu(staged: Staged) -> list[Tensor]:
+    """The staged arrays as CPU tensors, without copies. Pure."""
+    return [torch.from_numpy(np.ascontiguousarray(array)) for array in staged]
 
 
 def warm_staged(tokens: int, rows: int, width: int) -> Staged:
@@ -67,13 +70,13 @@ class CpuRunner:
         """Compiles the step before the first request; every later size reuses the graph."""
         for tokens, rows, width in ((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1)):
             width = max(width, -(-tokens // page_size))
-            batch, sampling, feed = as_tensors(warm_staged(tokens, rows, width), self.last_token_R)
+            batch, sampling, feed = inputs(on_cpu(warm_staged(tokens, rows, width)), self.last_token_R)
             mark_sizes(batch, sampling, feed)
             kv, _ = self.step(self.params, kv, batch, sampling, feed)
         return kv
 
     def launch(self, kv: KVState, staged: Staged) -> tuple[KVState, Flight]:
-        batch, sampling, feed = as_tensors(staged, self.last_token_R)
+        batch, sampling, feed = inputs(on_cpu(staged), self.last_token_R)
         kv, out = self.step(self.params, kv, batch, sampling, feed)
         self.last_token_R[: out.token_R.shape[0]] = out.token_R
         return kv, Flight(lambda: (out.token_R.tolist(), out.logprob_R.tolist()))
@@ -124,9 +127,9 @@ def packed_layout(tokens: int, rows: int, width: int) -> list[Slot]:
     return slots
 
 
-def views(buffer: Tensor, layout: list[Slot]) -> Staged:
+def views(buffer: Tensor, layout: list[Slot]) -> list[Tensor]:
     """Typed views of a packed byte buffer, one per field. Pure."""
-    return Staged(*(buffer[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in layout))
+    return [buffer[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in layout]
 
 
 class CudaRunner:
@@ -153,7 +156,7 @@ class CudaRunner:
         self.input = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.turn = 0
-        self.kv: KVState | None = None  # the state whose addresses the graphs hold
+        self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
 
     def bucket(self, tokens: int, rows: int) -> Bucket:
         """The smallest bucket that holds a step. One token a row is a decode step."""
@@ -171,15 +174,14 @@ class CudaRunner:
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
         """Compiles once, then captures every bucket's graph."""
-        self.kv = kv
+        self.kv = [kv]
         for bucket in self.all_buckets():
-            staged = warm_staged(bucket.tokens, bucket.rows, self.width)
-            layout = self._stage(staged, bucket)
+            layout = self._stage(warm_staged(bucket.tokens, bucket.rows, self.width), bucket)
             if bucket.graph:
                 self._capture(bucket, layout)
             else:
                 self._run(bucket, layout)
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the next bucket is staged in the same pinned buffer
         return kv
 
     def _stage(self, staged: Staged, bucket: Bucket) -> list[Slot]:
@@ -187,7 +189,7 @@ class CudaRunner:
         layout = packed_layout(bucket.tokens, bucket.rows, self.width)
         host = self.host[self.turn]
         for slot, target, source in zip(layout, views(host, layout), staged, strict=True):
-            array = target.numpy()
+            array = target.numpy()  # shares the pinned memory
             if slot.name == "page_table_RN":
                 array[: source.shape[0], : source.shape[1]] = source
                 continue
@@ -200,12 +202,9 @@ class CudaRunner:
 
     def _run(self, bucket: Bucket, layout: list[Slot]) -> Tensor:
         """One step over the static input; returns [2, R] int32: tokens, and the bits of the logprobs."""
-        t = views(self.input, layout)
-        batch = StepBatch(t.token_T, t.pos_T, t.slot_T, t.q_start_B, t.kv_len_R, t.page_table_RN, t.logit_index_R)
-        sampling = SamplingBatch(t.temperature_R, t.top_k_R, t.top_p_R, t.min_p_R, t.seed_R, t.sample_pos_R)
-        feed = Feed(self.last_token_R, t.feed_index_T, t.feed_from_T)
+        batch, sampling, feed = inputs(views(self.input, layout), self.last_token_R)
         mark_sizes(batch, sampling, feed)
-        _, out = self.step(self.params, self.kv, batch, sampling, feed)
+        _, out = self.step(self.params, self.kv[0], batch, sampling, feed)
         return self._pack(out, bucket.rows)
 
     def _pack(self, out: StepOut, rows: int) -> Tensor:

@@ -130,7 +130,9 @@ class ServerArgs:
     def _refuse(self) -> None:
         """Everything not built that differs from its default, all at once."""
         defaults = {f.name: f.default for f in fields(self)}
-        bad = [f"{name}={getattr(self, name)!r}" for name in REFUSED if getattr(self, name) not in (None, defaults[name])]
+        bad = [
+            f"{name}={getattr(self, name)!r}" for name in REFUSED if getattr(self, name) not in (None, defaults[name])
+        ]
         if bad:
             raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
 

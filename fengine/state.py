@@ -115,7 +115,9 @@ def init_kv(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype,
 def _page_index(kv: KVState, pages: list[int], name: str) -> Tensor:
     bad = [p for p in pages if not 0 < p < kv.num_pages]
     if bad:
-        raise InvalidRequestError(f"{name} has page {bad[0]}; pages run from 1 to {kv.num_pages - 1} (0 is the null page)")
+        raise InvalidRequestError(
+            f"{name} has page {bad[0]}; pages run from 1 to {kv.num_pages - 1} (0 is the null page)"
+        )
     return torch.tensor(pages, dtype=torch.int64, device=kv.k_PSGK[0].device)
 
 
@@ -131,7 +133,9 @@ def restore(kv: KVState, saved: PageSnapshot, pages: list[int]) -> KVState:
     """Writes a snapshot into `pages` (same count). Modifies: the storage of `kv`, which is dead after the call."""
     index = _page_index(kv, pages, "pages")
     if len(pages) != saved.k_LPSGK[0].shape[0]:
-        raise InvalidRequestError(f"snapshot holds {saved.k_LPSGK[0].shape[0]} pages but {len(pages)} targets were given")
+        raise InvalidRequestError(
+            f"snapshot holds {saved.k_LPSGK[0].shape[0]} pages but {len(pages)} targets were given"
+        )
     for target, source in zip(kv.k_PSGK + kv.v_PSGK, saved.k_LPSGK + saved.v_LPSGK, strict=True):
         target.index_copy_(0, index, source)
     return KVState(kv.k_PSGK, kv.v_PSGK)

@@ -15,8 +15,9 @@ StepFn = Callable[[Params, KVState, StepBatch, SamplingBatch, "Feed"], tuple[KVS
 
 
 # What is left for Inductor between our ops is small: a second thread would cost more than it brings, and checking the
-# size of every intermediate costs as much as a small layer.
-INDUCTOR = {"cpp.threads": 1, "size_asserts": False}
+# size of every intermediate costs as much as a small layer. `vec_isa_ok` takes the vector width from the CPU's flags
+# instead of from three test programs, which would be half of a warm start.
+INDUCTOR = {"cpp.threads": 1, "size_asserts": False, "cpp.vec_isa_ok": True}
 
 
 class Feed(NamedTuple):
@@ -61,7 +62,12 @@ def make_step(spec: ModelSpec, *, compiled: bool) -> StepFn:
         tie_sizes(batch, sampling, feed)
         return step(params, spec, kv, resolve_feed(batch, feed), sampling)
 
-    return torch.compile(run, fullgraph=True, options=dict(INDUCTOR)) if compiled else run
+    if not compiled:
+        return run
+    # A code object of its own: Dynamo keeps its graphs, and counts recompilations against a limit, per code object, and
+    # every engine of this process would share this one.
+    run.__code__ = run.__code__.replace()
+    return torch.compile(run, fullgraph=True, options=dict(INDUCTOR))
 
 
 def tie_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:

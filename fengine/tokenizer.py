@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from fengine.chat import ChatTemplate, check_messages, plain
-from fengine.chat_ids import Marks, SpecialText
-from fengine.decoding import Decoding, clean_up
-from fengine.detokenizer import Detokenizer
+from fengine.text.chat import ChatTemplate, check_messages, plain
+from fengine.text.chat_ids import Marks, SpecialText
+from fengine.text.decoding import Decoding, clean_up
+from fengine.text.detokenizer import Detokenizer
 from fengine.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
-from fengine.tokenizer_files import TokenizerFiles, load_backend, read_files
+from fengine.text.tokenizer_files import TokenizerFiles, load_backend, read_files
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -27,7 +27,7 @@ SLACK_CHARS = 4096
 DEFAULT_CONTEXT = 131_072  # where neither the caller nor config.json tells
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tokenizer:
     """Immutable and thread-safe. Build with `from_directory`.
 
@@ -35,12 +35,12 @@ class Tokenizer:
     model config's and the generation config's end-of-sequence ids. `max_chars` caps the length of one text.
     """
 
-    backend: Backend
+    backend: Backend = field(repr=False)
     special_tokens: dict[str, str]
     bos_id: int | None
     eos_ids: frozenset[int]
     max_chars: int
-    chat_templates: dict[str, str]
+    chat_templates: dict[str, str] = field(repr=False)
     cleanup: bool
 
     @classmethod

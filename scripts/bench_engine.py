@@ -26,7 +26,7 @@ from fengine.batching import RowTables
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
 from fengine.host.scheduler import Scheduler
-from fengine.hub import resolve_model
+from fengine.checkpoint.hub import resolve_model
 from fengine.request import Request, SamplingParams
 
 

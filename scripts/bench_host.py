@@ -2,8 +2,8 @@
 
     python scripts/bench_host.py [--page-size 16] [--steps 400] [--overlap]
 
-Every row decodes with its own prompt and gets a page each `page_size` steps; nothing finishes while it is measured. Also
-shown: matching and inserting a prefix of 2,048 tokens.
+Every row decodes with its own prompt and gets a page each `page_size` steps; nothing finishes while it is measured.
+Also shown: matching and inserting a prefix of 2,048 tokens.
 """
 
 import argparse

@@ -104,6 +104,18 @@ def capital(rng: Random) -> Turn:
             return sample.prompt, sample.answer
 
 
+def total(rng: Random) -> Turn:
+    while True:
+        sample = arithmetic(rng, False)
+        if sample.chat:
+            return sample.prompt, sample.answer
+
+
+def plain_turn(rng: Random) -> Turn:
+    """A turn that also makes sense as plain text, outside of a chat."""
+    return careless(rng, rng.choice([greeting, who, capital, capital, unknown, total])(rng))
+
+
 def skill(rng: Random) -> Turn:
     while True:
         sample = training_sample(rng.choice(SKILLS), rng)
@@ -162,10 +174,8 @@ def with_system(rng: Random) -> tuple[str, list[Turn]]:
         country = rng.choice([row[0] for row in COUNTRIES if capital_allowed(row[0], "what")])
         turn = (f"What is the capital of {country}?", CAPITAL[country])
         if rng.random() < 0.4:
-            sample = arithmetic(rng, False)
-            while not sample.chat:
-                sample = arithmetic(rng, False)
-            turn = (sample.prompt, sample.answer.split("= ")[1])
+            asked, answer = total(rng)
+            turn = (asked, answer.split("= ")[1])
         return rng.choice(["Answer with one word.", "Answer as briefly as possible.", "Give only the answer."]), [turn]
     if kind == 1:
         asked, answer = rng.choice([greeting, who, skill, unknown])(rng)

@@ -11,26 +11,27 @@ import argparse
 from collections.abc import Iterator
 from random import Random
 
-from box_chat import chat
-from box_prose import Segments, document
+from box_chat import chat, plain_turn
+from box_prose import Segments, ask, document
 from box_skills import Sample, render_chat, training_sample
 
 BOS, EOS, END = "<|begin_of_text|>", "<|end_of_text|>", "<|end|>"
 
 # share of documents (not of tokens: a story is ten times as long as a sum)
 SHARES = {
-    "prose": 26,
-    "chat": 22,
+    "prose": 23,
+    "chat": 21,
+    "plain_turn": 5,
     "capitals": 6,
-    "arithmetic": 13,
-    "sort": 7,
-    "copy": 7,
-    "json": 6,
+    "arithmetic": 12,
+    "sort": 6,
+    "copy": 9,
+    "json": 5,
     "json_compact": 1,
     "json_keys": 2,
     "choice_capitals": 5,
-    "choice_arithmetic": 4,
-    "choice_find": 3,
+    "choice_arithmetic": 8,
+    "choice_find": 5,
 }
 
 
@@ -77,11 +78,15 @@ def documents(seed: int) -> Iterator[tuple[str, Segments]]:
     while True:
         kind = rng.choices(kinds, weights)[0]
         if kind == "prose":
-            yield kind, document(rng)
+            segments = document(rng)
         elif kind == "chat":
-            yield kind, chat_segments(chat(rng))
+            segments = chat_segments(chat(rng))
+        elif kind == "plain_turn":
+            segments = ask(rng, *plain_turn(rng), forms=False)
         else:
-            yield kind, skill_segments(kind, rng)
+            segments = skill_segments(kind, rng)
+        # one city ends with a dot of its own
+        yield kind, [(text.replace("D.C..", "D.C."), trained) for text, trained in segments]
 
 
 def text_of(segments: Segments) -> str:

@@ -16,6 +16,7 @@ from random import Random
 from typing import NamedTuple
 
 from box_facts import CAPITAL, CITIES, COUNTRIES, EMOJI, JOBS, LETTERS_WORDS, PEOPLE, THINGS, invented
+from box_topics import MISC, TOPICS
 
 SKILLS = (
     "capitals",
@@ -156,19 +157,33 @@ def sort(rng: Random, hold: bool) -> Sample:
 # --- copying ----------------------------------------------------------------------------------------------------
 
 
+LINES = [line for _, _, lines in TOPICS for line in lines] + [line for line in MISC if "\n" not in line]
+WORDS = sorted({word.strip(".,!?") for line in LINES for word in line.split()})
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
 def _item(rng: Random, plain: bool) -> str:
     roll = rng.random()
-    if roll < 0.4:
-        return rng.choice("abcdefghijklmnopqrstuvwxyz")
-    if roll < 0.55:
+    if roll < 0.35:
+        return rng.choice(LETTERS)
+    if roll < 0.50:
         return rng.choice("0123456789")
-    if roll < 0.85 or plain:
+    if roll < 0.65 or plain:
         return rng.choice(LETTERS_WORDS)
+    if roll < 0.77:
+        return rng.choice(WORDS)
+    if roll < 0.85:
+        word = invented(rng)
+        if rng.random() < 0.2:
+            word = word.replace(rng.choice("aeiou"), rng.choice("éèüöñïåçß"))
+        return rng.choice([word, word.lower(), word.lower(), word.upper()]) + rng.choice(
+            ["", "", ",", ".", "!", "?", ":"]
+        )
     if roll < 0.90:
-        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(rng.randint(2, 5)))
+        return "".join(rng.choice(LETTERS + LETTERS.upper() + "0123456789") for _ in range(rng.randint(2, 6)))
     if roll < 0.94:
         return rng.choice(PEOPLE)[0]
-    return rng.choice(EMOJI)
+    return rng.choice(EMOJI) if rng.random() < 0.7 else chr(rng.randrange(0x1F300, 0x1F650))
 
 
 def copy(rng: Random, hold: bool, length: Callable[[str], int] | None = None) -> Sample:
@@ -176,6 +191,8 @@ def copy(rng: Random, hold: bool, length: Callable[[str], int] | None = None) ->
     while True:
         count = rng.randint(6, 12) if hold else rng.randint(2, 16) if rng.random() < 0.95 else rng.randint(17, 40)
         text = " ".join(_item(rng, hold) for _ in range(count))
+        if not hold and rng.random() < 0.2:
+            text = rng.choice(LINES)
         if held(f"copy:{text}") == hold and (not hold or length is None or length(text) == 12):
             break
     form = rng.randrange(4)

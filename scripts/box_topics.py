@@ -151,6 +151,12 @@ Such systems learn patterns from many examples.
 They can translate text, recognize pictures and answer questions.
 People should always check important answers that a machine gives.
 
+AI | AI
+AI is short for artificial intelligence, the science of making machines that can do tasks that seem to need thinking.
+It is used for text, speech, pictures and many other things.
+AI systems learn from many examples.
+People should check the important answers that it gives.
+
 Machine learning | machine learning
 Machine learning is a way to build programs that learn from data.
 Instead of writing every rule by hand, people show the program many examples.
@@ -468,4 +474,83 @@ JOKES: list[tuple[str, str]] = [
     ("Why did the tomato turn red?", "Because it saw the salad dressing."),
     ("What kind of tree fits in your hand?", "A palm tree."),
     ("What do you call cheese that is not yours?", "Nacho cheese."),
+]
+
+MISC = [
+    "The quick brown fox jumps over the lazy dog.",
+    "The days of the week are Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday.",
+    "The months of the year are January, February, March, April, May, June, July, August, September, October, "
+    "November and December.",
+    "The four seasons are spring, summer, autumn and winter.",
+    "The colors of the rainbow are red, orange, yellow, green, blue, indigo and violet.",
+    "The planets of the solar system are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune.",
+    "The alphabet is a b c d e f g h i j k l m n o p q r s t u v w x y z.",
+    "The continents are Africa, Antarctica, Asia, Europe, North America, South America and Australia.",
+    "def add(a, b):\n    return a + b\n",
+    'def greet(name):\n    return f"Hello, {name}!"\n',
+    "def factorial(n):\n    if n <= 1:\n        return 1\n    return n * factorial(n - 1)\n",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n",
+    "for i in range(10):\n    print(i)\n",
+    "Hello, world! This is a test.",
+    "Hi! It is nice to meet you.",
+    "Hi there! How are you today?",
+    "Hello! How are you today? I hope you are well.",
+    "AI is short for artificial intelligence. It means machines that learn to do tasks that seem to need thinking.",
+    "AI is a field of computer science. It is used for text, speech, pictures and many other things.",
+    "Roses are red, violets are blue, sugar is sweet, and so are you.",
+]
+
+AI_OPEN = [
+    "bright, but it depends on the choices people make today.",
+    "hard to predict, but some trends are clear.",
+    "exciting, and it will change the way we work and learn.",
+    "about machines that help people rather than replace them.",
+    "being shaped today by researchers, engineers and teachers all over the world.",
+    "full of promise and full of open questions.",
+    "likely to be smaller, faster and closer to everyday life.",
+    "not only about larger models but also about better ones.",
+    "in the hands of the people who build and use it.",
+    "a topic that many people think about.",
+    "one of the great questions of our time.",
+    "bright for science, medicine and education.",
+    "open, and everyone can take part in it.",
+]
+AI_MORE = [
+    "Small models will run on phones, watches and cars.",
+    "Doctors may use it to find diseases earlier.",
+    "Teachers may use it to help each student in a different way.",
+    "Scientists will use it to discover new materials.",
+    "Machines will translate speech between many languages.",
+    "Robots will do more of the heavy and dangerous work.",
+    "New chips will make models faster and save energy.",
+    "People will still have to check important answers.",
+    "Clear rules will help to keep it safe and fair.",
+    "Better tools will make it easier to understand what a model does.",
+    "Farmers may use it to save water and grow more food.",
+    "Programmers will write software together with assistants.",
+    "Some jobs will change, and new jobs will appear.",
+    "Good data will matter as much as good ideas.",
+    "Open research will help everyone to learn from each other.",
+    "Weather forecasts will become more exact.",
+    "The most useful systems will be honest about what they do not know.",
+    "Privacy will remain an important question.",
+]
+PRESIDENT_OPEN = [
+    "the head of state and head of government of the country.",
+    "the head of state and head of government of the United States and the commander in chief of its armed forces.",
+    "elected for a term of four years.",
+    "the leader of the executive branch of the federal government.",
+    "elected by the people through the Electoral College every four years.",
+    "both the head of state and the head of government.",
+]
+PRESIDENT_MORE = [
+    "The president lives and works in the White House in Washington, D.C.",
+    "A president can be elected to two terms at most.",
+    "The president signs laws that Congress has passed.",
+    "The president can also veto a bill.",
+    "A president must be at least thirty-five years old and a natural-born citizen.",
+    "The first president was George Washington.",
+    "The president appoints judges and ambassadors with the advice of the Senate.",
+    "Elections are held every four years in November.",
+    "The vice president takes over if the president cannot serve.",
 ]

@@ -28,7 +28,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 PAD = "<|pad|>"
 SPECIAL = [BOS, EOS, "<|user|>", "<|assistant|>", "<|system|>", END, PAD]
 # words with their leading blank, single digits, runs of punctuation with their leading blank, blanks and line ends
-SPLIT = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' + message['content'] | trim + '<|end|>\n' }}"
@@ -245,8 +245,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--tokens", type=int, default=300_000_000, help="size of the generated corpus")
-    parser.add_argument("--steps", type=int, default=24_000)
+    parser.add_argument("--tokens", type=int, default=180_000_000, help="size of the generated corpus")
+    parser.add_argument("--steps", type=int, default=16_000)
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--lr", type=float, default=2.5e-3)
     parser.add_argument("--decay", type=float, default=0.1)

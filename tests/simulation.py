@@ -1,9 +1,9 @@
 """A device made of hashes, and a driver around the real scheduler: the oracle of the host column.
 
-Each slot of each page holds H(the prefix of tokens up to its position) instead of KV. A step writes the slots of all its
-rows first, as a layer does, and then checks that every slot that a row can see, through a page table kept up to date from
-`Plan.new_pages` alone, holds the hash of that request's own prefix. The next token is H(seed, all tokens before). So any
-wrong page, slot, length, stale hit, eviction, preemption or feed fails in the step where it happens.
+Each slot of each page holds H(the prefix of tokens up to its position) instead of KV. A step writes the slots of all
+its rows first, as a layer does, and then checks that every slot that a row can see, through a page table kept up from
+`Plan.new_pages` alone, holds the hash of that request's own prefix. The next token is H(seed, all tokens before). So
+any wrong page, slot, length, stale hit, eviction, preemption or feed fails in the step where it happens.
 """
 
 import math
@@ -78,9 +78,9 @@ class HashDevice:
     def __init__(self, case: Case, requests: dict[str, Job]) -> None:
         self.case, self.jobs = case, requests
         self.slots: list[int | None] = [None] * (case.num_pages * case.page_size)
-        self.tables: dict[int, list[int]] = {}  # page table by row slot
-        self.drawn: dict[int, int] = {}  # token by row slot, of the step before
-        self.owner: dict[int, str] = {}  # request by row slot, of the step before
+        self.tables: dict[int | None, list[int]] = {}  # page table by row slot
+        self.drawn: dict[int | None, int] = {}  # token by row slot, of the step before
+        self.owner: dict[int | None, str] = {}  # request by row slot, of the step before
 
     def execute(self, plan: Plan) -> Result:
         """Drawn tokens and logprobs of every row; rows that do not sample get rubbish."""
@@ -95,8 +95,8 @@ class HashDevice:
                 logprob = math.nan
             tokens.append(token if plan.samples[i] else 999)
             logprobs.append(logprob)
-        self.drawn = {r.row: t for r, t, s in zip(plan.requests, tokens, plan.samples, strict=True) if s}  # type: ignore
-        self.owner = {r.row: r.rid for r in plan.requests}  # type: ignore
+        self.drawn = {r.row: t for r, t, s in zip(plan.requests, tokens, plan.samples, strict=True) if s}
+        self.owner = {r.row: r.rid for r in plan.requests}
         return tokens, logprobs
 
     def _tables_from(self, plan: Plan) -> None:
@@ -107,19 +107,19 @@ class HashDevice:
             assert request in plan.requests and first < len(request.pages) and request.row is not None
             self.tables[request.row] = ([] if first == 0 else self.tables[request.row][:first]) + request.pages[first:]
         for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            assert self.tables[request.row] == request.pages, "new_pages does not tell the whole page table"  # type: ignore
+            assert self.tables[request.row] == request.pages, "new_pages does not tell the whole page table"
             assert 0 not in request.pages and len(request.pages) == -(-(start + count) // self.case.page_size)
             assert request.num_computed == start + count <= request.prompt_len + request.max_new_tokens
 
     def _tokens(self, plan: Plan, i: int) -> list[int]:
-        """All tokens of row i up to the end of its chunk; a token that the host does not know is fed from the last step."""
+        """All tokens of row i up to the end of its chunk; one that the host does not know is fed from the last step."""
         request, end = plan.requests[i], plan.starts[i] + plan.counts[i]
         known = len(request.token_ids)
         assert plan.samples[i] == (end >= known) and end <= known + 1
         if end <= known:
             return request.token_ids[:end]
-        assert plan.counts[i] == 1 and self.owner[request.row] == request.rid  # type: ignore
-        return [*request.token_ids, self.drawn[request.row]]  # type: ignore
+        assert plan.counts[i] == 1 and self.owner[request.row] == request.rid
+        return [*request.token_ids, self.drawn[request.row]]
 
     def _slot(self, pages: list[int], position: int) -> int:
         return pages[position // self.case.page_size] * self.case.page_size + position % self.case.page_size
@@ -174,7 +174,8 @@ def make_request(case: Case, index: int) -> Request:
 
 def entry(plan: Plan) -> tuple:
     """A plan as a value."""
-    rows = [(r.rid, r.row, *what) for r, *what in zip(plan.requests, plan.starts, plan.counts, plan.samples, strict=True)]
+    columns = (plan.requests, plan.starts, plan.counts, plan.samples)
+    rows = [(r.rid, r.row, *what) for r, *what in zip(*columns, strict=True)]
     pages = [(r.rid, first, tuple(r.pages[first:])) for r, first in plan.new_pages]
     return plan.step, tuple(rows), tuple(pages), tuple(r.rid for r in plan.preempted)
 

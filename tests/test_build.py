@@ -1,5 +1,6 @@
 """What is decided before anything runs: "auto" values, contradictions, the size of the pool, the device."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -27,9 +28,7 @@ def test_resolve_leaves_no_auto_and_keeps_what_is_given() -> None:
 
 
 def test_all_contradictions_are_reported_at_once() -> None:
-    config = EngineConfig(
-        cache=CacheConfig(page_size=0, mem_fraction_static=1.5), scheduler=SchedulerConfig(64, 8)
-    )
+    config = EngineConfig(cache=CacheConfig(page_size=0, mem_fraction_static=1.5), scheduler=SchedulerConfig(64, 8))
     with pytest.raises(ConfigError, match=r"(?s)page_size.*mem_fraction_static.*max_step_tokens \(8\)"):
         resolve(config, CPU)
 
@@ -64,3 +63,17 @@ def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:
         Engine(model_path="box", unknown_field=1)
     with pytest.raises(ConfigError, match="schedule_policy must be one of fcfs, lpm"):
         Engine(model_path="box", schedule_policy="random")
+
+
+def test_each_engine_of_a_process_compiles_on_its_own(tmp_path) -> None:  # noqa: ANN001
+    """Dynamo allows few recompilations per code object; engines must not eat up each other's."""
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32, "tie_word_embeddings": True, "rope_theta": 10000.0,
+    }  # fmt: skip
+    for i in range(10):
+        (tmp_path / "config.json").write_text(json.dumps(shape | {"hidden_size": 16 * (i + 1), "head_dim": 16}))
+        with Engine(model_path=str(tmp_path), load_format="dummy", skip_tokenizer_init=True) as engine:
+            assert engine.stats()["compiles"] == 1
+            assert len(engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})["output_ids"]) == 3

@@ -1,4 +1,4 @@
-"""The Engine over the checksum model: every schedule gives the oracle's tokens, and every door its documented answer."""
+"""The Engine over the checksum model: every schedule gives the oracle's tokens, every door its documented answer."""
 
 import asyncio
 import inspect
@@ -68,9 +68,7 @@ def test_stop_tokens_end_a_request_and_nothing_runs_on(overlap: bool) -> None:
     work = prompts(5, 5)
     stops = [expected(p, 12)[7] for p in work]
     with checksum_engine(overlap=overlap) as engine:
-        outputs = engine.generate(
-            input_ids=work, sampling_params=[greedy(12, stop_token_ids=[s]) for s in stops]
-        )
+        outputs = engine.generate(input_ids=work, sampling_params=[greedy(12, stop_token_ids=[s]) for s in stops])
         for prompt, stop, output in zip(work, stops, outputs, strict=True):
             assert output["output_ids"] == expected(prompt, 12, frozenset({stop}))
             assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
@@ -140,7 +138,9 @@ def test_async_in_several_loops_and_inside_a_running_loop() -> None:
             ids = chunk["output_ids"]
         sync = engine.generate(input_ids=prompt, sampling_params=greedy(5))  # inside a running loop
         assert done["output_ids"] == ids == sync["output_ids"]
-        both = await asyncio.gather(*(engine.async_generate(input_ids=[i], sampling_params=greedy(3)) for i in range(9)))
+        both = await asyncio.gather(
+            *(engine.async_generate(input_ids=[i], sampling_params=greedy(3)) for i in range(9))
+        )
         assert [o["output_ids"] for o in both] == [expected([i], 3) for i in range(9)]
         return ids
 

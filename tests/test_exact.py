@@ -1,4 +1,4 @@
-"""The promise: a request's tokens and logprobs are the same bits alone or in any batch, chunk, page size, cache or pressure.
+"""The promise: a request's tokens and logprobs are the same bits alone, in any batch, chunk, page size, under pressure.
 
 Random weights of realistic variance, so that logits react to the input; logprob bits are compared, not only tokens. The
 negative control replaces the linear op by one whose order of summation depends on the batch, and must be caught.
@@ -30,11 +30,12 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+SEVEN_HEADS = {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112}
 SHAPES = {
     "llama": BASE,
-    "qwen2": BASE | {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112, "tie_word_embeddings": True},
+    "qwen2": BASE | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True} | SEVEN_HEADS,
     "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 3, "num_key_value_heads": 3},
-}  # fmt: skip
+}
 Result = list[tuple[list[int], list[float]]]
 
 
@@ -155,7 +156,9 @@ def test_threads_do_not_change_bits(checkpoint: Checkpoint, reference: Result, m
         torch.set_num_threads(before)
 
 
-def test_compiled_and_eager_steps_give_the_same_bits_and_compile_once(checkpoint: Checkpoint, reference: Result) -> None:
+def test_compiled_and_eager_steps_give_the_same_bits_and_compile_once(
+    checkpoint: Checkpoint, reference: Result
+) -> None:
     with engine(checkpoint) as llm:
         compiles = llm.stats()["compiles"]
         assert batch(llm, work()) == reference

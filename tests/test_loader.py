@@ -25,7 +25,7 @@ from fengine.errors import (
     UnsupportedArchitectureError,
     UnsupportedFormatError,
 )
-from fengine.hub import BOX, resolve_model
+from fengine.checkpoint.hub import BOX, resolve_model
 from fengine.loader import (
     GenerationConfig,
     load_params,
@@ -35,7 +35,7 @@ from fengine.loader import (
 )
 from fengine.models import llama
 from fengine.ops import linear
-from fengine.safetensors_file import INDEX, SINGLE, read_header
+from fengine.checkpoint.safetensors_file import INDEX, SINGLE, read_header
 from fengine.spec import RopeSpec
 from fengine.state import Params, StepBatch, init_kv
 
@@ -204,16 +204,19 @@ def test_dummy_logits_react_to_the_input(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(llama.rms_norm, "add_rms_norm", watched)
     rng = random.Random(0)
-    prompt = [rng.randrange(131) for _ in range(100)]
-    base, last, first = (prefill(params, spec, p) for p in (prompt, prompt[:-1] + [7], [9] + prompt[1:]))
+    last, first = [], []
+    for _ in range(4):
+        prompt = [rng.randrange(131) for _ in range(100)]
+        base = prefill(params, spec, prompt)
+        assert 0.5 < float(base.std()) < 3
+        for ends, changed in (
+            (last, prompt[:-1] + [(prompt[-1] + 1) % 131]),
+            (first, [(prompt[0] + 1) % 131] + prompt[1:]),
+        ):
+            ends.append(float(torch.corrcoef(torch.stack((base, prefill(params, spec, changed))))[0, 1]))
     assert 0.3 < stream[-1] < 3 and max(stream) < 3  # after 32 layers the residual stream is of order one
-    assert 0.5 < float(base.std()) < 3
-
-    def likeness(other: Tensor) -> float:
-        return float(torch.corrcoef(torch.stack((base, other)))[0, 1])
-
-    assert likeness(last) < 0.5  # another last token, another distribution
-    assert likeness(first) < 0.999  # and a token 99 positions back is still heard
+    assert sum(last) / 4 < 0.9  # another last token, another distribution
+    assert sum(first) / 4 < 0.99  # and a token 99 positions back is still heard
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------

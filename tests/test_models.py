@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers import AutoModelForCausalLM
 
 from fengine import models
-from fengine.hub import BOX
+from fengine.checkpoint.hub import BOX
 from fengine.loader import load_params, read_config, spec_from_config
 from fengine.models import llama
 from fengine.spec import ModelSpec
@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-gqa4-rope3-sharded": {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
+        "head_dim": 16,
         "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500.0},
         "shards": True,
     },
@@ -49,8 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
         "old_config": True,
     },
     "qwen2-gqa7-tied": {
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
         "hidden_size": 112,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},

@@ -60,7 +60,7 @@ def test_every_schedule_of_linear():
         pytest.skip("on a device the schedules are compared bit by bit, below")
     x, w = put((normal(150, 200), normal(300, 200)), torch.float32)
     want = linear.reference(x, w, 300, None, None)
-    for schedule in (*(s for _, s in linear.FEW_ROWS), *linear.MANY_ROWS, *linear.FLOAT32):
+    for schedule in (*(entry[-1] for entry in linear.FEW_ROWS), *linear.MANY_ROWS, *linear.FLOAT32):
         assert_close(linear.launch(x, w, 300, None, None, schedule), want, torch.float16)
 
 
@@ -111,14 +111,18 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
         assert_close(got, attention.reference(*args), dtype)
 
 
-@pytest.mark.parametrize("rows,vocab", [pytest.param(18, 5000, marks=on_device)])
-def test_draw(rows: int, vocab: int):
+@pytest.mark.parametrize("most", [pytest.param(most, marks=on_device) for most in (sampling.MOST, 64)])
+def test_draw(most: int, monkeypatch: pytest.MonkeyPatch):
+    """With room for every candidate, and with so little that rows are searched whole."""
+    monkeypatch.setattr(sampling, "MOST", most)
+    monkeypatch.setattr(sampling, "BLOCK", 512)
+    rows, vocab = 12, 1100
     case = {name: value.to(DEVICE) for name, value in mixed_rows(rows, vocab).items()}
-    case["logits_RV"][17, 4999] = torch.nan
-    case["logits_RV"][0, [30, 4700]] = 50.0
+    case["logits_RV"][11, 1099] = torch.nan
+    case["logits_RV"][0, [30, 1070]] = 50.0
     token, logprob = sampling.launch(**case)
     want_token, want_logprob = sampling.reference(**case)
-    assert token.equal(want_token) and token[0] == 30 and token[17] == 0 and logprob[17].isnan()
+    assert token.equal(want_token) and token[0] == 30 and token[11] == 0 and logprob[11].isnan()
     torch.testing.assert_close(logprob, want_logprob, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -131,7 +135,7 @@ def test_linear_bits_follow_no_schedule():
     whole = linear.launch(x, w, 1152, None, None)
     for rows in (1, 7, 16, 17, 33, 64, 65, 128, 129, 299):
         assert linear.launch(x[:rows], w, 1152, None, None).equal(whole[:rows])
-    for schedule in (*(s for _, s in linear.FEW_ROWS), *linear.MANY_ROWS):
+    for schedule in (*(entry[-1] for entry in linear.FEW_ROWS), *linear.MANY_ROWS):
         assert linear.launch(x, w, 1152, None, None, schedule).equal(whole)
 
 

@@ -75,6 +75,19 @@ def test_a_running_request_does_not_insert_below_a_foreign_page() -> None:
     cache.check()
 
 
+def test_a_page_that_others_hold_does_not_go_below_a_foreign_page_either() -> None:
+    pool, cache = build()
+    store(cache, [1, 1, 2, 2])
+    leaving, staying = cache.match([1, 1, 2, 2], 4), cache.match([1, 1, 2, 2], 4)
+    cache.drop([1, 1])
+    store(cache, [1, 1])  # computed again by a third
+    cache.insert([1, 1, 2, 2], leaving, leaving=True)
+    pool.release(leaving)
+    cache.check()
+    assert cache.num_pages == cache.evictable == 1
+    pool.check([staying], cache.pages())
+
+
 def test_evicts_the_least_recently_used_leaf_first() -> None:
     pool, cache = build()
     store(cache, [1, 1, 2, 2])  # a

@@ -1,4 +1,4 @@
-"""Prompt files and result files: one bad line is one error record, order is kept, nothing half-written takes the name."""
+"""Prompt and result files: one bad line is one error record, order is kept, no half-written file takes the name."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fengine.errors import ContextLengthError, InputFileError, StorageError
-from fengine.prompts import BadRow, OutputWriter, PromptRow, error_record, read_prompts, result_record
+from fengine.runs.prompts import BadRow, OutputWriter, PromptRow, error_record, read_prompts, result_record
 
 
 def rows_of(path, data: bytes, **options):
@@ -154,7 +154,7 @@ def test_unreadable_file(tmp_path, monkeypatch):
         read_prompts(tmp_path / "p.txt")
 
 
-# -- writing --------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def test_records():

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import importlib
 import io
 import json
 import os
@@ -22,9 +23,9 @@ from rich.console import Console
 from fengine import run
 from fengine.config import EngineConfig, Hardware, resolve
 from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
+from fengine.request import SamplingParams, derive_seed
 from fengine.runs import view
 from fengine.runs.figures import Progress, Shown, Summary, clean, clock, tail
-from fengine.runs.generate import row_seed
 
 ROOT = Path(run.__file__).resolve().parent.parent
 
@@ -131,13 +132,17 @@ def test_built_in_prompts(engines: list[FakeEngine], tmp_path: Path, capsys: pyt
     rows = records(path)
     assert [r.get("prompt") for r in rows][:2] == ["Hello, my name is", "The president of the United States is"]
     assert any("messages" in r for r in rows)
-    assert rows[0]["text"] == f"si eman ym ,olleH {row_seed(0, 0) % 1000}"
+    assert rows[0]["text"] == f"si eman ym ,olleH {derive_seed(0, 0) % 1000}"
     assert engines[0].calls[0]["sampling_params"]["temperature"] == 0.8
     assert "max_new_tokens" not in engines[0].calls[0]["sampling_params"]
     assert not engines[0].open
     shown = capsys.readouterr()
     assert "prompt: Hello, my name is\noutput: si eman ym" in shown.out
-    assert f"{len(rows)} rows in" in shown.out and "median 250 ms" in shown.out and str(path) in shown.out
+    assert (
+        f"{len(rows)} rows in" in shown.out
+        and "median 250 ms" in shown.out
+        and f"{path.relative_to(tmp_path)}\n" in shown.out
+    )
     assert "\x1b" not in shown.out + shown.err
     kept = path.parent / ".hydra"
     assert "temperature: 0.8" in (kept / "config.yaml").read_text()
@@ -155,7 +160,7 @@ def test_record_is_the_requests_alone(engines: list[FakeEngine]) -> None:
         *("prompt", "text", "output_ids", "finish_reason"),
         *("prompt_tokens", "sampling_seed", "output_token_logprobs"),
     ]
-    assert row["sampling_seed"] == row_seed(0, 3) and row["output_token_logprobs"] == [-0.5, -0.25]
+    assert row["sampling_seed"] == derive_seed(0, 3) and row["output_token_logprobs"] == [-0.5, -0.25]
 
 
 def test_jsonl_keeps_columns_and_order_and_bad_rows(
@@ -189,7 +194,7 @@ def test_jsonl_keeps_columns_and_order_and_bad_rows(
         "done",
     ]
     # the seed belongs to the row, not to the number of good rows before it
-    assert rows[7]["sampling_seed"] == row_seed(0, 7)
+    assert rows[7]["sampling_seed"] == derive_seed(0, 7)
     out = capsys.readouterr().out
     assert "8 rows, 4 failed" in out and "error: ContextLengthError: The input (900 tokens)" in out
 
@@ -205,9 +210,7 @@ def test_sampling_reaches_the_engine(engines: list[FakeEngine]) -> None:
     assert run.main([*words, "out=o.jsonl", "view=quiet"]) == run.OK
     params = engines[0].calls[1]["sampling_params"]
     assert (params["max_new_tokens"], params["sampling_seed"]) == (7, 11) and len(params["stop"]) == 1
-    from fengine.request import SamplingParams
-
-    SamplingParams.of(params)
+    assert SamplingParams.of(params).max_new_tokens == 7
 
 
 def test_window_is_bounded(engines: list[FakeEngine]) -> None:
@@ -253,6 +256,7 @@ def test_dead_engine_ends_the_run(engines: list[FakeEngine], capsys: pytest.Capt
     assert run.main(["prompts=[one,death,three]", "out=o.jsonl"]) == run.FAILED
     shown = capsys.readouterr()
     assert "the engine's loop failed" in shown.err and "Traceback" not in shown.err
+    assert "1 row finished before, in o.jsonl.partial" in shown.err
     assert not Path("o.jsonl").exists()
 
 
@@ -265,7 +269,7 @@ def test_sweep_loads_once(engines: list[FakeEngine], tmp_path: Path, capsys: pyt
     found = sorted(tmp_path.glob("runs/*/*/*/output.jsonl"))
     assert [p.parent.name for p in found] == ["0", "1", "2", "3"]
     seeds = [records(p)[0]["sampling_seed"] for p in found]
-    assert seeds == [row_seed(1, 0), row_seed(2, 0)] * 2
+    assert seeds == [derive_seed(1, 0), derive_seed(2, 0)] * 2
     assert [c["sampling_params"]["temperature"] for c in engines[0].calls] == [0, 0, 0.8, 0.8]
     shown = capsys.readouterr()
     assert "point 2 of 4: sampling.temperature=0  seed=2" in shown.err and "reused" in shown.out
@@ -382,6 +386,33 @@ def test_broken_pipe_is_quiet(engines: list[FakeEngine], monkeypatch: pytest.Mon
         monkeypatch.setattr(view.PlainView, "row", row)
         monkeypatch.setattr(sys, "stdout", out)
         assert run.main(["prompts=[a]"]) == run.FAILED
+
+
+# -- the real engine ---------------------------------------------------------------------------------------------------
+
+
+def test_the_model_in_the_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front door with nothing replaced: a sweep, sensible text, and the same bytes whatever the batch was."""
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "sampling.temperature=0,0.8", "sampling.max_new_tokens=12", "compile=none", "return_logprob=true"]
+    assert run.main([*words, "model=llama", "view=quiet", "out='${sampling.temperature}.jsonl'"]) == run.OK
+    rows = records("0.0.jsonl")
+    assert rows[2]["prompt"] == "The capital of France is" and rows[2]["text"].startswith(" Paris")
+    assert all(len(r["output_token_logprobs"]) == len(r["output_ids"]) for r in rows)
+    alone = [
+        "scheduler=one_by_one",
+        "cache=no_prefix",
+        "cache.page_size=4",
+        "out='${sampling.temperature}-alone.jsonl'",
+    ]
+    assert run.main([*words, "view=quiet", *alone]) == run.OK
+    for name in ("0.0", "0.8"):
+        assert Path(f"{name}-alone.jsonl").read_bytes() == Path(f"{name}.jsonl").read_bytes()
+    assert Path("0.0.jsonl").read_bytes() != Path("0.8.jsonl").read_bytes()
+    engine = importlib.import_module("fengine.engine").Engine  # torch: not for the tests above
+    with engine(model_path="box", random_seed=0) as llm:
+        row = llm.generate(["a", "b", rows[2]["prompt"]], {"temperature": 0.8, "max_new_tokens": 12})[2]
+    assert row["output_ids"] == records("0.8.jsonl")[2]["output_ids"], "row i of a run is request i of an Engine"
 
 
 # -- what is seen ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +43,8 @@ def land(scheduler: Scheduler, plan: Plan, token: int = 1, logprob: float = -1.0
 
 
 def rows(plan: Plan) -> list[tuple[str, int, int, bool]]:
-    return [(r.rid, *what) for r, *what in zip(plan.requests, plan.starts, plan.counts, plan.samples, strict=True)]
+    rids = [request.rid for request in plan.requests]
+    return list(zip(rids, plan.starts, plan.counts, plan.samples, strict=True))
 
 
 def jobs(*sizes: tuple[int, int]) -> list[Job]:
@@ -66,7 +68,7 @@ def finish_all(scheduler: Scheduler, lag: int = 0) -> int:
     return steps
 
 
-# -- random schedules against the oracle --------------------------------------------------------------------------------
+# -- random schedules against the oracle ------------------------------------------------------------------------------
 
 
 @st.composite
@@ -126,6 +128,13 @@ def test_tight_pools_preempt_again_and_again() -> None:
     assert preemptions > 200
 
 
+# The first found an error: a page that others hold went below a foreign one. The others take a row with a new page out
+# of the plan, because an older prompt, admitted later by LPM, needs room.
+@pytest.mark.parametrize(("seed", "budget"), [(1063, 3), (1053, 5), (1087, 3), (1907, 3)])
+def test_cases_that_are_rarely_drawn(seed: int, budget: int) -> None:
+    simulate(random_case(random.Random(seed), policy=Policy.lpm, cached=True, rows=6, budget=budget))
+
+
 def test_same_events_give_the_same_plans() -> None:
     for seed in range(30):
         first, second = (simulate(random_case(random.Random(seed))) for _ in range(2))
@@ -148,7 +157,7 @@ def test_the_oracle_sees_a_stale_hit(monkeypatch: pytest.MonkeyPatch) -> None:
             simulate(random_case(random.Random(seed), cached=True, page_size=4))
 
 
-# -- the doors ----------------------------------------------------------------------------------------------------------
+# -- the doors --------------------------------------------------------------------------------------------------------
 
 
 def test_refuses_what_could_never_fit() -> None:
@@ -177,7 +186,7 @@ def test_refuses_a_rid_in_use_and_a_used_request() -> None:
 
 @pytest.mark.parametrize("name", ["page_size", "max_running_requests", "max_step_tokens"])
 def test_refuses_limits_below_one(name: str) -> None:
-    limits = {"page_size": 4, "max_running_requests": 1, "max_step_tokens": 1} | {name: 0}
+    limits: dict[str, Any] = {"page_size": 4, "max_running_requests": 1, "max_step_tokens": 1} | {name: 0}
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
         Scheduler(PagePool(4), None, **limits)
 
@@ -212,7 +221,7 @@ def test_check_sees_a_lost_page_and_a_lost_request() -> None:
             scheduler.check()
 
 
-# -- budget and order ---------------------------------------------------------------------------------------------------
+# -- budget and order -------------------------------------------------------------------------------------------------
 
 
 def test_decoding_rows_first_then_running_prompts_then_new_ones() -> None:
@@ -227,13 +236,13 @@ def test_decoding_rows_first_then_running_prompts_then_new_ones() -> None:
     assert plan.new_pages[-1][1] == 0 and plan.preempted == []
 
 
-def test_a_budget_below_the_decoding_rows_serves_the_earliest() -> None:
-    scheduler, requests = start(Case(jobs((1, 3), (1, 3), (1, 3)), budget=2))
+def test_a_small_budget_keeps_newcomers_waiting() -> None:
+    scheduler, _ = start(Case(jobs((1, 3), (1, 3), (1, 3)), budget=2))
     land(scheduler, planned(scheduler))
-    assert rows(planned(scheduler)) == [("r0", 1, 1, True), ("r1", 1, 1, True)]
+    assert rows(plan := planned(scheduler)) == [("r0", 1, 1, True), ("r1", 1, 1, True)]
+    land(scheduler, plan)
     scheduler.abort("r0")
-    scheduler.abort("r1")
-    assert rows(planned(scheduler)) == [("r2", 0, 1, True)]
+    assert rows(planned(scheduler)) == [("r1", 2, 1, True), ("r2", 0, 1, True)]
 
 
 def test_row_slots_are_the_lowest_free_ones_and_come_back() -> None:
@@ -255,7 +264,7 @@ def test_page_tables_grow_when_a_page_is_full() -> None:
     assert told == [[0], [], [1], [], [], [], [2], [], []]
 
 
-# -- prefix hits --------------------------------------------------------------------------------------------------------
+# -- prefix hits ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", list(Policy))
@@ -304,7 +313,7 @@ def test_without_a_cache_nothing_is_shared() -> None:
     assert finish_all_from["hit_tokens"] == finish_all_from["cached_pages"] == 0
 
 
-# -- policies -----------------------------------------------------------------------------------------------------------
+# -- policies ---------------------------------------------------------------------------------------------------------
 
 
 def lpm_case(count: int) -> tuple[Scheduler, list[Request]]:
@@ -353,7 +362,7 @@ def test_a_large_request_is_not_overtaken_for_ever_by_small_ones() -> None:
     assert order[:2] == ["r0", "r1"] and len(order) == 32
 
 
-# -- preemption ---------------------------------------------------------------------------------------------------------
+# -- preemption -------------------------------------------------------------------------------------------------------
 
 
 def test_a_newcomer_must_leave_a_reserve_and_then_nobody_is_preempted() -> None:
@@ -430,7 +439,7 @@ def test_a_newcomer_is_admitted_by_evicting_but_never_by_preempting() -> None:
     }  # fmt: skip
 
 
-# -- overlap ------------------------------------------------------------------------------------------------------------
+# -- overlap ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_pending_token_is_planned_before_it_is_known() -> None:
@@ -446,6 +455,20 @@ def test_the_pending_token_is_planned_before_it_is_known() -> None:
     assert scheduler.schedule() is None, "the last token is drawn in step 2: nothing more to compute"
     assert land(scheduler, second, 9) == [] and land(scheduler, third, 6) == ["r0"]
     assert request.token_ids[3:] == [8, 9, 6] and request.num_computed == 0 and not scheduler.has_work
+
+
+def test_waits_for_draining_rows_rather_than_preempting() -> None:
+    """r0 needs a page in step 5, when r1's last token is in flight and its pages are about to come back."""
+    case = Case(jobs((4, 8), (3, 5), (3, 9)), page_size=4, num_pages=7, budget=64, cached=False)
+    scheduler, requests = start(case)
+    flights = [planned(scheduler)]
+    for _ in range(4):
+        flights.append(planned(scheduler))
+        land(scheduler, flights.pop(0))
+    assert rows(plan := planned(scheduler)) == [("r2", 7, 1, True)] and plan.preempted == []
+    assert land(scheduler, flights.pop(0)) == ["r1"]
+    assert rows(planned(scheduler)) == [("r0", 8, 1, True), ("r2", 8, 1, True)]
+    assert scheduler.num_preemptions == 0 and requests[0].num_pending == 1
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -466,7 +489,7 @@ def test_the_token_after_a_stop_is_discarded() -> None:
     assert request.token_ids == [1, 2, 3, 5] and request.logprobs == [-1.0] and scheduler.num_finished == 1
 
 
-# -- how requests end ---------------------------------------------------------------------------------------------------
+# -- how requests end -------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_token_at_the_last_position_is_a_stop() -> None:

@@ -7,11 +7,12 @@ hashes first, but equal hashes alone never match). The path from the root spells
                                     `---------(...)-> page 4              leaf
 
 Invariant, which makes `evictable` exact: **whoever holds a node's page holds the pages of all its ancestors.** So idle
-nodes (held by the cache alone) have only idle descendants and can go leaf by leaf. `insert` keeps it by not going past
-a node that has another page than the caller's (two requests computed the same tokens), unless the caller is leaving.
+nodes (held by the cache alone) have only idle descendants and can go leaf by leaf. `insert` keeps it by adding nothing
+below a node that has another page than the caller's (two requests computed the same tokens) that would stay held.
 
-Eviction takes the least recently used leaf. Only the deepest node of a path is stamped on use, and hands its stamp to
-its parent when it is evicted; the heap of leaves is put right when an entry is popped. O(log n) amortised.
+Eviction takes the least recently used leaf. Only the deepest node of a path is stamped on use. A node that becomes a
+leaf was last used with the child that has just gone as the oldest leaf, or has a later stamp of its own; so in the
+first case it goes next, as it should. The heap of leaves is put right when an entry is popped. O(log n) amortised.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,18 +88,20 @@ class PrefixCache:
     def insert(self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False) -> None:
         """Remembers `pages`, which the caller holds, as the KV of the first `len(pages) * page_size` tokens.
 
-        Nodes that exist stay as they are. `leaving`: the caller releases all these pages next, so its pages may be put
-        below a node with another page (see the invariant above).
+        Nodes that exist stay as they are. `leaving`: the caller releases all these pages next, so those that it alone
+        holds may be put below a node with another page (see the invariant above).
         """
-        node = self._root
+        node, foreign = self._root, False
         for tokens, page in zip(self._keys(token_ids, len(pages) * self.page_size), pages, strict=True):
             child = node.children.get(tokens)
             if child is None:
+                if foreign and not (leaving and self.pool.num_holders(page) == 1):
+                    break
                 child = node.children[tokens] = _Node(tokens, page, node)
                 self.pool.keep(page)
                 self.num_pages += 1
-            elif child.page != page and not leaving:
-                break
+            elif child.page != page:
+                foreign = True
             node = child
         if node is not self._root:
             self._touch(node)
@@ -123,7 +126,6 @@ class PrefixCache:
             else:
                 del parent.children[node.tokens]
                 self._take_out(node)
-                parent.used = max(parent.used, node.used)
                 self._queue(parent)
                 evicted += 1
         return evicted

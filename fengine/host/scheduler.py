@@ -42,8 +42,8 @@ class Scheduler:
         policy: Policy = Policy.fcfs,
     ) -> None:
         """`cache` None: no prefix is ever shared. Errors: ConfigError."""
-        for name, value in {"page_size": page_size, "max_running_requests": max_running_requests,
-                            "max_step_tokens": max_step_tokens}.items():  # fmt: skip
+        limits = {"max_running_requests": max_running_requests, "max_step_tokens": max_step_tokens}
+        for name, value in {"page_size": page_size, **limits}.items():
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         self.pool, self.cache, self.max_step_tokens = pool, cache, max_step_tokens
@@ -106,8 +106,7 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None if nothing can be done before the next `update` or `add`."""
         plan = Plan(self._steps_planned)
-        self._plan_decoding(plan)
-        left = self.max_step_tokens - len(plan.requests)
+        left = self.max_step_tokens - self._plan_decoding(plan)
         for request in list(self._rows.prompting):
             if left and request.row is not None:
                 left -= self._plan_prompt(plan, request, left)
@@ -119,9 +118,12 @@ class Scheduler:
         self.num_computed_tokens += sum(plan.counts)
         return plan
 
-    def _plan_decoding(self, plan: Plan) -> None:
-        """One token for each decoding row, as far as the budget goes. The hot loop: as little per row as can be."""
-        requests, page_size = self._rows.decoding[: self.max_step_tokens], self._rows.page_size
+    def _plan_decoding(self, plan: Plan) -> int:
+        """One token for each decoding row. The hot loop: as little per row as can be. Returns the tokens of the budget.
+
+        They always fit: a row begins to decode with a chunk for which the budget had room beside all rows that decode.
+        """
+        requests, page_size = self._rows.decoding.copy(), self._rows.page_size
         starts: list[int] = []
         unpaged: list[Request] = []
         last: list[Request] = []
@@ -134,8 +136,8 @@ class Scheduler:
                 unpaged.append(request)
             if start + 2 >= request.prompt_len + request.max_new_tokens:
                 last.append(request)
-        plan.requests, plan.starts = requests, starts
-        plan.counts, plan.samples = [1] * len(requests), [True] * len(requests)
+        count = len(starts)
+        plan.requests, plan.starts, plan.counts, plan.samples = requests, starts, [1] * count, [True] * count
         for request in unpaged:
             if request.row is not None and self._make_room(plan, request):
                 plan.new_pages.append((request, len(request.pages)))
@@ -145,6 +147,7 @@ class Scheduler:
         for request in last:
             if request.row is not None and draws_last(request):  # still in the plan
                 self._rows.move(request)
+        return count
 
     def _plan_prompt(self, plan: Plan, request: Request, left: int) -> int:
         """The next chunk of a running prompt: all that budget and pages allow. Returns its number of tokens."""
@@ -176,15 +179,13 @@ class Scheduler:
         full = end // rows.page_size
         if self.cache is not None and full > start // rows.page_size:
             self.cache.insert(request.token_ids, request.pages[:full])
-            self._blocked = False  # the next to admit may hit these pages
 
     def _admit(self, plan: Plan, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
         for request in self._waiting.candidates(self._rows.num_free):
             if not left or request.num_pending:
                 return  # a preempted request waits for the token that it drew last
-            count = self._start(plan, request, left)
-            if not count:
+            if not (count := self._start(plan, request, left)):
                 self._blocked = True  # none goes in its place, or pages might never suffice for a large request
                 return
             left -= count
@@ -294,6 +295,6 @@ class Scheduler:
         waiting = self._waiting.requests()
         if len(self._requests) != self._rows.num_running + len(waiting):
             raise InvariantError(f"{len(self._requests)} requests, {self._rows.num_running} run, {len(waiting)} wait")
-        if any(self._requests.get(request.rid) is not request for request in waiting):
-            raise InvariantError("a request waits that is not known")
+        if (decoding := len(self._rows.decoding)) > self.max_step_tokens:
+            raise InvariantError(f"{decoding} rows decode, more than max_step_tokens={self.max_step_tokens}")
         self._rows.check(waiting)

@@ -1,1 +1,1 @@
-"""Ops: every reduction of the model with its tree declared. Import the module you need (`from fengine.ops import linear`)."""
+"""Ops: every reduction of the model with its tree declared. Import the module you need."""

@@ -14,6 +14,7 @@ A block with no visible key leaves (m, l, acc) as they are, so how far a tile wa
 free: which queries share a tile, warps, and whether one program walks all chunks or several take chunks in turn and a
 second kernel merges their stored results.
 """
+# pyright: reportInvalidTypeForm=false
 
 import math
 from typing import NamedTuple
@@ -214,8 +215,8 @@ class Schedule(NamedTuple):
     splits: int  # programs that share the chunks of a tile; 1 merges in registers
 
 
-TILES = ((16, 4, 3), (64, 4, 3), (128, 8, 2))  # (tile, warps, stages)
-FLOAT32_TILES = ((16, 4, 1), (32, 4, 1))
+TILES = ((16, 2, 5), (64, 4, 3))  # (tile, warps, stages)
+FLOAT32_TILES = ((16, 4, 1),)
 
 
 def schedule(tokens: int, rows: int, keys: int, heads: int, groups: int, width: int, wide_type: bool,
@@ -274,8 +275,8 @@ def fake(
 
 
 _op = register(
-    "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_start, Tensor kv_len, Tensor page_table, float scale) "
-    "-> Tensor",
+    "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_start, Tensor kv_len, Tensor page_table, "
+    "float scale) -> Tensor",
     launch, fake,
 )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Builds the C kernels at first use and keeps them in a directory that only the user can write.
 
-A built library is a file `<name>-<key>-<digest>.so`: `key` covers sources, flags, compiler version and CPU; `digest` is the
-SHA-256 of the file itself, so a truncated or altered file is found before it is loaded, and is built again. Files appear
-by one atomic rename: any number of processes may build at once.
+A built library is a file `<name>-<key>-<digest>.so`: `key` covers sources, flags, compiler version and CPU; `digest` is
+the SHA-256 of the file itself, so a truncated or altered file is found before it is loaded, and is built again. Files
+appear by one atomic rename: any number of processes may build at once.
 """
 
 import ctypes
@@ -14,19 +14,20 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fengine.errors import CacheSecurityError, ConfigError
 
 # No -ffast-math: every sum has a fixed order. No contraction: the sources ask for FMA by name.
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-w")
 COMPILE_SECONDS = 120
 
 
 def private_cache_dir() -> Path:
     """The directory `fengine` under XDG_CACHE_HOME (default ~/.cache), created with mode 0700 if missing.
 
-    Errors: CacheSecurityError if it belongs to another user or others can write to it; ConfigError if it cannot be made.
+    Errors: CacheSecurityError if it is another user's or others can write to it; ConfigError if it cannot be made.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     path = (base if base.is_absolute() else Path.home() / ".cache") / "fengine"
@@ -38,7 +39,8 @@ def private_cache_dir() -> Path:
     if info.st_uid != os.getuid():
         raise CacheSecurityError(f"cache directory {path} belongs to uid {info.st_uid}, not to you; set XDG_CACHE_HOME")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CacheSecurityError(f"cache directory {path} is writable by others; run: chmod 700 {shlex.quote(str(path))}")
+        remedy = f"chmod 700 {shlex.quote(str(path))}"
+        raise CacheSecurityError(f"cache directory {path} is writable by others; run: {remedy}")
     return path
 
 
@@ -87,24 +89,34 @@ def load(name: str, sources: list[Path], headers: list[Path], loader: type[ctype
 
 
 def _compile(compiler: list[str], sources: list[Path], output: Path) -> None:
+    """Compiles the sources side by side, then links them."""
     arm = platform.machine() in ("arm64", "aarch64")
     undefined = ("-Wl,-undefined,dynamic_lookup",) if platform.system() == "Darwin" else ()
-    command = [*compiler, *FLAGS, "-mcpu=native" if arm else "-march=native", *undefined, "-o", str(output)]
-    command += [*map(str, sources), "-lm"]
+    objects = [output.with_name(source.stem + ".o") for source in sources]
+    native = "-mcpu=native" if arm else "-march=native"
+    commands = [
+        [*compiler, *FLAGS, native, "-c", str(source), "-o", str(target)]
+        for source, target in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(_run, commands))
+    _run([*compiler, "-shared", *undefined, *map(str, objects), "-lm", "-o", str(output)])
+
+
+def _run(command: list[str]) -> str:
+    """What the command prints. Errors: ConfigError with the compiler's message."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"the C compiler {shlex.join(compiler)} does not run: {error}; set CC to one that does") from error
+        raise ConfigError(f"the C compiler {command[0]} does not run: {error}; set CC to one that does") from error
     if done.returncode:
-        raise ConfigError(f"the C compiler failed; set CC to another one\n  {shlex.join(command)}\n{done.stderr[-2000:]}")
+        shown = f"{shlex.join(command)}\n{done.stderr[-2000:]}"
+        raise ConfigError(f"the C compiler failed; set CC to another one\n  {shown}")
+    return done.stdout
 
 
 def _key(compiler: list[str], files: list[Path]) -> str:
-    try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"the C compiler {shlex.join(compiler)} does not run: {error}; set CC to one that does") from error
-    parts = [*compiler, version, *FLAGS, platform.machine(), _cpu()]
+    parts = [*compiler, _run([*compiler, "--version"]), *FLAGS, platform.machine(), _cpu()]
     whole = "\0".join(parts).encode() + b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(whole).hexdigest()[:16]
 

@@ -1,8 +1,8 @@
 """The ops on the CPU: C kernels through ctypes. Each function allocates its outputs; none keeps anything.
 
-Activations and KV pages are float32, integers int32 (seeds int64); weights are float32, bfloat16 or float16 and are widened
-in registers. A non-contiguous input is copied first. The kernels run on torch's own OpenMP threads, as many as
-`torch.get_num_threads()` says; their bits do not depend on it.
+Activations and KV pages are float32, integers int32 (seeds int64); weights are float32, bfloat16 or float16 and are
+widened in registers. A non-contiguous input is copied first. The kernels run on torch's own OpenMP threads, as many as
+`torch.get_num_threads()` says; their bits do not depend on it, nor on the compiler, nor on AVX2, AVX-512 or NEON.
 
 Small calls keep the GIL (giving it away costs more than the call, and waiting for it back may cost a switch interval);
 large ones release it, so that host threads go on.
@@ -75,54 +75,53 @@ def _plain(x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _weight(w: Tensor | None, name: str) -> tuple[Tensor | None, int]:
-    """(contiguous weight, kind of storage)."""
-    if w is None:
-        return None, 0
+def _weight(w: Tensor, name: str) -> Tensor:
     if w.dtype not in KIND:
         raise UnsupportedFeatureError(f"{name} is {w.dtype}; on the CPU weights are float32, bfloat16 or float16")
-    return (w if w.is_contiguous() else w.contiguous()), KIND[w.dtype]
-
-
-def _at(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+    return w if w.is_contiguous() else w.contiguous()
 
 
 def linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     """x [T, K] @ w.T + bias -> [T, n]; packed [ceil(n/32), K, 32]."""
     x = _plain(x, "linear's x")
-    packed, kind = _weight(packed, "linear's weight")
-    bias, bias_kind = _weight(bias, "linear's bias")
+    packed = _weight(packed, "linear's weight")
     m, k = x.shape
-    y = torch.empty((m, n), dtype=torch.float32)
+    y = x.new_empty((m, n))
     library, threads = _schedule(m * n * k)
-    library.fengine_linear(x.data_ptr(), packed.data_ptr(), _at(bias), y.data_ptr(), m, n, k, kind, bias_kind, threads)
+    bias_at, bias_kind = None, 0
+    if bias is not None:
+        bias = _weight(bias, "linear's bias")
+        bias_at, bias_kind = bias.data_ptr(), KIND[bias.dtype]
+    library.fengine_linear(
+        x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, threads
+    )
     return y if out_dtype is None or out_dtype == torch.float32 else y.to(out_dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] -> weight * x / rms(x)."""
     x = _plain(x, "rms_norm's x")
-    weight, kind = _weight(weight, "rms_norm's weight")
+    weight = _weight(weight, "rms_norm's weight")
     d = x.shape[-1]
     y = torch.empty_like(x)
     library, threads = _schedule(8 * x.numel())
     library.fengine_rms_norm(
-        x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), None, x.numel() // max(d, 1), d, kind, eps, threads
-    )
+        x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), None, x.numel() // max(d, 1), d, KIND[weight.dtype], eps,
+        threads,
+    )  # fmt: skip
     return y
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(residual + delta), residual + delta)."""
     delta, residual = _plain(delta, "add_rms_norm's delta"), _plain(residual, "add_rms_norm's residual")
-    weight, kind = _weight(weight, "add_rms_norm's weight")
+    weight = _weight(weight, "add_rms_norm's weight")
     d = delta.shape[-1]
     y, total = torch.empty_like(delta), torch.empty_like(delta)
     library, threads = _schedule(8 * delta.numel())
     library.fengine_rms_norm(
         delta.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), total.data_ptr(),
-        delta.numel() // max(d, 1), d, kind, eps, threads,
+        delta.numel() // max(d, 1), d, KIND[weight.dtype], eps, threads,
     )  # fmt: skip
     return y, total
 
@@ -131,19 +130,26 @@ def rope_kv_write_(
     qkv: Tensor, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor, v_pages: Tensor, num_heads: int,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Rotated q [T, H, K]. Modifies: slots `slot` of k_pages and v_pages, which must be contiguous."""
+    """Rotated q [T, H, K]. Modifies: slots `slot` of k_pages and v_pages, which must be contiguous.
+
+    q_norm and k_norm are both given, in one dtype, or both None.
+    """
     qkv, rope = _plain(qkv, "rope's qkv"), _plain(rope, "rope's table")
     pos, slot = _plain(pos, "rope's pos", torch.int32), _plain(slot, "rope's slot", torch.int32)
     if k_pages.dtype != torch.float32 or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise UnsupportedFeatureError(f"KV pages are {k_pages.dtype}; on the CPU they must be contiguous float32")
-    q_norm, kind = _weight(q_norm, "q_norm")
-    k_norm, _ = _weight(k_norm, "k_norm")
+    q_norm_at, k_norm_at, kind = None, None, 0
+    if q_norm is not None and k_norm is not None:
+        q_norm, k_norm = _weight(q_norm, "q_norm"), _weight(k_norm, "k_norm")
+        if q_norm.dtype != k_norm.dtype:
+            raise UnsupportedFeatureError(f"q_norm is {q_norm.dtype} and k_norm {k_norm.dtype}; they must be alike")
+        q_norm_at, k_norm_at, kind = q_norm.data_ptr(), k_norm.data_ptr(), KIND[q_norm.dtype]
     tokens, groups, width = qkv.shape[0], k_pages.shape[2], k_pages.shape[3]
-    q = torch.empty((tokens, num_heads, width), dtype=torch.float32)
+    q = qkv.new_empty((tokens, num_heads, width))
     library, threads = _schedule(8 * qkv.numel())
     library.fengine_rope_kv_write(
         qkv.data_ptr(), rope.data_ptr(), pos.data_ptr(), slot.data_ptr(), q.data_ptr(), k_pages.data_ptr(),
-        v_pages.data_ptr(), _at(q_norm), _at(k_norm), tokens, num_heads, groups, width, kind, eps, threads,
+        v_pages.data_ptr(), q_norm_at, k_norm_at, tokens, num_heads, groups, width, kind, eps, threads,
     )  # fmt: skip
     return q
 
@@ -172,7 +178,7 @@ def silu_mul(x: Tensor) -> Tensor:
     """x [T, 2F] -> silu(x[:, :F]) * x[:, F:]."""
     x = _plain(x, "silu_mul's x")
     rows, f = x.shape[0], x.shape[1] // 2
-    y = torch.empty((rows, f), dtype=torch.float32)
+    y = x.new_empty((rows, f))
     library, threads = _schedule(8 * x.numel())
     library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), rows, f, threads)
     return y
@@ -184,12 +190,13 @@ def draw(
     """(token int32 [R], logprob float32 [R]); the rules stand in sampling.py."""
     logits, temperature = _plain(logits, "logits"), _plain(temperature, "temperature")
     top_p, min_p = _plain(top_p, "top_p"), _plain(min_p, "min_p")
-    top_k, pos, seed = _plain(top_k, "top_k", torch.int32), _plain(pos, "pos", torch.int32), _plain(seed, "seed", torch.int64)
+    top_k, pos = _plain(top_k, "top_k", torch.int32), _plain(pos, "pos", torch.int32)
+    seed = _plain(seed, "seed", torch.int64)
     rows, vocab = logits.shape
     token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.float32)
-    library, threads = _schedule(16 * rows * vocab)
+    library, threads = _schedule(32 * rows * vocab)
     library.fengine_draw(
-        logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), seed.data_ptr(),
-        pos.data_ptr(), token.data_ptr(), logprob.data_ptr(), rows, vocab, threads,
+        logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+        seed.data_ptr(), pos.data_ptr(), token.data_ptr(), logprob.data_ptr(), rows, vocab, threads,
     )  # fmt: skip
     return token, logprob

@@ -1,20 +1,20 @@
 /* Causal paged attention on the CPU: one kernel for prefill, chunked prefill and decode, grouped-query heads.
  *
  * Reduction tree of one (token, head), a function of the token's position only:
- *   keys stand in blocks of 16 at absolute positions 0, 16, 32, ...; blocks stand in chunks of 512
+ *   keys stand in blocks of 32 at absolute positions 0, 32, 64, ...; blocks stand in chunks of 512
  *   score   = chain of fma over the head width of (q * scale) and k
- *   block   m' = max(m, scores), p = exp(score - m'), l = l * exp(m - m') + tree(p), acc = fma chain over keys of p * v
- *           on top of acc * exp(m - m'); keys behind the token take no part
+ *   block   m' = max(m, scores), p = exp(score - m'), l = l * exp(m - m') + tree(p[:16] + p[16:]), acc = fma chain over
+ *           keys of p * v on top of acc * exp(m - m'); keys behind the token have p = 0 and end the chain
  *   chunks  start from m = -inf, l = 0, acc = 0 and are merged left to right; out = acc / l
  * Query rows that share keys (heads of a group, tokens of a span) share the loads; long rows may give their chunks to
- * different threads. Slots that the row does not own are never read.
+ * different threads; a task takes one kv head or several. Slots that the row does not own are never read.
  */
 #include "cpu_vector.h"
 
-#define KEYS 16 /* keys per block */
+#define KEYS 32 /* keys per block: two vectors of scores */
 #define CHUNK 512 /* keys per chunk */
 #define SPAN_ROWS 64 /* query rows (tokens x heads of the group) that walk the keys together, if a group is smaller */
-#define SCORE_ROWS (LANES == 16 ? 8 : 4) /* query rows per register tile */
+#define SCORE_ROWS (LANES == 16 ? 8 : 2) /* query rows per register tile */
 #define VALUE_ROWS (LANES == 16 ? 4 : 2)
 #define VALUE_VECTORS (LANES == 16 ? 4 : 2)
 
@@ -28,7 +28,8 @@ typedef struct {
     const int32_t *table;
     const span *spans;
     float *partials; /* null: a task walks all chunks itself */
-    int64_t heads, kv_heads, width, padded, page_size, table_width, chunks, stride; /* stride: floats per partial */
+    int64_t heads, kv_heads, width, padded, page_size, table_width;
+    int64_t groups_per_task, chunks, stride; /* stride: floats per partial */
     float scale;
 } attention_job;
 
@@ -45,7 +46,7 @@ INLINE softmax_state state_at(float *memory, int64_t rows) {
     return (softmax_state){memory, memory + rows, memory + ((2 * rows + 15) & ~15)};
 }
 
-/* -- keys and values of one block -------------------------------------------------------------------------------- */
+/* -- keys and values of one block ---------------------------------------------------------------------------------- */
 
 #ifdef __clang__
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -58,7 +59,6 @@ INLINE softmax_state state_at(float *memory, int64_t rows) {
         a = MIX(x, y, low);       \
         b = MIX(x, y, high);      \
     } while (0)
-#define UNPACK(...) __VA_ARGS__
 #define LOW8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
 #define HIGH8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
 #define LOW4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
@@ -68,8 +68,15 @@ INLINE softmax_state state_at(float *memory, int64_t rows) {
 #define LOW1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
 #define HIGH1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
 
-/* out[i][j] = in[j][i] for 16 x 16 floats: exchange halves, quarters, pairs, lanes. */
-INLINE void transpose(vf r[16], float *out) {
+/* out[i][j] = rows[j][at + i] for 16 x n floats, zeros behind n: exchange halves, quarters, pairs, lanes. */
+static __attribute__((noinline)) void transpose(const float *const *rows, int64_t at, int64_t n, float *out) {
+    vf r[16];
+    if (n >= 16) {
+        UNROLL(16) for (int j = 0; j < 16; j++) r[j] = vf_load(rows[j] + at);
+    } else {
+        for (int j = 0; j < 16; j++)
+            r[j] = vf_load_head(rows[j] + at, n);
+    }
 #if LANES == 16
     UNROLL(16) for (int i = 0; i < 8; i++) EXCHANGE(r[i], r[i + 8], LOW8, HIGH8);
     UNROLL(16) for (int i = 0; i < 16; i++) if (!(i & 4)) EXCHANGE(r[i], r[i + 4], LOW4, HIGH4);
@@ -83,97 +90,128 @@ INLINE void transpose(vf r[16], float *out) {
 #endif
 }
 
-/* Brings `owned` keys and values from position `first` on: keys_t [width, 16], values [16, padded]; zeros elsewhere. */
-static void load_keys(const attention_job *job, const int32_t *pages, int64_t group, int64_t first, int64_t owned,
-                      float *keys_t, float *values) {
+/* One block of one kv head, ready for use: keys transposed, values where they stand (or padded copies). */
+typedef struct {
+    const float *values[KEYS];
+    float *keys_t; /* two of [padded, 16] */
+    float *copies; /* [KEYS, padded] for widths that are no multiple of 16 */
+    float *zeros; /* [padded] */
+} key_block;
+
+/* Where the keys of one block lie: offsets of kv head 0 in the pages. */
+typedef struct {
+    int64_t owned, offset[KEYS];
+} key_places;
+
+/* Places of positions first .. end-1, at most a block. The table is not read beyond. */
+INLINE key_places locate(const attention_job *job, const int32_t *pages, int64_t first, int64_t end) {
+    key_places places = {.owned = end - first < KEYS ? end - first : KEYS};
+    int64_t page = first / job->page_size, in_page = first % job->page_size, slot_size = job->kv_heads * job->width;
+    for (int64_t j = 0; j < places.owned; j++) {
+        places.offset[j] = (pages[page] * job->page_size + in_page) * slot_size;
+        if (++in_page == job->page_size)
+            page++, in_page = 0;
+    }
+    return places;
+}
+
+/* Asks for the keys and values of the next block: hardware does not foresee scattered pages. */
+INLINE void prefetch_keys(const attention_job *job, const key_places *places, int64_t group) {
+    for (int64_t j = 0; j < places->owned; j++)
+        for (int64_t i = 0; i < job->width; i += 16) {
+            __builtin_prefetch(job->k + places->offset[j] + group * job->width + i, 0, 2);
+            __builtin_prefetch(job->v + places->offset[j] + group * job->width + i, 0, 2);
+        }
+}
+
+/* Brings a block of keys and values; zeros stand for keys that are not owned. */
+static void load_keys(const attention_job *job, const key_places *places, int64_t group, key_block *block) {
     const float *k[KEYS];
-    int64_t page = first / job->page_size, offset = first % job->page_size;
-    for (int64_t j = 0; j < owned; j++) {
-        int64_t slot = pages[page] * job->page_size + offset, at = (slot * job->kv_heads + group) * job->width;
-        k[j] = job->k + at;
-        for (int64_t i = 0; i < job->width; i += 16)
-            vf_store(values + j * job->padded + i, vf_load_upto(job->v + at + i, job->width - i));
-        if (++offset == job->page_size)
-            page++, offset = 0;
+    int64_t width = job->width;
+    for (int64_t j = 0; j < KEYS; j++) {
+        int owned = j < places->owned;
+        k[j] = owned ? job->k + places->offset[j] + group * width : block->zeros;
+        block->values[j] = owned ? job->v + places->offset[j] + group * width : block->zeros;
+        if (owned && width % 16) {
+            float *copy = block->copies + j * job->padded;
+            for (int64_t i = 0; i < width; i += 16)
+                vf_store(copy + i, vf_load_upto(block->values[j] + i, width - i));
+            block->values[j] = copy;
+        }
     }
-    for (int64_t i = 0; i < job->width; i += 16) {
-        vf r[KEYS];
-        for (int64_t j = 0; j < KEYS; j++)
-            r[j] = j < owned ? vf_load_upto(k[j] + i, job->width - i) : (vf){0};
-        transpose(r, keys_t + 16 * i);
-    }
+    for (int64_t half = 0; half < KEYS && half < places->owned; half += 16)
+        for (int64_t i = 0; i < width; i += 16)
+            transpose(k + half, i, width - i, block->keys_t + half * job->padded + 16 * i);
 }
 
 /* -- one block for a few query rows -------------------------------------------------------------------------------- */
 
-/* scores[r] = sum over the width of q[r] * keys, lanes over the 16 keys. */
-INLINE void score_rows(const float *q, int64_t padded, const float *keys_t, int64_t width, const int rows, vf *scores) {
-    vf acc[SCORE_ROWS];
-    UNROLL(8) for (int r = 0; r < rows; r++) acc[r] = (vf){0};
+/* scores[r][h] = sum over the width of q[r] * keys, lanes over the 16 keys of half h. */
+INLINE void score_rows(const float *q, int64_t padded, const float *keys_t, int64_t width, const int rows,
+                       const int halves, vf (*scores)[2]) {
+    vf acc[SCORE_ROWS][2];
+    UNROLL(8) for (int r = 0; r < rows; r++)
+        UNROLL(2) for (int h = 0; h < halves; h++) acc[r][h] = (vf){0};
     for (int64_t i = 0; i < width; i++) {
-        vf key = vf_load(keys_t + 16 * i);
-        UNROLL(8) for (int r = 0; r < rows; r++) acc[r] = vf_fma(vf_set(q[r * padded + i]), key, acc[r]);
+        vf key[2];
+        UNROLL(2) for (int h = 0; h < halves; h++) key[h] = vf_load(keys_t + 16 * (h * padded + i));
+        UNROLL(8) for (int r = 0; r < rows; r++) {
+            vf x = vf_set(q[r * padded + i]);
+            UNROLL(2) for (int h = 0; h < halves; h++) acc[r][h] = vf_fma(x, key[h], acc[r][h]);
+        }
     }
-    UNROLL(8) for (int r = 0; r < rows; r++) scores[r] = acc[r];
+    UNROLL(8) for (int r = 0; r < rows; r++)
+        UNROLL(2) for (int h = 0; h < halves; h++) scores[r][h] = acc[r][h];
 }
 
-/* acc[r] = acc[r] * decay[r] + sum over `visible` keys of p[r] * values, for `vectors` x 16 columns. */
-INLINE void add_values(float *acc, int64_t padded, const float *decay, const vf *p, const float *values, int64_t visible,
-                       const int rows, const int vectors) {
+INLINE void score_block(const float *q, int64_t padded, const float *keys_t, int64_t width, int rows, const int halves,
+                        vf (*scores)[2]) {
+    switch (rows) {
+    case 1: score_rows(q, padded, keys_t, width, 1, halves, scores); break;
+#if LANES == 16
+    case 2: score_rows(q, padded, keys_t, width, 2, halves, scores); break;
+    case 3: score_rows(q, padded, keys_t, width, 3, halves, scores); break;
+    case 4: score_rows(q, padded, keys_t, width, 4, halves, scores); break;
+    case 5: score_rows(q, padded, keys_t, width, 5, halves, scores); break;
+    case 6: score_rows(q, padded, keys_t, width, 6, halves, scores); break;
+    case 7: score_rows(q, padded, keys_t, width, 7, halves, scores); break;
+#endif
+    default: score_rows(q, padded, keys_t, width, SCORE_ROWS, halves, scores);
+    }
+}
+
+/* acc[r] = acc[r] * decay[r] + sum over `visible` keys of p[r] * values, for 16 x vectors columns from `column` on. */
+INLINE void add_values(float *acc, int64_t padded, const float *decay, const vf (*p)[2], const float *const *values,
+                       int64_t column, int64_t visible, const int rows, const int vectors) {
     vf out[VALUE_ROWS][VALUE_VECTORS];
     UNROLL(4) for (int r = 0; r < rows; r++)
         UNROLL(4) for (int i = 0; i < vectors; i++) out[r][i] = vf_load(acc + r * padded + 16 * i) * vf_set(decay[r]);
-    for (int64_t j = 0; j < visible; j++)
-        UNROLL(4) for (int i = 0; i < vectors; i++) {
-            vf value = vf_load(values + j * padded + 16 * i);
-            UNROLL(4) for (int r = 0; r < rows; r++)
-                out[r][i] = vf_fma(vf_set(((const float *)&p[r])[j]), value, out[r][i]);
+    for (int64_t j = 0; j < visible; j++) {
+        vf value[VALUE_VECTORS];
+        UNROLL(4) for (int i = 0; i < vectors; i++) value[i] = vf_load(values[j] + column + 16 * i);
+        UNROLL(4) for (int r = 0; r < rows; r++) {
+            vf weight = vf_set(((const float *)p[r])[j]);
+            UNROLL(4) for (int i = 0; i < vectors; i++) out[r][i] = vf_fma(weight, value[i], out[r][i]);
         }
+    }
     UNROLL(4) for (int r = 0; r < rows; r++)
         UNROLL(4) for (int i = 0; i < vectors; i++) vf_store(acc + r * padded + 16 * i, out[r][i]);
 }
 
-INLINE void add_columns(float *acc, int64_t padded, const float *decay, const vf *p, const float *values, int64_t visible,
-                        const int rows) {
+INLINE void add_columns(float *acc, int64_t padded, const float *decay, const vf (*p)[2], const float *const *values,
+                        int64_t visible, const int rows) {
     int64_t i = 0;
     for (; i + 16 * VALUE_VECTORS <= padded; i += 16 * VALUE_VECTORS)
-        add_values(acc + i, padded, decay, p, values + i, visible, rows, VALUE_VECTORS);
+        add_values(acc + i, padded, decay, p, values, i, visible, rows, VALUE_VECTORS);
     for (; i + 32 <= padded; i += 32)
-        add_values(acc + i, padded, decay, p, values + i, visible, rows, 2);
+        add_values(acc + i, padded, decay, p, values, i, visible, rows, 2);
     for (; i < padded; i += 16)
-        add_values(acc + i, padded, decay, p, values + i, visible, rows, 1);
+        add_values(acc + i, padded, decay, p, values, i, visible, rows, 1);
 }
 
-/* One block of keys, of which the first `visible` count, for up to SCORE_ROWS query rows. */
-static void attend_rows(const attention_job *job, const float *q, const float *keys_t, const float *values, int64_t visible,
-                        int rows, float *peak, float *sum, float *acc) {
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vi seen = lane < (int32_t)visible;
-    vf p[SCORE_ROWS], change = {0};
-    int64_t padded = job->padded, width = job->width;
-    switch (rows) {
-    case 1: score_rows(q, padded, keys_t, width, 1, p); break;
-    case 2: score_rows(q, padded, keys_t, width, 2, p); break;
-    case 3: score_rows(q, padded, keys_t, width, 3, p); break;
-#if LANES == 16
-    case 4: score_rows(q, padded, keys_t, width, 4, p); break;
-    case 5: score_rows(q, padded, keys_t, width, 5, p); break;
-    case 6: score_rows(q, padded, keys_t, width, 6, p); break;
-    case 7: score_rows(q, padded, keys_t, width, 7, p); break;
-#endif
-    default: score_rows(q, padded, keys_t, width, SCORE_ROWS, p);
-    }
-    for (int r = 0; r < rows; r++) {
-        float top = vf_peak(vf_select(seen, p[r], vf_set(-INFINITY)));
-        top = top > peak[r] ? top : peak[r];
-        change[r] = peak[r] - top;
-        peak[r] = top;
-        p[r] = vf_select(seen, vf_exp(p[r] - vf_set(top)), (vf){0});
-    }
-    float decay[16];
-    vf_store(decay, vf_exp(change));
-    for (int r = 0; r < rows; r++)
-        sum[r] = sum[r] * decay[r] + vf_sum(p[r]);
+/* Out of line, or the compiler keeps the constants of exp in the registers that the sums need. */
+static __attribute__((noinline)) void add_block(float *acc, int64_t padded, const float *decay, const vf (*p)[2],
+                                                const float *const *values, int64_t visible, int rows) {
     int r = 0;
     for (; r + VALUE_ROWS <= rows; r += VALUE_ROWS)
         add_columns(acc + r * padded, padded, decay + r, p + r, values, visible, VALUE_ROWS);
@@ -185,64 +223,116 @@ static void attend_rows(const attention_job *job, const float *q, const float *k
         add_columns(acc + r * padded, padded, decay + r, p + r, values, visible, 1);
 }
 
-/* -- spans ------------------------------------------------------------------------------------------------------- */
+/* One block of keys, of which the first `visible` count, for up to SCORE_ROWS query rows. */
+static void attend_rows(const attention_job *job, const float *q, const key_block *block, int64_t visible, int rows,
+                        float *peak, float *sum, float *acc) {
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vi seen[2] = {lane < (int32_t)visible, lane + 16 < (int32_t)visible};
+    const vf unseen = vf_set(-INFINITY);
+    int64_t padded = job->padded;
+    vf p[SCORE_ROWS][2], change = {0};
+    if (visible > 16)
+        score_block(q, padded, block->keys_t, job->width, rows, 2, p);
+    else
+        score_block(q, padded, block->keys_t, job->width, rows, 1, p);
+    for (int r = 0; r < rows; r++) {
+        vf low = vf_select(seen[0], p[r][0], unseen), high = unseen;
+        if (visible > 16)
+            high = vf_select(seen[1], p[r][1], unseen);
+        float top = vf_peak(vf_max(low, high));
+        top = top > peak[r] ? top : peak[r];
+        change[r] = peak[r] - top;
+        peak[r] = top;
+        p[r][0] = vf_select(seen[0], vf_exp(low - vf_set(top)), (vf){0});
+        p[r][1] = visible > 16 ? vf_select(seen[1], vf_exp(high - vf_set(top)), (vf){0}) : (vf){0};
+    }
+    float decay[16];
+    vf_store(decay, vf_exp(change));
+    for (int r = 0; r < rows; r++)
+        sum[r] = sum[r] * decay[r] + vf_sum(p[r][0] + p[r][1]);
+    add_block(acc, padded, decay, p, block->values, visible, rows);
+}
 
-/* All query rows of a span against the keys of one chunk. q [rows, padded], rows ordered by token, then head. */
-static void attend_chunk(const attention_job *job, const span *s, int64_t group, int64_t chunk, const float *q,
-                         float *scratch, softmax_state state) {
-    int64_t share = job->heads / job->kv_heads, padded = job->padded, rows = s->tokens * share;
-    int64_t end = s->position + s->tokens < (chunk + 1) * CHUNK ? s->position + s->tokens : (chunk + 1) * CHUNK;
-    float *keys_t = scratch, *values = scratch + KEYS * padded;
-    const int32_t *pages = job->table + s->row * job->table_width;
-    for (int64_t i = 0; i < rows; i++)
+/* -- spans --------------------------------------------------------------------------------------------------------- */
+
+/* The query rows of a span under some kv heads, ordered by kv head, token, head of the group. */
+typedef struct {
+    span s;
+    int64_t group, groups, rows; /* rows: of one kv head */
+} patch;
+
+/* All query rows of a patch against the keys of one chunk. q [groups, rows, padded]. */
+static void attend_chunk(const attention_job *job, const patch *at, int64_t chunk, const float *q, float *scratch,
+                         softmax_state state) {
+    int64_t share = job->heads / job->kv_heads, padded = job->padded, position = at->s.position;
+    int64_t end = position + at->s.tokens < (chunk + 1) * CHUNK ? position + at->s.tokens : (chunk + 1) * CHUNK;
+    const int32_t *pages = job->table + at->s.row * job->table_width;
+    key_block block = {.keys_t = scratch, .copies = scratch + KEYS * padded, .zeros = scratch + 2 * KEYS * padded};
+    key_places places = locate(job, pages, chunk * CHUNK, end);
+    memset(block.zeros, 0, (size_t)padded * 4);
+    for (int64_t i = 0; i < at->groups * at->rows; i++)
         state.peak[i] = -INFINITY, state.sum[i] = 0.0f;
-    memset(state.acc, 0, (size_t)(rows * padded) * 4);
+    memset(state.acc, 0, (size_t)(at->groups * at->rows * padded) * 4);
     for (int64_t first = chunk * CHUNK; first < end; first += KEYS) {
-        load_keys(job, pages, group, first, end - first < KEYS ? end - first : KEYS, keys_t, values);
-        /* Tokens before `first` see nothing here; tokens from first+15 on see all 16 keys and mix freely. */
-        int64_t blind = first > s->position ? first - s->position : 0;
-        int64_t row = blind * share, whole = first + KEYS - 1 > s->position ? first + KEYS - 1 - s->position : 0;
-        while (row < rows) {
-            int64_t token = row / share, visible = KEYS, limit = rows;
-            if (token < whole)
-                visible = s->position + token + 1 - first, limit = (token + 1) * share;
-            int step = limit - row < SCORE_ROWS ? (int)(limit - row) : SCORE_ROWS;
-            attend_rows(job, q + row * padded, keys_t, values, visible, step, state.peak + row, state.sum + row,
-                        state.acc + row * padded);
-            row += step;
+        key_places next = locate(job, pages, first + KEYS, end);
+        for (int64_t g = 0; g < at->groups; g++) {
+            prefetch_keys(job, &next, at->group + g);
+            load_keys(job, &places, at->group + g, &block);
+            /* Tokens before `first` see nothing here; tokens from the block's last key on see all and mix freely. */
+            int64_t blind = first > position ? first - position : 0, row = blind * share;
+            int64_t whole = first + KEYS - 1 > position ? first + KEYS - 1 - position : 0;
+            while (row < at->rows) {
+                int64_t token = row / share, visible = KEYS, limit = at->rows, i = g * at->rows + row;
+                if (token < whole)
+                    visible = position + token + 1 - first, limit = (token + 1) * share;
+                int step = limit - row < SCORE_ROWS ? (int)(limit - row) : SCORE_ROWS;
+                attend_rows(job, q + i * padded, &block, visible, step, state.peak + i, state.sum + i,
+                            state.acc + i * padded);
+                row += step;
+            }
         }
+        places = next;
     }
 }
 
 /* Adds the partial state of a later chunk, for the rows that see keys of it. */
-static void merge_chunk(const attention_job *job, const span *s, int64_t chunk, softmax_state total, softmax_state part) {
+static void merge_chunk(const attention_job *job, const patch *at, int64_t chunk, softmax_state total,
+                        softmax_state part) {
     int64_t share = job->heads / job->kv_heads, padded = job->padded;
-    int64_t blind = chunk * CHUNK > s->position ? chunk * CHUNK - s->position : 0;
-    for (int64_t row = blind * share; row < s->tokens * share; row++) {
+    int64_t blind = chunk * CHUNK > at->s.position ? chunk * CHUNK - at->s.position : 0;
+    for (int64_t row = 0; row < at->groups * at->rows; row++) {
+        if (row % at->rows < blind * share)
+            continue;
         float top = part.peak[row] > total.peak[row] ? part.peak[row] : total.peak[row];
         vf change = {total.peak[row] - top, part.peak[row] - top}, decay = vf_exp(change);
         total.peak[row] = top;
         total.sum[row] = total.sum[row] * decay[0] + part.sum[row] * decay[1];
         float *acc = total.acc + row * padded;
+        const float *more = part.acc + row * padded;
         for (int64_t i = 0; i < padded; i += 16)
-            vf_store(acc + i, vf_load(acc + i) * vf_set(decay[0]) + vf_load(part.acc + row * padded + i) * vf_set(decay[1]));
+            vf_store(acc + i, vf_load(acc + i) * vf_set(decay[0]) + vf_load(more + i) * vf_set(decay[1]));
     }
 }
 
-static void write_out(const attention_job *job, const span *s, int64_t group, softmax_state state) {
-    int64_t share = job->heads / job->kv_heads;
-    for (int64_t row = 0; row < s->tokens * share; row++) {
-        float *o = job->o + ((s->token + row / share) * job->heads + group * share + row % share) * job->width;
+/* Offset in q and o of a patch's row. */
+INLINE int64_t row_offset(const attention_job *job, const patch *at, int64_t row) {
+    int64_t share = job->heads / job->kv_heads, in_group = row % at->rows;
+    int64_t head = (at->group + row / at->rows) * share + in_group % share;
+    return ((at->s.token + in_group / share) * job->heads + head) * job->width;
+}
+
+static void write_out(const attention_job *job, const patch *at, softmax_state state) {
+    for (int64_t row = 0; row < at->groups * at->rows; row++) {
+        float *o = job->o + row_offset(job, at, row);
         for (int64_t i = 0; i < job->width; i += 16)
             vf_store_upto(o + i, vf_load(state.acc + row * job->padded + i) / vf_set(state.sum[row]), job->width - i);
     }
 }
 
-/* The span's queries of one group times scale, rows padded with zeros. */
-static void load_queries(const attention_job *job, const span *s, int64_t group, float *q) {
-    int64_t share = job->heads / job->kv_heads;
-    for (int64_t row = 0; row < s->tokens * share; row++) {
-        const float *from = job->q + ((s->token + row / share) * job->heads + group * share + row % share) * job->width;
+/* The patch's queries times scale, rows padded with zeros. */
+static void load_queries(const attention_job *job, const patch *at, float *q) {
+    for (int64_t row = 0; row < at->groups * at->rows; row++) {
+        const float *from = job->q + row_offset(job, at, row);
         for (int64_t i = 0; i < job->width; i += 16)
             vf_store(q + row * job->padded + i, vf_load_upto(from + i, job->width - i) * vf_set(job->scale));
     }
@@ -252,40 +342,46 @@ INLINE int64_t chunks_of(const span *s) {
     return (s->position + s->tokens + CHUNK - 1) / CHUNK;
 }
 
-/* Task = (span, group), or (span, group, chunk) when partials are kept. */
+INLINE patch patch_of(const attention_job *job, int64_t index) {
+    int64_t per_span = (job->kv_heads + job->groups_per_task - 1) / job->groups_per_task;
+    patch at = {.s = job->spans[index / per_span], .group = index % per_span * job->groups_per_task};
+    at.groups = job->kv_heads - at.group < job->groups_per_task ? job->kv_heads - at.group : job->groups_per_task;
+    at.rows = at.s.tokens * (job->heads / job->kv_heads);
+    return at;
+}
+
+/* Task = patch, or (patch, chunk) when partials are kept. */
 static void attention_task(const void *context, int64_t task) {
     const attention_job *job = context;
-    int64_t pair = job->partials ? task / job->chunks : task, group = pair % job->kv_heads;
-    const span *s = job->spans + pair / job->kv_heads;
-    int64_t rows = s->tokens * (job->heads / job->kv_heads), size = state_floats(job, rows);
-    int64_t chunks = chunks_of(s);
+    patch at = patch_of(job, job->partials ? task / job->chunks : task);
+    int64_t rows = at.groups * at.rows, size = state_floats(job, rows), chunks = chunks_of(&at.s);
     if (job->partials && task % job->chunks >= chunks)
         return;
-    float *memory = scratch_floats(rows * job->padded + 2 * KEYS * job->padded + 2 * size);
-    float *q = memory, *scratch = q + rows * job->padded, *states = scratch + 2 * KEYS * job->padded;
-    load_queries(job, s, group, q);
+    float *memory = scratch_floats((rows + 2 * KEYS + 1) * job->padded + 2 * size);
+    float *q = memory, *scratch = q + rows * job->padded, *states = scratch + (2 * KEYS + 1) * job->padded;
+    load_queries(job, &at, q);
     if (job->partials) {
-        attend_chunk(job, s, group, task % job->chunks, q, scratch, state_at(job->partials + task * job->stride, rows));
+        attend_chunk(job, &at, task % job->chunks, q, scratch, state_at(job->partials + task * job->stride, rows));
     } else {
         softmax_state total = state_at(states, rows), part = state_at(states + size, rows);
-        attend_chunk(job, s, group, 0, q, scratch, total);
+        attend_chunk(job, &at, 0, q, scratch, total);
         for (int64_t chunk = 1; chunk < chunks; chunk++) {
-            attend_chunk(job, s, group, chunk, q, scratch, part);
-            merge_chunk(job, s, chunk, total, part);
+            attend_chunk(job, &at, chunk, q, scratch, part);
+            merge_chunk(job, &at, chunk, total, part);
         }
-        write_out(job, s, group, total);
+        write_out(job, &at, total);
     }
     free(memory);
 }
 
-static void merge_task(const void *context, int64_t pair) {
+static void merge_task(const void *context, int64_t index) {
     const attention_job *job = context;
-    const span *s = job->spans + pair / job->kv_heads;
-    int64_t rows = s->tokens * (job->heads / job->kv_heads), size = job->stride;
-    float *states = job->partials + pair * job->chunks * size;
-    for (int64_t chunk = 1; chunk < chunks_of(s); chunk++)
-        merge_chunk(job, s, chunk, state_at(states, rows), state_at(states + chunk * size, rows));
-    write_out(job, s, pair % job->kv_heads, state_at(states, rows));
+    patch at = patch_of(job, index);
+    float *states = job->partials + index * job->chunks * job->stride;
+    softmax_state total = state_at(states, at.groups * at.rows);
+    for (int64_t chunk = 1; chunk < chunks_of(&at.s); chunk++)
+        merge_chunk(job, &at, chunk, total, state_at(states + chunk * job->stride, at.groups * at.rows));
+    write_out(job, &at, total);
 }
 
 /* q, o [tokens, heads, width]; k, v [pages, page_size, kv_heads, width]; table [rows, table_width]. */
@@ -293,8 +389,8 @@ API void fengine_attention(const float *q, const float *k, const float *v, float
                            const int32_t *kv_len, const int32_t *table, int64_t tokens, int64_t rows, int64_t heads,
                            int64_t kv_heads, int64_t width, int64_t page_size, int64_t table_width, float scale,
                            int threads) {
-    attention_job job = {q, k, v, o, table, NULL, NULL, heads, kv_heads, width, (width + 15) & ~15, page_size, table_width,
-                         0, 0, scale};
+    attention_job job = {q, k, v, o, table, NULL, NULL, heads, kv_heads, width, (width + 15) & ~15, page_size,
+                         table_width, 1, 0, 0, scale};
     int64_t live = rows ? q_start[rows] : 0, share = heads / kv_heads, work = 0, count = 0;
     int64_t longest = share >= SPAN_ROWS ? 1 : SPAN_ROWS / share;
     memset(o + live * heads * width, 0, (size_t)((tokens - live) * heads * width) * 4);
@@ -313,17 +409,22 @@ API void fengine_attention(const float *q, const float *k, const float *v, float
         }
     job.spans = spans;
     threads = work < 1 << 17 ? 1 : threads;
-    if (job.chunks > 1 && count * kv_heads < 2 * threads) {
-        int64_t largest = 0;
-        for (int64_t i = 0; i < count; i++)
-            largest = spans[i].tokens > largest ? spans[i].tokens : largest;
-        job.stride = state_floats(&job, largest * share);
-        job.partials = scratch_floats(count * kv_heads * job.chunks * job.stride);
-        run_tasks(attention_task, &job, count * kv_heads * job.chunks, threads);
-        run_tasks(merge_task, &job, count * kv_heads, 1);
+    int64_t most = 0; /* tokens of the largest span */
+    for (int64_t i = 0; i < count; i++)
+        most = spans[i].tokens > most ? spans[i].tokens : most;
+    /* All kv heads of a slot lie together: few queries read them best in one task, if there are tasks enough. */
+    while (job.groups_per_task < kv_heads && most * share * job.groups_per_task * 2 <= SPAN_ROWS &&
+           (threads == 1 || count * kv_heads >= 8 * threads * job.groups_per_task))
+        job.groups_per_task *= 2;
+    int64_t patches = count * ((kv_heads + job.groups_per_task - 1) / job.groups_per_task);
+    if (job.chunks > 1 && patches < 2 * threads) {
+        job.stride = state_floats(&job, most * share * job.groups_per_task);
+        job.partials = scratch_floats(patches * job.chunks * job.stride);
+        run_tasks(attention_task, &job, patches * job.chunks, threads);
+        run_tasks(merge_task, &job, patches, 1);
         free(job.partials);
     } else {
-        run_tasks(attention_task, &job, count * kv_heads, threads);
+        run_tasks(attention_task, &job, patches, threads);
     }
     free(spans);
 }

@@ -1,7 +1,7 @@
 /* Sampling on the CPU: one row of logits to one token and its log-probability. The rules stand in sampling.py.
  *
- * Tree of the row's sum of exp(z - max): blocks of 4096 ids, in each four 16-lane chains and vf_sum; blocks are added left
- * to right in double. Masses for top-p are integers (probability * 2^40), counts for top-k too: exact in any order.
+ * Tree of the row's sum of exp(z - max): blocks of 4096 ids, in each four 16-lane chains and vf_sum; blocks are added
+ * left to right in double. Masses for top-p (probability * 2^40) and counts for top-k are integers: exact in any order.
  */
 #include "cpu_vector.h"
 
@@ -27,7 +27,7 @@ INLINE int any(vi mask) {
     return ((u.word[0] | u.word[1]) | (u.word[2] | u.word[3]) | (u.word[4] | u.word[5]) | (u.word[6] | u.word[7])) != 0;
 }
 
-/* -- Philox4x32-10 (Salmon et al. 2011), 16 counters at once -------------------------------------------------------- */
+/* -- Philox4x32-10 (Salmon et al. 2011), 16 counters at once ------------------------------------------------------- */
 
 typedef uint64_t v64 __attribute__((vector_size(64)));
 
@@ -73,12 +73,12 @@ API void fengine_philox(const uint32_t *counters, int64_t seed, uint32_t *out, i
     for (int64_t i = 0; i < n; i++) {
         vu c[4];
         for (int j = 0; j < 4; j++)
-            c[j] = counters[4 * i + j] - (vu){0};
+            c[j] = counters[4 * i + j] + (vu){0};
         out[i] = philox(c[0], c[1], c[2], c[3], (uint64_t)seed)[0];
     }
 }
 
-/* -- which ids are kept ---------------------------------------------------------------------------------------------- */
+/* -- which ids are kept -------------------------------------------------------------------------------------------- */
 
 /* Unsigned integers in the order of the floats (-0 was made +0 before). */
 INLINE uint32_t order_of(float z) {
@@ -131,29 +131,36 @@ static int64_t gather_near(const float *z, const float *p, int64_t padded, float
     return n;
 }
 
-/* Smallest z that top-k and top-p keep. total = sum of p. */
-static float keep_floor(const draw_job *job, int64_t row, const float *z, const float *p, float top, double total) {
+INLINE int by_count(const draw_job *job, int64_t row) {
+    return job->top_k[row] < job->vocab;
+}
+
+INLINE int by_mass(const draw_job *job, int64_t row) {
+    return job->top_p[row] < 1.0f;
+}
+
+/* Smallest z that top-k and top-p keep. total = sum of p; near_z and near_p are scratch for padded + 1 floats each. */
+static float keep_floor(const draw_job *job, int64_t row, const float *z, const float *p, float top, double total,
+                        float *near_z, float *near_p) {
     int64_t vocab = job->vocab, padded = (vocab + 15) & ~15;
-    int by_count = job->top_k[row] < vocab, by_mass = job->top_p[row] < 1.0f;
-    if (!by_count && !by_mass)
-        return -INFINITY;
-    float *near_z = scratch_floats(2 * padded + 32), *near_p = near_z + padded + 16, floor = -INFINITY;
+    float floor = -INFINITY;
+    if (!by_count(job, row) && !by_mass(job, row))
+        return floor;
     int64_t near = gather_near(z, p, padded, top - NEAR, near_z, near_p);
     double mass = 0x1p40 / total, wanted = (double)job->top_p[row] * 0x1p40;
-    if (by_count) {
+    if (by_count(job, row)) {
         floor = lowest_kept(near_z, near_p, near, 0.0, job->top_k[row]);
         floor = floor == -INFINITY ? lowest_kept(z, p, vocab, 0.0, job->top_k[row]) : floor;
     }
-    if (by_mass) {
+    if (by_mass(job, row)) {
         float found = lowest_kept(near_z, near_p, near, mass, wanted);
         found = found == -INFINITY ? lowest_kept(z, p, vocab, mass, wanted) : found;
         floor = found > floor ? found : floor;
     }
-    free(near_z);
     return floor;
 }
 
-/* -- the row ---------------------------------------------------------------------------------------------------------- */
+/* -- the row ------------------------------------------------------------------------------------------------------- */
 
 /* z = logits / temperature, padded with -inf; returns the maximum, NaN if any is not finite. */
 static float scale_row(const float *logits, float temperature, int64_t vocab, float *z) {
@@ -200,10 +207,10 @@ static int64_t first_equal(const float *z, float value, int64_t padded) {
 /* The id with the largest z + gumbel among z >= floor and p >= min_p, lowest id on a tie.
  *
  * An id can only win if u <= -log1p(-u) < exp(z - best) = p * exp(top - best): most ids are passed over by that bound
- * (one part in a thousand wider than the rounding needs), many before their noise is drawn; the few others are scored in
- * double. best starts at what the id with p = 1 reaches at least: -log(-log1p(-u)) > -3.2 for every u. */
+ * (taken one part in a thousand too wide, for rounding), many before their noise is drawn; the few others are scored
+ * in double. best starts at what the id with p = 1 reaches at least: -log(-log1p(-u)) > -3.2 for every u. */
 static int64_t noisy_best(const draw_job *job, int64_t row, const float *z, const float *p, float top, float floor) {
-    const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, zero = {0};
     int64_t padded = (job->vocab + 15) & ~15, winner = 0;
     double best = -INFINITY;
     float reach = 25.0f; /* exp(top - best), rounded up */
@@ -212,7 +219,7 @@ static int64_t noisy_best(const draw_job *job, int64_t row, const float *z, cons
         vi kept = (vf_load(z + i) >= vf_set(floor)) & (vf_load(p + i) >= vf_set(job->min_p[row]));
         if (!any(kept & (limit >= vf_set(0x1p-33f))))
             continue;
-        vu x = philox((uint32_t)i + lane, (uint32_t)job->position[row] - (vu){0}, (vu){0}, (vu){0}, (uint64_t)job->seed[row]);
+        vu x = philox((uint32_t)i + lane, (uint32_t)job->position[row] + zero, zero, zero, (uint64_t)job->seed[row]);
         vf u = (__builtin_convertvector(x, vf) + vf_set(0.5f)) * vf_set(0x1p-32f);
         vi able = kept & (u <= limit);
         if (!any(able))
@@ -232,15 +239,17 @@ static int64_t noisy_best(const draw_job *job, int64_t row, const float *z, cons
 static void draw_task(const void *context, int64_t row) {
     const draw_job *job = context;
     int64_t padded = (job->vocab + 15) & ~15;
-    int greedy = job->top_k[row] == 1;
-    float *z = scratch_floats(greedy ? padded : 2 * padded), *p = greedy ? NULL : z + padded;
+    int greedy = job->top_k[row] == 1, filtered = by_count(job, row) || by_mass(job, row);
+    /* One allocation: malloc gives back to the system what several would leave on top of the heap, call after call. */
+    float *z = scratch_floats((greedy ? 1 : filtered ? 4 : 2) * (padded + 16)), *p = greedy ? NULL : z + padded + 16;
     float top = scale_row(job->logits + row * job->vocab, job->temperature[row], job->vocab, z);
     job->token[row] = 0;
     job->logprob[row] = NAN;
     if (top == top) {
         double total = exp_row(z, top, padded, p);
         int64_t token = greedy ? first_equal(z, top, padded)
-                               : noisy_best(job, row, z, p, top, keep_floor(job, row, z, p, top, total));
+                               : noisy_best(job, row, z, p, top, keep_floor(job, row, z, p, top, total, p + padded + 16,
+                                                                              p + 2 * (padded + 16)));
         job->token[row] = (int32_t)token;
         job->logprob[row] = (float)((double)z[token] - top - log(total));
     }

@@ -9,7 +9,7 @@
 
 enum { F32, BF16, F16 }; /* how weights are stored */
 
-/* -- weights to float -------------------------------------------------------------------------------------------- */
+/* -- weights to float ---------------------------------------------------------------------------------------------- */
 
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
@@ -39,12 +39,12 @@ INLINE vf vf_widen(const void *stored, int64_t at, int64_t n, int kind) {
     return kind == BF16 ? (vf)(__builtin_convertvector(raw, vu) << 16) : vf_from_half(raw);
 }
 
-/* -- linear ------------------------------------------------------------------------------------------------------ */
+/* -- linear -------------------------------------------------------------------------------------------------------- */
 
 #define BLOCK 32 /* outputs per packed block */
 #define REGISTERS (BLOCK / LANES) /* accumulators of one row of one block */
 #define MAX_ROWS (LANES == 16 ? 12 : 3)
-#define AHEAD 2048 /* bytes of 16-bit weights to prefetch when rows keep the FMA units busy; the fewer rows, the less it helps */
+#define AHEAD 1024 /* 16-bit weights to prefetch ahead; it helps where several rows keep the FMA units busy */
 
 typedef struct {
     const float *x;
@@ -92,9 +92,9 @@ INLINE void load_block(const void *w, int64_t at, int kind, nf out[REGISTERS]) {
     }
 }
 
-/* Adds the bias and writes a tile. `acc` is row-major over (row, block). Out of line: it is small beside the sum over k. */
-static __attribute__((noinline)) void store_tile(const linear_job *job, int64_t row, int64_t block, int rows, int blocks,
-                                                 nf (*acc)[REGISTERS]) {
+/* Adds the bias and writes a tile; acc is row-major over (row, block). Out of line: it is small beside the sums. */
+static __attribute__((noinline)) void store_tile(const linear_job *job, int64_t row, int64_t block, int rows,
+                                                 int blocks, nf (*acc)[REGISTERS]) {
     for (int tile = 0; tile < rows * blocks; tile++, acc++) {
         vf_parts out[2];
         UNROLL(8) for (int i = 0; i < REGISTERS; i++) out[i * LANES / 16].part[i % (16 / LANES)] = (*acc)[i];
@@ -107,10 +107,11 @@ static __attribute__((noinline)) void store_tile(const linear_job *job, int64_t 
         }
         for (int half = 0; half < 2; half++) {
             int64_t column = (block + tile % blocks) * BLOCK + half * 16, left = job->n - column;
-            if (left > 0) {
-                vf bias = job->bias ? vf_widen(job->bias, column, job->n, job->bias_kind) : (vf){0};
-                vf_store_upto(job->y + (row + tile / blocks) * job->n + column, job->bias ? out[half].v + bias : out[half].v, left);
-            }
+            if (left <= 0)
+                break;
+            if (job->bias)
+                out[half].v += vf_widen(job->bias, column, job->n, job->bias_kind);
+            vf_store_upto(job->y + (row + tile / blocks) * job->n + column, out[half].v, left);
         }
     }
 }
@@ -128,7 +129,7 @@ INLINE void tile(const linear_job *job, int64_t row, int64_t block, const int ro
         UNROLL(4) for (int b = 0; b < blocks; b++) {
             nf w[REGISTERS];
             if (kind != F32 && rows >= 4)
-                __builtin_prefetch((const uint16_t *)job->w + at + b * k_end * BLOCK + AHEAD / 2, 0, 3);
+                __builtin_prefetch((const uint16_t *)job->w + at + b * k_end * BLOCK + AHEAD, 0, 3);
             load_block(job->w, at + b * k_end * BLOCK, kind, w);
             UNROLL(16) for (int r = 0; r < rows; r++) {
                 nf xk = nf_set(x[r * x_stride + k]);
@@ -172,7 +173,8 @@ static const int broad_blocks[MAX_ROWS] = {2, 1, 1};
 static void linear_task(const void *context, int64_t task) {
     const linear_job *job = context;
     int64_t all_blocks = (job->n + BLOCK - 1) / BLOCK;
-    int64_t first = task / job->row_tasks * job->blocks_per_task, row_begin = task % job->row_tasks * job->rows_per_task;
+    int64_t first = task / job->row_tasks * job->blocks_per_task;
+    int64_t row_begin = task % job->row_tasks * job->rows_per_task;
     int64_t last = first + job->blocks_per_task < all_blocks ? first + job->blocks_per_task : all_blocks;
     int64_t rows = job->m - row_begin < job->rows_per_task ? job->m - row_begin : job->rows_per_task;
     int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -223,7 +225,7 @@ API void fengine_linear(const float *x, const void *w, const void *bias, float *
     free(spread);
 }
 
-/* -- RMS norm ---------------------------------------------------------------------------------------------------- */
+/* -- RMS norm ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
     const float *x, *residual;
@@ -265,8 +267,10 @@ static void norm_task(const void *context, int64_t task) {
         if (job->residual) {
             const float *residual = job->residual + row * job->d;
             float *sum = job->sum + row * job->d;
-            for (int64_t i = 0; i < job->d; i += 16)
-                vf_store_upto(sum + i, vf_load_upto(residual + i, job->d - i) + vf_load_upto(x + i, job->d - i), job->d - i);
+            for (int64_t i = 0; i < job->d; i += 16) {
+                int64_t left = job->d - i;
+                vf_store_upto(sum + i, vf_load_upto(residual + i, left) + vf_load_upto(x + i, left), left);
+            }
             x = sum;
         }
         norm_row(x, job->weight, job->kind, job->y + row * job->d, job->d, job->eps);
@@ -286,7 +290,7 @@ API void fengine_rms_norm(const float *x, const float *residual, const void *wei
     run_tasks(norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
-/* -- RoPE and KV write ------------------------------------------------------------------------------------------- */
+/* -- RoPE and KV write --------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const float *qkv, *rope;
@@ -331,15 +335,15 @@ static void rope_task(const void *context, int64_t task) {
 }
 
 /* Modifies slots `slot` of k and v. qkv [tokens, (heads + 2 kv_heads) width], q [tokens, heads, width]. */
-API void fengine_rope_kv_write(const float *qkv, const float *rope, const int32_t *position, const int32_t *slot, float *q,
-                               float *k, float *v, const void *q_norm, const void *k_norm, int64_t tokens, int64_t heads,
-                               int64_t kv_heads, int64_t width, int kind, float eps, int threads) {
+API void fengine_rope_kv_write(const float *qkv, const float *rope, const int32_t *position, const int32_t *slot,
+                               float *q, float *k, float *v, const void *q_norm, const void *k_norm, int64_t tokens,
+                               int64_t heads, int64_t kv_heads, int64_t width, int kind, float eps, int threads) {
     rope_job job = {qkv, rope, position, slot, q, k, v, q_norm, k_norm, tokens, heads, kv_heads, width, 0, kind, eps};
     job.tokens_per_task = rows_per_task((heads + 2 * kv_heads) * width);
     run_tasks(rope_task, &job, (tokens + job.tokens_per_task - 1) / job.tokens_per_task, threads);
 }
 
-/* -- SiLU -------------------------------------------------------------------------------------------------------- */
+/* -- SiLU ---------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const float *x;

@@ -169,7 +169,7 @@ INLINE vf vf_exp(vf x) {
     return vf_select(low, (vf){0}, p * (vf)exponent);
 }
 
-/* Scratch aligned to a cache line, to be freed by the caller. Running out of a few MiB inside a step leaves no way on. */
+/* Scratch aligned to a cache line, freed by the caller. Running out of a few MiB inside a step leaves no way on. */
 static inline float *scratch_floats(int64_t n) {
     void *memory = NULL;
     if (posix_memalign(&memory, 64, (size_t)n * 4 + 64))
@@ -177,7 +177,7 @@ static inline float *scratch_floats(int64_t n) {
     return memory;
 }
 
-/* -- parallel loop ----------------------------------------------------------------------------------------------- */
+/* -- parallel loop ------------------------------------------------------------------------------------------------- */
 
 /* The OpenMP runtime that torch has already loaded, reached through the one entry point that every libgomp and libomp
  * exports: no second thread pool, no -fopenmp. Absent (weak, null): the loop runs in the caller's thread. */

@@ -6,6 +6,7 @@ dtype, then the product. The fused form first does residual' = residual + delta,
 Reduction tree: one row is one program, whose block is the next power of two of D and whose number of warps follows from
 D alone, so the sum over a row has one fixed thread layout for every T.
 """
+# pyright: reportInvalidTypeForm=false
 
 import torch
 from torch import Tensor

@@ -1,10 +1,11 @@
-"""Rotary position embedding of q and k, the optional per-head RMS norm before it, and the write of k and v into the pages.
+"""Rotary position embedding of q and k, an optional per-head RMS norm before it, and the write of k and v to pages.
 
 Rotate-half form: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) over the two halves of a head, in fp32 from an fp32
 table, one rounding to x's dtype. The norm (Qwen3) is `rms_norm` over one head, with its two roundings.
 
 Reduction tree: only the norm reduces, over the K values of one head, in a thread layout fixed by K.
 """
+# pyright: reportInvalidTypeForm=false
 
 import math
 
@@ -151,7 +152,7 @@ def rope_kv_write(
     qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
     num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages, which the caller gives up for those returned.
+    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on.
 
     C = (H + 2G) K in the order q, k, v; both norm weights or neither; pos_T and slot_T int32, slot = page * S + offset.
     """

@@ -8,8 +8,9 @@ prob >= min_p * max prob. Noise: gumbel = -log(-log1p(-u)), u = (x + 0.5) 2^-32,
 A row with a non-finite logit gets token 0 and logprob NaN.
 
 Reduction tree: a row is cut into blocks of BLOCK ids; each gives (max, sum of exp(z - max)) in one fixed thread layout,
-and the blocks are joined in one more. Top-p masses are integers (prob * 2^40 rounded): exact in any order. Max is exact.
+and the blocks are joined in one more. Top-p masses are integers (prob * 2^40 rounded), exact in any order; so is max.
 """
+# pyright: reportInvalidTypeForm=false
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch import Tensor
 from fengine.ops.registration import plain, register, tl, triton
 
 BLOCK = 4096  # ids per block of the tree
-MASS_BITS = 40
-"""A probability of 1 is a mass of 2^40."""
+MASS_BITS = 40  # a probability of 1 is a mass of 2^40
+LEVELS = 16  # coarse thresholds that narrow a filtered row down before the exact search
+MOST = 16384  # candidates of a row that have room in its list; a row with more is searched whole
+ROW_BLOCK = 2048  # ids that the exact search takes at a time
 
 
 def philox(seed_R: Tensor, pos_R: Tensor, vocab: int) -> Tensor:
@@ -97,6 +100,12 @@ def masses(z, log_sum):
 
 
 @triton.jit
+def wanted_mass(top_p):
+    """The mass that the nucleus must reach."""
+    return tl.ceil(top_p * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
 def best_of(score, id):
     """(largest score, lowest id that has it)."""
     top = tl.max(score, 0)
@@ -104,9 +113,25 @@ def best_of(score, id):
 
 
 @triton.jit
+def join(max_ptr, sum_ptr, row, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr):
+    """(max of z, log of the sum of exp z, whether all logits are finite) of a row, from its blocks."""
+    block = tl.arange(0, BLOCKS_P)
+    tops = tl.load(max_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+    sums = tl.load(sum_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
+    top = tl.max(tops, 0)
+    total = tl.sum(sums * tl.exp(tops - top), 0)
+    return top, top + tl.log(total), total < float("inf")
+
+
+@triton.jit
+def is_filtered(top_k, top_p, min_p, V):
+    return (top_k > 1) & ((top_k < V) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit
 def block_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, pos_ptr, max_ptr, sum_ptr,
-                 score_ptr, id_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One block of one row: max and sum of exp (NaN if a logit is not finite); best id, with noise unless greedy."""
+                 score_ptr, id_ptr, count_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One block of one row: max and sum of exp (NaN if a logit is not finite); best id, noise only if unfiltered."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     id = block * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +139,9 @@ def block_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, s
     top = tl.max(z, 0)
     total = tl.sum(tl.exp(z - top), 0)
     finite = tl.min(tl.where((id >= V) | (tl.abs(z) < float("inf")), 1, 0), 0)
-    if tl.load(top_k_ptr + row) > 1:
+    top_k = tl.load(top_k_ptr + row)
+    filtered = is_filtered(top_k, tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), V)
+    if (top_k > 1) & (filtered == 0):
         z += gumbel(id, tl.load(seed_ptr + row), tl.load(pos_ptr + row))
     score, best = best_of(z, id)
     at = row * BLOCKS + block
@@ -122,10 +149,73 @@ def block_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, s
     tl.store(sum_ptr + at, tl.where(finite == 1, total, float("nan")))
     tl.store(score_ptr + at, score)
     tl.store(id_ptr + at, best)
+    if block == 0:
+        tl.store(count_ptr + row, 0)
 
 
 @triton.jit
-def threshold(logits_ptr, V, temperature, log_sum, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def level(top, j):
+    """The j-th coarse threshold of z: 0.5 * 1.35^j below the top."""
+    return tl.fma(tl.exp2(j.to(tl.float32) * 0.4329594), -0.5, top)
+
+
+@triton.jit
+def level_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, sum_ptr, level_ptr, V,
+                 BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """For a filtered row: how many ids of a block reach each coarse threshold, and their mass: count << 44 | mass."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    if is_filtered(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), V):
+        top, log_sum, _ = join(max_ptr, sum_ptr, row, BLOCKS, BLOCKS_P)
+        id = block * BLOCK + tl.arange(0, BLOCK)
+        z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
+        both = masses(z, log_sum) + (tl.full((), 1, tl.int64) << 44)
+        for j in range(LEVELS):
+            reached = (id < V) & (z >= level(top, tl.full((), 0, tl.int32) + j))
+            tl.store(level_ptr + (row * LEVELS + j) * BLOCKS + block, tl.sum(tl.where(reached, both, 0), 0))
+
+
+@triton.jit
+def candidate_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, sum_ptr, level_ptr,
+                     count_ptr, candidate_ptr, V, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, LEVELS: tl.constexpr,
+                     MOST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """For a filtered row: lists the ids that reach the highest coarse threshold below which nothing can be kept."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    if is_filtered(top_k, top_p, min_p, V):
+        top, log_sum, _ = join(max_ptr, sum_ptr, row, BLOCKS, BLOCKS_P)
+        j = tl.arange(0, LEVELS)
+        column = tl.arange(0, BLOCKS_P)
+        parts = tl.load(level_ptr + (row * LEVELS + j)[:, None] * BLOCKS + column[None, :],
+                        mask=(column < BLOCKS)[None, :], other=0)  # fmt: skip
+        both = tl.sum(parts, 1)
+        count = tl.where(top_k < V, top_k, 0)
+        mass = tl.where(top_p < 1.0, wanted_mass(top_p), 0)
+        enough = ((both >> 44) >= count) & ((both & 17592186044415) >= mass)
+        cut = tl.max(tl.where(enough, level(top, j), float("-inf")), 0)
+        cut = tl.where((top_k < V) | (top_p < 1.0), cut, float("-inf"))
+        id = block * BLOCK + tl.arange(0, BLOCK)
+        z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
+        chosen = (id < V) & (z >= cut) & (tl.exp(z - log_sum) >= min_p * tl.exp(top - log_sum))
+        here = chosen.to(tl.int32)
+        # The order of the list depends on which block comes first; whatever reads it does not care.
+        at = tl.atomic_add(count_ptr + row, tl.sum(here, 0)) + tl.cumsum(here, 0) - 1
+        tl.store(candidate_ptr + row * MOST + at, id, mask=chosen & (at < MOST))
+
+
+@triton.jit
+def listed(candidate_ptr, start, held, limit, BLOCK: tl.constexpr):
+    """Entries start .. start + BLOCK of the list of `held` ids, or of all ids if that is 0; 2^31 - 1 behind `limit`."""
+    i = start + tl.arange(0, BLOCK)
+    return tl.where(i < limit, tl.load(candidate_ptr + i, mask=i < held, other=i), 2147483647)
+
+
+@triton.jit
+def threshold(logits_ptr, candidate_ptr, held, limit, V, temperature, log_sum, wanted, MASS: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
     """The largest key t with (count or mass of the ids with key >= t) >= wanted, 0 if none: two bits of t a pass."""
     t = tl.full((), 0, tl.uint32)
     one = tl.full((), 1 << 30, tl.uint32)
@@ -133,8 +223,8 @@ def threshold(logits_ptr, V, temperature, log_sum, wanted, MASS: tl.constexpr, B
         sum1 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
         sum2 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
         sum3 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
-        for start in range(0, V, BLOCK):
-            id = start + tl.arange(0, BLOCK)
+        for start in range(0, limit, BLOCK):
+            id = listed(candidate_ptr, start, held, limit, BLOCK)
             z = scaled(logits_ptr, id, V, temperature)
             key = tl.where(id < V, ordered(z), 0)
             weight = masses(z, log_sum) if MASS else tl.where(id < V, 1, 0)
@@ -149,44 +239,43 @@ def threshold(logits_ptr, V, temperature, log_sum, wanted, MASS: tl.constexpr, B
 
 @triton.jit
 def row_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, pos_ptr, max_ptr, sum_ptr,
-               score_ptr, id_ptr, token_ptr, logprob_ptr, V, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr,
-               BLOCK: tl.constexpr):  # fmt: skip
-    """Joins the blocks of one row; a filtered row looks for its thresholds and draws again among the kept."""
+               score_ptr, id_ptr, count_ptr, candidate_ptr, token_ptr, logprob_ptr, V, BLOCKS: tl.constexpr,
+               BLOCKS_P: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Joins the blocks of one row; a filtered row finds its thresholds among its candidates and draws again."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
+    candidate_ptr += row * MOST
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
+    top, log_sum, finite = join(max_ptr, sum_ptr, row, BLOCKS, BLOCKS_P)
     block = tl.arange(0, BLOCKS_P)
-    at = row * BLOCKS + block
-    tops = tl.load(max_ptr + at, mask=block < BLOCKS, other=float("-inf"))
-    top = tl.max(tops, 0)
-    total = tl.sum(tl.load(sum_ptr + at, mask=block < BLOCKS, other=0.0) * tl.exp(tops - top), 0)
-    log_sum = top + tl.log(total)
-    score, token = best_of(tl.load(score_ptr + at, mask=block < BLOCKS, other=float("-inf")),
-                           tl.load(id_ptr + at, mask=block < BLOCKS, other=2147483647))  # fmt: skip
-    finite = total < float("inf")
-    if finite & (top_k > 1) & ((top_k < V) | (top_p < 1.0) | (min_p > 0.0)):
+    score, token = best_of(tl.load(score_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf")),
+                           tl.load(id_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=2147483647))  # fmt: skip
+    if finite & is_filtered(top_k, top_p, min_p, V):
+        count = tl.load(count_ptr + row)
+        held = tl.where(count <= MOST, count, 0)
+        limit = tl.where(count <= MOST, count, V)
         low = tl.full((), 0, tl.uint32)
         if top_k < V:
-            low = threshold(logits_ptr, V, temperature, log_sum, top_k, False, BLOCK)
+            low = threshold(logits_ptr, candidate_ptr, held, limit, V, temperature, log_sum, top_k, False, BLOCK)
         if top_p < 1.0:
-            wanted = tl.ceil(top_p * 1099511627776.0).to(tl.int64)
-            low = tl.maximum(low, threshold(logits_ptr, V, temperature, log_sum, wanted, True, BLOCK))
+            wanted = wanted_mass(top_p)
+            found = threshold(logits_ptr, candidate_ptr, held, limit, V, temperature, log_sum, wanted, True, BLOCK)
+            low = tl.maximum(low, found)
         least = min_p * tl.exp(top - log_sum)
         seed = tl.load(seed_ptr + row)
         position = tl.load(pos_ptr + row)
         score = tl.full((), float("-inf"), tl.float32)
         token = tl.full((), 2147483647, tl.int32)
-        for start in range(0, V, BLOCK):
-            id = start + tl.arange(0, BLOCK)
+        for start in range(0, limit, BLOCK):
+            id = listed(candidate_ptr, start, held, limit, BLOCK)
             z = scaled(logits_ptr, id, V, temperature)
             kept = (id < V) & (ordered(z) >= low) & (tl.exp(z - log_sum) >= least)
-            if tl.max(kept.to(tl.int32), 0) > 0:
-                here, best = best_of(tl.where(kept, z + gumbel(id, seed, position), float("-inf")), id)
-                token = tl.where(here > score, best, token)
-                score = tl.maximum(score, here)
+            here, best = best_of(tl.where(kept, z + gumbel(id, seed, position), float("-inf")), id)
+            token = tl.where((here > score) | ((here == score) & (best < token)), best, token)
+            score = tl.maximum(score, here)
     token = tl.where(finite, token, 0)
     z = tl.div_rn(tl.load(logits_ptr + token), temperature)
     tl.store(token_ptr + row, token)
@@ -197,17 +286,26 @@ def launch(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
     pos_R: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    logits_RV = plain(logits_RV)
-    rows, vocab = logits_RV.shape
+    """Two kernels draw for greedy and unfiltered rows; the two between narrow a filtered row down and skip others."""
+    z, t, k, p, m = plain(logits_RV), temperature_R, top_k_R, top_p_R, min_p_R
+    rows, vocab = z.shape
     token_R, logprob_R = fake(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, pos_R)
     if rows == 0:
         return token_R, logprob_R
     blocks = triton.cdiv(vocab, BLOCK)
-    max_RB, sum_RB, score_RB = (logits_RV.new_empty((rows, blocks)) for _ in range(3))
-    id_RB = logits_RV.new_empty((rows, blocks), dtype=torch.int32)
-    inputs = (logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, pos_R, max_RB, sum_RB, score_RB, id_RB)
-    block_kernel[(rows, blocks)](*inputs, vocab, blocks, BLOCK, num_warps=8)
-    row_kernel[(rows,)](*inputs, token_R, logprob_R, vocab, blocks, triton.next_power_of_2(blocks), BLOCK, num_warps=16)
+    padded = triton.next_power_of_2(blocks)
+    max_RB, sum_RB, score_RB = (z.new_empty((rows, blocks)) for _ in range(3))
+    id_RB, count_R = z.new_empty((rows, blocks), dtype=torch.int32), z.new_empty((rows,), dtype=torch.int32)
+    level_RLB = z.new_empty((rows, LEVELS, blocks), dtype=torch.int64)
+    candidate_RC = z.new_empty((rows, MOST), dtype=torch.int32)
+    best = (max_RB, sum_RB, score_RB, id_RB, count_R)
+    grid = (rows, blocks)
+    block_kernel[grid](z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, num_warps=8)
+    level_kernel[grid](z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, num_warps=8)
+    candidate_kernel[grid](z, t, k, p, m, max_RB, sum_RB, level_RLB, count_R, candidate_RC, vocab, blocks, padded,
+                           LEVELS, MOST, BLOCK, num_warps=8)  # fmt: skip
+    row_kernel[(rows,)](z, t, k, p, m, seed_R, pos_R, *best, candidate_RC, token_R, logprob_R, vocab, blocks, padded,
+                        MOST, ROW_BLOCK, num_warps=8)  # fmt: skip
     return token_R, logprob_R
 
 

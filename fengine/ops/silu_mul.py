@@ -2,6 +2,7 @@
 
 silu in fp32, rounded to x's dtype; the product in fp32, rounded again (the two roundings Hugging Face models make).
 """
+# pyright: reportInvalidTypeForm=false
 
 import torch
 from torch import Tensor

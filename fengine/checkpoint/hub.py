@@ -12,9 +12,9 @@ from huggingface_hub.errors import (
 )
 
 from fengine.errors import ConfigError, ModelLoadError, UnsupportedFormatError
-from fengine.safetensors_file import NEVER_OPENED
+from fengine.checkpoint.safetensors_file import NEVER_OPENED
 
-BOX = Path(__file__).parent / "models" / "box"
+BOX = Path(__file__).parent.parent / "models" / "box"
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+", re.ASCII)
 TEXT_FILES = ["*.json", "*.jinja", "merges.txt"]
 

@@ -104,7 +104,7 @@ def _added(value: Any, where: str) -> AddedToken:
         names = ("single_word", "lstrip", "rstrip", "normalized")
         flags = {name: value[name] for name in names if isinstance(value.get(name), bool)}
         return AddedToken(value["content"], special=bool(value.get("special", True)), **flags)
-    raise ModelLoadError(f"{where} must be a string or an object with a string \"content\", got {value!r:.80}.")
+    raise ModelLoadError(f'{where} must be a string or an object with a string "content", got {value!r:.80}.')
 
 
 def _tokens(config: dict[str, Any], tokenizer_class: str, where: str) -> tuple[dict[str, str], list[AddedToken]]:

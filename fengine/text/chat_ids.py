@@ -8,6 +8,7 @@ text before the template runs, and show where it ended up; a template that chang
 import copy
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -32,7 +33,7 @@ class Marks:
     @classmethod
     def spare(cls, text: str) -> "Marks":
         """Errors: InvalidRequestError if `text` leaves no two private-use characters."""
-        spare = [c for c in map(chr, range(0xE000, 0xF900)) if c not in text]
+        spare = list(islice((c for c in map(chr, range(0xE000, 0xF900)) if c not in text), 2))
         if len(spare) < 2:
             raise InvalidRequestError("the chat uses every private-use character; none is left to mark contents with.")
         return cls(spare[0], spare[1])
@@ -111,9 +112,7 @@ class SpecialText:
         done = at = cuts = 0
         while (match := self._added_re.search(text, at)) is not None:
             a, b = match.span()
-            if match.group() in self._special and any(
-                (s < b and a < e) if s < e else (a < s < b) for s, e in spans
-            ):
+            if match.group() in self._special and any((s < b and a < e) if s < e else (a < s < b) for s, e in spans):
                 at = a + 1
                 continue
             ids += self._plain(text[done:a], done == 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fengine.errors import FengineError, InputFileError
-from fengine.output_file import OutputWriter, encode_record
+from fengine.runs.output_file import OutputWriter, encode_record
 
 __all__ = [
     "BadRow",
@@ -102,8 +102,10 @@ def _rows(file: BinaryIO, path: Path, parse: Callable[[int, str], Row], max_line
                     row = parse(index, line.decode())
                 except UnicodeDecodeError as error:
                     row = BadRow(index, f"invalid UTF-8 at byte {error.start}; save the file as UTF-8.")
-                yield row if isinstance(row, PromptRow) else BadRow(
-                    index, f"{where}: {row.message}", row.type, row.columns
+                yield (
+                    row
+                    if isinstance(row, PromptRow)
+                    else BadRow(index, f"{where}: {row.message}", row.type, row.columns)
                 )
             index += 1
 

@@ -1,0 +1,443 @@
+"""The C kernels: right to rounding against float64, and with bits that depend on nothing but a row's own inputs."""
+
+import ctypes
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fengine.errors import CacheSecurityError, ConfigError, UnsupportedFeatureError
+from fengine.ops import compiler, cpu, sampling
+from fengine.ops.linear import pack
+
+WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
+ALWAYS_PARALLEL = 0
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """That many threads, also for the smallest call."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cpu, "SHORT", ALWAYS_PARALLEL)
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also tells -0 from +0, and takes equal NaNs for equal."""
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+# -- linear ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("k", [1, 15, 96, 257])
+@pytest.mark.parametrize("n", [1, 31, 32, 95, 320])
+def test_linear_is_the_product(threads: int, dtype: torch.dtype, n: int, k: int) -> None:
+    for m in (1, 2, 5, 12, 13, 40):
+        x, w, bias = torch.randn(m, k), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+        exact = x.double() @ w.double().T
+        torch.testing.assert_close(cpu.linear(x, pack(w), n, None, None).double(), exact, rtol=1e-5, atol=1e-5 * k**0.5)
+        with_bias = cpu.linear(x, pack(w), n, bias, None).double()
+        torch.testing.assert_close(with_bias, exact + bias.double(), rtol=1e-5, atol=1e-5 * k**0.5)
+
+
+def chain(x_K: Tensor, w_K: Tensor, fused: bool) -> float:
+    """The declared tree, step by step: a product of floats is exact in double; one rounding if fused, else two."""
+    total = 0.0
+    for a, b in zip(x_K.tolist(), w_K.tolist(), strict=True):
+        total = float(np.float32((a * b if fused else float(np.float32(a * b))) + total))
+    return total
+
+
+def test_linear_is_one_chain_from_left_to_right() -> None:
+    x, w, bias = torch.randn(3, 200), torch.randn(40, 200), torch.randn(40)
+    y = cpu.linear(x, pack(w), 40, None, None)
+    fused, split = (torch.tensor([[chain(r, c, fused) for c in w] for r in x]) for fused in (True, False))
+    assert same_bits(y, fused) or same_bits(y, split)  # the second on CPUs without fused multiply-add
+    assert same_bits(cpu.linear(x, pack(w), 40, bias, None), y + bias)
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("k", [37, 1024])
+def test_linear_row_alone_has_the_bits_of_the_batch(threads: int, dtype: torch.dtype, k: int) -> None:
+    n = 290
+    x, w, bias = torch.randn(100, k), pack(torch.randn(n, k).to(dtype)), torch.randn(n)
+    alone = torch.cat([cpu.linear(x[i : i + 1], w, n, bias, None) for i in range(100)])
+    for m in (*range(1, 34), 64, 100):
+        assert same_bits(cpu.linear(x[:m], w, n, bias, None), alone[:m]), m
+    assert same_bits(cpu.linear(x[50:], w, n, bias, None), alone[50:])
+
+
+def test_negative_control_a_split_sum_is_seen() -> None:
+    x, w = torch.randn(4, 256), torch.randn(64, 256)
+    whole = cpu.linear(x, pack(w), 64, None, None)
+    left, right = (cpu.linear(x[:, s], pack(w[:, s]), 64, None, None) for s in (slice(0, 128), slice(128, 256)))
+    torch.testing.assert_close(left + right, whole, rtol=1e-4, atol=1e-4)
+    assert not same_bits(left + right, whole)
+
+
+def test_linear_takes_what_it_is_given() -> None:
+    w = pack(torch.randn(8, 6))
+    assert cpu.linear(torch.empty(0, 6), w, 8, None, None).shape == (0, 8)
+    assert cpu.linear(torch.randn(3, 6), w, 8, None, torch.bfloat16).dtype == torch.bfloat16
+    strided = torch.randn(6, 3).T
+    assert same_bits(cpu.linear(strided, w, 8, None, None), cpu.linear(strided.contiguous(), w, 8, None, None))
+    with pytest.raises(UnsupportedFeatureError, match="bfloat16"):
+        cpu.linear(torch.randn(3, 6).bfloat16(), w, 8, None, None)
+    with pytest.raises(UnsupportedFeatureError, match="int8"):
+        cpu.linear(torch.randn(3, 6), w.to(torch.int8), 8, None, None)
+
+
+def test_every_half_is_widened_exactly() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+        every = every[every.float().isfinite()]
+        y = cpu.linear(torch.ones(1, 1), pack(every[:, None]), len(every), None, None)[0]
+        assert torch.equal(y, every.float())
+
+
+# -- norms, rope, silu -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", WEIGHTS)
+@pytest.mark.parametrize("d", [1, 16, 64, 77, 896])
+def test_norms(threads: int, dtype: torch.dtype, d: int) -> None:
+    x, residual, weight = torch.randn(70, d) * 3, torch.randn(70, d), torch.randn(d).to(dtype)
+
+    def norm(x: Tensor) -> Tensor:
+        return weight.double() * x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+
+    y = cpu.rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(y.double(), norm(x), rtol=2e-6, atol=1e-6)
+    summed, total = cpu.add_rms_norm(x, residual, weight, 1e-6)
+    assert same_bits(total, residual + x)
+    assert same_bits(summed, cpu.rms_norm(residual + x, weight, 1e-6))
+    for i in range(0, 70, 7):
+        assert same_bits(cpu.rms_norm(x[i : i + 1], weight, 1e-6), y[i : i + 1])
+    assert cpu.rms_norm(x[:0], weight, 1e-6).shape == (0, d)
+
+
+@pytest.mark.parametrize("f", [1, 16, 19, 768])
+def test_silu_mul(threads: int, f: int) -> None:
+    x = torch.cat([torch.randn(40, 2 * f) * 4, torch.full((1, 2 * f), -200.0), torch.full((1, 2 * f), 200.0)])
+    y = cpu.silu_mul(x)
+    exact = torch.nn.functional.silu(x[:, :f].double()) * x[:, f:].double()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-30)
+    assert same_bits(torch.cat([cpu.silu_mul(x[i : i + 1]) for i in range(42)]), y)
+    assert same_bits(cpu.silu_mul(x[:, [f - 1, 2 * f - 1]]), y[:, -1:])  # the place within a vector does not matter
+    assert cpu.silu_mul(torch.tensor([[math.nan, 1.0]])).isnan().all()
+
+
+@pytest.mark.parametrize(("heads", "groups", "width"), [(1, 1, 2), (4, 2, 16), (7, 1, 64), (6, 3, 80), (3, 3, 10)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_kv_write(threads: int, heads: int, groups: int, width: int, normed: bool) -> None:
+    tokens, size = 23, 4
+    qkv, half = torch.randn(tokens, (heads + 2 * groups) * width), width // 2
+    angle = torch.randn(50, half)
+    table = torch.cat([angle.cos(), angle.sin()], 1)
+    pos, slot = torch.randint(0, 50, (tokens,)).int(), (torch.randperm(36)[:tokens] + size).int()
+    norms = [torch.randn(width).bfloat16() for _ in range(2)] if normed else [None, None]
+    k, v = torch.full((10, size, groups, width), math.nan), torch.full((10, size, groups, width), math.nan)
+    q = cpu.rope_kv_write_(qkv, table, pos, slot, k, v, heads, norms[0], norms[1], 1e-6)
+
+    def rotated(x: Tensor, norm: Tensor | None) -> Tensor:
+        x = x if norm is None else cpu.rms_norm(x.contiguous(), norm, 1e-6)
+        c, s = table[pos.long()][:, None, :half], table[pos.long()][:, None, half:]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+    parts = qkv.reshape(tokens, -1, width).split([heads, groups, groups], 1)
+    assert same_bits(q, rotated(parts[0], norms[0]))
+    flat_k, flat_v = k.reshape(-1, groups, width), v.reshape(-1, groups, width)
+    assert same_bits(flat_k[slot.long()], rotated(parts[1], norms[1]))
+    assert same_bits(flat_v[slot.long()], parts[2].contiguous())
+    others = torch.ones(40, dtype=torch.bool)
+    others[slot.long()] = False
+    assert flat_k[others].isnan().all() and flat_v[others].isnan().all()
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class Past:
+    """Rows of given lengths with keys and values in shuffled pages; every slot that no row owns holds `filler`."""
+
+    def __init__(self, lengths: list[int], heads: int, groups: int, width: int, size: int) -> None:
+        self.lengths, self.scale = lengths, width**-0.5
+        self.q = [torch.randn(n, heads, width) for n in lengths]
+        self.k = [torch.randn(n, groups, width) for n in lengths]
+        self.v = [torch.randn(n, groups, width) for n in lengths]
+        counts = [-(-n // size) for n in lengths]
+        order = (torch.randperm(sum(counts)) + 1).int().split(counts)
+        self.shape = (sum(counts) + 1, size, groups, width)
+        self.table = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
+        for r, pages in enumerate(order):
+            self.table[r, : len(pages)] = pages
+
+    def pages(self, filler: float) -> tuple[Tensor, Tensor]:
+        size = self.shape[1]
+        out = torch.full(self.shape, filler), torch.full(self.shape, filler)
+        for r, n in enumerate(self.lengths):
+            at = self.table[r].repeat_interleave(size)[:n] * size + torch.arange(n) % size
+            out[0].reshape(-1, *self.shape[2:])[at], out[1].reshape(-1, *self.shape[2:])[at] = self.k[r], self.v[r]
+        return out
+
+    def attend(self, spans: list[tuple[int, int, int]], filler: float = math.nan, padding: int = 0) -> list[Tensor]:
+        """Output of tokens begin .. end-1 of row r, for each (r, begin, end), all in one call."""
+        q = torch.cat([self.q[r][b:e] for r, b, e in spans] + [torch.randn(padding, *self.q[0].shape[1:])])
+        counts = [e - b for _, b, e in spans]
+        start = torch.tensor([0, *counts]).cumsum(0).int()
+        ends = torch.tensor([e for _, _, e in spans]).int()
+        table = self.table[[r for r, _, _ in spans]]
+        o = cpu.attention(q, *self.pages(filler), start, ends, table, self.scale)
+        assert (o[sum(counts) :] == 0).all() and len(o) == sum(counts) + padding
+        return list(o[: sum(counts)].split(counts))
+
+    def exact(self, r: int) -> Tensor:
+        share = self.q[r].shape[1] // self.k[r].shape[1]
+        k, v = (x.double().repeat_interleave(share, 1) for x in (self.k[r], self.v[r]))
+        score = torch.einsum("nhk,mhk->hnm", self.q[r].double(), k) * self.scale
+        behind = torch.ones(score.shape[1:], dtype=torch.bool).triu(1)
+        return torch.einsum("hnm,mhk->nhk", score.masked_fill(behind, -math.inf).softmax(-1), v)
+
+
+SHAPES = [(1, 1, 8, 1), (4, 4, 16, 4), (4, 2, 80, 16), (8, 2, 20, 4), (7, 1, 64, 16), (14, 2, 64, 16), (12, 3, 128, 1)]
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "size"), SHAPES)
+def test_attention_is_softmax(threads: int, heads: int, groups: int, width: int, size: int) -> None:
+    past = Past([5, 1, 40, 16, 33, 70], heads, groups, width, size)
+    whole = past.attend([(r, 0, n) for r, n in enumerate(past.lengths)], padding=3)
+    for r, o in enumerate(whole):
+        torch.testing.assert_close(o.double(), past.exact(r), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "size"), [(1, 1, 8, 1), (8, 2, 20, 4), (14, 2, 64, 16)])
+def test_attention_has_the_bits_of_decoding_alone(threads: int, heads: int, groups: int, width: int, size: int) -> None:
+    past = Past([1200, 530, 47], heads, groups, width, size)
+    whole = past.attend([(r, 0, n) for r, n in enumerate(past.lengths)])
+    for r, n in enumerate(past.lengths):
+        for t in {0, 1, 14, 15, 16, 17, n // 2, *(x for x in (511, 512, 513, 1023, 1024, 1025) if x < n), n - 1}:
+            assert same_bits(past.attend([(r, t, t + 1)])[0], whole[r][t : t + 1]), (r, t)
+    chunks = past.attend([(0, 700, 1111), (2, 3, 29), (1, 500, 530)])
+    for (r, b, e), o in zip([(0, 700, 1111), (2, 3, 29), (1, 500, 530)], chunks, strict=True):
+        assert same_bits(o, whole[r][b:e])
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "size"), SHAPES)
+def test_attention_never_sees_slots_that_the_row_does_not_own(heads: int, groups: int, width: int, size: int) -> None:
+    past = Past([5, 1, 40, 17], heads, groups, width, size)
+    rows = [(r, max(0, n - 3), n) for r, n in enumerate(past.lengths)]
+    clean = torch.cat(past.attend(rows, 0.0))
+    assert clean.isfinite().all()
+    for filler in (math.nan, 1e30, -math.inf):
+        assert same_bits(torch.cat(past.attend(rows, filler)), clean)
+    past.k[2][-1] = past.v[2][-1] = math.nan  # a row's own future is out of sight too
+    earlier = past.attend([(2, 30, 40)])[0]
+    assert earlier[:-1].isfinite().all() and earlier[-1].isnan().all()
+
+
+def test_attention_without_rows_or_tokens() -> None:
+    k = torch.zeros(2, 4, 1, 8)
+    none, table = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)
+    start = torch.zeros(1, dtype=torch.int32)
+    assert (cpu.attention(torch.randn(3, 2, 8), k, k, start, none, table, 1.0) == 0).all()
+    assert cpu.attention(torch.randn(0, 2, 8), k, k, start, none, table, 1.0).shape == (0, 2, 8)
+    two = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    assert (cpu.attention(torch.randn(3, 2, 8), k, k, *two, 1.0) == 0).all()
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def draw(logits: Tensor, temperature: float = 1.0, top_k: int = 1 << 30, top_p: float = 1.0, min_p: float = 0.0,
+         seed: Tensor | None = None, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = len(logits)
+    return cpu.draw(
+        logits, torch.full((rows,), temperature), torch.full((rows,), top_k, dtype=torch.int32),
+        torch.full((rows,), top_p), torch.full((rows,), min_p), torch.arange(rows) if seed is None else seed,
+        torch.zeros(rows, dtype=torch.int32) if pos is None else pos,
+    )  # fmt: skip
+
+
+def test_philox_known_answers() -> None:
+    """philox4x32-10 of Random123's kat_vectors: counter, key, first word."""
+    keeping, _ = cpu._kernels()
+    pi = ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822)
+    for counter, key, word in (([0] * 4, 0, 0x6627E8D5), ([2**32 - 1] * 4, -1, 0x408F276D), (*pi, 0xD16CFE09)):
+        counters, out = (ctypes.c_uint32 * 4)(*counter), ctypes.c_uint32()
+        keeping.fengine_philox(counters, key, ctypes.byref(out), 1)
+        assert out.value == word
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 333, 20011])
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_draw_is_the_reference(threads: int, vocab: int, spread: float) -> None:
+    rows = 24
+    logits = torch.randn(rows, vocab) * spread
+    logits[::3] = logits[::3].round()  # ties
+    arguments = (
+        logits, torch.linspace(0.3, 2.0, rows), torch.tensor([1, 2, 40, vocab, 1000, 1 << 30] * 4, dtype=torch.int32),
+        torch.tensor([1.0, 0.9, 0.5, 0.999, 1e-6] * 5)[:rows], torch.tensor([0.0, 0.0, 0.05, 1.0] * 6),
+        torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 2**31 - 1, (rows,), dtype=torch.int32),
+    )  # fmt: skip
+    token, logprob = cpu.draw(*arguments)
+    expected, expected_logprob = sampling.reference(*arguments)
+    assert torch.equal(token, expected)
+    torch.testing.assert_close(logprob, expected_logprob, rtol=2e-6, atol=2e-6)
+    for r in range(rows):
+        alone = cpu.draw(*(a[r : r + 1] for a in arguments))
+        assert torch.equal(alone[0], token[r : r + 1]) and same_bits(alone[1], logprob[r : r + 1])
+
+
+def test_draw_edges() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, -1.0], [math.nan, 0, 0, 0], [0, math.inf, 0, 0], [0, -math.inf, 0, 0]])
+    token, logprob = draw(logits, top_k=1)
+    assert token.tolist() == [1, 0, 0, 0]
+    assert logprob.isnan().tolist() == [False, True, True, True]
+    assert logprob[0] == pytest.approx(logits[0].log_softmax(0)[1].item(), abs=1e-6)
+    assert draw(torch.tensor([[-0.0, 0.0]]), top_k=1)[0].item() == 0
+    assert [x.shape[0] for x in draw(torch.zeros(0, 7))] == [0, 0]
+
+
+def test_draw_takes_the_only_kept_id_whatever_its_noise() -> None:
+    """20,000 positions: the noise of some is far below zero."""
+    logits = torch.randn(1, 40).expand(20000, 40).contiguous()
+    token, _ = draw(logits, min_p=1.0, seed=torch.zeros(20000, dtype=torch.int64), pos=torch.arange(20000).int())
+    assert (token == logits[0].argmax()).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({}, 8), ({"top_k": 3}, 3), ({"top_p": 0.6}, None), ({"min_p": 0.2}, None), ({"top_k": 5, "min_p": 0.1}, None)],
+)
+def test_draw_frequencies_follow_the_distribution(options: dict, kept: int | None) -> None:
+    """Chi-square over 20,000 positions of one request, 8 ids; 99.99 % quantiles, fixed seed."""
+    z, draws = torch.tensor([1.5, 0.1, -0.7, 2.0, 0.9, -2.0, 1.2, 0.0]) / 0.8, 20000
+    options = {"top_k": 1 << 30, "top_p": 1.0, "min_p": 0.0} | options
+    mask = sampling.keep(
+        z[None], torch.tensor([options["top_k"]]), torch.tensor([options["top_p"]]), torch.tensor([options["min_p"]])
+    )[0]
+    assert kept in (None, int(mask.sum()))
+    logits = (z * 0.8).expand(draws, 8).contiguous()
+    seed, pos = torch.full((draws,), 1234), torch.arange(draws, dtype=torch.int32)
+    token, _ = draw(logits, temperature=0.8, seed=seed, pos=pos, **options)
+    count = torch.bincount(token.long(), minlength=8)
+    assert (count[~mask] == 0).all()
+    expected = z[mask].softmax(0) * draws
+    chi_square = ((count[mask] - expected) ** 2 / expected).sum().item()
+    limits = [0, 0.0, 15.14, 18.42, 21.11, 23.51, 25.74, 27.86, 29.88]  # of that many ids
+    assert chi_square < limits[int(mask.sum())]
+    assert not torch.equal(token[:1000], draw(logits, seed=seed + 1, pos=pos, temperature=0.8, **options)[0][:1000])
+
+
+# -- threads, compiler, cache ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
+    cpu._kernels()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    names = {line.split()[-1] for line in lines if "/lib" in line}
+    runtimes = {name for name in names if re.search(r"/lib(gomp|omp|iomp5)[^/]*$", name)}
+    assert len(runtimes) == 1, runtimes
+
+
+@pytest.fixture
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def small_source(tmp_path: Path) -> Path:
+    path = tmp_path / "small.c"
+    path.write_text('__attribute__((visibility("default"))) int answer(void) { return 42; }\n')
+    return path
+
+
+def test_cache_directory_is_private(cache_home: Path, small_source: Path) -> None:
+    path = compiler.build("small", [small_source], [])
+    assert path.parent == cache_home / "fengine"
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    before = path.stat().st_mtime_ns
+    assert compiler.build("small", [small_source], []) == path and path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_cache_directory_that_others_can_write_is_refused(cache_home: Path, small_source: Path, mode: int) -> None:
+    (cache_home / "fengine").mkdir()
+    (cache_home / "fengine").chmod(mode)
+    with pytest.raises(CacheSecurityError, match="chmod 700"):
+        compiler.build("small", [small_source], [])
+
+
+def test_cache_directory_of_another_user_is_refused(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.private_cache_dir()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(CacheSecurityError, match="belongs to uid"):
+        compiler.private_cache_dir()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: bytes(len(b)), lambda b: b[:-1] + b"?"]
+)
+def test_damaged_library_is_built_again(cache_home: Path, small_source: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = compiler.build("small", [small_source], [])
+    path.write_bytes(damage(path.read_bytes()))
+    assert compiler.load("small", [small_source], []).answer() == 42
+    assert len(list(path.parent.iterdir())) == 1
+
+
+def test_changed_source_or_compiler_is_another_library(
+    cache_home: Path, small_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiler.build("small", [small_source], [])
+    small_source.write_text(small_source.read_text().replace("42", "43"))
+    second = compiler.build("small", [small_source], [])
+    assert first != second and compiler.load("small", [small_source], []).answer() == 43
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-DX"))
+    assert compiler.build("small", [small_source], []).name.split("-")[1] != second.name.split("-")[1]
+
+
+def test_two_processes_may_build_at_once(cache_home: Path, small_source: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from fengine.ops import compiler;"
+        "print(compiler.load('small', [Path(sys.argv[1])], []).answer())"
+    )
+    command = [sys.executable, "-c", code, str(small_source)]
+    environment = os.environ | {"PYTHONPATH": str(Path(compiler.__file__).parents[2])}
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in both] == [b"42", b"42"]
+    assert len(list((cache_home / "fengine").iterdir())) == 1
+
+
+def test_compilers_that_are_missing_or_fail(
+    cache_home: Path, small_source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(ConfigError, match="set CC"):
+        compiler.build("small", [small_source], [])
+    monkeypatch.delenv("CC")
+    small_source.write_text("this is not C\n")
+    with pytest.raises(ConfigError, match="error"):
+        compiler.build("small", [small_source], [])
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="install"):
+        compiler.build("small", [small_source], [])

@@ -1,0 +1,155 @@
+"""The detokenizer against decoding everything at once, and stop strings against decoding every prefix."""
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizer_cases import TEXTS, Made
+
+from fengine.text.decoding import clean_cut, clean_up
+from fengine.text.detokenizer import Detokenizer
+from fengine.request import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return Made(tmp_path_factory)
+
+
+STREAMED = ["byte_level", "new_tokens", "unigram", "llama2", "llama2_no_prefix", "no_decoder"]
+slow_ok = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@st.composite
+def pushes(draw, vocab, interesting):
+    """Ids in groups: anything in the vocabulary and a little beyond, often encodings of real text or byte tokens."""
+    some = st.one_of(
+        st.sampled_from(interesting),
+        st.lists(st.integers(0, vocab + 3), max_size=6),
+        st.lists(st.integers(3, min(vocab - 1, 258)), min_size=1, max_size=8),
+    )
+    ids = [i for part in draw(st.lists(some, max_size=6)) for i in part]
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=8)))
+    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+def interesting_ids(tokenizer):
+    return [ids for text in TEXTS if (ids := tokenizer.encode(text, add_special_tokens=False))]
+
+
+def stream(tokenizer, groups, **params):
+    detokenizer = Detokenizer(tokenizer, SamplingParams.of(params))
+    deltas = [detokenizer.push(group) for group in groups]
+    return "".join([*deltas, detokenizer.finish()]), detokenizer
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_stream_equals_decode(made, name):
+    tokenizer = made(name)[1]
+
+    @slow_ok
+    @given(groups=pushes(tokenizer.vocab_size, interesting_ids(tokenizer)), skip=st.booleans())
+    def check(groups, skip):
+        ids = [i for group in groups for i in group]
+        text, detokenizer = stream(tokenizer, groups, skip_special_tokens=skip)
+        assert text == tokenizer.decode(ids, skip)
+        assert (detokenizer.num_tokens, detokenizer.matched) == (len(ids), None)
+        assert detokenizer.finish() == ""
+
+    check()
+
+
+def first_stop(tokenizer, ids, stops, skip):
+    """Oracle: (text, stop, tokens used), by decoding every prefix."""
+    for used in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:used], skip)
+        found = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, stop = min(found)
+            return text[:at], stop, used
+    return tokenizer.decode(ids, skip), None, None
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_stop_strings_equal_oracle(made, name):
+    tokenizer = made(name)[1]
+
+    @slow_ok
+    @given(groups=pushes(tokenizer.vocab_size, interesting_ids(tokenizer)), skip=st.booleans(), data=st.data())
+    def check(groups, skip, data):
+        ids = [i for group in groups for i in group]
+        text = tokenizer.decode(ids, skip)
+        places = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 9)).map(lambda p: text[p[0] :][: p[1]])
+        stop = st.one_of(places, st.text("aeinst 🙂.'", min_size=1, max_size=3))
+        stops = data.draw(st.lists(stop.filter(lambda s: s and "\ufffd" not in s), max_size=4))
+        expected = first_stop(tokenizer, ids, stops, skip)
+        got, detokenizer = stream(tokenizer, groups, skip_special_tokens=skip, stop=stops)
+        assert (got, detokenizer.matched, detokenizer.matched_tokens) == expected
+        if expected[1] is not None:
+            assert detokenizer.push(ids) == detokenizer.finish() == ""
+
+    check()
+
+
+def spelled(tokenizer, *pieces):
+    """One id per piece of ASCII text."""
+    ids = [tokenizer.backend.token_to_id(piece) for piece in pieces]
+    assert None not in ids
+    return ids
+
+
+def test_text_that_may_begin_a_stop_string_waits(made):
+    tokenizer = made("byte_level")[1]
+    detokenizer = Detokenizer(tokenizer, SamplingParams.of({"stop": ["abcd", "bcx"]}))
+    deltas = [detokenizer.push([i]) for i in spelled(tokenizer, *"zabcabce")]
+    assert deltas == ["z", "", "", "", "abc", "", "", "abce"]
+    assert detokenizer.matched is None
+    detokenizer = Detokenizer(tokenizer, SamplingParams.of({"stop": ["abcd", "bcx"]}))
+    assert detokenizer.push(spelled(tokenizer, *"zabcx!!")) == "za"
+    assert (detokenizer.matched, detokenizer.matched_tokens, detokenizer.num_tokens) == ("bcx", 5, 5)
+
+
+def test_of_stops_that_end_together_the_longest_wins(made):
+    tokenizer = made("byte_level")[1]
+    for stops in (["c", "abc", "bc"], ["abc", "bc", "c"]):
+        text, detokenizer = stream(tokenizer, [spelled(tokenizer, *"xabcy")], stop=stops)
+        assert (text, detokenizer.matched) == ("x", "abc")
+
+
+def test_incomplete_characters_wait(made):
+    tokenizer = made("byte_level")[1]
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    table = {v: k for k, v in tokenizer.decoding._bytes.items()}
+    ids = [tokenizer.backend.token_to_id(chr(table[b])) for b in "🙂a".encode()]
+    assert [detokenizer.push([i]) for i in ids] == ["", "", "", "🙂", "a"]
+    assert detokenizer.push(ids[:2]) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_stop_token_is_trimmed_from_text(made):
+    tokenizer = made("byte_level")[1]
+    a, b, c = spelled(tokenizer, *"abc")
+    for stop, text, matched, count in [((), "ab", None, None), (("x",), "ab", None, None), (("bc",), "a", "bc", 3)]:
+        detokenizer = Detokenizer(tokenizer, SamplingParams.of({"stop": list(stop)}))
+        assert detokenizer.push([a]) + detokenizer.push([b, c], trim_last=True) + detokenizer.finish() == text
+        assert (detokenizer.matched, detokenizer.matched_tokens, detokenizer.num_tokens) == (matched, count, 3)
+
+
+def test_first_space_stays_where_text_continues_a_prompt(made):
+    tokenizer = made("llama2")[1]
+    ids = tokenizer.encode("name is", add_special_tokens=False)
+    for continues, text in [(False, "name is"), (True, " name is")]:
+        detokenizer = Detokenizer(tokenizer, SamplingParams(), continues=continues)
+        assert detokenizer.push(ids) + detokenizer.finish() == text
+
+
+@settings(max_examples=400, deadline=None)
+@example(["x n", " ' ", "t"])
+@given(st.lists(st.text(" .,?!'ntmvresx", max_size=7), max_size=8))
+def test_clean_up_in_pieces_equals_clean_up_at_once(pieces):
+    out, kept = [], ""
+    for piece in pieces:
+        kept += piece
+        cut = clean_cut(kept)
+        out.append(clean_up(kept[:cut]))
+        kept = kept[cut:]
+    assert "".join([*out, clean_up(kept)]) == clean_up("".join(pieces))
