@@ -43,7 +43,8 @@ INLINE vf vf_widen(const void *stored, int64_t at, int64_t n, int kind) {
 
 #define BLOCK 32 /* outputs per packed block */
 #define REGISTERS (BLOCK / LANES) /* accumulators of one row of one block */
-#define MAX_ROWS (LANES == 16 ? 12 : 3)
+#define MAX_ROWS (LANES == 16 ? 12 : 6)
+#define PART (LANES == 4 ? 4 : 2) /* accumulators a row of a tall tile has at a time, where registers are too few for all */
 #define AHEAD 1024 /* 16-bit weights to prefetch ahead; it helps where several rows keep the FMA units busy */
 
 typedef struct {
@@ -71,19 +72,20 @@ typedef struct {
 #define ZIP_HIGH 2, 6, 3, 7
 #endif
 
-/* The 32 weights of one k. bfloat16 comes out as even lanes, odd lanes, even, odd: a shift and a mask, no shuffle. */
-INLINE void load_block(const void *w, int64_t at, int kind, nf out[REGISTERS]) {
+/* `vectors` registers of the weights of one k. bfloat16 comes out as even lanes, odd lanes, even, odd: a shift and a
+ * mask, no shuffle. */
+INLINE void load_weights(const void *w, int64_t at, int kind, const int vectors, nf out[REGISTERS]) {
     if (kind == F32) {
-        UNROLL(8) for (int i = 0; i < REGISTERS; i++) out[i] = nf_load((const float *)w + at + i * LANES);
+        UNROLL(8) for (int i = 0; i < vectors; i++) out[i] = nf_load((const float *)w + at + i * LANES);
     } else if (kind == BF16) {
-        UNROLL(8) for (int i = 0; i < REGISTERS; i += 2) {
+        UNROLL(8) for (int i = 0; i < vectors; i += 2) {
             nu pair;
             memcpy(&pair, (const uint16_t *)w + at + i * LANES, sizeof pair);
             out[i] = (nf)(pair << 16);
             out[i + 1] = (nf)(pair & 0xffff0000u);
         }
     } else {
-        UNROLL(2) for (int i = 0; i < 2; i++) {
+        UNROLL(2) for (int i = 0; i < vectors * LANES / 16; i++) {
             u16x16 half;
             memcpy(&half, (const uint16_t *)w + at + 16 * i, sizeof half);
             vf_parts wide = {vf_from_half(half)};
@@ -116,31 +118,34 @@ static __attribute__((noinline)) void store_tile(const linear_job *job, int64_t 
     }
 }
 
-/* rows x blocks outputs-of-32, all in registers. rows, blocks and kind are compile-time constants. */
+/* rows x blocks outputs-of-32, summed in registers. rows, blocks and kind are compile-time constants. */
 INLINE void tile(const linear_job *job, int64_t row, int64_t block, const int rows, const int blocks, const int kind) {
+    const int vectors = rows > 3 ? PART : REGISTERS;
     const int64_t k_end = job->k, x_stride = job->x_stride;
     const float *x = job->x + row * x_stride;
-    nf acc[MAX_ROWS][4][REGISTERS];
-    UNROLL(16) for (int r = 0; r < rows; r++)
-        UNROLL(4) for (int b = 0; b < blocks; b++)
-            UNROLL(8) for (int i = 0; i < REGISTERS; i++) acc[r][b][i] = (nf){0};
-    int64_t at = block * k_end * BLOCK;
-    for (int64_t k = 0; k < k_end; k++, at += BLOCK) {
-        UNROLL(4) for (int b = 0; b < blocks; b++) {
-            nf w[REGISTERS];
-            if (kind != F32 && rows >= 4)
-                __builtin_prefetch((const uint16_t *)job->w + at + b * k_end * BLOCK + AHEAD, 0, 3);
-            load_block(job->w, at + b * k_end * BLOCK, kind, w);
-            UNROLL(16) for (int r = 0; r < rows; r++) {
-                nf xk = nf_set(x[r * x_stride + k]);
-                UNROLL(8) for (int i = 0; i < REGISTERS; i++) acc[r][b][i] = nf_fma(xk, w[i], acc[r][b][i]);
+    nf out[MAX_ROWS * 4][REGISTERS];
+    for (int from = 0; from < REGISTERS; from += vectors) {
+        nf acc[MAX_ROWS][4][REGISTERS];
+        UNROLL(16) for (int r = 0; r < rows; r++)
+            UNROLL(4) for (int b = 0; b < blocks; b++)
+                UNROLL(8) for (int i = 0; i < vectors; i++) acc[r][b][i] = (nf){0};
+        int64_t at = block * k_end * BLOCK + from * LANES;
+        for (int64_t k = 0; k < k_end; k++, at += BLOCK) {
+            UNROLL(4) for (int b = 0; b < blocks; b++) {
+                nf w[REGISTERS];
+                if (kind != F32 && rows >= 4)
+                    __builtin_prefetch((const uint16_t *)job->w + at + b * k_end * BLOCK + AHEAD, 0, 3);
+                load_weights(job->w, at + b * k_end * BLOCK, kind, vectors, w);
+                UNROLL(16) for (int r = 0; r < rows; r++) {
+                    nf xk = nf_set(x[r * x_stride + k]);
+                    UNROLL(8) for (int i = 0; i < vectors; i++) acc[r][b][i] = nf_fma(xk, w[i], acc[r][b][i]);
+                }
             }
         }
+        UNROLL(16) for (int r = 0; r < rows; r++)
+            UNROLL(4) for (int b = 0; b < blocks; b++)
+                UNROLL(8) for (int i = 0; i < vectors; i++) out[r * blocks + b][from + i] = acc[r][b][i];
     }
-    nf out[MAX_ROWS * 4][REGISTERS];
-    UNROLL(16) for (int r = 0; r < rows; r++)
-        UNROLL(4) for (int b = 0; b < blocks; b++)
-            UNROLL(8) for (int i = 0; i < REGISTERS; i++) out[r * blocks + b][i] = acc[r][b][i];
     store_tile(job, row, block, rows, blocks, out);
 }
 
@@ -152,11 +157,10 @@ typedef void tile_fn(const linear_job *, int64_t, int64_t);
     }
 #define EACH_KIND(rows, blocks) TILE(rows, blocks, F32) TILE(rows, blocks, BF16) TILE(rows, blocks, F16)
 #define ROW_OF(rows, blocks) {tile_##rows##_##blocks##_F32, tile_##rows##_##blocks##_BF16, tile_##rows##_##blocks##_F16}
-EACH_KIND(1, 1) EACH_KIND(2, 1) EACH_KIND(3, 1)
+EACH_KIND(1, 1) EACH_KIND(2, 1) EACH_KIND(3, 1) EACH_KIND(4, 1) EACH_KIND(5, 1) EACH_KIND(6, 1)
 #if LANES == 16
-EACH_KIND(4, 1) EACH_KIND(5, 1) EACH_KIND(6, 1) EACH_KIND(7, 1) EACH_KIND(8, 1) EACH_KIND(9, 1) EACH_KIND(10, 1)
-EACH_KIND(11, 1) EACH_KIND(12, 1) EACH_KIND(1, 4) EACH_KIND(2, 4) EACH_KIND(3, 4) EACH_KIND(4, 2) EACH_KIND(5, 2)
-EACH_KIND(6, 2)
+EACH_KIND(7, 1) EACH_KIND(8, 1) EACH_KIND(9, 1) EACH_KIND(10, 1) EACH_KIND(11, 1) EACH_KIND(12, 1)
+EACH_KIND(1, 4) EACH_KIND(2, 4) EACH_KIND(3, 4) EACH_KIND(4, 2) EACH_KIND(5, 2) EACH_KIND(6, 2)
 static tile_fn *const narrow[MAX_ROWS][3] = {
     ROW_OF(1, 1), ROW_OF(2, 1), ROW_OF(3, 1), ROW_OF(4, 1),  ROW_OF(5, 1),  ROW_OF(6, 1),
     ROW_OF(7, 1), ROW_OF(8, 1), ROW_OF(9, 1), ROW_OF(10, 1), ROW_OF(11, 1), ROW_OF(12, 1)};
@@ -165,9 +169,10 @@ static tile_fn *const broad[MAX_ROWS][3] = {ROW_OF(1, 4), ROW_OF(2, 4), ROW_OF(3
 static const int broad_blocks[MAX_ROWS] = {4, 4, 4, 2, 2, 2, 1, 1, 1, 1, 1, 1};
 #else
 EACH_KIND(1, 2)
-static tile_fn *const narrow[MAX_ROWS][3] = {ROW_OF(1, 1), ROW_OF(2, 1), ROW_OF(3, 1)};
+static tile_fn *const narrow[MAX_ROWS][3] = {ROW_OF(1, 1), ROW_OF(2, 1), ROW_OF(3, 1),
+                                             ROW_OF(4, 1), ROW_OF(5, 1), ROW_OF(6, 1)};
 static tile_fn *const broad[MAX_ROWS][3] = {ROW_OF(1, 2)};
-static const int broad_blocks[MAX_ROWS] = {2, 1, 1};
+static const int broad_blocks[MAX_ROWS] = {2, 1, 1, 1, 1, 1};
 #endif
 
 static void linear_task(const void *context, int64_t task) {
