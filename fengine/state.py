@@ -8,6 +8,9 @@ The contract of purity: a step reads its arguments, may overwrite only the stora
 `kv` is dead after the call; the returned `kv` is the only live one (JAX's buffer donation, stated openly).
 """
 
+import math
+import mmap
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -107,9 +110,22 @@ def init_kv(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype,
     shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
 
     def layer() -> Tensor:
+        if torch.device(device).type == "cpu":
+            return _huge_zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return KVState(tuple(layer() for _ in range(spec.num_layers)), tuple(layer() for _ in range(spec.num_layers)))
+
+
+def _huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in huge memory pages where the system has them, all touched now: attention reads KV pages in no order, and
+    would wait for address translation more than for the data; and a step never waits for the system to map memory."""
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, max(count * dtype.itemsize, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape).zero_()
 
 
 def _page_index(kv: KVState, pages: list[int], name: str) -> Tensor:

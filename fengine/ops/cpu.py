@@ -45,7 +45,7 @@ def openmp_runtime() -> str | None:
         found = re.findall(r"\S*/lib(?:gomp|omp|iomp5)[-.\w]*", Path("/proc/self/maps").read_text())
     except OSError:
         found = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib"))]
-    return found[0] if found else None
+    return min(found, key=lambda path: "/torch" not in path, default=None)
 
 
 @cache

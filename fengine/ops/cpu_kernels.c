@@ -43,9 +43,15 @@ INLINE vf vf_widen(const void *stored, int64_t at, int64_t n, int kind) {
 
 #define BLOCK 32 /* outputs per packed block */
 #define REGISTERS (BLOCK / LANES) /* accumulators of one row of one block */
+#ifdef __clang__
+#define MAX_ROWS (LANES == 16 ? 8 : 6) /* clang does not keep taller tiles in registers */
+#else
 #define MAX_ROWS (LANES == 16 ? 12 : 6)
-#define PART (LANES == 4 ? 4 : 2) /* accumulators a row of a tall tile has at a time, where registers are too few for all */
-#define AHEAD 1024 /* 16-bit weights to prefetch ahead; it helps where several rows keep the FMA units busy */
+#endif
+#define MAX_TILES 12 /* rows x blocks of the largest tile */
+#define PART (LANES == 4 ? 4 : 2) /* accumulators at a time of a row of a tall tile, where registers are too few */
+#define AHEAD 1024 /* 16-bit weights to prefetch ahead, where FEW_ROWS or more keep the FMA units busy */
+#define FEW_ROWS (LANES == 16 ? 4 : 2)
 
 typedef struct {
     const float *x;
@@ -123,28 +129,29 @@ INLINE void tile(const linear_job *job, int64_t row, int64_t block, const int ro
     const int vectors = rows > 3 ? PART : REGISTERS;
     const int64_t k_end = job->k, x_stride = job->x_stride;
     const float *x = job->x + row * x_stride;
-    nf out[MAX_ROWS * 4][REGISTERS];
+    nf out[MAX_TILES][REGISTERS];
     for (int from = 0; from < REGISTERS; from += vectors) {
-        nf acc[MAX_ROWS][4][REGISTERS];
+        nf acc[MAX_TILES][REGISTERS];
         UNROLL(16) for (int r = 0; r < rows; r++)
             UNROLL(4) for (int b = 0; b < blocks; b++)
-                UNROLL(8) for (int i = 0; i < vectors; i++) acc[r][b][i] = (nf){0};
+                UNROLL(8) for (int i = 0; i < vectors; i++) acc[r * blocks + b][i] = (nf){0};
         int64_t at = block * k_end * BLOCK + from * LANES;
         for (int64_t k = 0; k < k_end; k++, at += BLOCK) {
             UNROLL(4) for (int b = 0; b < blocks; b++) {
                 nf w[REGISTERS];
-                if (kind != F32 && rows >= 4)
+                if (kind != F32 && rows >= FEW_ROWS)
                     __builtin_prefetch((const uint16_t *)job->w + at + b * k_end * BLOCK + AHEAD, 0, 3);
                 load_weights(job->w, at + b * k_end * BLOCK, kind, vectors, w);
                 UNROLL(16) for (int r = 0; r < rows; r++) {
                     nf xk = nf_set(x[r * x_stride + k]);
-                    UNROLL(8) for (int i = 0; i < vectors; i++) acc[r][b][i] = nf_fma(xk, w[i], acc[r][b][i]);
+                    UNROLL(8) for (int i = 0; i < vectors; i++)
+                        acc[r * blocks + b][i] = nf_fma(xk, w[i], acc[r * blocks + b][i]);
                 }
             }
         }
         UNROLL(16) for (int r = 0; r < rows; r++)
             UNROLL(4) for (int b = 0; b < blocks; b++)
-                UNROLL(8) for (int i = 0; i < vectors; i++) out[r * blocks + b][from + i] = acc[r][b][i];
+                UNROLL(8) for (int i = 0; i < vectors; i++) out[r * blocks + b][from + i] = acc[r * blocks + b][i];
     }
     store_tile(job, row, block, rows, blocks, out);
 }
@@ -161,18 +168,18 @@ EACH_KIND(1, 1) EACH_KIND(2, 1) EACH_KIND(3, 1) EACH_KIND(4, 1) EACH_KIND(5, 1) 
 #if LANES == 16
 EACH_KIND(7, 1) EACH_KIND(8, 1) EACH_KIND(9, 1) EACH_KIND(10, 1) EACH_KIND(11, 1) EACH_KIND(12, 1)
 EACH_KIND(1, 4) EACH_KIND(2, 4) EACH_KIND(3, 4) EACH_KIND(4, 2) EACH_KIND(5, 2) EACH_KIND(6, 2)
-static tile_fn *const narrow[MAX_ROWS][3] = {
+static tile_fn *const narrow[12][3] = {
     ROW_OF(1, 1), ROW_OF(2, 1), ROW_OF(3, 1), ROW_OF(4, 1),  ROW_OF(5, 1),  ROW_OF(6, 1),
     ROW_OF(7, 1), ROW_OF(8, 1), ROW_OF(9, 1), ROW_OF(10, 1), ROW_OF(11, 1), ROW_OF(12, 1)};
-static tile_fn *const broad[MAX_ROWS][3] = {ROW_OF(1, 4), ROW_OF(2, 4), ROW_OF(3, 4),
-                                            ROW_OF(4, 2), ROW_OF(5, 2), ROW_OF(6, 2)};
-static const int broad_blocks[MAX_ROWS] = {4, 4, 4, 2, 2, 2, 1, 1, 1, 1, 1, 1};
+static tile_fn *const broad[12][3] = {ROW_OF(1, 4), ROW_OF(2, 4), ROW_OF(3, 4),
+                                      ROW_OF(4, 2), ROW_OF(5, 2), ROW_OF(6, 2)};
+static const int broad_blocks[12] = {4, 4, 4, 2, 2, 2, 1, 1, 1, 1, 1, 1};
 #else
 EACH_KIND(1, 2)
-static tile_fn *const narrow[MAX_ROWS][3] = {ROW_OF(1, 1), ROW_OF(2, 1), ROW_OF(3, 1),
-                                             ROW_OF(4, 1), ROW_OF(5, 1), ROW_OF(6, 1)};
-static tile_fn *const broad[MAX_ROWS][3] = {ROW_OF(1, 2)};
-static const int broad_blocks[MAX_ROWS] = {2, 1, 1, 1, 1, 1};
+static tile_fn *const narrow[6][3] = {ROW_OF(1, 1), ROW_OF(2, 1), ROW_OF(3, 1),
+                                      ROW_OF(4, 1), ROW_OF(5, 1), ROW_OF(6, 1)};
+static tile_fn *const broad[6][3] = {ROW_OF(1, 2)};
+static const int broad_blocks[6] = {2, 1, 1, 1, 1, 1};
 #endif
 
 static void linear_task(const void *context, int64_t task) {
