@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 
 from fengine.batching import RowTables
+from fengine.checkpoint.hub import resolve_model
 from fengine.config import EngineConfig, Hardware, LoadFormat, resolve
 from fengine.driver import Driver
 from fengine.errors import ConfigError, OutOfMemoryError
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
 from fengine.host.scheduler import Scheduler
-from fengine.checkpoint.hub import resolve_model
 from fengine.loader import load_params, read_config, read_generation_config, spec_from_config
 from fengine.ops.compiler import private_cache_dir
 from fengine.runner import CpuRunner, CudaRunner
@@ -87,10 +88,10 @@ def detect_hardware() -> Hardware:
 def build(config: EngineConfig) -> Parts:
     """Loads, compiles, warms up and starts. Errors: ConfigError, ModelLoadError and kinds, OutOfMemoryError."""
     started = time.perf_counter()
-    compiles = compile_count()
     config = resolve(config, detect_hardware())
     device_of(config)  # refused before anything is read
     use_private_caches()
+    compiles = compile_count()
     dummy = config.model.load_format is LoadFormat.dummy
     model_dir = resolve_model(config.model.path, config.model.revision, weights=not dummy)
     hf_config = read_config(model_dir)
@@ -217,15 +218,15 @@ def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, rows: 
     if fit < 1:
         raise OutOfMemoryError(
             f"no memory is left for the KV pool: one page of {page_size} tokens needs {per_page / 2**20:.1f} MiB. "
-            "Raise "
-            "cache.mem_fraction_static, set cache.max_total_tokens, or use a smaller model or dtype."
+            "Raise cache.mem_fraction_static, set cache.max_total_tokens, or use a smaller model or dtype."
         )
     return min(fit, most) + 1
 
 
 def use_private_caches() -> None:
     """Keeps torch's and Triton's compiled code in a directory that only this user can write. Modifies: os.environ,
-    where these libraries look; a value that the user has set stays."""
-    root = private_cache_dir()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(root / "inductor"))
+    where they look; a value that the user has set stays, torch's own default in the shared /tmp does not."""
+    root, shared = private_cache_dir(), os.path.join(tempfile.gettempdir(), "torchinductor_")
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared).startswith(shared):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
     os.environ.setdefault("TRITON_CACHE_DIR", str(root / "triton"))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.build import Parts
-from fengine.text.detokenizer import Detokenizer
 from fengine.driver import Ticket
 from fengine.errors import (
     CapacityError,
@@ -18,6 +17,7 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 from fengine.request import Request, SamplingParams, derive_seed
+from fengine.text.detokenizer import Detokenizer
 
 Output = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Bridge 2: the loop. One thread owns the scheduler and the KV state; a second one turns tokens into text.
 
 Everything from outside enters through one queue of closures, so no lock guards scheduler or state. With overlap
-step n+1 is scheduled and launched before the result of step n is read (depth 1); without it each result is read at once.
+step n+1 is scheduled and launched before the result of step n is read (depth 1); without, each is read at once.
 """
 
 import queue
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fengine.batching import RowTables, Staged
-from fengine.text.detokenizer import Detokenizer
-from fengine.errors import EngineClosedError, EngineDeadError, FengineError, NumericsError
+from fengine.errors import EngineClosedError, EngineDeadError, FengineError, InvalidRequestError, NumericsError
 from fengine.host.scheduler import Plan, Scheduler
 from fengine.request import Finish, Request
 from fengine.runner import Flight
 from fengine.state import KVHandle, KVState
+from fengine.text.detokenizer import Detokenizer
 
 
 class Runner(Protocol):
@@ -78,7 +78,10 @@ class Driver:
         self.output_tokens = 0
         self.dead: EngineDeadError | None = None
         self.closed = False
-        self.door = threading.Lock()  # orders submissions against close and death
+        # Orders submissions against close and death. Reentrant: the garbage collector may drop a stream at any moment,
+        # also in a thread that holds this lock, and a dropped stream aborts its requests.
+        self.door = threading.RLock()
+        self.entering: set[str] = set()  # rids handed over that the loop has not seen yet
         self.threads = [
             threading.Thread(target=self._run, name="fengine-steps", daemon=True),
             threading.Thread(target=self._text, name="fengine-text", daemon=True),
@@ -89,17 +92,29 @@ class Driver:
     # -- doors, any thread --------------------------------------------------------------------------------------------
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Hands validated requests over, all or none. Errors: EngineClosedError, EngineDeadError."""
+        """Hands validated requests over, all or none.
+
+        Errors: EngineClosedError, EngineDeadError, InvalidRequestError for a rid that is in use.
+        """
+        rids = {ticket.request.rid for ticket in tickets}
 
         def admit() -> None:
             for ticket in tickets:
-                rid = ticket.request.rid
-                self.tickets[rid] = self.unstarted[rid] = ticket
-                if ticket.live:
-                    self.live[rid] = ticket
-                self.scheduler.add(ticket.request)
+                self._admit(ticket)
+            self.entering.difference_update(rids)
 
-        self._put(admit)
+        with self.door:
+            taken = sorted(rids & (self.tickets.keys() | self.entering))
+            if taken:
+                raise InvalidRequestError(
+                    f"rid {taken[0]!r} is in use by a request that has not finished; choose another"
+                )
+            self.entering.update(rids)
+            try:
+                self._put(admit)
+            except FengineError:
+                self.entering.difference_update(rids)
+                raise
 
     def abort(self, tickets: Sequence[Ticket]) -> None:
         """Ends requests early, in whatever state they are; those already finished or unknown are left alone."""
@@ -183,6 +198,17 @@ class Driver:
             self.inbox.get()()
         while not self.inbox.empty():
             self.inbox.get()()
+
+    def _admit(self, ticket: Ticket) -> None:
+        rid = ticket.request.rid
+        self.tickets[rid] = self.unstarted[rid] = ticket
+        if ticket.live:
+            self.live[rid] = ticket
+        try:
+            self.scheduler.add(ticket.request)
+        except FengineError as error:  # the door has checked, but the scheduler has the last word
+            ticket.error = error
+            self.news.put(News([], [self._forget(ticket.request)]))
 
     def _turn(self) -> None:
         """Launches the next step, then reads the one before (with overlap) or the same one (without)."""

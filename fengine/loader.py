@@ -14,17 +14,6 @@ import torch
 from torch import Tensor
 
 from fengine import models
-from fengine.config import Dtype, LoadFormat
-from fengine.errors import (
-    ConfigError,
-    CorruptCheckpointError,
-    ModelLoadError,
-    OutOfMemoryError,
-    UnsupportedArchitectureError,
-    UnsupportedFormatError,
-)
-from fengine.models import Weight
-from fengine.ops import linear, rope
 from fengine.checkpoint.safetensors_file import (
     DTYPES,
     INDEX,
@@ -37,6 +26,17 @@ from fengine.checkpoint.safetensors_file import (
     read_tensor,
     refuse_other_formats,
 )
+from fengine.config import Dtype, LoadFormat
+from fengine.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    ModelLoadError,
+    OutOfMemoryError,
+    UnsupportedArchitectureError,
+    UnsupportedFormatError,
+)
+from fengine.models import Weight
+from fengine.ops import linear, rope
 from fengine.spec import Config, ModelSpec
 from fengine.state import Params
 

@@ -13,11 +13,11 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
+from fengine.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
 from fengine.text.chat import ChatTemplate, check_messages, plain
 from fengine.text.chat_ids import Marks, SpecialText
 from fengine.text.decoding import Decoding, clean_up
 from fengine.text.detokenizer import Detokenizer
-from fengine.errors import ChatTemplateError, ContextLengthError, InvalidRequestError
 from fengine.text.tokenizer_files import TokenizerFiles, load_backend, read_files
 
 __all__ = ["Detokenizer", "Tokenizer"]
@@ -73,8 +73,12 @@ class Tokenizer:
         """Number of ids with a text, added tokens included; the logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    @cached_property
+    @property
     def decoding(self) -> Decoding:
+        return self._decoding
+
+    @cached_property
+    def _decoding(self) -> Decoding:
         return Decoding(self.backend, self.cleanup)
 
     # -- text to ids and back -----------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from measure import parser, save, summary
 
 from fengine import Engine
 from fengine.batching import RowTables
+from fengine.checkpoint.hub import resolve_model
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
 from fengine.host.scheduler import Scheduler
-from fengine.checkpoint.hub import resolve_model
 from fengine.request import Request, SamplingParams
 
 

@@ -77,9 +77,8 @@ def main() -> None:
         for name, row in table.items():
             if isinstance(row, dict) and "out_tok_s" in row:
                 theirs = "  ".join(f"{r[name]['out_tok_s']:>10.1f}" for r in others if name in r)
-                print(
-                    f"{model:14} {name:18} {row['out_tok_s']:>10.1f} out tok/s {row['total_tok_s']:>10.1f} total  {theirs}"
-                )
+                ours = f"{row['out_tok_s']:>10.1f} out tok/s {row['total_tok_s']:>10.1f} total"
+                print(f"{model:14} {name:18} {ours}  {theirs}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The checksum model: an integer "language model" with the real `forward` signature.
 
 It writes a function of (token, position) into its pages, and the next token is a function of everything that the
-row's pages hold up to that position. Any wrong page, slot, length, eviction, preemption or feed changes the answer. Its oracle
-is `expected`, which needs no pages at all.
+row's pages hold up to that position. Any wrong page, slot, length, eviction, preemption or feed changes the answer. Its
+oracle is `expected`, which needs no pages at all.
 """
 
 import time

@@ -242,6 +242,16 @@ def test_bad_input_is_refused_at_the_door(arguments: dict, kind: type, message: 
         assert engine.generate(input_ids=[1], sampling_params=greedy(2))["output_ids"] == expected([1], 2)
 
 
+def test_a_rid_in_use_is_refused_and_free_again_afterwards() -> None:
+    with checksum_engine(context=256, pool=1024) as engine:
+        stream = engine.generate(input_ids=[1], sampling_params=greedy(200), stream=True, rid="mine")
+        with pytest.raises(InvalidRequestError, match="'mine' is in use"):
+            engine.generate(input_ids=[[1], [2]], rid=["other", "mine"])
+        assert len(list(stream)[-1]["output_ids"]) == 200
+        assert engine.generate(input_ids=[2], sampling_params=greedy(3), rid="mine")["output_ids"] == expected([2], 3)
+        assert engine.generate(input_ids=[2], sampling_params=greedy(3), rid="other")["output_ids"] == expected([2], 3)
+
+
 def test_default_length_is_clamped_but_an_explicit_one_is_not() -> None:
     with checksum_engine(context=64, pool=256) as engine:
         out = engine.generate(input_ids=[1] * 60, sampling_params={"temperature": 0})

@@ -18,7 +18,7 @@ FOLDERS: dict[str, list[str]] = {
     "checkpoint": ["safetensors_file", "hub"],
     "text": ["decoding", "detokenizer", "chat", "chat_ids", "tokenizer_files"],
     "models": ["llama", "qwen2", "qwen3"],
-    "runs": ["words", "config", "vet", "compose", "output_file", "prompts", "builtin", "figures", "meter", "view", "generate"],
+    "runs": "words config vet compose output_file prompts builtin figures meter view generate".split(),
 }
 LAYERS: list[set[str]] = [
     {"errors"},

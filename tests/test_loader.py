@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fengine import models
+from fengine.checkpoint.hub import BOX, resolve_model
+from fengine.checkpoint.safetensors_file import INDEX, SINGLE, read_header
 from fengine.config import Dtype, LoadFormat
 from fengine.errors import (
     ConfigError,
@@ -25,7 +27,6 @@ from fengine.errors import (
     UnsupportedArchitectureError,
     UnsupportedFormatError,
 )
-from fengine.checkpoint.hub import BOX, resolve_model
 from fengine.loader import (
     GenerationConfig,
     load_params,
@@ -35,7 +36,6 @@ from fengine.loader import (
 )
 from fengine.models import llama
 from fengine.ops import linear
-from fengine.checkpoint.safetensors_file import INDEX, SINGLE, read_header
 from fengine.spec import RopeSpec
 from fengine.state import Params, StepBatch, init_kv
 

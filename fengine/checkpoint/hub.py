@@ -11,8 +11,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from fengine.errors import ConfigError, ModelLoadError, UnsupportedFormatError
 from fengine.checkpoint.safetensors_file import NEVER_OPENED
+from fengine.errors import ConfigError, ModelLoadError, UnsupportedFormatError
 
 BOX = Path(__file__).parent.parent / "models" / "box"
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+", re.ASCII)

@@ -10,8 +10,8 @@ from codecs import utf_8_decode
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fengine.text.decoding import Decoding, HasDecoding, PieceTable, clean_cut, clean_up
 from fengine.request import SamplingParams
+from fengine.text.decoding import Decoding, HasDecoding, PieceTable, clean_cut, clean_up
 
 
 @dataclass(slots=True)

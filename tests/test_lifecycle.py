@@ -1,0 +1,112 @@
+"""How engines end: interpreter exit, Ctrl-C, use after a fork, many in one process."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from checksum import checksum_engine, expected
+
+from fengine.errors import EngineClosedError
+
+TESTS = str(Path(__file__).parent)
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": TESTS},
+    )  # fmt: skip
+
+
+def test_the_interpreter_exits_with_requests_still_running() -> None:
+    done = run(
+        "from checksum import *\n"
+        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
+        "engine = Engine.from_parts(checksum_parts(pool=512))\n"
+        "stream = engine.generate(input_ids=[1], sampling_params={'max_new_tokens': 250}, stream=True)\n"
+        "next(stream)\n"
+        "print('leaving')\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
+
+
+def test_ctrl_c_aborts_the_call_and_the_engine_lives_on() -> None:
+    """The model itself sends the signal in its fifth step, so there is nothing to wait for."""
+    done = run(
+        "import os, signal\n"
+        "from checksum import *\n"
+        "def interrupting(params, spec, kv, batch):\n"
+        "    if len(params['calls']) == 8:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return forward(params, spec, kv, batch)\n"
+        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, interrupting, unembed, lambda _: [])}\n"
+        "greedy = lambda n: {'temperature': 0, 'max_new_tokens': n}\n"
+        "with Engine.from_parts(checksum_parts(pool=2048, rows=8)) as engine:\n"
+        "    try:\n"
+        "        engine.generate(input_ids=[[i] for i in range(8)], sampling_params=greedy(250))\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted')\n"
+        "    out = engine.generate(input_ids=[3, 4], sampling_params=greedy(5))['output_ids']\n"
+        "    assert out == expected([3, 4], 5), out\n"
+        "    stats = engine.stats()\n"
+        "    assert stats['running'] == stats['waiting'] == 0, stats\n"
+        "    engine._parts.driver.call(engine._parts.driver.scheduler.check)\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_an_engine_is_refused_after_a_fork() -> None:
+    done = run(
+        "import os\n"
+        "from checksum import *\n"
+        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
+        "with Engine.from_parts(checksum_parts()) as engine:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        try:\n"
+        "            engine.generate(input_ids=[1])\n"
+        "        except FengineError as error:\n"
+        "            os._exit(42 if 'fork' in str(error) else 1)\n"
+        "        os._exit(2)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n".replace(
+            "from checksum import *\n", "from checksum import *\nfrom fengine.errors import FengineError\n"
+        )
+    )
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
+
+
+def test_two_engines_in_one_process_are_independent() -> None:
+    with checksum_engine() as one, checksum_engine(page_size=1) as two:
+        answers: list[object] = [None, None]
+
+        def ask(i: int) -> None:
+            outputs = (one, two)[i].generate(
+                input_ids=[[i, j] for j in range(8)], sampling_params={"temperature": 0, "max_new_tokens": 9}
+            )
+            answers[i] = [o["output_ids"] for o in outputs]  # type: ignore[index]
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == [[expected([i, j], 9) for j in range(8)] for i in range(2)]
+        one.shutdown()
+        assert two.generate(input_ids=[5], sampling_params={"temperature": 0, "max_new_tokens": 3})["output_ids"] == (
+            expected([5], 3)
+        )
+        one._parts.driver.call = lambda check: check()
+
+
+def test_engines_come_and_go_without_leaving_threads() -> None:
+    before = threading.active_count()
+    for _ in range(30):
+        with checksum_engine() as engine:
+            engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})
+        with pytest.raises(EngineClosedError, match="shut down"):
+            engine.generate(input_ids=[1])
+    assert threading.active_count() == before

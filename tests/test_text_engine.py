@@ -1,0 +1,109 @@
+"""The Engine over the model in the box: text, stop strings, streams, and the steps of SGLang's offline-engine guide."""
+
+import asyncio
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fengine as sgl
+from fengine.checkpoint.hub import BOX
+from fengine.test.test_utils import is_in_ci
+from fengine.utils import async_stream_and_merge, stream_and_merge
+
+PROMPTS = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[sgl.Engine]:
+    with sgl.Engine(model_path="box") as engine:
+        yield engine
+
+
+def test_the_offline_engine_guide(llm: sgl.Engine) -> None:
+    """Batch, sync stream, async batch and async stream, each in an event loop of its own."""
+    assert is_in_ci() in (True, False)
+    importlib.import_module("fengine.test.doc_patch")
+    sampling = {"temperature": 0.2, "top_p": 0.9}
+    outputs = llm.generate(PROMPTS, {"temperature": 0.8, "top_p": 0.95})
+    assert [type(o["text"]) for o in outputs] == [str] * 4
+    merged = stream_and_merge(llm, PROMPTS[2], sampling | {"sampling_seed": 1})
+    whole = llm.generate(PROMPTS[2], sampling | {"sampling_seed": 1})
+    assert merged == whole["text"]
+
+    async def batch() -> list[str]:
+        return [o["text"] for o in await llm.async_generate(PROMPTS, sampling | {"sampling_seed": 1})]
+
+    async def stream() -> list[str]:
+        pieces = []
+        async for chunk in async_stream_and_merge(llm, PROMPTS[2], sampling | {"sampling_seed": 1}):
+            pieces.append(chunk)
+        return pieces
+
+    assert asyncio.run(batch())[2] == whole["text"] == "".join(asyncio.run(stream()))
+
+
+def test_text_is_the_decoding_of_the_ids_without_the_stop_token(llm: sgl.Engine) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BOX)
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, {"temperature": 0}), strict=True):
+        ids, finish = output["output_ids"], output["meta_info"]["finish_reason"]
+        assert output["meta_info"]["prompt_tokens"] == len(tokenizer(prompt).input_ids)
+        assert finish == {"type": "stop", "matched": ids[-1]}
+        assert output["text"] == tokenizer.decode(ids[:-1])
+
+
+def test_greedy_ids_and_logprobs_are_those_of_transformers(llm: sgl.Engine) -> None:
+    model = AutoModelForCausalLM.from_pretrained(BOX, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(BOX)
+    for prompt in PROMPTS:
+        output = llm.generate(prompt, {"temperature": 0, "max_new_tokens": 40}, return_logprob=True)
+        ids = tokenizer(prompt).input_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + output["output_ids"]])).logits[0, len(ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == output["output_ids"]
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(output["output_ids"])[:, None])[:, 0]
+        got = torch.tensor([lp for lp, _, _ in output["meta_info"]["output_token_logprobs"]])
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stop", [" state", "head of", ["zebra", "nment"], "."])
+def test_stop_strings_cut_the_text_and_end_the_request(llm: sgl.Engine, stop: str | list[str]) -> None:
+    full = llm.generate(PROMPTS[1], {"temperature": 0})
+    stops = [stop] if isinstance(stop, str) else stop
+    at, matched = min((full["text"].find(s) + len(s), s) for s in stops if s in full["text"])
+    for stream in (False, True):
+        result = llm.generate(PROMPTS[1], {"temperature": 0, "stop": stop}, stream=stream)
+        output = list(result)[-1] if stream else result
+        assert output["text"] == full["text"][: at - len(matched)]
+        assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+        ids = output["output_ids"]
+        assert ids == full["output_ids"][: len(ids)] and output["meta_info"]["completion_tokens"] == len(ids)
+        assert matched in llm.tokenizer.decode(ids) and matched not in llm.tokenizer.decode(ids[:-1])
+    stats = llm._parts.driver.call(llm.stats)  # behind the abort that the match has sent to the loop
+    assert stats["running"] == stats["waiting"] == 0
+
+
+def test_streams_never_take_text_back(llm: sgl.Engine) -> None:
+    seen = ""
+    for chunk in llm.generate("Copy: ☕ naïve 😀 ->", {"temperature": 1.5, "max_new_tokens": 60}, stream=True):
+        assert chunk["text"].startswith(seen)
+        seen = chunk["text"]
+
+
+def test_a_seed_is_the_same_alone_and_in_company(llm: sgl.Engine) -> None:
+    params = {"temperature": 0.9, "sampling_seed": 7, "max_new_tokens": 30}
+    alone = llm.generate("Once upon a time", params)
+    company = llm.generate([*PROMPTS, "Once upon a time"], params)
+    assert company[-1]["output_ids"] == alone["output_ids"] and company[-1]["text"] == alone["text"]
+
+
+def test_an_empty_prompt_starts_from_bos(llm: sgl.Engine) -> None:
+    output = llm.generate("", {"temperature": 0, "max_new_tokens": 8})
+    assert output["meta_info"]["prompt_tokens"] == 1 and output["text"]
