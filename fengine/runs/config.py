@@ -1,0 +1,109 @@
+"""The schema of a run: `RunConfig`, whose defaults `conf/` repeats for readers, and `check`. No torch, no Hydra."""
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from fengine import config as engine_config
+from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig, Numerics, SchedulerConfig
+from fengine.errors import FengineError
+from fengine.request import SamplingParams
+
+
+class View(Enum):
+    auto = "auto"  # live in a terminal, plain otherwise
+    live = "live"
+    plain = "plain"
+    quiet = "quiet"
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """`fengine.request.SamplingParams` as a caller writes it: temperature 0 is greedy, top_k None is off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    max_new_tokens: int | None = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    sampling_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """OmegaConf gives lists for tuples."""
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The mapping that `Engine.generate` takes. Pure."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One job: prompts in, records out. The first five fields are the engine's; two runs with equal ones share it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    numerics: Numerics = Numerics.exact
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    prompts: Any = None  # None: built in; a list of prompts; or the name of a .txt or .jsonl file
+    chat: bool = False
+    out: str | None = None
+    seed: int = 0
+    return_logprob: bool = False
+    max_errors: int | None = None
+    show: int = 32
+    view: View = View.auto
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The part that an engine is built from. The run's seed is not in it: each row brings its own."""
+        return EngineConfig(
+            model=self.model,
+            cache=self.cache,
+            scheduler=self.scheduler,
+            compile=self.compile,
+            numerics=self.numerics,
+        )
+
+
+@dataclass(frozen=True)
+class Point:
+    """One job: a checked config, and the directory that is its own (not made yet)."""
+
+    config: RunConfig
+    directory: Path
+    swept: tuple[str, ...] = ()  # the overrides that tell this point from its neighbours
+    files: tuple[tuple[str, str], ...] = ()  # (path in the directory, text): what was composed, to be kept
+
+
+def check(config: RunConfig) -> list[str]:
+    """Every problem that can be seen without loading anything, one line each. Pure."""
+    problems = engine_config.check(config.engine)
+    try:
+        SamplingParams.of(config.sampling.as_dict())
+    except FengineError as error:
+        problems.append(f"sampling.{error}")
+    for name in ("max_errors", "show"):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            problems.append(f"{name} must be at least 0, got {value}")
+    if not -(2**63) <= config.seed < 2**63:
+        problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
+    if config.out is not None and not config.out.strip():
+        problems.append("out must name a file; leave it out for output.jsonl in the run's own directory")
+    if not (config.prompts is None or isinstance(config.prompts, (str, list))):
+        problems.append(f"prompts must be a list or a file's name, got {config.prompts!r}")
+    if config.prompts in ("", []):
+        problems.append("prompts is empty; leave it out to run the built-in prompts")
+    if config.chat and config.model.skip_tokenizer_init:
+        problems.append("chat=true needs a tokenizer: set model.skip_tokenizer_init=false")
+    return problems
