@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError, InputFileError
-from fengine.runs.prompts import BadRow, OutputWriter, PromptRow, Row, error_record, read_prompts, result_record
 from fengine.request import derive_seed
 from fengine.runs import builtin
 from fengine.runs.config import RunConfig
 from fengine.runs.figures import Shown, Summary, count
 from fengine.runs.meter import Meter
+from fengine.runs.prompts import BadRow, OutputWriter, PromptRow, Row, error_record, read_prompts, result_record
 from fengine.runs.view import STREAMED_ROWS, QuietView
 
 WINDOW = 4  # rows in flight for each row that can run at once: the oldest may be long, and the others wait for it
