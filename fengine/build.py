@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from fengine.batching import RowTables
 from fengine.checkpoint.hub import resolve_model
@@ -128,7 +129,7 @@ def assemble(
     width = -(-context // page_size)
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(params)
     pages = pool_pages(config, spec, kv_dtype, rows, context)
-    kv = init_kv(spec, pages, page_size, kv_dtype, device_of(config))
+    kv = new_pool(spec, pages, page_size, kv_dtype, device_of(config))
     step = make_step(spec, compiled=config.compile.enabled)
     runner: CpuRunner | CudaRunner
     if device_of(config) == "cpu":
@@ -139,7 +140,13 @@ def assemble(
             device=device_of(config),
         )  # fmt: skip
     before = time.perf_counter()
-    kv: KVState = runner.warm_up(kv, page_size)
+    try:
+        kv: KVState = runner.warm_up(kv, page_size)
+    except TorchDynamoException as error:
+        raise ConfigError(
+            f"torch.compile failed: {str(error)[:2000]}\nIt needs a C++ compiler (apt install g++, or set CXX) and an "
+            f"undamaged cache (delete {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}); compile.enabled=false does without"
+        ) from error
     compile_seconds = time.perf_counter() - before
     pool = PagePool(pages)
     cache = PrefixCache(pool, page_size) if config.cache.prefix_cache else None
@@ -171,6 +178,8 @@ def device_of(config: EngineConfig) -> str:
     device = config.model.device or "cpu"
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
+    if device.startswith("cpu:"):
+        raise ConfigError(f"model.device is {device!r}; a CPU has no number: use device=cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"model.device is {device!r} but torch sees no CUDA device; use device=cpu")
     if device.partition(":")[2] and not device.partition(":")[2].isdigit():
@@ -221,6 +230,21 @@ def pool_pages(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, rows: 
             "Raise cache.mem_fraction_static, set cache.max_total_tokens, or use a smaller model or dtype."
         )
     return min(fit, most) + 1
+
+
+def new_pool(spec: ModelSpec, pages: int, page_size: int, dtype: torch.dtype, device: str) -> KVState:
+    """A zeroed KV state. Errors: OutOfMemoryError; ConfigError if its slots could not be numbered in int32."""
+    if pages * page_size > 2**31 - 1:
+        raise ConfigError(
+            f"a KV pool of {pages * page_size} slots is too large (limit 2**31 - 1); lower max_total_tokens"
+        )
+    try:
+        return init_kv(spec, pages, page_size, dtype, device)
+    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        size = kv_bytes_per_token(spec, dtype) * pages * page_size
+        raise OutOfMemoryError(
+            f"no memory for a KV pool of {size / 2**20:.0f} MiB on {device}: {error}; lower cache.max_total_tokens"
+        ) from error
 
 
 def use_private_caches() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from fengine.errors import (
     InvalidRequestError,
     UnsupportedFeatureError,
 )
-from fengine.request import Request, SamplingParams, derive_seed
+from fengine.request import Request, SamplingParams, derive_seed, exact_int
 from fengine.text.detokenizer import Detokenizer
 
 Output = dict[str, Any]
@@ -53,16 +54,21 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
     """Token ids as a list of int, each within the width of the logits. Errors: InvalidRequestError."""
     if hasattr(ids, "tolist"):
-        ids = ids.tolist()
+        try:
+            ids = ids.tolist()
+        except RuntimeError as error:  # a tensor of torch that is sparse, or holds no data
+            raise InvalidRequestError(f"input_ids must be readable as a list of token ids: {error}") from error
     if not isinstance(ids, (list, tuple)):
         raise InvalidRequestError(f"input_ids must be a list of token ids, got {type(ids).__name__}.")
     if not ids:
         raise InvalidRequestError("input_ids cannot be empty.")
     if set(map(type, ids)) != {int}:
-        for i, value in enumerate(ids):
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise InvalidRequestError(f"input_ids[{i}] must be an integer, got {value!r} ({type(value).__name__}).")
-        ids = [value.__index__() for value in ids]
+        exact = [exact_int(value) for value in ids]
+        if None in exact:
+            i = exact.index(None)
+            kind = type(ids[i]).__name__
+            raise InvalidRequestError(f"input_ids[{i}] must be an integer, got {ids[i]!r:.80} ({kind}).")
+        ids = exact
     if min(ids) < 0 or max(ids) >= vocab_size:
         i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidRequestError(f"input_ids[{i}] is {bad}; token ids must be in [0, {vocab_size - 1}].")
@@ -240,16 +246,17 @@ class Call:
 
     def _notifier(self, index: int) -> Callable[[Ticket], None]:
         def notify(ticket: Ticket) -> None:
+            if self.loop is not None and self.loop.is_closed():  # nobody will read
+                self.parts.driver.abort([ticket])
+                return
             if self.dirty[index] or not (self.stream or ticket.done):
                 return  # the reader will see this news with that which it has not read yet
             self.dirty[index] = True
             if self.loop is None:
                 self.mail.put(index)
                 return
-            try:
+            with suppress(RuntimeError):  # it was closed just now; the next news ends the request
                 self.loop.call_soon_threadsafe(self.mail.put_nowait, index)
-            except RuntimeError:  # the caller's event loop is closed: nobody will read
-                self.parts.driver.abort([ticket])
 
         return notify
 

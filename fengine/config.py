@@ -29,13 +29,20 @@ class Policy(Enum):
 
 
 class Numerics(Enum):
+    """`exact`: an output's bits do not depend on the batch. `fast` permits schedules that break this; none is built, so
+    both run the same ones."""
+
     exact = "exact"
     fast = "fast"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`path` is "box" (the model in the package), a directory, or a hub id."""
+    """`path` is "box" (the model in the package), a directory, or a hub id; `revision` is that of a hub id.
+
+    `dtype` auto keeps matrices as stored. `device` is cpu, cuda or cuda:N. `context_length` is in tokens, at most the
+    checkpoint's.
+    """
 
     path: str = "box"
     tokenizer_path: str | None = None
@@ -49,7 +56,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV pool: `max_total_tokens` slots in pages of `page_size`."""
+    """The KV pool: `max_total_tokens` slots in pages of `page_size`, rounded down to whole pages.
+
+    `mem_fraction_static` is the share of a GPU's memory for weights and pool, used where `max_total_tokens` is None; on
+    the CPU it has no effect.
+    """
 
     page_size: int | None = None
     max_total_tokens: int | None = None
@@ -59,7 +70,10 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size)."""
+    """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size).
+
+    `overlap` schedules the next step while the device computes this one; None: on a GPU.
+    """
 
     max_running_requests: int | None = None
     max_step_tokens: int | None = None
@@ -77,7 +91,10 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that an engine is built from. Two equal configs may share one engine."""
+    """All that an engine is built from. Two equal configs may share one engine.
+
+    Seeds that requests do not bring derive from `random_seed` and the request's index.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -94,6 +111,9 @@ class Hardware:
     device: str  # "cpu" or "cuda"
 
 
+MAX_ROWS = 65536
+
+
 def check(config: EngineConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each."""
     problems: list[str] = []
@@ -107,6 +127,8 @@ def check(config: EngineConfig) -> list[str]:
     positive("cache.max_total_tokens", cache.max_total_tokens)
     positive("scheduler.max_running_requests", scheduler.max_running_requests)
     positive("scheduler.max_step_tokens", scheduler.max_step_tokens)
+    if (scheduler.max_running_requests or 0) > MAX_ROWS:
+        problems.append(f"scheduler.max_running_requests must be at most {MAX_ROWS}: tables are made for every row")
     positive("model.context_length", config.model.context_length)
     fraction = cache.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:

@@ -156,16 +156,18 @@ class Driver:
             return value
 
     def close(self) -> None:
-        """Stops both threads; every unfinished request ends with EngineClosedError. Idempotent."""
+        """Stops both threads; every unfinished request ends with EngineClosedError. Idempotent.
+
+        When it returns, the device's memory is free. Only one of the two threads itself, which the garbage collector
+        may make call this, cannot wait: they then end by themselves.
+        """
         with self.door:
             first, self.closed = not self.closed, True
         if first:
             self.inbox.put(lambda: None)  # wakes the loop
-        for thread in self.threads:
-            if thread is not threading.current_thread():
+        if threading.current_thread() not in self.threads:
+            for thread in self.threads:
                 thread.join()
-        if first:
-            del self.kv, self.runner  # weights, pages and graphs: the device's memory is free when this returns
 
     def _put(self, closure: Callable[[], None]) -> None:
         with self.door:
@@ -190,6 +192,7 @@ class Driver:
                 self.dead = dead
             self._settle(dead)
         finally:
+            del self.kv, self.runner, self.flight  # weights, pages and graphs
             self.news.put(None)
 
     def _drain(self, block: bool) -> None:
@@ -285,9 +288,11 @@ class Driver:
                 text, had = ticket.seen
                 fresh = request.token_ids[start + had : start + known]
                 trim = known == request.num_output and ends_in_stop_token(request)
-                ticket.seen = (text + detokenizer.push(fresh, trim_last=trim), known)
-                if detokenizer.matched is not None:
-                    self._stop(ticket)
+                text += detokenizer.push(fresh, trim_last=trim)
+                matched = detokenizer.matched_tokens  # fewer than known, if more tokens came with those that matched
+                ticket.seen = (text, known if matched is None else matched)
+                if matched is not None:
+                    self._stop(ticket, Finish("stop", matched=detokenizer.matched))
                     return
             except Exception as error:
                 self._fail(ticket, error)
@@ -295,13 +300,9 @@ class Driver:
         if request.finish is None:
             ticket.notify(ticket)
 
-    def _stop(self, ticket: Ticket) -> None:
-        detokenizer = ticket.detokenizer
-        if detokenizer is None or detokenizer.matched_tokens is None:
-            return
-        ticket.seen = (ticket.seen[0], detokenizer.matched_tokens)
-        ticket.finish = Finish("stop", matched=detokenizer.matched)
+    def _stop(self, ticket: Ticket, finish: Finish) -> None:
         ticket.finished = time.perf_counter()
+        ticket.finish = finish  # last: the caller may look at any moment
         self.abort([ticket])
         ticket.notify(ticket)
 

@@ -71,7 +71,7 @@ class StaleStateError(FengineError, RuntimeError):
 
 
 class NumericsError(FengineError, ArithmeticError):
-    """A row produced non-finite logits, or a configuration is outside what `numerics=exact` has been proved for."""
+    """A row produced non-finite logits."""
 
 
 class OutOfMemoryError(FengineError, MemoryError):

@@ -12,6 +12,7 @@ from fengine.errors import InvalidRequestError, UnknownParameterError, Unsupport
 TOP_K_ALL = 1 << 30  # stored form of "top_k off", as SGLang does
 MAX_STOP_STRINGS = 32
 MAX_STOP_BYTES = 1024
+MAX_TEMPERATURE = 1e30  # still a finite float32; above it every token is equally likely anyway
 
 # Known to SGLang's users but not built yet. A value that means "off" is accepted, anything else is refused by name.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -35,17 +36,31 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 
 
+def exact_int(value: Any) -> int | None:
+    """The int that `value` is: an int, or an integer scalar of numpy or torch. None for bool and all else. Pure."""
+    try:
+        value = value.tolist() if hasattr(value, "tolist") else value
+        return None if isinstance(value, bool) else value.__index__()
+    except (AttributeError, TypeError, RuntimeError):  # no integer; or a tensor that holds no data
+        return None
+
+
 def _number(name: str, value: Any) -> float:
-    """A finite float from int, float, or a numpy scalar; never bool, str or NaN."""
-    if isinstance(value, bool) or not hasattr(value, "__float__") or isinstance(value, (str, bytes)):
-        raise InvalidRequestError(f"{name} must be a number, got {value!r} of type {type(value).__name__}.")
-    return float(value)
+    """A float from int, float, or a scalar of numpy or torch; never bool, str or an array."""
+    try:
+        scalar = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(scalar, (bool, str, bytes)) and hasattr(scalar, "__float__"):
+            return float(scalar)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass  # told below
+    raise InvalidRequestError(f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}.")
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidRequestError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}.")
-    return value.__index__()
+    number = exact_int(value)
+    if number is None:
+        raise InvalidRequestError(f"{name} must be an integer, got {value!r:.80} of type {type(value).__name__}.")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +89,8 @@ class SamplingParams:
     @classmethod
     def of(cls, values: "dict[str, Any] | SamplingParams | None", vocab_size: int | None = None) -> "SamplingParams":
         """Validates a mapping of SGLang sampling keys. `vocab_size` is the logits width, for the id checks."""
-        if isinstance(values, SamplingParams):
-            return values
+        if isinstance(values, SamplingParams):  # it may have been made by hand
+            values = {f.name: getattr(values, f.name) for f in fields(cls)}
         if values is None:
             return cls()
         if not isinstance(values, dict):
@@ -105,7 +120,7 @@ def _checked(given: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
             raise InvalidRequestError(f"max_new_tokens must be at least 0, got {out['max_new_tokens']}.")
     elif "max_new_tokens" in given:
         out["max_new_tokens"] = None
-    out["temperature"] = temperature = _number("temperature", given.get("temperature", 1.0))
+    temperature = _number("temperature", given.get("temperature", 1.0))
     if not (math.isfinite(temperature) and temperature >= 0):
         raise InvalidRequestError(f"temperature must be a non-negative finite number, got {temperature}.")
     out["top_p"] = top_p = _number("top_p", given.get("top_p", 1.0))
@@ -118,6 +133,7 @@ def _checked(given: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
     out["min_p"] = min_p = _number("min_p", given.get("min_p", 0.0))
     if not 0 <= min_p <= 1:
         raise InvalidRequestError(f"min_p must be in [0, 1], got {min_p}.")
+    out["temperature"] = min(temperature, MAX_TEMPERATURE)
     if temperature < 1e-6:  # SGLang's greedy
         out["temperature"], out["top_k"] = 1.0, 1
     out["stop"] = _stop_strings(given.get("stop", ()))
@@ -128,10 +144,12 @@ def _checked(given: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
                 raise InvalidRequestError(f"{name} must be True or False, got {given[name]!r}.")
             out[name] = given[name]
     if "sampling_seed" in given:
-        seed = given["sampling_seed"]
-        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-            raise InvalidRequestError(f"sampling_seed must be an integer, got {type(seed).__name__}.")
-        out["sampling_seed"] = seed = seed.__index__()
+        seed = exact_int(given["sampling_seed"])
+        if seed is None:
+            raise InvalidRequestError(
+                f"sampling_seed must be an integer, got {type(given['sampling_seed']).__name__}."
+            )
+        out["sampling_seed"] = seed
         if not -(2**63) <= seed < 2**63:
             raise InvalidRequestError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}.")
     return out

@@ -169,7 +169,13 @@ class CudaRunner:
     def all_buckets(self) -> list[Bucket]:
         """Largest first, so that the graphs' shared pool is sized once."""
         decode = [Bucket(s, s, self.graphs) for s in self.decode]
-        mixed = [Bucket(s, r, self.graphs and s <= 1024) for s in self.tokens for r in self.mixed_rows if s >= r]
+        fewer = [0, *self.mixed_rows]  # a step with more rows than this has more tokens still
+        mixed = [
+            Bucket(s, r, self.graphs and s <= 1024)
+            for s in self.tokens
+            for least, r in zip(fewer, self.mixed_rows, strict=False)
+            if s > least
+        ]
         return sorted(decode + mixed, key=lambda b: (b.tokens, b.rows), reverse=True)
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
@@ -224,13 +230,12 @@ class CudaRunner:
 
     def launch(self, kv: KVState, staged: Staged) -> tuple[KVState, Flight]:
         """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on."""
+        assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
         rows = staged.kv_len_R.shape[0]
         bucket = self.bucket(staged.token_T.shape[0], rows)
         layout = self._stage(staged, bucket)
         if bucket.graph:
-            if bucket not in self.captured:
-                self._capture(bucket, layout)
-            graph, out = self.captured[bucket]
+            graph, out = self.captured[bucket]  # never captured here: the run before a capture would overwrite the feed
             graph.replay()
         else:
             out = self._run(bucket, layout)

@@ -1,7 +1,8 @@
 """`ServerArgs`: SGLang's names for an engine's settings, each honoured, harmless, or refused by name."""
 
+import os
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from fengine.config import (
     CacheConfig,
@@ -39,18 +40,17 @@ class ServerArgs:
     disable_radix_cache: bool = False
     disable_overlap_schedule: bool | None = None
     disable_cuda_graph: bool = False
-    random_seed: int | None = None
+    random_seed: int | None = None  # None is 0: a run can be repeated without having noted its seed
     incremental_streaming_output: bool = False
     stream_output: bool = False  # SGLang's older name of the same
     enable_metrics: bool = False
+    enable_torch_compile: bool = True
     numerics: str = "exact"  # fengine's own
     # -- harmless: what they ask for is always so, or has no counterpart in one process
     enable_deterministic_inference: bool = True
     enable_mixed_chunk: bool = True
-    enable_torch_compile: bool = True
     max_prefill_tokens: int | None = None
     cuda_graph_max_bs: int | None = None
-    stream_interval: int = 1
     log_level: str = "error"
     log_level_http: str | None = None
     log_requests: bool = False
@@ -62,10 +62,11 @@ class ServerArgs:
     served_model_name: str | None = None
     warmups: str | None = None
     skip_server_warmup: bool = False
-    download_dir: str | None = None
     sampling_backend: str | None = None
     # -- refused unless left at their default
     trust_remote_code: bool = False
+    download_dir: str | None = None
+    stream_interval: int = 1
     is_embedding: bool = False
     chat_template: str | None = None
     quantization: str | None = None
@@ -94,6 +95,7 @@ class ServerArgs:
 
     def to_config(self) -> EngineConfig:
         """The same settings in fengine's words. Errors: ConfigError, UnsupportedFeatureError."""
+        self._check_types()
         self._refuse()
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk < 1:  # SGLang's -1: chunking off; the step still needs a budget
@@ -122,17 +124,30 @@ class ServerArgs:
                 policy=_choice(Policy, "schedule_policy", self.schedule_policy),
                 overlap=overlap,
             ),
-            compile=CompileConfig(cuda_graph=not self.disable_cuda_graph),
+            compile=CompileConfig(enabled=self.enable_torch_compile, cuda_graph=not self.disable_cuda_graph),
             numerics=_choice(Numerics, "numerics", self.numerics),
             random_seed=0 if self.random_seed is None else self.random_seed,
         )
 
+    def _check_types(self) -> None:
+        """A wrong type is told here, not where it is first used."""
+        bad = []
+        for f in fields(self):
+            value, kinds = getattr(self, f.name), f.type
+            if f.name in REFUSED or (f.name == "model_path" and isinstance(value, os.PathLike)):
+                continue
+            allowed = get_args(kinds) or (kinds,)
+            if type(value) not in allowed and not (type(value) is int and float in allowed):
+                kind = getattr(kinds, "__name__", kinds)
+                bad.append(f"{f.name} must be {kind}, got {value!r:.80} ({type(value).__name__})")
+        if bad:
+            raise ConfigError("; ".join(bad))
+
     def _refuse(self) -> None:
         """Everything not built that differs from its default, all at once."""
         defaults = {f.name: f.default for f in fields(self)}
-        bad = [
-            f"{name}={getattr(self, name)!r}" for name in REFUSED if getattr(self, name) not in (None, defaults[name])
-        ]
+        off = {name: (None, False if defaults[name] is None else defaults[name]) for name in REFUSED}
+        bad = [f"{name}={getattr(self, name)!r}" for name in REFUSED if getattr(self, name) not in off[name]]
         if bad:
             raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
 

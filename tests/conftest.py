@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, a private cache, and GPU tests only where there is a GPU."""
+"""Shared by all tests: no network, and GPU tests only where there is a GPU."""
 
 import os
 

@@ -2,14 +2,16 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from fengine import Engine
-from fengine.build import build, kv_bytes_per_token, pool_pages
+from fengine.build import build, kv_bytes_per_token, new_pool, pool_pages
 from fengine.config import CacheConfig, EngineConfig, Hardware, ModelConfig, SchedulerConfig, resolve
 from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError
+from fengine.runner import CpuRunner
 from fengine.spec import ModelSpec, RopeSpec
 
 CPU = Hardware("cpu")
@@ -77,3 +79,38 @@ def test_each_engine_of_a_process_compiles_on_its_own(tmp_path) -> None:  # noqa
         with Engine(model_path=str(tmp_path), load_format="dummy", skip_tokenizer_init=True) as engine:
             assert engine.stats()["compiles"] == 1
             assert len(engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"page_size": "4"}, ConfigError, "page_size must be .*int.*'4'"),
+        ({"page_size": 4.0}, ConfigError, "page_size must be .*int.*4.0"),
+        ({"max_running_requests": True}, ConfigError, "max_running_requests must be .*True"),
+        ({"max_running_requests": 10**9}, ConfigError, "max_running_requests must be at most 65536"),
+        ({"mem_fraction_static": "a", "random_seed": "b"}, ConfigError, "mem_fraction_static.*random_seed"),
+        ({"dtype": ["a"]}, ConfigError, "dtype must be str"),
+        ({"disable_radix_cache": "no"}, ConfigError, "disable_radix_cache must be bool"),
+        ({"device": "cpu:0"}, ConfigError, "use device=cpu"),
+        ({"max_total_tokens": 2**40}, ConfigError, "lower max_total_tokens"),
+    ],
+)
+def test_a_wrong_field_is_told_by_name(fields: dict, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Engine(model_path="box", **fields)
+
+
+def test_a_pool_that_no_memory_holds_is_told_with_its_size() -> None:
+    with pytest.raises(OutOfMemoryError, match="MiB on cpu.*max_total_tokens"):
+        new_pool(replace(SPEC, num_layers=1, num_kv_heads=2**20), 2**20, 16, torch.float32, "cpu")
+
+
+def test_no_compiler_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.compile says it; the same error tells of a damaged cache."""
+
+    def warm_up(*_: object) -> None:
+        raise torch._dynamo.exc.BackendCompilerFailed(warm_up, RuntimeError("No working C++ compiler"), None)
+
+    monkeypatch.setattr(CpuRunner, "warm_up", warm_up)
+    with pytest.raises(ConfigError, match="(?s)No working C.. compiler.*apt install g.*delete"):
+        Engine(model_path="box")

@@ -94,3 +94,19 @@ def test_compilers_that_are_missing_or_fail(
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="install"):
         compiler.build("small", [small_source], [])
+
+
+def test_no_home_directory_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        compiler.private_cache_dir()
+
+
+def test_a_cc_that_is_no_command_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "'gcc")
+    with pytest.raises(ConfigError, match="CC=.*is not a command"):
+        compiler.find_compiler()

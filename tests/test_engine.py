@@ -7,6 +7,7 @@ import threading
 
 import checksum
 import pytest
+import torch
 from checksum import VOCAB, checksum_engine, expected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -376,3 +377,13 @@ def test_server_args_are_honoured_or_refused_by_name() -> None:
     config = ServerArgs(model_path="x", page_size=4, chunked_prefill_size=-1, disable_radix_cache=True).to_config()
     assert config.cache.page_size == 4 and not config.cache.prefix_cache
     assert config.scheduler.max_step_tokens is None
+
+
+@pytest.mark.parametrize("ids", [[1, torch.tensor(1.5)], [torch.tensor(True)], torch.zeros(1, device="meta"), [1, [2]]])
+def test_tensors_that_are_no_ids_are_refused(ids: object) -> None:
+    with checksum_engine() as engine:
+        with pytest.raises(InvalidRequestError, match="input_ids"):
+            engine.generate(input_ids=ids)  # type: ignore[arg-type]
+        assert engine.generate(input_ids=torch.tensor([1, 2]), sampling_params=greedy(3))["output_ids"] == (  # type: ignore[arg-type]
+            expected([1, 2], 3)
+        )

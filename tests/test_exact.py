@@ -138,6 +138,22 @@ def test_bits_do_not_depend_on_the_layout(
             assert llm.stats()["preemptions"] > 0
 
 
+def test_bits_of_many_decoding_rows_beside_a_chunk(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With overlap, more rows than the smaller of a device's row buckets, and fewer tokens than the larger has rows."""
+    eager(monkeypatch)
+    draw = random.Random(5)
+    requests = [
+        (
+            [draw.randrange(211) for _ in range(length)],
+            {"temperature": 0, "ignore_eos": True, "max_new_tokens": 3 + i % 9},
+        )
+        for i, length in enumerate([3] * 42 + [12])
+    ]
+    options = {"max_running_requests": 128, "chunked_prefill_size": 128, "disable_overlap_schedule": False}
+    with engine(checkpoint, **options) as llm:
+        assert batch(llm, requests) == alone(llm, requests)
+
+
 def test_logits_react_to_the_input(reference: Result) -> None:
     assert len({tuple(ids) for ids, _ in reference}) == len(reference)
     spread = [lp for _, logprobs in reference for lp in logprobs]

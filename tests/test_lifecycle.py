@@ -1,5 +1,6 @@
 """How engines end: interpreter exit, Ctrl-C, use after a fork, many in one process."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from checksum import checksum_engine, expected
 
+from fengine.driver import News, Ticket
 from fengine.errors import EngineClosedError
 
 TESTS = str(Path(__file__).parent)
@@ -110,3 +112,36 @@ def test_engines_come_and_go_without_leaving_threads() -> None:
         with pytest.raises(EngineClosedError, match="shut down"):
             engine.generate(input_ids=[1])
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("thread", [0, 1])
+def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
+    """As happens when the garbage collector runs a finalizer there."""
+    with checksum_engine() as engine:
+        driver, stream = engine._parts.driver, engine.generate(input_ids=[1], stream=True)
+        if thread == 0:
+            driver.inbox.put(engine.shutdown)
+        else:
+            driver.news.put(
+                News([], [Ticket(stream._call.tickets[0].request, None, True, lambda _: engine.shutdown())])
+            )
+        with pytest.raises(EngineClosedError):
+            list(stream)
+        for own in driver.threads:
+            own.join(60)
+            assert not own.is_alive()
+        driver.call = lambda check: check()
+
+
+def test_an_event_loop_that_was_closed_ends_its_requests() -> None:
+    with checksum_engine(pool=512) as engine:
+        loop = asyncio.new_event_loop()
+        params = {"max_new_tokens": 250, "ignore_eos": True}
+        stream = loop.run_until_complete(engine.async_generate(input_ids=[1], sampling_params=params, stream=True))
+        ticket = stream._call.tickets[0]
+        stream._call.dirty[0] = True  # news that the loop has not delivered
+        loop.close()
+        stream._call._notifier(0)(ticket)
+        engine._parts.driver.call(lambda: None)
+        assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+        assert ticket.request.num_output < 250

@@ -1,9 +1,11 @@
 """Sampling parameters: every value is either normalised or refused with the documented words."""
 
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,3 +102,28 @@ def test_finish_reasons_are_sglangs() -> None:
     assert Finish("stop", matched=5).as_dict() == {"type": "stop", "matched": 5}
     assert Finish("length", length=7).as_dict() == {"type": "length", "length": 7}
     assert Finish("abort").as_dict()["type"] == "abort"
+
+
+ODD = [torch.tensor([1, 2]), torch.tensor(1.5), torch.tensor(True), np.array([1, 2]), np.bool_(True), 1j, [1], "1"]
+
+
+@pytest.mark.parametrize("name", ["top_k", "max_new_tokens", "sampling_seed"])
+def test_only_integers_are_integers(name: str) -> None:
+    for value in ODD:
+        with pytest.raises(InvalidRequestError, match=f"{name} must be an integer"):
+            SamplingParams.of({name: value})
+        with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+            SamplingParams.of({"stop_token_ids": [value]})
+    assert getattr(SamplingParams.of({name: torch.tensor(7)}), name) == 7
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_only_numbers_are_numbers(name: str) -> None:
+    for value in (*(v for v in ODD if v is not ODD[1]), 10**400, Decimal("sNaN")):
+        with pytest.raises(InvalidRequestError, match=f"{name} must be a number"):
+            SamplingParams.of({name: value})
+    assert getattr(SamplingParams.of({name: torch.tensor(0.5)}), name) == 0.5
+
+
+def test_a_temperature_stays_finite_in_float32() -> None:
+    assert np.isfinite(np.float32(SamplingParams.of({"temperature": 1e300}).temperature))

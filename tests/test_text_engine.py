@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
 from fengine.checkpoint.hub import BOX
+from fengine.driver import Ticket
+from fengine.request import Finish, Request, SamplingParams
 from fengine.test.test_utils import is_in_ci
+from fengine.text.detokenizer import Detokenizer
 from fengine.utils import async_stream_and_merge, stream_and_merge
 
 PROMPTS = [
@@ -57,6 +61,18 @@ def test_text_is_the_decoding_of_the_ids_without_the_stop_token(llm: sgl.Engine)
         assert output["meta_info"]["prompt_tokens"] == len(tokenizer(prompt).input_ids)
         assert finish == {"type": "stop", "matched": ids[-1]}
         assert output["text"] == tokenizer.decode(ids[:-1])
+
+
+def test_an_ordinary_stop_token_is_kept_in_the_ids_but_not_in_the_text(llm: sgl.Engine) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BOX)
+    full = llm.generate(PROMPTS[2], {"temperature": 0})["output_ids"]
+    stop = next(i for i in full[3:] if i not in full[:3] and tokenizer.decode([i]).strip())
+    params = {"temperature": 0, "stop_token_ids": [stop]}
+    chunks = list(llm.generate(PROMPTS[2], params, stream=True))
+    for output in (llm.generate(PROMPTS[2], params), chunks[-1]):
+        assert output["output_ids"] == full[: full.index(stop) + 1]
+        assert output["text"] == tokenizer.decode(full[: full.index(stop)])
+        assert output["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
 def test_greedy_ids_and_logprobs_are_those_of_transformers(llm: sgl.Engine) -> None:
@@ -107,3 +123,26 @@ def test_a_seed_is_the_same_alone_and_in_company(llm: sgl.Engine) -> None:
 def test_an_empty_prompt_starts_from_bos(llm: sgl.Engine) -> None:
     output = llm.generate("", {"temperature": 0, "max_new_tokens": 8})
     assert output["meta_info"]["prompt_tokens"] == 1 and output["text"]
+
+
+def test_a_stream_shows_no_token_behind_a_stop_string(llm: sgl.Engine) -> None:
+    """Several tokens may come at once, when the text thread is behind; a reader may look between any two writes."""
+    assert llm.tokenizer is not None
+    prompt, answer = [1, 2], llm.tokenizer.encode("one two three four five")
+    params = SamplingParams.of({"stop": " two"})
+    request = Request("r", 2, prompt + answer, params, seed=0, max_new_tokens=99, stop_ids=frozenset())
+    seen: list[tuple[str, int]] = []
+
+    class Watched(Ticket):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "seen":
+                seen.append(value)
+            if name == "finish" and value is not None:
+                assert self.finished is not None
+
+    ticket = Watched(request, Detokenizer(llm.tokenizer, params), True, lambda _: None)
+    llm._parts.driver._push(ticket, len(answer))
+    assert ticket.finish == Finish("stop", matched=" two")
+    assert [text for text, _ in seen] == ["", "one"] and 0 < seen[-1][1] < len(answer)
+    assert " two" in llm.tokenizer.decode(answer[: seen[-1][1]])

@@ -30,7 +30,10 @@ def private_cache_dir() -> Path:
     Errors: CacheSecurityError if it is another user's or others can write to it; ConfigError if it cannot be made.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    path = (base if base.is_absolute() else Path.home() / ".cache") / "fengine"
+    try:
+        path = (base if base.is_absolute() else Path.home() / ".cache") / "fengine"
+    except RuntimeError as error:
+        raise ConfigError(f"cannot tell where to cache compiled code: {error}; set XDG_CACHE_HOME") from error
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.stat()
@@ -46,7 +49,10 @@ def private_cache_dir() -> Path:
 
 def find_compiler() -> list[str]:
     """The C compiler as a command: $CC, else cc, gcc or clang. Errors: ConfigError if there is none."""
-    wanted = shlex.split(os.environ.get("CC", ""))
+    try:
+        wanted = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise ConfigError(f"CC={os.environ['CC']!r} is not a command: {error}") from error
     if wanted and shutil.which(wanted[0]):
         return wanted
     for name in ("cc", "gcc", "clang"):

@@ -1,0 +1,18 @@
+"""Every step that can come finds its bucket among those that warm-up compiles and captures."""
+
+import pytest
+
+from fengine.runner import CudaRunner, decode_buckets, token_buckets
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"), [(1, 1), (16, 64), (33, 33), (48, 100), (64, 512), (128, 128), (512, 8192), (1000, 1000)]
+)
+def test_no_step_needs_a_bucket_that_warm_up_left_out(rows: int, tokens: int) -> None:
+    runner = CudaRunner.__new__(CudaRunner)  # its tables only; no device
+    runner.graphs, runner.decode, runner.mixed_rows = True, decode_buckets(rows), sorted({min(32, rows), rows})
+    runner.tokens = token_buckets(max(tokens, rows))
+    known = set(runner.all_buckets())
+    for count in range(1, rows + 1):
+        for total in range(count, min(tokens, 1200) + 1):
+            assert runner.bucket(total, count) in known, (total, count)
