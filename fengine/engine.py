@@ -7,8 +7,9 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
+from fengine.admission import admit_all, split
 from fengine.build import Parts, build
-from fengine.calls import AsyncStream, Call, Output, Stream, admit_all, split
+from fengine.calls import AsyncStream, Call, Output, Stream
 from fengine.config import EngineConfig
 from fengine.errors import EngineClosedError, InvalidRequestError
 from fengine.server_args import ServerArgs

@@ -146,9 +146,7 @@ def _checked(given: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
     if "sampling_seed" in given:
         seed = exact_int(given["sampling_seed"])
         if seed is None:
-            raise InvalidRequestError(
-                f"sampling_seed must be an integer, got {type(given['sampling_seed']).__name__}."
-            )
+            raise InvalidRequestError(f"sampling_seed must be an integer, got {type(given['sampling_seed']).__name__}.")
         out["sampling_seed"] = seed
         if not -(2**63) <= seed < 2**63:
             raise InvalidRequestError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}.")

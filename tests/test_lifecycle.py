@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from checksum import checksum_engine, expected
 
-from fengine.driver import News, Ticket
 from fengine.errors import EngineClosedError
+from fengine.tickets import News, Ticket
 
 TESTS = str(Path(__file__).parent)
 
@@ -122,7 +122,7 @@ def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
         if thread == 0:
             driver.inbox.put(engine.shutdown)
         else:
-            driver.news.put(
+            driver.text.news.put(
                 News([], [Ticket(stream._call.tickets[0].request, None, True, lambda _: engine.shutdown())])
             )
         with pytest.raises(EngineClosedError):

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
 from fengine.checkpoint.hub import BOX
-from fengine.driver import Ticket
 from fengine.request import Finish, Request, SamplingParams
 from fengine.test.test_utils import is_in_ci
 from fengine.text.detokenizer import Detokenizer
+from fengine.tickets import Ticket
 from fengine.utils import async_stream_and_merge, stream_and_merge
 
 PROMPTS = [
@@ -142,7 +142,7 @@ def test_a_stream_shows_no_token_behind_a_stop_string(llm: sgl.Engine) -> None:
                 assert self.finished is not None
 
     ticket = Watched(request, Detokenizer(llm.tokenizer, params), True, lambda _: None)
-    llm._parts.driver._push(ticket, len(answer))
+    llm._parts.driver.text._push(ticket, len(answer))
     assert ticket.finish == Finish("stop", matched=" two")
     assert [text for text, _ in seen] == ["", "one"] and 0 < seen[-1][1] < len(answer)
     assert " two" in llm.tokenizer.decode(answer[: seen[-1][1]])

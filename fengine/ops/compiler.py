@@ -58,7 +58,7 @@ def find_compiler() -> list[str]:
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
-    remedy = "xcode-select --install" if platform.system() == "Darwin" else "apt install gcc"
+    remedy = "xcode-select --install" if platform.system() == "Darwin" else "apt install g++"
     raise ConfigError(f"running on the CPU needs a C compiler, and none of $CC, cc, gcc, clang was found; {remedy}")
 
 
