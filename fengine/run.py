@@ -5,6 +5,7 @@ Exit codes: 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 13
 """
 
 import asyncio
+import gc
 import os
 import sys
 import traceback
@@ -44,9 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def open_engine(config: EngineConfig) -> Any:
     """An Engine. The one place where the command line imports torch. Errors: ConfigError, ModelLoadError and kinds."""
-    from fengine.engine import Engine
+    gc.disable()  # the import makes a million objects that stay; looking for garbage among them is a tenth of the start
+    try:
+        from fengine.engine import Engine
 
-    return Engine.from_config(config)
+        return Engine.from_config(config)
+    finally:
+        gc.enable()
 
 
 class EngineCache:
