@@ -21,6 +21,7 @@ from fengine.config import CacheConfig, CompileConfig, EngineConfig, Policy, Sch
 from fengine.driver import Driver
 from fengine.engine import Engine
 from fengine.models import Model
+from fengine.request import Request
 from fengine.spec import ModelSpec, RopeSpec
 from fengine.state import KVState, Params, StepBatch
 
@@ -99,9 +100,23 @@ def checksum_parts(*, page_size: int = 4, pool: int = 256, rows: int = 4, tokens
     )
     config = replace(config, model=replace(config.model, device="cpu", skip_tokenizer_init=True))
     params: Params = {"final_norm_D": torch.ones(1), "calls": []}
-    return assemble(
+    parts = assemble(
         config, SPEC, params, None, context, eos, Path("."), started=time.perf_counter(), compiles_at_start=0
     )
+    check_after_every_step(parts.driver)
+    return parts
+
+
+def check_after_every_step(driver: Driver) -> None:
+    """Page identity after each update; a violation kills the loop, so every waiting call fails."""
+    update = driver.scheduler.update
+
+    def checked(*arguments: Any) -> list[Request]:
+        finished = update(*arguments)
+        driver.scheduler.check()
+        return finished
+
+    driver.scheduler.update = checked  # type: ignore[method-assign]
 
 
 def check_books(driver: Driver) -> None:

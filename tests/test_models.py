@@ -234,7 +234,6 @@ def test_cuda(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
             assert logprob_error(model.reference, row) < tolerance
 
 
-@pytest.mark.skipif(not (BOX / "model.safetensors").exists(), reason="the model in the box is not there")
 def test_the_model_in_the_box() -> None:
     model = load(BOX)
     prompts = prompts_for(model.spec)

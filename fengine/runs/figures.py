@@ -108,7 +108,7 @@ def common_place(paths: Sequence[str]) -> str:
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """(label, figures) pairs, the same for every view. Pure."""
     cut = f"{summary.ended}: " if summary.ended else ""
-    cached = f" ({summary.cached_tokens:,} from the prefix cache)" if summary.cached_tokens else ""
+    cached = f" ({summary.cached_tokens:,} from the prefix cache)"
     engine = f"start {duration(summary.start_seconds)}, of it compile {duration(summary.compile_seconds)}"
     if summary.reused:
         engine = "reused, nothing loaded or compiled" + (f" ({summary.compiles} compiles!)" if summary.compiles else "")
