@@ -15,7 +15,7 @@ from fengine.batching import RowTables
 from fengine.checkpoint.hub import resolve_model
 from fengine.config import EngineConfig, Hardware, LoadFormat, resolve
 from fengine.driver import Driver
-from fengine.errors import ConfigError, OutOfMemoryError
+from fengine.errors import ConfigError, OutOfMemoryError, UnsupportedArchitectureError
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
 from fengine.host.scheduler import Scheduler
@@ -127,6 +127,7 @@ def assemble(
     page_size = config.cache.page_size or 16
     rows, tokens = config.scheduler.max_running_requests or 1, config.scheduler.max_step_tokens or 1
     width = -(-context // page_size)
+    refuse_unbuilt_shape(spec, device_of(config))
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(params)
     pages = pool_pages(config, spec, kv_dtype, rows, context)
     kv = new_pool(spec, pages, page_size, kv_dtype, device_of(config))
@@ -187,6 +188,14 @@ def device_of(config: EngineConfig) -> str:
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
         raise ConfigError(f"model.device is {device!r} but torch sees {torch.cuda.device_count()} CUDA device(s)")
     return device
+
+
+def refuse_unbuilt_shape(spec: ModelSpec, device: str) -> None:
+    """Shapes that the CUDA kernels do not take. Errors: UnsupportedArchitectureError."""
+    if device.startswith("cuda") and spec.head_dim < 16:
+        raise UnsupportedArchitectureError(
+            f"head_dim is {spec.head_dim}; attention on CUDA needs at least 16 (one matrix tile). Use device=cpu."
+        )
 
 
 def activation_dtype(params: Params) -> torch.dtype:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fengine import Engine
-from fengine.build import build, kv_bytes_per_token, new_pool, pool_pages
+from fengine.build import build, kv_bytes_per_token, new_pool, pool_pages, refuse_unbuilt_shape
 from fengine.config import CacheConfig, EngineConfig, Hardware, ModelConfig, SchedulerConfig, resolve
-from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError
+from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
 from fengine.runner import CpuRunner
 from fengine.spec import ModelSpec, RopeSpec
 
@@ -58,6 +58,13 @@ def test_the_pool_is_what_is_asked_for_or_what_fits() -> None:
 def test_what_cannot_be_built_says_why(model: ModelConfig, kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         build(EngineConfig(model=model))
+
+
+def test_head_widths_that_the_cuda_kernels_do_not_take_are_refused_there_only() -> None:
+    refuse_unbuilt_shape(SPEC, "cpu")
+    refuse_unbuilt_shape(replace(SPEC, head_dim=16), "cuda:0")
+    with pytest.raises(UnsupportedArchitectureError, match="head_dim is 4.*device=cpu"):
+        refuse_unbuilt_shape(SPEC, "cuda")
 
 
 def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:
