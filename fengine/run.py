@@ -1,4 +1,4 @@
-"""The command line: `fengine ...` and `python -m fengine.run ...` (`fengine eval ...` is in evaluate.py).
+"""The command line: `fengine ...`, `python -m fengine.run ...`, and verbs such as `fengine eval`, each a module.
 
 Words -> points -> one engine -> records.
 
@@ -9,7 +9,7 @@ Exit codes: 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 13
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fengine import evaluate
@@ -23,14 +23,18 @@ from fengine.runs.figures import Summary, count, duration, place
 from fengine.runs.words import parse
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-UNBUILT = ("verify", "diff", "report", "rerun")
+# The first word, and who takes those behind it. Their modules import no torch (tests/test_verbs.py).
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "eval": evaluate.main,
+}
+UNBUILT = ("verify", "diff", "report", "rerun", "merge")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the words of a command line (default: of this process) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["eval"]:
-        return evaluate.main(words[1:])
+    if words and words[0] in VERBS:
+        return VERBS[words[0]](words[1:])
     try:
         _refuse_unbuilt(words)
         command = parse(words)
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse_unbuilt(words: Sequence[str]) -> None:
     if words and words[0] in UNBUILT:
-        raise UnsupportedFeatureError(f"fengine {words[0]} is not built yet; there are `fengine` and `fengine eval`")
+        raise UnsupportedFeatureError(f"fengine {words[0]} is not built yet; there are {', '.join(VERBS)}")
 
 
 def run_points(jobs: Sequence[Point], engines: EngineCache) -> int:

@@ -1,0 +1,82 @@
+"""The frame of the verbs: words, help, exit codes; starting one needs no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from fengine import run
+from fengine.errors import ConfigError, EngineDeadError, StorageError
+from fengine.verbs import frame
+
+ROOT = Path(run.__file__).resolve().parent.parent
+OPTIONS = {"v.fraction": frame.number(0, 1, above=True), "v.seed": frame.whole(0, 9), "v.of": frame.names(["a", "b"])}
+
+
+def test_words_are_sorted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t=0.7").mkdir()
+    words = frame.parse(["x", "v.fraction=0.5", "--json", "t=0.7", "v.seed=3", "v.of=[b, a]"], OPTIONS, ["--json"])
+    assert words.places == ("x", "t=0.7") and words.flags == {"--json"} and words.overrides == ()
+    assert words.options == {"v.fraction": 0.5, "v.seed": 3, "v.of": ["b", "a"]}
+    assert frame.parse(["x", "seed=3"], OPTIONS, overrides=True).overrides == ("seed=3",)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("v.fracton=0.5", "did you mean v.fraction"),
+        ("--jsn", "did you mean --json"),
+        *(
+            (f"v.fraction={bad}", "must be a number above 0 and at most 1")
+            for bad in ("0", "1.1", "nan", "-1", "x", "")
+        ),
+        *((f"v.seed={bad}", "must be") for bad in ("-1", "10", "1.5", "", "1e3")),
+        ("v.of=c", "'c' is none of a, b"),
+        ("v.of=[]", "choose of a, b"),
+        ("v.of=a,a", "twice"),
+    ],
+)
+def test_wrong_words_are_named(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        frame.parse([word], OPTIONS, ["--json"])
+
+
+def test_twice() -> None:
+    with pytest.raises(ConfigError, match="v.seed is given twice"):
+        frame.parse(["v.seed=1", "v.seed=2"], OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (ConfigError("no"), frame.USAGE),
+        (StorageError("no"), frame.USAGE),
+        (EngineDeadError("no"), frame.DIFFERS),
+        (KeyboardInterrupt(), frame.INTERRUPTED),
+    ],
+)
+def test_errors_become_exit_codes(raised: BaseException, code: int, capsys: Any) -> None:
+    def work(argv: Any) -> int:
+        raise raised
+
+    assert frame.run("usage", [], work) == code
+    assert "fengine: " in capsys.readouterr().err
+    assert frame.run("how to use it", ["x", "--help"], work) == frame.OK
+    assert capsys.readouterr().out == "how to use it\n"
+
+
+def test_help_of_every_verb_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from fengine.run import VERBS, main\n"
+        "for words in (['--help'], *([verb, '--help'] for verb in VERBS)):\n"
+        "    assert main(words) == 0, words\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
