@@ -6,7 +6,6 @@ step n+1 is scheduled and launched before the result of step n is read (depth 1)
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -19,13 +18,14 @@ from fengine.errors import (
     InvalidRequestError,
     MemoryReleasedError,
 )
+from fengine.host.plan import Watcher
 from fengine.host.retract import retract
 from fengine.host.scheduler import Plan, Scheduler
 from fengine.records import land
 from fengine.request import Request
 from fengine.runner import Flight
 from fengine.state import KVHandle, KVState
-from fengine.tickets import News, TextLoop, Ticket
+from fengine.tickets import FirstTimes, News, TextLoop, Ticket
 
 
 class Runner(Protocol):
@@ -43,8 +43,8 @@ class Driver:
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.text = TextLoop(self.abort)
         self.tickets: dict[str, Ticket] = {}
-        self.unplanned: dict[str, Ticket] = {}  # waiting for their first step, which is timed
-        self.unstarted: dict[str, Ticket] = {}  # waiting for their first token, which is timed
+        self.times = FirstTimes()
+        self.watchers: list[Watcher] = [self.times]  # told of every step, in the loop's thread
         self.live: dict[str, Ticket] = {}
         self.flight: tuple[Plan, Flight] | None = None
         self.steps = 0
@@ -205,10 +205,9 @@ class Driver:
             self.inbox.get()()
 
     def _admit(self, ticket: Ticket) -> None:
-        rid = ticket.request.rid
-        self.unstarted[rid] = self.unplanned[rid] = ticket
+        self.times.enter(ticket)
         if ticket.live:
-            self.live[rid] = ticket
+            self.live[ticket.request.rid] = ticket
         ticket.request.versions = ((self.weight_version, 0),)
         try:
             self._refuse()
@@ -241,8 +240,8 @@ class Driver:
         plan = None if self.paused else self.scheduler.schedule()
         launched = None
         if plan is not None:
-            if self.unplanned:
-                self._time_first_steps(plan)
+            for watcher in self.watchers:
+                watcher.planned(plan)
             kv, flight = self.runner.launch(self.kv.take(), self.tables.stage(plan))
             self.kv = KVHandle(kv)
             self.steps += 1
@@ -260,28 +259,15 @@ class Driver:
             land(plan, flight.findings(), tokens, logprobs)
         finished = self.scheduler.update(plan, tokens, logprobs)
         self.output_tokens += sum(plan.samples)
-        if self.unstarted:
-            self._time_first_tokens(plan)
+        for watcher in self.watchers:
+            watcher.landed(plan)
         live = [(t, t.request.num_output) for t in self.live.values() if t.request.num_output > t.num_tokens]
         if live or finished:
             self.text.news.put(News(live, [self._forget(request) for request in finished]))
 
-    def _time_first_steps(self, plan: Plan) -> None:
-        now = time.perf_counter()
-        for request in plan.requests:
-            if request.rid in self.unplanned:
-                self.unplanned.pop(request.rid).started = now
-
-    def _time_first_tokens(self, plan: Plan) -> None:
-        now = time.perf_counter()
-        for request, sampled in zip(plan.requests, plan.samples, strict=True):
-            if sampled and request.rid in self.unstarted:
-                self.unstarted.pop(request.rid).first_token = now
-
     def _forget(self, request: Request) -> Ticket:
         ticket = self.tickets.pop(request.rid)
-        self.unplanned.pop(request.rid, None)
-        self.unstarted.pop(request.rid, None)
+        self.times.forget(request.rid)
         self.live.pop(request.rid, None)
         self.tables.forget(request)
         return ticket

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fengine.errors import EngineDeadError, FengineError, NumericsError
+from fengine.host.plan import Plan
 from fengine.request import Finish, Request
 from fengine.text.detokenizer import Detokenizer
 
@@ -51,6 +52,35 @@ class News:
 
     live: list[tuple[Ticket, int]]
     finished: list[Ticket]
+
+
+class FirstTimes:
+    """A watcher of steps that notes when tickets have their first step and their first token."""
+
+    def __init__(self) -> None:
+        self.unplanned: dict[str, Ticket] = {}  # waiting for their first step
+        self.unstarted: dict[str, Ticket] = {}  # waiting for their first token
+
+    def enter(self, ticket: Ticket) -> None:
+        self.unstarted[ticket.request.rid] = self.unplanned[ticket.request.rid] = ticket
+
+    def forget(self, rid: str) -> None:
+        self.unplanned.pop(rid, None)
+        self.unstarted.pop(rid, None)
+
+    def planned(self, plan: Plan) -> None:
+        if self.unplanned:
+            now = time.perf_counter()
+            for request in plan.requests:
+                if request.rid in self.unplanned:
+                    self.unplanned.pop(request.rid).started = now
+
+    def landed(self, plan: Plan) -> None:
+        if self.unstarted:
+            now = time.perf_counter()
+            for request, sampled in zip(plan.requests, plan.samples, strict=True):
+                if sampled and request.rid in self.unstarted:
+                    self.unstarted.pop(request.rid).first_token = now
 
 
 class TextLoop:

@@ -123,7 +123,7 @@ def check_books(driver: Driver) -> None:
     """Pages, rows and queues balance, and the driver keeps nothing of requests that have ended."""
     driver.scheduler.check()
     assert driver.tickets.keys() == driver.scheduler._requests.keys()
-    assert driver.live.keys() | driver.unstarted.keys() <= driver.tickets.keys() and not driver.entering
+    assert driver.live.keys() | driver.times.unstarted.keys() <= driver.tickets.keys() and not driver.entering
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """`Upkeep`: the calls of `Engine` that are not about prompts: weights, memory, caches, information, profiling."""
 
 import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from fengine.build import Parts
 from fengine.doors import info
-from fengine.errors import UnsupportedFeatureError
+from fengine.errors import EngineClosedError, EngineDeadError, UnsupportedFeatureError
+from fengine.host.steps import StepRecord, StepTeller
 from fengine.server_args import ServerArgs
 from fengine.weights.group import GroupError
 from fengine.weights.live import UpdateResult
@@ -176,6 +179,23 @@ class Upkeep:
     def stop_profile(self) -> None:
         """Writes the trace. Errors: ProfileError if nothing is being profiled."""
         self._parts.profile.stop()
+
+    @contextmanager
+    def steps_told(self, tell: Callable[[StepRecord], None]) -> Iterator[None]:
+        """fengine's own: inside, `tell` gets every step of the scheduler, in the loop's thread: it should be quick.
+
+        Errors: what `tell` raised, at the end; after it nothing more was told.
+        """
+        driver = self._parts.driver
+        teller = StepTeller(driver.scheduler, tell)
+        driver.call(lambda: driver.watchers.append(teller))
+        try:
+            yield
+        finally:
+            with suppress(EngineClosedError, EngineDeadError):  # then no step will be told any more
+                driver.call(lambda: driver.watchers.remove(teller))
+        if teller.fault is not None:
+            raise teller.fault
 
     # -- SGLang's calls that have nothing to act on here ---------------------------------------------------------------
 

@@ -1,6 +1,7 @@
-"""`Plan`: what one step computes, as plain parallel lists. No torch."""
+"""`Plan`: what one step computes, as plain parallel lists; `Watcher`: who is told of steps. No torch."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fengine.request import Request
 
@@ -31,3 +32,15 @@ class Plan:
         request.num_pending -= 1
         del self.requests[i], self.starts[i], self.counts[i], self.samples[i]
         self.new_pages = [entry for entry in self.new_pages if entry[0] is not request]
+
+
+class Watcher(Protocol):
+    """Told of every step in the loop's thread, so it is quick and raises nothing."""
+
+    def planned(self, plan: Plan) -> None:
+        """The step is about to be launched. Its requests go on changing."""
+        ...
+
+    def landed(self, plan: Plan) -> None:
+        """Its results have been read, and the scheduler knows them."""
+        ...
