@@ -389,11 +389,12 @@ class Repeating(GenerateTask):
         return iter([Row("a", {}), Row("b", {}), BadRow("a", 3, "no row"), Row("b", {"x": 1})])
 
 
-def test_duplicate_ids(engines: list[FakeEngine]) -> None:
+def test_duplicate_ids(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputFileError, match="(?s)'a': rows 1 and 3.*'b': rows 2 and 4"):
         survey(Repeating(TaskConfig(name="t"), Path()))
     write_rows(Path("rows.jsonl"), 3, {"id": "r1", "prompt": "again", "answer": ""})
-    assert cli("out=a") == evaluate.FAILED and "'r1'" in records(Path("a/outputs.jsonl"))[3]["error"]["message"]
+    assert cli("out=a") == evaluate.USAGE and not engines and not Path("a/journal.log").exists()
+    assert "id 'r1': lines 2 and 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Rows from files, streamed: one line is in memory at a time. No torch.
 
 JSONL with the user's own columns, or OpenAI's batch format. Every line becomes exactly one `Row` or `BadRow`, whatever
-it holds; what is wrong with the file as a whole raises. Beside the line there is kept a digest of every id, some 100
-bytes a row, since ids have to be unique.
+it holds; what is wrong with the file as a whole raises, and an id that occurs twice is such a thing. Beside the line
+there is kept a digest of every id, some 100 bytes a row.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     """The rows of a task in the order of the data, at most `config.limit`. `base` is what a relative path is under.
 
     Errors, before the first row: InputFileError (no file, unreadable, empty, another format), UnsupportedFeatureError
-    (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed.
+    (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed;
+    behind the last row: InputFileError that names ids that occur twice.
     """
     assert config.data is not None
     if config.format is Format.hf:
@@ -154,9 +155,14 @@ def _parsed(lines: Iterable[Line]) -> Iterator[Parsed]:
 
 
 def _rows(parsed: Iterable[Parsed], word: str, config: TaskConfig) -> Iterator[Row | BadRow]:
-    """Gives every row an id that no other has, and ends at `config.limit`. `word` is what the source calls a row."""
+    """Gives every row an id, and ends at `config.limit`. `word` is what the source calls a row.
+
+    Errors, once all have been read: InputFileError that names the lines of ids that occur twice. So whoever reads a
+    task to its end before it computes, as runs do, has computed nothing.
+    """
     column = "custom_id" if config.format is Format.openai and config.id is None else config.id
     seen: dict[bytes, int] = {}
+    twice: list[str] = []
     for count, (number, columns) in enumerate(parsed, 1):
         own = f"{word}-{number}"
         if isinstance(columns, str):
@@ -164,16 +170,18 @@ def _rows(parsed: Iterable[Parsed], word: str, config: TaskConfig) -> Iterator[R
         else:
             found = columns.get(column or "id", None if column is not None else own)
             problem = _wrong_id(column or "id", found)
-            key = _digest(str(found)) if problem is None else b""
-            if key in seen:
-                problem = f"{column or 'id'} {str(found)!r} is that of {word} {seen[key]}; ids must differ"
-            if problem is None:
-                seen[key] = number
-                yield Row(str(found), columns)
-            else:
+            if problem is not None:
                 yield BadRow(_free_id(own, number, seen), number, f"{word} {number}: {problem}")
-        if count == config.limit:  # the rest of the file is not read
-            return
+            elif (first := seen.setdefault(_digest(str(found)), number)) != number:
+                twice.append(f"  {column or 'id'} {str(found)!r:.80}: {word}s {first:,} and {number:,}")
+            else:
+                yield Row(str(found), columns)
+        if count == config.limit or len(twice) > 1000:  # the rest of the file is not read
+            break
+    if twice:
+        more = f"\n  and {len(twice) - 10:,} more" if len(twice) > 10 else ""
+        told = "\n".join(twice[:10]) + more
+        raise InputFileError(f"task.data={config.data} has ids that occur twice; every row needs its own:\n{told}")
 
 
 def _wrong_id(column: str, found: Any) -> str | None:

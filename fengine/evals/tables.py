@@ -66,7 +66,7 @@ def read_dataset(name: str, subset: str | None, split: str) -> Iterator[dict[str
 
 
 def _missing(what: str, package: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(f"{what} needs {package}, which is not installed: pip install {package}")
+    return UnsupportedFeatureError(f"{what} needs {package}, which is not installed: pip install 'fengine[data]'")
 
 
 def _row(columns: dict[str, Any]) -> dict[str, Any] | str:
