@@ -40,6 +40,15 @@ class UnsupportedFeatureError(FengineError, NotImplementedError, ValueError):
     """The feature is known but not built; the message names it."""
 
 
+class MissingExtraError(UnsupportedFeatureError, ImportError):
+    """An optional library is not installed; the message names the `pip install`."""
+
+    @classmethod
+    def of(cls, what: str, library: str, extra: str) -> "MissingExtraError":
+        """The error that tells that `what` needs `library`, which comes with the extra `extra`. Pure."""
+        return cls(f"{what} needs {library}, which is not installed: pip install 'fengine[{extra}]'")
+
+
 class InputFileError(FengineError, ValueError):
     """A prompt file or one of its lines cannot be used."""
 
