@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -183,9 +184,11 @@ class Part:
         self.folder.write(MANIFEST, self.record)
         path = None if config.trace is TraceKind.off else self.folder.path / "trace.json"
         sync = {"sync_seconds": config.journal.sync_seconds, "sync_rows": config.journal.sync_rows}
-        with Journal(self.folder.path / JOURNAL, **sync) as journal, Trace(path, len(sessions)) as trace:
+        steps = config.trace is TraceKind.steps
+        with Journal(self.folder.path / JOURNAL, **sync) as journal, Trace(path, len(sessions), steps=steps) as trace:
             job = loop.Job(config, task, self.rows, self.table, journal, trace, len(sessions))
-            outcome = asyncio.run(loop.run(job, engine, screen))
+            with engine.steps_told(trace.step) if steps else nullcontext():
+                outcome = asyncio.run(loop.run(job, engine, screen))
         sessions[-1] |= {"ended": now(), "how": outcome.ended or "all rows", "engine": engine.stats()}
         self.folder.write(MANIFEST, self.record)
         if not outcome.ended:
