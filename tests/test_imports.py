@@ -55,7 +55,8 @@ FOLDERS: dict[str, list[str]] = {
     "runs": "words config vet compose output_file prompts builtin figures meter view generate engines".split(),
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
     "config journal folder resume manifest trace asking loop finish".split(),
-    "verbs": "frame".split(),
+    "reading": "lines records compare".split(),
+    "verbs": "frame diff".split(),
 }
 LAYERS: list[set[str]] = [
     {"errors"},
@@ -81,6 +82,7 @@ LAYERS: list[set[str]] = [
     {"engine"},
     {"runs"},
     {"evals"},
+    {"reading"},
     {"evaluate"},
     {"verbs"},
     {"run"},
