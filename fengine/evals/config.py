@@ -12,6 +12,8 @@ from fengine.evals.task_config import TaskConfig
 from fengine.runs.config import SamplingConfig, Schema, View
 from fengine.sampling_params import SamplingParams
 
+MAX_TOP_LOGPROBS = 100  # beside each token of outputs.jsonl, some 30 bytes each
+
 
 class Trace(Enum):
     off = "off"
@@ -39,6 +41,7 @@ class EvalConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     seed: int = 0
+    top_logprobs: int = 0
     out: str | None = None
     journal: JournalConfig = field(default_factory=JournalConfig)
     trace: Trace = Trace.requests
@@ -79,6 +82,8 @@ def check(config: EvalConfig) -> list[str]:
         problems.append(f"journal.sync_rows must be at least 1, got {config.journal.sync_rows}")
     if not -(2**63) <= config.seed < 2**63:
         problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
+    if not 0 <= config.top_logprobs <= MAX_TOP_LOGPROBS:
+        problems.append(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {config.top_logprobs}")
     if config.out is not None and not config.out.strip():
         problems.append("out must name a folder; leave it out for a new one below runs/")
     if config.model.skip_tokenizer_init:
