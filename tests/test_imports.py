@@ -54,7 +54,7 @@ FOLDERS: dict[str, list[str]] = {
     "weights": ["places", "incoming", "group", "versions", "live"],
     "runs": "words config vet compose output_file prompts builtin figures meter view generate engines".split(),
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
-    "config journal folder resume manifest trace asking loop finish".split(),
+    "config journal folder resume machine manifest trace asking loop finish".split(),
     "reading": "lines records compare".split(),
     "verbs": "frame diff".split(),
 }
