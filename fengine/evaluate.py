@@ -7,33 +7,37 @@ was interrupted and ends with the same bytes. Exit codes: 0 all rows good; 1 row
 """
 
 import asyncio
+import importlib
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError, StorageError
-from fengine.evals import loop, machine, manifest
-from fengine.evals.config import EVAL, EvalConfig, flat
+from fengine.evals import loop, manifest
+from fengine.evals.config import EVAL, EvalConfig, flat, parse_shard
 from fengine.evals.config import Trace as TraceKind
 from fengine.evals.finish import METRICS, finish, is_finished
 from fengine.evals.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.evals.journal import Journal
 from fengine.evals.kinds import open_task
+from fengine.evals.points import guarded, how_to_go_on, run_sweep
 from fengine.evals.resume import Survey, Table, reopen, survey
+from fengine.evals.shards import shard_of
+from fengine.evals.sweep import figure
 from fengine.evals.task import Task
 from fengine.evals.task_config import base_directory
 from fengine.evals.trace import Trace
 from fengine.runs import view
-from fengine.runs.compose import inspect, points
-from fengine.runs.config import Point
+from fengine.runs.compose import inspect, jobs
+from fengine.runs.config import BadPoint, Point
 from fengine.runs.engines import EngineCache, model_directory, open_engine, report
 from fengine.runs.figures import count, duration, place
 from fengine.runs.words import parse
@@ -50,8 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.inspect:
             inspect(command, EVAL)
             return OK
+        found = own_folders(jobs(command, EVAL))
         with EngineCache(open_engine) as engines:
-            return run_points(own_folders(points(command, EVAL)), engines, words)
+            if len(found) > 1:
+                run = partial(run_point, words=words)
+                return run_sweep(command, found, engines, run, partial(run_alone, words))
+            (point,) = (job for job in found if isinstance(job, Point))
+            screen = view.choose(point.config.view)
+            code, metrics = run_point(point, engines, screen, words)
+            if code != OK and metrics is None:
+                screen.note(how_to_go_on(point.directory))
+            return code
     except KeyboardInterrupt:
         print("fengine eval: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -63,45 +76,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def own_folders(jobs: Sequence[Point]) -> list[Point]:
+def own_folders(found: Sequence[Point | BadPoint]) -> list[Point | BadPoint]:
     """The points with `out`, where it is given, as their folders: itself, or a folder in it for each of several. Pure
     but for the working directory."""
-    found = []
-    for index, point in enumerate(jobs):
-        out = point.config.out
-        if out is not None:
-            folder = Path(out).absolute()
-            point = replace(point, directory=folder / str(index) if len(jobs) > 1 else folder)
-        found.append(point)
-    return found
+    own: list[Point | BadPoint] = []
+    for index, point in enumerate(found):
+        if isinstance(point, Point) and point.config.out is not None:
+            folder = Path(point.config.out).absolute()
+            point = replace(point, directory=folder / str(index) if len(found) > 1 else folder)
+        own.append(point)
+    return own
 
 
-def run_points(jobs: Sequence[Point], engines: EngineCache, words: Sequence[str]) -> int:
-    """Runs the points one after another; a point that fails does not stop the others. Returns the worst exit code."""
-    sweep = len(jobs) > 1
-    codes, done = [OK], []
-    for number, point in enumerate(jobs, 1):
-        screen = view.choose(point.config.view)
-        name = "  ".join(point.swept) or f"point {number}"
-        if sweep:
-            screen.headline(f"point {number} of {len(jobs)}: {name}")
-        try:
-            code, metrics = run_point(point, engines, screen, words)
-        except FengineError as error:
-            if not sweep:
-                raise
-            report(error)
-            code, metrics = USAGE, None
-        if code != USAGE and metrics is None:
-            home = point.directory.parent if sweep else point.directory
-            screen.note(f"to go on, run the same command with out={place(str(home))}")
-        if code in (INTERRUPTED, TERMINATED):
-            return code
-        codes.append(code)
-        done.append((name, "failed" if metrics is None else ", ".join(f"{k} {v}" for k, v in told(metrics))))
-    if sweep:
-        view.choose(jobs[0].config.view).figures(done)
-    return max(codes)
+def run_alone(words: Sequence[str], point: Point) -> int:
+    """One point of a sweep in a process of its own, without a live view. Returns its exit code."""
+    screen = view.QuietView() if point.config.view is view.View.quiet else view.PlainView()
+    with EngineCache(open_engine) as engines:
+        return guarded(point, engines, partial(run_point, words=words), screen)[0]
 
 
 def run_point(point: Point, engines: EngineCache, screen: view.QuietView, words: Sequence[str]) -> Ended:
@@ -110,13 +101,13 @@ def run_point(point: Point, engines: EngineCache, screen: view.QuietView, words:
     Errors: FengineError, with nothing computed; what the journal holds stays good.
     """
     config: EvalConfig = point.config
+    shard = parse_shard(config.run.shard)
     base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
-    task = open_task(config.task, base)
+    whole = open_task(config.task, base)
     with RunFolder(point.directory) as folder:
-        rows = survey(task)
-        what = manifest.identity(config, task, rows)
-        record = open_record(folder, point, what, base)
-        table = reopen(folder, rows, manifest.canonical(what), screen.note)
+        rows = survey(whole).shard(shard)
+        record = open_record(folder, point, manifest.identity(config, whole, rows))
+        table = reopen(folder, rows, manifest.canonical(record["identity"]), screen.note)
         if table.left < rows.rows:
             there = rows.rows - table.left
             screen.note(f"{place(str(folder.path))}: {there:,} of {count(rows.rows, 'row')} are there already")
@@ -124,7 +115,8 @@ def run_point(point: Point, engines: EngineCache, screen: view.QuietView, words:
         if table.left:
             engine = engines.get(config.engine) if engines.holds(config.engine) else load(config, engines, screen)
             part.check_engine(engine)
-            task = open_task(config.task, base, engine.tokenizer.encode_chat)
+            whole = open_task(config.task, base, engine.tokenizer.encode_chat)
+        task = shard_of(whole, shard)
         try:
             code = part.compute(engine, task, screen, words) if table.left else OK
             return (code, None) if code != OK else part.end(task, screen)
@@ -143,13 +135,14 @@ def load(config: EvalConfig, engines: EngineCache, screen: view.QuietView) -> An
     return engine
 
 
-def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Path) -> dict[str, Any]:
+def open_record(folder: RunFolder, point: Point, what: dict[str, Any]) -> dict[str, Any]:
     """The run's manifest: new, or the one that is there. Errors: ResumeMismatchError, StorageError."""
     record = folder.read(MANIFEST)
     if record is not None:
-        manifest.refuse_differences(manifest.recorded(record, folder.path), what, folder.path)
+        known, allow = manifest.recorded(record, folder.path), point.config.resume.allow_code_change
+        manifest.refuse_differences(known, what, folder.path, allow_code_change=allow)
         return record
-    record = manifest.record(what, manifest.origin(point, base))
+    record = manifest.record(what)
     folder.write("config.yaml", yaml.safe_dump(nested(point.config), sort_keys=False, allow_unicode=True))
     folder.write("overrides.yaml", yaml.safe_dump(list(point.overrides), allow_unicode=True))
     folder.write(MANIFEST, record)
@@ -169,7 +162,7 @@ class Part:
     def check_engine(self, engine: Any) -> None:
         """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
         model = self.config.model
-        found = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
+        found = manifest.in_force(engine.config, manifest.gpu_name(engine.config.model.device))
         if manifest.local_directory(model.path) is None:
             found["model_files"] = manifest.file_digests(model_directory(model))
         known = self.record["in_force"]
@@ -179,7 +172,7 @@ class Part:
 
     def compute(self, engine: Any, task: Task, screen: view.QuietView, words: Sequence[str]) -> int:
         """Computes what the table lacks. 0: all rows are there, some perhaps failed. Errors: as `loop.run`."""
-        sessions, config, begun = self.record["sessions"], self.config, time.perf_counter()
+        sessions, config = self.record["sessions"], self.config
         sessions.append(manifest.session(words, now()))
         self.record["result"] = None
         self.folder.write(MANIFEST, self.record)
@@ -190,9 +183,7 @@ class Part:
             job = loop.Job(config, task, self.rows, self.table, journal, trace, len(sessions))
             with engine.steps_told(trace.step) if steps else nullcontext():
                 outcome = asyncio.run(loop.run(job, engine, screen))
-        sessions[-1] |= {"ended": now(), "seconds": round(time.perf_counter() - begun, 3)}
-        sessions[-1] |= {"how": outcome.ended or "all rows", "engine": engine.stats()}
-        sessions[-1]["proofs"] = machine.proved(engine.config.model.device)
+        sessions[-1] |= {"ended": now(), "how": outcome.ended or "all rows", "engine": engine.stats()}
         self.folder.write(MANIFEST, self.record)
         if not outcome.ended:
             return OK
@@ -214,11 +205,7 @@ class Part:
 
 def told(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value ± standard error) of every metric. Pure."""
-    found = []
-    for name, metric in metrics["metrics"].items():
-        value = "–" if metric["value"] is None else f"{metric['value']:.4f}"
-        found.append((name, value if metric["stderr"] is None else f"{value} ± {metric['stderr']:.4f}"))
-    return found
+    return [(name, figure(metric)) for name, metric in metrics["metrics"].items()]
 
 
 def nested(config: EvalConfig) -> dict[str, Any]:
@@ -237,5 +224,5 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # by its name, since the processes of a launcher look its functions up there
+    sys.exit(importlib.import_module("fengine.evaluate").main())

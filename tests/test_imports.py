@@ -52,9 +52,10 @@ FOLDERS: dict[str, list[str]] = {
     "text": ["regex_parts", "stop_regex", "decoding", "detokenizer", "sandbox", "chat", "chat_ids", "tokenizer_files"],
     "models": ["llama", "qwen2", "qwen3"],
     "weights": ["places", "incoming", "group", "versions", "live"],
-    "runs": "words config vet compose output_file prompts builtin figures meter view generate engines".split(),
+    "runs": "words config vet explain hydra_state compose launch "
+    "output_file prompts builtin figures meter view generate engines".split(),
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
-    "config journal folder resume machine manifest trace asking loop finish".split(),
+    "config journal folder resume manifest trace shards asking loop finish sweep points".split(),
     "reading": "lines records compare".split(),
     "verbs": "frame diff".split(),
 }

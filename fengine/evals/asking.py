@@ -1,12 +1,12 @@
 """One `Ask` to calls of the engine, and their results back to one `Answer`. No torch."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fengine.errors import ContextLengthError, InvalidRequestError
-from fengine.evals.task import Answer, Ask, Pair
+from fengine.evals.task import Answer, Ask
 
 NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}
 
@@ -20,12 +20,10 @@ class Scored:
 
 
 class Asker:
-    """Asks one engine. `max_input` is the longest prompt that it takes, in tokens; `top_logprobs`, how many of the
-    likeliest tokens are wanted beside each one."""
+    """Asks one engine. `max_input` is the longest prompt that it takes, in tokens."""
 
-    def __init__(self, engine: Any, top_logprobs: int = 0) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine, self.tokenizer = engine, engine.tokenizer
-        self._logprobs = {"return_logprob": True} | ({"top_logprobs_num": top_logprobs} if top_logprobs else {})
         self._max_input: int | None = None
 
     async def ask(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
@@ -41,22 +39,18 @@ class Asker:
         assert len(logprobs) == len(ids)
         text = ask.continuation if isinstance(ask.continuation, str) else ""
         metas = [out["meta_info"] for out in outputs]
-        tops = [out["meta_info"].get("input_top_logprobs", [None])[1:] for out in outputs]
-        return Answer(
-            text, ids, logprobs, metas[-1]["finish_reason"], _pairs(top for part in tops for top in part)
-        ), metas
+        return Answer(text, ids, logprobs, metas[-1]["finish_reason"]), metas
 
     async def _generate(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
         prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
-        output = await self.engine.async_generate(sampling_params=sampling, **self._logprobs, **prompt)
+        output = await self.engine.async_generate(sampling_params=sampling, return_logprob=True, **prompt)
         meta = output["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]][: len(output["output_ids"])]
-        top = _pairs(meta.get("output_top_logprobs", [])[: len(logprobs)])
-        return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"], top), [meta]
+        return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"]), [meta]
 
     async def _read(self, part: Scored) -> dict[str, Any]:
         return await self.engine.async_generate(
-            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **self._logprobs
+            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, return_logprob=True, logprob_start_len=part.start - 1
         )
 
     def _joined(self, ask: Ask) -> Scored:
@@ -111,11 +105,6 @@ class Asker:
         if not self.tokenizer.eos_ids:
             raise InvalidRequestError("the tokenizer has neither bos nor eos to stand before a text's first token")
         return min(self.tokenizer.eos_ids)
-
-
-def _pairs(tops: Iterable[Sequence[Sequence[Any]] | None]) -> list[list[Pair]] | None:
-    """The engine's (logprob, id, text) of the likeliest tokens at each place, without texts; None if there are none."""
-    return [[(entry[0], entry[1]) for entry in top or ()] for top in tops] or None
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

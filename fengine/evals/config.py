@@ -1,18 +1,17 @@
 """The schema of an evaluation run: `EvalConfig`, whose defaults `conf/eval.yaml` repeats for readers. No torch."""
 
+import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
 from fengine import config as engine_config
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig, Numerics, SchedulerConfig
-from fengine.errors import FengineError
+from fengine.errors import ConfigError, FengineError
 from fengine.evals import task_config
 from fengine.evals.task_config import TaskConfig
 from fengine.runs.config import SamplingConfig, Schema, View
 from fengine.sampling_params import SamplingParams
-
-MAX_TOP_LOGPROBS = 100  # beside each token of outputs.jsonl, some 30 bytes each
 
 
 class Trace(Enum):
@@ -30,6 +29,20 @@ class JournalConfig:
 
 
 @dataclass(frozen=True)
+class PartConfig:
+    """Which of the rows are this run's."""
+
+    shard: str | None = None  # "2/4": every fourth row from the second on; None: all of them
+
+
+@dataclass(frozen=True)
+class ResumeConfig:
+    """What may have changed since a run began."""
+
+    allow_code_change: bool = False  # fengine's own sources and version; the manifest then tells of the change
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """One evaluation: a task's rows through a model. The first five fields are the engine's."""
 
@@ -41,8 +54,9 @@ class EvalConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     seed: int = 0
-    top_logprobs: int = 0
     out: str | None = None
+    run: PartConfig = field(default_factory=PartConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
     trace: Trace = Trace.requests
     max_errors: int | None = None
@@ -62,7 +76,7 @@ class EvalConfig:
 
 
 # What may change between the parts of one run, since no result depends on it and it names no other experiment.
-FREE = ("out", "journal", "trace", "max_errors", "show", "view")
+FREE = ("out", "resume", "journal", "trace", "max_errors", "show", "view")
 
 
 def check(config: EvalConfig) -> list[str]:
@@ -82,8 +96,10 @@ def check(config: EvalConfig) -> list[str]:
         problems.append(f"journal.sync_rows must be at least 1, got {config.journal.sync_rows}")
     if not -(2**63) <= config.seed < 2**63:
         problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
-    if not 0 <= config.top_logprobs <= MAX_TOP_LOGPROBS:
-        problems.append(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {config.top_logprobs}")
+    try:
+        parse_shard(config.run.shard)
+    except ConfigError as error:
+        problems.append(str(error))
     if config.out is not None and not config.out.strip():
         problems.append("out must name a folder; leave it out for a new one below runs/")
     if config.model.skip_tokenizer_init:
@@ -91,6 +107,17 @@ def check(config: EvalConfig) -> list[str]:
     if config.model.is_embedding:
         problems.append("an evaluation needs a model that generates: set model.is_embedding=false")
     return problems
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """(number from 0, of how many) of "2/4". Pure. Errors: ConfigError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise ConfigError(f"run.shard must be i/n with i from 1 to n, such as 1/4, 2/4, 3/4 and 4/4, got {text!r:.40}")
+    return number - 1, count
 
 
 def flat(config: Any) -> dict[str, Any]:
@@ -109,4 +136,4 @@ def _flatten(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
     return found
 
 
-EVAL = Schema(EvalConfig, "eval", "eval_schema", check, "fengine eval", one_file=False)
+EVAL = Schema(EvalConfig, "eval", "eval_schema", check, "fengine eval", one_file=False, launchers=True, each_alone=True)

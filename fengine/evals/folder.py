@@ -14,6 +14,19 @@ LOCK, MANIFEST, JOURNAL, OUTPUTS = "lock", "manifest.json", "journal.log", "outp
 FIRST_FILES = (LOCK, "config.yaml", "overrides.yaml")  # those that a run has before its manifest
 
 
+def read_if_there(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None if there is no such file. Errors: StorageError if it is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise StorageError(f"{path} cannot be read: {error}; restore it, or choose out=DIR") from error
+    if not isinstance(value, dict):
+        raise StorageError(f"{path} holds no object; restore it, or choose another out=DIR")
+    return value
+
+
 class RunFolder:
     """The folder at `path`, made if missing and locked until `close` or the death of the process.
 
@@ -21,14 +34,16 @@ class RunFolder:
     is for the message that tells who holds it. As a context manager it closes at the end.
     """
 
+    record, word = MANIFEST, "run"  # the file by which one knows such a folder
+
     def __init__(self, path: Path) -> None:
         """Errors: StorageError if another run has it, it holds other files, or it cannot be written."""
         self.path = path
         self._lock = -1
         try:
             if path.exists() and not path.is_dir():
-                raise StorageError(f"run folder {path} is a file; choose another out=DIR")
-            if path.is_dir() and not (path / MANIFEST).exists():
+                raise StorageError(f"{self.word} folder {path} is a file; choose another out=DIR")
+            if path.is_dir() and not (path / self.record).exists():
                 self._refuse_other_files()
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -67,15 +82,7 @@ class RunFolder:
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A JSON object, or None if there is no such file. Errors: StorageError if it is none."""
-        try:
-            value = json.loads((self.path / name).read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            raise StorageError(f"{self.path / name} cannot be read: {error}; restore it, or choose out=DIR") from error
-        if not isinstance(value, dict):
-            raise StorageError(f"{self.path / name} holds no object; restore it, or choose another out=DIR")
-        return value
+        return read_if_there(self.path / name)
 
     def write(self, name: str, content: bytes | str | dict[str, Any]) -> None:
         """A whole file, durable, or the one that was there before. Errors: StorageError."""
@@ -109,7 +116,9 @@ class RunFolder:
             os.close(folder)
 
     def failed(self, error: OSError) -> StorageError:
-        told = StorageError(f"run folder {self.path} cannot be written: {error.strerror or error}; choose out=DIR")
+        told = StorageError(
+            f"{self.word} folder {self.path} cannot be written: {error.strerror or error}; choose out=DIR"
+        )
         told.errno = error.errno
         return told
 

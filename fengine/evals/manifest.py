@@ -4,11 +4,12 @@
 names, times and the command's words are kept beside it, for readers, and never compared.
 """
 
+import functools
 import hashlib
 import json
 import os
 import platform
-import uuid
+import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -17,14 +18,13 @@ from typing import Any
 import fengine
 from fengine.config import EngineConfig, ModelConfig
 from fengine.errors import CacheSecurityError, ConfigError, ResumeMismatchError, StorageError
-from fengine.evals import machine
 from fengine.evals.config import FREE, EvalConfig, flat
 from fengine.evals.resume import Survey
 from fengine.evals.task import Task
 from fengine.ops.compiler import private_cache_dir
-from fengine.runs.config import Point
 
 SCHEMA = 1
+CODE = ("code_sha256: ", "versions.fengine: ")  # lines of `differences` about fengine's own sources
 SEED_PLAN = "the first 8 bytes of SHA-256 of the JSON [run seed, row id, sample index], big-endian, shifted right by 1"
 COMPUTING = ("torch", "triton", "transformers", "tokenizers", "numpy")
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
@@ -57,7 +57,7 @@ def identity(config: EvalConfig, task: Task, rows: Survey) -> dict[str, Any]:
         "config": values,
         "config_sha256": canonical(values),
         "task": {"name": task.name, "version": task.version},
-        "input": {"rows": rows.rows, "sha256": rows.sha256},
+        "input": rows.as_dict(),
         "seeds": {"run_seed": config.seed, "plan": SEED_PLAN},
         "versions": {"fengine": fengine.__version__, **{name: _version(name) for name in COMPUTING}},
         "code_sha256": code_digest(),
@@ -65,23 +65,28 @@ def identity(config: EvalConfig, task: Task, rows: Survey) -> dict[str, Any]:
     }
 
 
-def in_force(engine: EngineConfig, max_input: int) -> dict[str, Any]:
-    """What an open engine adds: every "auto" resolved, how many tokens of input it takes, what it computes on."""
-    device = engine.model.device
+def in_force(engine: EngineConfig, gpu: str | None) -> dict[str, Any]:
+    """What an open engine adds: every "auto" resolved, and what it computes on. Pure."""
     return {
         "engine": flat(engine),
-        "max_input": max_input,
         "numerics": engine.numerics.value,
-        "schedules": "the tables of code_sha256; of library calls, those proved bit for bit on this GPU",
-        "hardware": {"device": device, "cpu": cpu_name(), **machine.gpu(device)},
+        "schedules": "the fixed tables of code_sha256",
+        "hardware": {"device": engine.model.device, "cpu": cpu_name(), "gpu": gpu},
     }
 
 
-def refuse_differences(found: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
+def refuse_differences(
+    found: dict[str, Any], wanted: dict[str, Any], folder: Path, *, allow_code_change: bool = False
+) -> None:
     """Errors: ResumeMismatchError that names every key in which a run's record and this command differ."""
     lines = differences(found, wanted)
+    of_code = [line for line in lines if line.startswith(CODE)]
+    if allow_code_change:
+        lines = [line for line in lines if line not in of_code]
     if lines:
         more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
+        if lines == of_code:
+            more += "\nresume.allow_code_change=true goes on all the same, and the manifest tells of it;"
         raise ResumeMismatchError(
             f"{folder} holds a run of something else (recorded → now):\n"
             + "\n".join(f"  {line}" for line in lines[:20])
@@ -110,6 +115,7 @@ def _short(value: Any) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache  # the code that this process runs is that of its beginning
 def code_digest() -> str:
     """SHA-256 over fengine's own sources: models, kernels and their schedules."""
     root, whole = Path(fengine.__file__).parent, hashlib.sha256()
@@ -209,7 +215,7 @@ class _DigestCache:
 
 def surroundings() -> dict[str, Any]:
     """Where a run took place: not compared, since results do not depend on it."""
-    packages = sorted({f"{d.name}=={d.version}" for d in distributions() if d.name})
+    packages = list(_packages())
     kept = {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith(PREFIXES)}
     return {
         "python": platform.python_version(),
@@ -221,10 +227,15 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+@functools.cache  # they are read from some hundred files
+def _packages() -> tuple[str, ...]:
+    return tuple(sorted({f"{d.name}=={d.version}" for d in distributions() if d.name}))
+
+
 def session(argv: Iterable[str], started: str) -> dict[str, Any]:
     """One process that worked on a run."""
-    told = {"pid": os.getpid(), "host": platform.node(), "argv": list(argv), "cwd": os.getcwd()}
-    return told | {"git": machine.checkout(), "started": started, "ended": None}
+    who = {"pid": os.getpid(), "host": platform.node(), "argv": list(argv)}
+    return who | {"code_sha256": code_digest(), "started": started, "ended": None}
 
 
 def cpu_name() -> str:
@@ -236,6 +247,14 @@ def cpu_name() -> str:
     return found or platform.processor() or platform.machine()
 
 
+def gpu_name(device: str | None) -> str | None:
+    """The name of a CUDA device, once torch is there. None on the CPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not (device or "").startswith("cuda"):
+        return None
+    return str(torch.cuda.get_device_name(device))
+
+
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -243,21 +262,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-def origin(point: Point, base: Path) -> dict[str, Any]:
-    """A new run's name, and what was said to have it: with the config that is enough to run it again."""
-    return {
-        "run_id": uuid.uuid4().hex,
-        "overrides": list(point.overrides),
-        "choices": dict(point.choices),
-        "swept": list(point.swept),
-        "base": str(base),  # what a relative task.data is under
+def record(what: dict[str, Any]) -> dict[str, Any]:
+    """A new manifest. Pure but for what it reads of the machine."""
+    return {"fengine_manifest": SCHEMA, "identity": what, "in_force": None, "sessions": [], "result": None} | {
+        "surroundings": surroundings()
     }
-
-
-def record(what: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    """A new manifest; `said` is its `origin`. Pure but for what it reads of the machine."""
-    head = {"fengine_manifest": SCHEMA, "identity": what, "in_force": None, "sessions": [], "result": None}
-    return head | {"origin": said, "surroundings": surroundings()}
 
 
 def recorded(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +24,25 @@ NOTHING, FAILED, OK = 0, 1, 2  # what is known of a row
 
 @dataclass(frozen=True)
 class Survey:
-    """A task's rows: a key for each (the beginning of the SHA-256 of its content), and the SHA-256 of all of them."""
+    """A run's rows: a key for each (the beginning of the SHA-256 of its content), and the SHA-256 of all of the input,
+    also where the run has only a shard of it."""
 
     keys: array  # of uint64
     sha256: str
+    all_rows: int | None = None  # of the input, where the run has a shard of it
 
     @property
     def rows(self) -> int:
         return len(self.keys)
+
+    def shard(self, shard: tuple[int, int] | None) -> "Survey":
+        """The rows of one shard, (number from 0, of how many), of these, which are all. Pure."""
+        return self if shard is None else Survey(self.keys[shard[0] :: shard[1]], self.sha256, self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What an identity says of them. Pure."""
+        found: dict[str, Any] = {"rows": self.rows, "sha256": self.sha256}
+        return found if self.all_rows is None else found | {"all_rows": self.all_rows}
 
 
 def row_digest(row: Row | BadRow) -> bytes:

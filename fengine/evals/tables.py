@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fengine.errors import InputFileError, UnsupportedFeatureError
+from fengine.errors import InputFileError, MissingExtraError
 
 BATCH_ROWS = 256
 
@@ -19,12 +19,12 @@ BATCH_ROWS = 256
 def read_parquet(path: Path) -> Iterator[dict[str, Any] | str]:
     """One dict a row, or what is wrong with it; BATCH_ROWS are decoded at a time.
 
-    Errors, at once: UnsupportedFeatureError without pyarrow, InputFileError for what is no parquet file.
+    Errors, at once: MissingExtraError without pyarrow, InputFileError for what is no parquet file.
     """
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise _missing("task.format=parquet", "pyarrow") from None
+        raise MissingExtraError.of("task.format=parquet", "pyarrow", "data") from None
     try:
         file = parquet.ParquetFile(path)
     except (OSError, ArrowException) as error:
@@ -44,12 +44,12 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any] | str]:
 def read_dataset(name: str, subset: str | None, split: str) -> Iterator[dict[str, Any] | str]:
     """One dict a row, or what is wrong with it; streamed from a directory or the hub. A dataset's code is never run.
 
-    Errors, at once: UnsupportedFeatureError without datasets, InputFileError for what cannot be opened.
+    Errors, at once: MissingExtraError without datasets, InputFileError for what cannot be opened.
     """
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise _missing("task.format=hf", "datasets") from None
+        raise MissingExtraError.of("task.format=hf", "datasets", "data") from None
     what = f"task.data={name} (subset {subset!r}, split {split!r})"
     try:
         found = datasets.load_dataset(name, subset, split=split, streaming=True)
@@ -63,10 +63,6 @@ def read_dataset(name: str, subset: str | None, split: str) -> Iterator[dict[str
             raise InputFileError(f"{what} cannot be read on: {error}") from error
 
     return rows()
-
-
-def _missing(what: str, package: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(f"{what} needs {package}, which is not installed: pip install 'fengine[data]'")
 
 
 def _row(columns: dict[str, Any]) -> dict[str, Any] | str:

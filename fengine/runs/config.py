@@ -93,6 +93,15 @@ class Point:
     overrides: tuple[str, ...] = ()  # all that were given
     choices: tuple[tuple[str, str], ...] = ()  # (group, option chosen)
     search: tuple[Path, ...] = ()  # the directories of configs, in the order in which they are searched
+    launcher: str = "basic"  # Hydra's launcher
+
+
+@dataclass(frozen=True)
+class BadPoint:
+    """One point of a sweep whose config is refused."""
+
+    swept: tuple[str, ...]
+    message: str
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,8 @@ class Schema:
     check: Callable[[Any], list[str]]
     program: str = "fengine"
     one_file: bool = True  # `out` names one file, which several points of a sweep cannot share
+    launchers: bool = False  # whether Hydra's launchers may run the points of a sweep
+    each_alone: bool = False  # whether a point that cannot be composed is a BadPoint, rather than the end of the sweep
 
 
 def check(config: RunConfig) -> list[str]:

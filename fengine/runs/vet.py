@@ -3,21 +3,46 @@
 import dataclasses
 import difflib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from fengine.errors import ConfigError
+from fengine.runs.config import Schema
 
 REFUSED_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_"})
 OPEN_HYDRA_KEYS = ("hydra.run.", "hydra.sweep.", "hydra.sweeper.params", "hydra.mode", "hydra.output_subdir")
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
-HYDRAS_OWN = "hydra._internal.core_plugins.basic_"
+BASIC = {
+    "launcher": "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+    "sweeper": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+}
 IN_PROCESS = "a sweep runs in this process, with the basic sweeper, so that the model is loaded once"
+
+
+class LauncherKind(NamedTuple):
+    """A launcher that may be chosen: the class that its own config names, and how to install it."""
+
+    target: str
+    remedy: str
+
+
+# Those of Hydra's launchers that `fengine eval -m` takes, by the name of their config. No other class is ever made.
+LAUNCHERS = {
+    "joblib": LauncherKind(
+        "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", "pip install 'fengine[joblib]'"
+    ),
+    "submitit_local": LauncherKind(
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher", "pip install 'fengine[submitit]'"
+    ),
+    "submitit_slurm": LauncherKind(
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher", "pip install 'fengine[submitit]'"
+    ),
+    "ray": LauncherKind("hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", "pip install hydra-ray-launcher"),
+}
 # The parts of Hydra's own config by which a file could make Hydra import or call something: key, only value, reason.
 FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
     ("callbacks", {}, "callbacks are not supported"),
     ("job_logging", NO_LOGGING, "logging is fixed"),
     ("hydra_logging", NO_LOGGING, "logging is fixed"),
-    ("runtime.choices.hydra/launcher", "basic", IN_PROCESS),
     ("runtime.choices.hydra/sweeper", "basic", IN_PROCESS),
     ("job.env_set", {}, "set environment variables in the shell"),
     ("job.env_copy", [], "set environment variables in the shell"),
@@ -25,17 +50,18 @@ FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def vet_override(text: str, key: str, value: Any) -> None:
+def vet_override(text: str, key: str, value: Any, schema: Schema) -> None:
     """Refuses one `key=value` before Hydra acts on it. Errors: ConfigError."""
     bad = REFUSED_KEYS & {*key.replace("/", ".").split("."), *_keys(value)}
     if bad:
         raise ConfigError(f"{text}: {min(bad)} is refused: a config holds values, it never names code")
-    if key == "hydra" or (key.startswith(("hydra.", "hydra/")) and not key.startswith(OPEN_HYDRA_KEYS)):
-        names = ", ".join(k.rstrip(".") for k in OPEN_HYDRA_KEYS)
+    open_keys = (*OPEN_HYDRA_KEYS, "hydra/launcher", "hydra.launcher.") if schema.launchers else OPEN_HYDRA_KEYS
+    if key == "hydra" or (key.startswith(("hydra.", "hydra/")) and not key.startswith(open_keys)):
+        names = ", ".join(k.rstrip(".") for k in open_keys)
         raise ConfigError(f"{text}: this part of Hydra's own config is fixed; open are {names}")
 
 
-def vet_config(job: dict[str, Any], hydra: dict[str, Any], schema: type) -> None:
+def vet_config(job: dict[str, Any], hydra: dict[str, Any], schema: Schema) -> None:
     """Refuses what files brought in: keys that the schema lacks, changes to `FIXED_HYDRA`. Errors: ConfigError."""
     for key, only, why in FIXED_HYDRA:
         value: Any = hydra
@@ -43,14 +69,25 @@ def vet_config(job: dict[str, Any], hydra: dict[str, Any], schema: type) -> None
             value = value[part]
         if value != only:
             raise ConfigError(f"hydra.{key} cannot be changed: {why}")
-    plugins = [dict(hydra[name]) for name in ("launcher", "sweeper")]
-    named = [plugin.pop("_target_", "") for plugin in plugins]
-    if not all(name.startswith(HYDRAS_OWN) for name in named):
-        raise ConfigError(f"hydra.launcher and hydra.sweeper cannot be changed: {IN_PROCESS}")
-    bad = REFUSED_KEYS & set(_keys([job, plugins]))
+    plugins = {name: dict(hydra[name]) for name in BASIC}
+    known, chosen = dict(BASIC), hydra["runtime"]["choices"]["hydra/launcher"]
+    if schema.launchers and chosen in LAUNCHERS:
+        known["launcher"] = LAUNCHERS[chosen].target
+    elif chosen != "basic":
+        raise ConfigError(f"hydra/launcher={chosen} is not known; {launchers_told(schema)}")
+    for name, plugin in plugins.items():
+        if plugin.pop("_target_", None) != known[name]:
+            raise ConfigError(f"hydra.{name} names another class than its own: a config never names code")
+    bad = REFUSED_KEYS & set(_keys([job, *plugins.values()]))
     if bad:
         raise ConfigError(f"{min(bad)} is refused: a config holds values, it never names code")
-    _refuse_unknown(job, schema, schema, "")
+    _refuse_unknown(job, schema.kind, schema.kind, "")
+
+
+def launchers_told(schema: Schema) -> str:
+    """Which launchers a command has. Pure."""
+    others = f"; in processes of their own: {', '.join(LAUNCHERS)}" if schema.launchers else ""
+    return f"there is basic (one point after another, in this process, the model loaded once){others}"
 
 
 def _keys(value: Any) -> Iterator[str]:

@@ -1,0 +1,284 @@
+"""Sweeps: one engine for points that share it, a point's failure is its own, the whole goes on where it was."""
+
+import itertools
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from eval_fakes import FakeEngine, records, write_rows
+from omegaconf import OmegaConf
+
+from fengine import evaluate, run
+from fengine.config import EngineConfig
+from fengine.errors import ConfigError, ModelLoadError
+from fengine.evals import manifest
+from fengine.evals.config import EVAL
+from fengine.evals.sweep import Told, markdown
+from fengine.runs import compose as composing
+from fengine.runs.compose import jobs, points
+from fengine.runs.config import BadPoint, Point
+from fengine.runs.launch import launch
+from fengine.runs.vet import LAUNCHERS
+from fengine.runs.words import parse
+
+WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none"]
+ROWS = 6
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """Engines that were opened; the working directory is a new one with rows.jsonl."""
+    opened: list[FakeEngine] = []
+
+    def open_engine(config: EngineConfig) -> FakeEngine:
+        if "missing" in config.model.path:
+            raise ModelLoadError("model directory 'missing' does not exist")
+        opened.append(FakeEngine(config))
+        return opened[-1]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(evaluate, "open_engine", open_engine)
+    monkeypatch.setattr(manifest, "code_digest", lambda: "one")
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    return opened
+
+
+def sweep(*words: str, view: str = "quiet") -> int:
+    return run.main(["eval", "-m", *WORDS, f"view={view}", *words])
+
+
+def told(folder: str) -> list[dict[str, Any]]:
+    return json.loads(Path(folder, "sweep.json").read_text())["points"]
+
+
+def statuses(folder: str) -> list[str]:
+    return [point["status"] for point in told(folder)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+# -- points ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_and_its_folder(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(Path("rows.jsonl"), ROWS, {"id": "s", "prompt": "sick", "answer": ""})
+    assert sweep("sampling.temperature=0,0.7", "seed=1,2", "out=s", view="plain") == evaluate.FAILED
+    assert len(engines) == 1, "sampling changes no engine"
+    found = told("s")
+    assert [one["folder"] for one in found] == ["0", "1", "2", "3"]
+    assert found[1]["point"] == "sampling.temperature=0  seed=2" and found[1]["status"] == "rows failed"
+    metrics = json.loads(Path("s/1/metrics.json").read_text())
+    assert found[1]["metrics"] == metrics["metrics"] and (found[1]["rows"], found[1]["failed"]) == (ROWS + 1, 1)
+    table = Path("s/sweep.md").read_text().splitlines()
+    assert table[0].split(" | ")[4].strip() == "exact_match" and "0.0000 ± 0.0000" in table[3] and len(table) == 6
+    shown = capsys.readouterr()
+    assert "point 4 of 4: sampling.temperature=0.7  seed=2" in shown.err and "sweep.md" in shown.out
+    assert "1 of 7 rows failed" in shown.out and "to go on" not in shown.err
+    assert sweep("seed=1,2") == evaluate.FAILED
+    (own,) = Path("runs").glob("*/*/sweep.json")
+    assert {p.name for p in own.parent.iterdir()} == {"0", "1", "lock", "sweep.json", "sweep.md"}
+
+
+def test_points_that_share_an_engine_follow_one_another(engines: list[FakeEngine]) -> None:
+    assert sweep("seed=1,2,3", "cache.page_size=8,16", "out=s") == evaluate.OK
+    assert [engine.config.cache.page_size for engine in engines] == [8, 16]
+    assert [json.loads(Path(f"s/{i}/manifest.json").read_text())["identity"]["config"]["seed"] for i in range(6)] == [
+        *(1, 1, 2, 2, 3, 3)
+    ]
+
+
+@pytest.mark.parametrize("bad", ["model.path=box,missing", "sampling.temperature=0,-1", "task=jsonl,nope"])
+def test_a_point_that_fails_does_not_stop_the_others(
+    engines: list[FakeEngine], bad: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in WORDS if word.partition("=")[0] != bad.partition("=")[0]]
+    assert run.main(["eval", "-m", *words, "view=quiet", "out=s", bad, "seed=1,2"]) == evaluate.USAGE
+    assert statuses("s") == ["ok", "ok", "refused", "refused"]
+    problem = told("s")[2]["problem"]
+    assert problem in Path("s/sweep.md").read_text() and problem.partition(": ")[2] in capsys.readouterr().err
+    assert len(records(Path("s/1/outputs.jsonl"))) == ROWS and len(engines) == 1
+
+
+def test_a_fault_of_ours_is_a_points_own_too(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    survey, calls = evaluate.survey, []
+
+    def failing(task: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ZeroDivisionError("ours")
+        return survey(task)
+
+    monkeypatch.setattr(evaluate, "survey", failing)
+    assert sweep("seed=1,2", "out=s") == evaluate.FAILED
+    assert statuses("s") == ["failed", "ok"] and "ZeroDivisionError: ours" in capsys.readouterr().err
+    assert sweep("seed=1,2", "out=s") == evaluate.OK and statuses("s") == ["ok", "ok"]
+
+
+def test_all_points_refused_is_a_refusal(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep("sampling.temperature=-1,-2", "out=s") == evaluate.USAGE and not Path("s").exists()
+    assert "sampling.temperature" in capsys.readouterr().err
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_sweep_goes_on(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("seed=1,2,3", "out=whole") == evaluate.OK
+    generate = FakeEngine.async_generate
+
+    async def interrupted(self: FakeEngine, **call: Any) -> Any:
+        if len(self.prompts) == ROWS + 3:  # in the second point
+            self.prompts.append("once")
+            signal.raise_signal(signal.SIGINT)
+        return await generate(self, **call)
+
+    monkeypatch.setattr(FakeEngine, "async_generate", interrupted)
+    assert sweep("seed=1,2,3", "out=s", view="plain") == evaluate.INTERRUPTED
+    assert statuses("s") == ["ok", "interrupted", "waiting"]
+    assert capsys.readouterr().err.count("to go on, run the same command with out=s\n") == 1
+    monkeypatch.setattr(FakeEngine, "async_generate", generate)
+    assert sweep("seed=1,2,3", "out=s") == evaluate.OK and statuses("s") == ["ok"] * 3
+    for name in ("0/outputs.jsonl", "1/outputs.jsonl", "2/outputs.jsonl", "sweep.json", "sweep.md", "1/metrics.json"):
+        assert Path("s", name).read_bytes() == Path("whole", name).read_bytes()
+    before, loaded = files(Path("s")), len(engines)
+    assert sweep("seed=1,2,3", "out=s") == evaluate.OK and len(engines) == loaded and files(Path("s")) == before
+
+
+def test_folders_of_others_are_refused(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep("seed=1,2", "out=s") == evaluate.OK
+    before = files(Path("s"))
+    assert sweep("seed=1,2,3", "out=s") == evaluate.USAGE
+    said = capsys.readouterr().err
+    assert "holds a sweep of 2 other points" in said and "point 2: none → seed=3" in said
+    assert sweep("seed=1,4", "out=s") == evaluate.USAGE and "point 1: seed=2 → seed=4" in capsys.readouterr().err
+    assert sweep("seed=1,2", "out=s", "sampling.top_p=0.5") == evaluate.USAGE, "the points themselves say no"
+    assert "sampling.top_p: 1.0 → 0.5" in capsys.readouterr().err and statuses("s") == ["refused", "refused"]
+    assert sweep("seed=1,2", "out=s") == evaluate.OK and files(Path("s")) == before
+    assert run.main(["eval", *WORDS, "view=quiet", "out=s"]) == evaluate.USAGE
+    assert "no manifest.json: it is not a run's" in capsys.readouterr().err
+    assert run.main(["eval", *WORDS, "view=quiet", "out=r"]) == evaluate.OK
+    assert sweep("seed=1,2", "out=r") == evaluate.USAGE and "it is not a sweep's" in capsys.readouterr().err
+    assert sweep("seed=1,2", "out='o${seed}'") == evaluate.USAGE
+    assert "one folder in common" in capsys.readouterr().err and not Path("o1").exists()
+    with evaluate.RunFolder(Path("lone").absolute()):
+        assert sweep("seed=1,2", "out=lone") == evaluate.USAGE
+    assert "another run is writing" in capsys.readouterr().err
+
+
+def test_the_table_is_told_plainly() -> None:
+    metric = {"value": 0.5, "stderr": None, "n": 1}
+    text = markdown([Told("a|b", "0", "ok", None, 1000, 0, {"acc": metric}), Told("c", "1", "refused", "no\nway")])
+    assert text.splitlines()[2].replace(" ", "") == "|a\\|b|ok|1,000|0|0.5000|0|" and text.endswith("\nc: no\nway\n")
+
+
+# -- composing ---------------------------------------------------------------------------------------------------------
+
+SWEEPS = [
+    ["task=capitals,addition", "sampling.temperature=0,0.7", "seed=1,2"],
+    ["sampling=greedy,creative", "sampling.top_k=5,null", "sampling.stop=[a],[b,'c d']"],
+    ["hydra.sweep.subdir='x-${seed}-${hydra.job.num}'", "seed=1,2", "++model.path=a,b"],
+    ["hydra.sweep.subdir='${hydra.job.override_dirname}'", "seed=1,2"],
+    ["out='o-${seed}'", "seed=range(0,3)", "task.limit=1,2"],
+]
+
+
+@pytest.mark.parametrize("words", SWEEPS, ids=[words[0] for words in SWEEPS])
+def test_points_are_what_hydra_composes(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies with values put in are equal to what composing each point anew gives."""
+    given = [*words, "view=quiet", "hydra.sweep.dir=d"]
+    quick = points(parse(["-m", *given], "fengine eval"), EVAL)
+
+    def anew(self: Any, choice: Any) -> Any:
+        return composing.compose(self.command, choice, self.schema)
+
+    monkeypatch.setattr(composing._Quick, "compose", anew)
+    slow = points(parse(["-m", *given], "fengine eval"), EVAL)
+    assert quick == slow and len(quick) == len(list(itertools.chain(quick))) > 1
+    assert len({point.directory for point in quick}) == len(quick)
+
+
+def test_wrong_values_of_a_sweep_are_explained() -> None:
+    def problems(*words: str) -> list[str]:
+        found = jobs(parse(["-m", "seed=1,2", *words], "fengine eval"), EVAL)
+        return [job.message for job in found if isinstance(job, BadPoint)]
+
+    assert problems() == []
+    assert "sampling.temperature: Value 'hot'" in problems("sampling.temperature=0,hot")[0]
+    with pytest.raises(ConfigError, match="unknown key sampling.temprature; did you mean sampling.temperature"):
+        problems("sampling.temprature=0,1")
+
+
+# -- launchers ---------------------------------------------------------------------------------------------------------
+
+
+def problem(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        jobs(parse(["-m", "task=capitals", "seed=1,2", *words], "fengine eval"), EVAL)
+    return str(caught.value)
+
+
+def test_launchers_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no launcher 'nope'; there is basic" in problem("hydra/launcher=nope")
+    assert "needs a package that is not installed: pip install hydra-ray-launcher" in problem("hydra/launcher=ray")
+    for word in ("hydra.launcher._target_=os.system", "+hydra.launcher.x={_target_: os.system}", "hydra/sweeper=x"):
+        assert "is refused" in (said := problem(word)) or "is fixed" in said
+    with pytest.raises(ConfigError, match="add -m"):
+        jobs(parse(["task=capitals", "hydra/launcher=joblib"], "fengine eval"), EVAL)
+
+
+def test_a_file_cannot_give_a_launcher_another_class(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    (tmp_path / "hydra" / "launcher").mkdir(parents=True)
+    for name in ("joblib", "mine"):
+        (tmp_path / "hydra" / "launcher" / f"{name}.yaml").write_text("_target_: os.system\n")
+    (tmp_path / "hydra" / "launcher" / "basic.yaml").write_text("_target_: os.system\n")
+    assert "is not known" in problem("--config-dir", str(tmp_path), "hydra/launcher=mine")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "x.yaml").write_text("# @package hydra.launcher\n_target_: os.system\n")
+    for word in ("hydra/launcher=joblib", "hydra/launcher=basic"):
+        assert "names another class than its own" in problem("--config-dir", str(tmp_path), "experiment=x", word)
+
+
+def test_many_engines_on_one_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0")]))
+    command = parse(["-m", "task=capitals", "seed=1,2", "hydra/launcher=joblib"], "fengine eval")
+    found = [job for job in jobs(command, EVAL) if isinstance(job, Point)]
+    assert found[0].launcher == "joblib"
+    with pytest.raises(ConfigError, match="n_jobs=-1 would start as many engines"):
+        launch(command, EVAL, tmp_path, found, len)
+
+
+def test_joblib_runs_points_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same folders and the same bytes as one after another in this process; a bad point among them."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).resolve().parent.parent))
+    words = ["task=addition", "task.limit=4", "compile=none", "view=quiet", "sampling.temperature=0.9", "seed=1,2"]
+    words += ["model.path=box,missing", "task.max_new_tokens=4", "model.device=cpu"]
+    assert run.main(["eval", "-m", *words, "out=one"]) == evaluate.USAGE
+    apart = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    assert run.main(["eval", "-m", *words, "out=apart", *apart]) == evaluate.USAGE
+    assert statuses("one") == statuses("apart") == ["ok", "refused", "ok", "refused"]
+    for number in (0, 2):
+        for name in ("outputs.jsonl", "metrics.json"):
+            assert Path(f"apart/{number}/{name}").read_bytes() == Path(f"one/{number}/{name}").read_bytes()
+        configs = [OmegaConf.load(f"{folder}/{number}/config.yaml") for folder in ("one", "apart")]
+        assert {**configs[0], "out": None} == {**configs[1], "out": None}
+    assert {p.name for p in Path("apart").iterdir()} == {p.name for p in Path("one").iterdir()}
+    pids = [json.loads(Path(f"apart/{i}/manifest.json").read_text())["sessions"][0]["pid"] for i in (0, 2)]
+    here = json.loads(Path("one/0/manifest.json").read_text())["sessions"][0]["pid"]
+    assert here not in pids
+    assert set(LAUNCHERS) == {"joblib", "submitit_local", "submitit_slurm", "ray"}
