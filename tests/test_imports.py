@@ -57,7 +57,8 @@ FOLDERS: dict[str, list[str]] = {
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
     "config journal folder resume manifest trace shards asking loop finish sweep points".split(),
     "reading": "lines records compare".split(),
-    "verbs": "frame diff".split(),
+    "harness": "gen_kwargs reads texts identity lm_eval_model".split(),
+    "verbs": "frame diff lm_eval".split(),
 }
 LAYERS: list[set[str]] = [
     {"errors"},
@@ -85,6 +86,7 @@ LAYERS: list[set[str]] = [
     {"evals"},
     {"reading"},
     {"evaluate"},
+    {"harness"},
     {"verbs"},
     {"run"},
     {"__main__"},
@@ -149,7 +151,8 @@ def test_no_forbidden_words(path: Path) -> None:
     assert "torch.load(" not in source and "hydra.utils.instantiate" not in source
 
 
-LAZY = {"runs.engines", "evals.tables"}  # the engine, on the command line: `--help` needs no torch; optional libraries
+# The engine, on the command line: `--help` needs no torch; optional libraries.
+LAZY = {"runs.engines", "evals.tables", "verbs.lm_eval"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -56,7 +56,7 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
     parts = door.parts
     _refuse_without_text(parts, params)
     ids, turn = _ids(door, item)
-    ids = _fitting(door, ids)
+    ids = _fitting(door, ids, params.max_new_tokens == 0)
     explicit = isinstance(item.sampling, SamplingParams) or "max_new_tokens" in (item.sampling or {})
     most = _room(door, params, len(ids), explicit)
     return_logprob = flag("return_logprob", item.return_logprob)
@@ -125,10 +125,11 @@ def _ids(door: Door, item: Item) -> tuple[list[int], Turn | None]:
     return ids, turn
 
 
-def _fitting(door: Door, ids: list[int]) -> list[int]:
-    """The prompt if it fits the context; with allow_auto_truncate, as much of its beginning as fits it and the pool."""
+def _fitting(door: Door, ids: list[int], read_only: bool) -> list[int]:
+    """The prompt if it fits the context; with allow_auto_truncate, as much of its beginning as fits it and the pool.
+    One that is `read_only`, for its logprobs, may fill the context: evaluation harnesses score whole windows."""
     context, pool, count = door.parts.context_length, door.parts.pool_tokens, len(ids)
-    if count < min(context, pool):
+    if count < min(context + read_only, pool):
         return ids
     if door.args.allow_auto_truncate:
         keep = min(context, pool) - 1
