@@ -1,4 +1,4 @@
-"""The parts of the harnesses' models that need no harness: reads, generation arguments, seeds, texts, missing extras."""
+"""What the harnesses' models do without a harness: reads, generation arguments, seeds, texts, missing extras."""
 
 import random
 import subprocess
@@ -109,7 +109,12 @@ def test_a_prompt_that_is_only_read_may_fill_the_context(llm: Engine) -> None:
         ({"temperature": 0.7, "do_sample": False, "num_beams": 1}, {"temperature": 0.0}, ("<e>",), 256),
         ({"temperature": 0.7, "top_k": 0, "use_cache": True}, {"temperature": 0.7}, ("<e>",), 256),
         ({"do_sample": True, "top_p": 0.9, "top_k": 5}, {"top_p": 0.9, "top_k": 5}, ("<e>",), 256),
-        ({"do_sample": True, "temperature": 0, "min_tokens": 2}, {"temperature": 0, "min_new_tokens": 2}, ("<e>",), 256),
+        (
+            {"do_sample": True, "temperature": 0, "min_tokens": 2},
+            {"temperature": 0, "min_new_tokens": 2},
+            ("<e>",),
+            256,
+        ),
         ({"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "sampling_seed": 3}, ("<e>",), 256),
     ],
 )
@@ -192,9 +197,7 @@ def test_facts_name_weights_and_numerics(llm: Engine) -> None:
 # -- what is not installed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("module", "library", "extra"), [("fengine.harness.lm_eval_model", "lm_eval", "lm-eval")]
-)
+@pytest.mark.parametrize(("module", "library", "extra"), [("fengine.harness.lm_eval_model", "lm_eval", "lm-eval")])
 def test_a_missing_library_is_named(module: str, library: str, extra: str) -> None:
     code = f"import sys; sys.modules['{library}'] = None; import {module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

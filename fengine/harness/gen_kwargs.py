@@ -52,7 +52,7 @@ def generation_of(gen_kwargs: Any, eos: str | None, default_max: int) -> Generat
         if given.pop(name, value) != value:
             raise UnsupportedFeatureError(f"{name} other than {value} is not built; leave it out")
     shown = flag("skip_special_tokens", given.pop("skip_special_tokens", True))
-    sampling = {SAME.get(name, name): value for name, value in given.items() if name not in WITHOUT_EFFECT}
+    sampling = {SAME.get(name) or name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     do_sample = sampling.pop("do_sample", None)
     if do_sample is not None:
         do_sample = flag("do_sample", do_sample)

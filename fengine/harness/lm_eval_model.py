@@ -8,12 +8,13 @@ bit; sampled texts are functions of their request; and what fengine has not is r
 # pyright: reportMissingImports=false
 
 import logging
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
+
+import torch
 
 from fengine.engine import Engine
 from fengine.errors import (
@@ -102,6 +103,11 @@ class FengineLM(TemplateLM):
             engine = pretrained
         else:
             refuse_unknown(settings)
+            if str(settings.get("device")).startswith("cuda") and not torch.cuda.is_available():
+                logger.warning(
+                    "lm-eval asks for a CUDA device, which is its default; there is none, so the CPU is used"
+                )
+                settings = settings | {"device": None}
             engine = Engine(model_path=pretrained, **settings)
             self._closer = weakref.finalize(self, engine.shutdown)  # at the latest when the process ends
         manager = engine.tokenizer_manager
@@ -226,7 +232,7 @@ class FengineLM(TemplateLM):
         room = self.max_length - asked.max_gen_toks
         if room < 1:
             raise InvalidRequestError(
-                f"max_gen_toks={asked.max_gen_toks} leaves no room for a prompt in max_length={self.max_length}; lower it"
+                f"max_gen_toks={asked.max_gen_toks} leaves a prompt no room in max_length={self.max_length}; lower it"
             )
         if len(ids) <= room:
             return ids
@@ -267,7 +273,7 @@ class FengineLM(TemplateLM):
                 yield output["index"], output
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside the results: model, weights and engine, by which a run can be told from another."""
+        """What lm-eval writes beside the results: model, weights and engine, which tell one run from another."""
         return engine_facts(self.engine)
 
 
@@ -276,13 +282,10 @@ def batch_of(value: Any) -> int:
     it. Pure. Errors: ConfigError."""
     if isinstance(value, str) and value.partition(":")[0] == "auto":
         return MOST
-    try:
-        size = int(value)
-    except (TypeError, ValueError):
-        size = math.nan
-    if not size >= 1:
+    size = int(value) if str(value).isdecimal() else 0
+    if size < 1:
         raise ConfigError(f'batch_size must be "auto" or at least 1, got {value!r}')
-    return MOST if size == 1 else int(size)
+    return MOST if size == 1 else size
 
 
 def refuse_unknown(settings: dict[str, Any]) -> None:

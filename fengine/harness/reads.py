@@ -42,8 +42,8 @@ class Read:
 def plan(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> tuple[list[Read], int]:
     """The reads that score each (context, continuation), in order, and how many contexts were cut from the left.
 
-    At most `window` tokens are fed, as lm-eval's own backend for transformers does. A continuation of no tokens needs no
-    read. Pure. Errors: InvalidRequestError (no context, a continuation that the window does not hold).
+    At most `window` tokens are fed, as lm-eval's own backend for transformers does. A continuation of no tokens needs
+    no read. Pure. Errors: InvalidRequestError (no context, a continuation that the window does not hold).
     """
     reads: dict[tuple[int, ...], Read] = {}
     cut = 0
