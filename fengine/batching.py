@@ -16,7 +16,10 @@ HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one mu
 
 
 class Staged(NamedTuple):
-    """One step's inputs on the host: the fields of StepBatch, SamplingBatch and Feed, unpadded (T tokens, R rows)."""
+    """One step's inputs on the host: the fields of StepBatch, SamplingBatch and Feed, unpadded (T tokens, R rows).
+
+    R counts draws: behind the plan's rows comes one without tokens for each draft, which draws behind that draft.
+    """
 
     token_T: np.ndarray
     pos_T: np.ndarray
@@ -102,7 +105,7 @@ class RowTables:
         width = -(-int(kv_len_R.max()) // size)
         feed_index_T, feed_from_T, token_T = self._tokens(plan, q_start_B)
         self.last_index[row_R] = np.arange(len(requests), dtype=np.int32)
-        return Staged(
+        staged = Staged(
             token_T=token_T,
             pos_T=pos_T,
             slot_T=self.page_table[row_T, pos_T // size] * size + pos_T % size,
@@ -119,6 +122,7 @@ class RowTables:
             feed_index_T=feed_index_T,
             feed_from_T=feed_from_T,
         )
+        return with_drafts(staged, plan) if plan.drafts else staged
 
     def _tokens(self, plan: Plan, q_start_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids the host knows, and where the one token it does not know yet is fed on the device."""
@@ -126,6 +130,7 @@ class RowTables:
         feed_index_T = np.zeros(total, np.int32)
         feed_from_T = np.zeros(total, np.bool_)
         tokens: list[int] = []
+        drafts = dict(plan.drafts)
         for i, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
             ids = request.token_ids
             if start + count <= len(ids):
@@ -134,9 +139,33 @@ class RowTables:
                 else:
                     tokens += ids[start : start + count]
             else:
+                draft = drafts.get(i, [])
                 tokens += ids[start:]
-                tokens.append(0)
-                at = int(q_start_B[i + 1]) - 1
-                feed_index_T[at] = self.last_index[request.row]
-                feed_from_T[at] = True
+                at = int(q_start_B[i + 1]) - 1 - len(draft)
+                if start + count - len(draft) > len(ids):
+                    tokens.append(0)
+                    feed_index_T[at] = self.last_index[request.row]
+                    feed_from_T[at] = True
+                tokens += draft
         return feed_index_T, feed_from_T, np.array(tokens, np.int32)
+
+
+def with_drafts(staged: Staged, plan: Plan) -> Staged:
+    """The step with a draw in front of each row's drafts, and one behind each draft. Pure."""
+    count_R = np.zeros(len(plan.requests), np.int32)
+    for row, draft in plan.drafts:
+        count_R[row] = len(draft)
+    row_D = np.repeat([row for row, _ in plan.drafts], [len(draft) for _, draft in plan.drafts])
+    first_R = staged.logit_index_R - count_R
+    nth_D = np.concatenate([np.arange(1, len(draft) + 1, dtype=np.int32) for _, draft in plan.drafts])
+    logit_index_R = np.concatenate((first_R, first_R[row_D] + nth_D))
+    same = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R")
+    extra = len(row_D)
+    return staged._replace(
+        q_start_B=np.pad(staged.q_start_B, (0, extra), mode="edge"),
+        kv_len_R=np.pad(staged.kv_len_R, (0, extra)),
+        page_table_RN=np.pad(staged.page_table_RN, ((0, extra), (0, 0))),
+        logit_index_R=logit_index_R,
+        sample_pos_R=staged.pos_T[logit_index_R] + 1,
+        **{name: np.concatenate((getattr(staged, name), getattr(staged, name)[row_D])) for name in same},
+    )

@@ -17,6 +17,7 @@ from fengine.config import EngineConfig, Hardware, LoadFormat, Numerics, resolve
 from fengine.driver import Driver
 from fengine.errors import ConfigError, OutOfMemoryError, UnsupportedArchitectureError
 from fengine.extended import make_extended, warm_up
+from fengine.host.ngram import speculation_of
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
 from fengine.host.scheduler import Scheduler
@@ -82,7 +83,9 @@ class Parts:
             "preemptions": counters["preemptions"],
             "computed_tokens": counters["computed_tokens"],
             "cached_tokens": counters["hit_tokens"],
-            "output_tokens": self.driver.output_tokens,
+            "output_tokens": self.driver.output_tokens + counters["correct_drafts"],
+            "draft_tokens": counters["drafts"],
+            "correct_draft_tokens": counters["correct_drafts"],
             "steps": self.driver.steps,
             "compiles": compile_count() - self.compiles_at_start,
             "compile_seconds": self.compile_seconds,
@@ -156,12 +159,14 @@ def assemble(
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(params)
     stepped = replace(spec, exact=config.numerics is Numerics.exact)
     step, extended = make_step(stepped, compiled=bool(config.compile.enabled)), make_extended(stepped)
+    speculation = speculation_of(config.speculation, spec.vocab_size, bool(config.scheduler.overlap))
+    draws = rows if speculation is None else max(rows, speculation.step_tokens)
     runner: CpuRunner | CudaRunner
     if device_of(config) == "cpu":
-        runner = CpuRunner(step, params, rows, extended)
+        runner = CpuRunner(step, params, draws, extended)
     else:
         runner = CudaRunner(
-            step, params, rows=rows, tokens=tokens, width=width, graphs=config.compile.cuda_graph,
+            step, params, rows=draws, tokens=tokens, width=width, graphs=config.compile.cuda_graph,
             device=device_of(config), extended=extended,
         )  # fmt: skip
     before = time.perf_counter()
@@ -195,6 +200,7 @@ def assemble(
         max_running_requests=rows,
         max_step_tokens=tokens,
         policy=config.scheduler.policy,
+        speculation=speculation,
     )
     driver = Driver(scheduler, RowTables(rows, width, page_size), runner, kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(params, spec, driver, model_dir, from_disk)

@@ -82,6 +82,29 @@ class SchedulerConfig:
     overlap: bool | None = None
 
 
+class Algorithm(Enum):
+    """Who guesses tokens ahead. `ngram`: what followed an earlier copy of a request's last tokens."""
+
+    none = "none"
+    ngram = "ngram"
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Guessed tokens are computed with a row's last one and kept where the row draws them itself: no bit changes.
+
+    `num_draft_tokens` is SGLang's: the most tokens of a row in one step, its own included. Drafts fill a step up to
+    `step_tokens` tokens; a step that has as many already is full of work and gets none. The last `ngram_min_match`
+    tokens must have occurred before; copies are compared up to `ngram_max_match` tokens back.
+    """
+
+    algorithm: Algorithm = Algorithm.none
+    num_draft_tokens: int | None = None
+    step_tokens: int | None = None
+    ngram_min_match: int = 2
+    ngram_max_match: int = 12
+
+
 @dataclass(frozen=True)
 class CompileConfig:
     """`enabled` runs torch.compile over the step; `cuda_graph` captures it per bucket on CUDA.
@@ -105,6 +128,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     numerics: Numerics = Numerics.exact
     random_seed: int = 0
 
@@ -135,6 +159,21 @@ def check(config: EngineConfig) -> list[str]:
     if (scheduler.max_running_requests or 0) > MAX_ROWS:
         problems.append(f"scheduler.max_running_requests must be at most {MAX_ROWS}: tables are made for every row")
     positive("model.context_length", config.model.context_length)
+    drafts = config.speculation
+    positive("speculation.step_tokens", drafts.step_tokens)
+    positive("speculation.ngram_min_match", drafts.ngram_min_match)
+    if drafts.num_draft_tokens is not None and drafts.num_draft_tokens < 2:
+        problems.append(
+            f"speculation.num_draft_tokens must be at least 2 (a row's own token and a draft), "
+            f"got {drafts.num_draft_tokens}; speculation.algorithm=none is without drafts"
+        )
+    if (drafts.step_tokens or 0) > MAX_ROWS:
+        problems.append(f"speculation.step_tokens must be at most {MAX_ROWS}, got {drafts.step_tokens}")
+    if drafts.ngram_max_match < drafts.ngram_min_match:
+        problems.append(
+            f"speculation.ngram_max_match ({drafts.ngram_max_match}) is smaller than "
+            f"speculation.ngram_min_match ({drafts.ngram_min_match})"
+        )
     fraction = cache.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")
@@ -165,6 +204,7 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     tokens = scheduler.max_step_tokens or max(rows, 8192 if gpu else 512)
     if scheduler.max_running_requests is None:
         rows = min(rows, tokens)
+    drafts = config.speculation
     return replace(
         config,
         model=replace(config.model, device=config.model.device or hardware.device),
@@ -177,5 +217,10 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
         ),
         compile=replace(
             config.compile, enabled=not (gpu and config.compile.cuda_graph) if compile_step is None else compile_step
+        ),
+        speculation=replace(
+            drafts,
+            num_draft_tokens=drafts.num_draft_tokens or 16,
+            step_tokens=min(drafts.step_tokens or (64 if gpu else 16), tokens),
         ),
     )

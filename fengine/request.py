@@ -47,6 +47,20 @@ class Finish:
         return why
 
 
+@dataclass(slots=True)
+class Drafting:
+    """How a request's drafts fared so far. Modifies: itself, by the loop alone."""
+
+    in_flight: int = 0  # drafts of the step that is not read yet
+    tries: int = 0  # steps with drafts that are read
+    tried: int = 0  # drafts of the last of these
+    right: int = 0  # and how many of them were drawn
+    proposed: int = 0  # drafts of all tries
+    correct: int = 0
+    histogram: list[int] = field(default_factory=list)  # tries by how many of their drafts were drawn
+    memo: Any = None  # the proposer's own: what it knows of the tokens, and what it has learnt
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence. Only the scheduler changes it after `Scheduler.add`.
@@ -77,6 +91,7 @@ class Request:
     priority: int = 0  # the higher, the earlier it is admitted
     extras: Extras | None = None  # what it asks for beyond drawn tokens and their logprobs; None: nothing
     record: Record | None = None  # where the loop puts what was asked for
+    drafting: Drafting | None = None  # set by Scheduler.add where drafts may be computed for it
 
     @property
     def num_output(self) -> int:

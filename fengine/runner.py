@@ -18,7 +18,7 @@ from fengine.step import Feed, StepFn, mark_sizes
 
 
 class Flight(NamedTuple):
-    """A step under way. `result` waits for it: (tokens, logprobs), one of each per row of the plan.
+    """A step under way. `result` waits for it: (tokens, logprobs), one of each per draw of the plan.
 
     `findings`, of an extended step, gives after `result` what else was wanted.
     """

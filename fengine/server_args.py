@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_args
 
 from fengine.config import (
+    Algorithm,
     CacheConfig,
     CompileConfig,
     Dtype,
@@ -16,6 +17,7 @@ from fengine.config import (
     Numerics,
     Policy,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from fengine.doors.foreign_args import ALSO_OFF, HARMLESS
 from fengine.doors.foreign_args import REFUSED as REFUSED_BY_REASON
@@ -62,6 +64,10 @@ class ServerArgs(_Foreign):
     disable_overlap_schedule: bool | None = None
     disable_cuda_graph: bool = False
     enable_torch_compile: bool | None = None  # fengine's own default: yes on the CPU, no inside CUDA graphs
+    speculative_algorithm: str | None = None  # "NGRAM"
+    speculative_num_draft_tokens: int | None = None  # of a row in one step, its own token included
+    speculative_ngram_min_match_window_size: int | None = None
+    speculative_ngram_max_match_window_size: int | None = None
     random_seed: int | None = None  # None is 0: a run can be repeated without having noted its seed
     stream_interval: int = 1
     incremental_streaming_output: bool = False
@@ -112,8 +118,20 @@ class ServerArgs(_Foreign):
                 overlap=overlap,
             ),
             compile=CompileConfig(enabled=self.enable_torch_compile, cuda_graph=not self.disable_cuda_graph),
+            speculation=self._speculation(),
             numerics=_choice(Numerics, "numerics", self.numerics),
             random_seed=0 if self.random_seed is None else self.random_seed,
+        )
+
+    def _speculation(self) -> SpeculationConfig:
+        default = SpeculationConfig()
+        algorithm = Algorithm.none if self.speculative_algorithm is None else Algorithm.ngram
+        least, most = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
+        return SpeculationConfig(
+            algorithm=algorithm,
+            num_draft_tokens=self.speculative_num_draft_tokens,
+            ngram_min_match=default.ngram_min_match if least is None else least,
+            ngram_max_match=default.ngram_max_match if most is None else most,
         )
 
     @property
@@ -170,6 +188,8 @@ class ServerArgs(_Foreign):
                 value = getattr(self, name)
                 if not (value is None or _same(value, default) or any(_same(value, x) for x in ALSO_OFF.get(name, ()))):
                     bad.append(f"{name}={value!r:.80} ({reason})")
+        if (algorithm := self.speculative_algorithm) is not None and algorithm.upper() != "NGRAM":
+            bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation only NGRAM is built)")
         if bad:
             raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
 

@@ -8,11 +8,14 @@ any wrong page, slot, length, stale hit, eviction, preemption or feed fails in t
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fengine.config import Policy
 from fengine.errors import CapacityError
 from fengine.extras import Extras, Record
+from fengine.host.drafts import Ask, Proposer, Speculation
+from fengine.host.ngram import ngram_proposer
 from fengine.host.pages import PagePool
 from fengine.host.plan import Plan
 from fengine.host.prefix_cache import PrefixCache
@@ -46,6 +49,8 @@ class Case:
     cached: bool = True
     lag: int = 0  # steps scheduled before the update of an earlier one
     vocab: int = 5
+    guess: str | None = None  # how well drafts are guessed, see `guesser`; None: no speculation
+    draft_room: int = 32  # tokens of a step up to which drafts fill it
 
 
 def chain(before: int, token: int) -> int:
@@ -81,25 +86,32 @@ class HashDevice:
         self.case, self.jobs = case, requests
         self.slots: list[int | None] = [None] * (case.num_pages * case.page_size)
         self.tables: dict[int | None, list[int]] = {}  # page table by row slot
+        self.drafts = 0
         self.drawn: dict[int | None, int] = {}  # token by row slot, of the step before
         self.owner: dict[int | None, str] = {}  # request by row slot, of the step before
 
     def execute(self, plan: Plan) -> Result:
-        """Drawn tokens and logprobs of every row; rows that do not sample get rubbish."""
+        """Drawn tokens and logprobs of every row, and behind every draft; rows that do not sample get rubbish."""
         self._tables_from(plan)
-        rows = [self._tokens(plan, i) for i in range(len(plan.requests))]
+        drafts = dict(plan.drafts)
+        rows = [self._tokens(plan, i) + drafts.get(i, []) for i in range(len(plan.requests))]
         self._write(plan, rows)
-        tokens, logprobs = [], []
+        draws: list[tuple[int, float]] = []
         for i, (request, ids) in enumerate(zip(plan.requests, rows, strict=True)):
-            prefix = self._attend(request, ids)
-            token, logprob = draw(request.seed, prefix, self.case.vocab)
-            if self.jobs[request.rid].nan_at == len(ids) - request.prompt_len:
-                logprob = math.nan
-            tokens.append(token if plan.samples[i] else 999)
-            logprobs.append(logprob)
-        self.drawn = {r.row: t for r, t, s in zip(plan.requests, tokens, plan.samples, strict=True) if s}
+            token, logprob = self._draw(request, ids[: len(ids) - len(drafts.get(i, []))])
+            draws.append((token if plan.samples[i] else 999, logprob))
+        self.drawn = {r.row: t for r, (t, _), s in zip(plan.requests, draws, plan.samples, strict=False) if s}
         self.owner = {r.row: r.rid for r in plan.requests}
-        return tokens, logprobs
+        for i, draft in plan.drafts:
+            ends = range(len(rows[i]) - len(draft) + 1, len(rows[i]) + 1)
+            draws += [self._draw(plan.requests[i], rows[i][:end]) for end in ends]
+        self.drafts += len(draws) - len(rows)
+        assert plan.num_draws == len(draws)
+        return [token for token, _ in draws], [logprob for _, logprob in draws]
+
+    def _draw(self, request: Request, ids: list[int]) -> tuple[int, float]:
+        token, logprob = draw(request.seed, self._attend(request, ids), self.case.vocab)
+        return token, math.nan if self.jobs[request.rid].nan_at == len(ids) - request.prompt_len else logprob
 
     def _tables_from(self, plan: Plan) -> None:
         taken = [request.row for request in plan.requests]
@@ -108,20 +120,27 @@ class HashDevice:
         for request, first in plan.new_pages:
             assert request in plan.requests and first < len(request.pages) and request.row is not None
             self.tables[request.row] = ([] if first == 0 else self.tables[request.row][:first]) + request.pages[first:]
-        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            assert self.tables[request.row] == request.pages, "new_pages does not tell the whole page table"
+        drafts = dict(plan.drafts)
+        for i, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
+            told = self.tables[request.row][: len(request.pages)]  # pages of drafts that were wrong may stand behind
+            assert told == request.pages, "new_pages does not tell the whole page table"
             assert 0 not in request.pages and len(request.pages) == -(-(start + count) // self.case.page_size)
-            assert request.num_computed == start + count <= request.prompt_len + request.max_new_tokens
+            assert request.num_computed + len(drafts.get(i, [])) == start + count
+            assert start + count <= request.prompt_len + max(request.max_new_tokens - bool(drafts.get(i)), 0)
 
     def _tokens(self, plan: Plan, i: int) -> list[int]:
-        """All tokens of row i up to the end of its chunk; one that the host does not know is fed from the last step."""
-        request, end = plan.requests[i], plan.starts[i] + plan.counts[i]
+        """All tokens of row i up to the end of its chunk; one that the host does not know is fed from the last step.
+
+        Without its drafts.
+        """
+        request, drafted = plan.requests[i], len(dict(plan.drafts).get(i, []))
+        end = plan.starts[i] + plan.counts[i] - drafted
         known = len(request.token_ids)
         assert plan.samples[i] == (end >= known) and end <= known + 1
         if end <= known:
             return request.token_ids[:end]
         assert not self.jobs[request.rid].lockstep, "a lockstep row is fed a token that the host does not know"
-        assert plan.counts[i] == 1 and self.owner[request.row] == request.rid
+        assert plan.counts[i] == 1 + drafted and self.owner[request.row] == request.rid
         return [*request.token_ids, self.drawn[request.row]]
 
     def _slot(self, pages: list[int], position: int) -> int:
@@ -163,10 +182,41 @@ class Run:
     most_rows: int = 0
 
 
+def guesser(case: Case) -> Proposer | None:
+    """Proposers that know what will be drawn, and use it well or badly. Two of them also when they should not know."""
+    solos = {f"r{i}": job.prompt + solo(job, 1000 + i, case.vocab)[0] for i, job in enumerate(case.jobs)}
+
+    def right(ask: Ask) -> list[int]:
+        return solos[ask.request.rid][len(ask.request.token_ids) + ask.skip :]
+
+    def wrong(ask: Ask) -> list[int]:
+        return [(token + 1) % case.vocab for token in right(ask)]
+
+    def mixed(ask: Ask) -> list[int]:
+        good = len(ask.request.token_ids) * 7 % 5
+        return right(ask)[:good] + wrong(ask)[good:]
+
+    def foreign(ask: Ask) -> list[int]:
+        return [*right(ask)[:2], (-1, case.vocab, 10**30)[len(ask.request.token_ids) % 3], *right(ask)[2:]]
+
+    def long(ask: Ask) -> list[int]:
+        return right(ask) + [0] * 1000
+
+    kinds: dict[str, Callable[[Ask], list[int]]] = {
+        "right": right, "wrong": wrong, "mixed": mixed, "foreign": foreign, "long": long,
+    }  # fmt: skip
+    if case.guess == "ngram":
+        return ngram_proposer(1, 4)
+    return None if case.guess is None else lambda asks: [kinds[case.guess or ""](ask) for ask in asks]
+
+
 def make_scheduler(case: Case) -> Scheduler:
-    pool = PagePool(case.num_pages)
+    pool, propose = PagePool(case.num_pages), guesser(case)
+    room = min(case.draft_room, case.budget)
+    speculation = None if propose is None else Speculation(propose, 6, room, case.vocab)
     return Scheduler(pool, PrefixCache(pool, case.page_size) if case.cached else None, page_size=case.page_size,
-                     max_running_requests=case.rows, max_step_tokens=case.budget, policy=case.policy)  # fmt: skip
+                     max_running_requests=case.rows, max_step_tokens=case.budget, policy=case.policy,
+                     speculation=speculation)  # fmt: skip
 
 
 def make_request(case: Case, index: int) -> Request:

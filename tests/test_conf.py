@@ -51,7 +51,15 @@ def test_every_option_composes(group: str, option: str) -> None:
 def test_every_file_is_an_option() -> None:
     others = [str(f) for f in FILES if len(f.parts) != 2]
     assert sorted(others) == ["config.yaml", "eval.yaml", "hydra/help/eval.yaml", "hydra/help/fengine.yaml"]
-    assert {group for group, _ in OPTIONS} == {"model", "cache", "scheduler", "compile", "sampling", "experiment"}
+    assert {group for group, _ in OPTIONS} == {
+        "model",
+        "cache",
+        "scheduler",
+        "compile",
+        "speculation",
+        "sampling",
+        "experiment",
+    }
 
 
 def test_default_files_list_every_key() -> None:

@@ -13,7 +13,7 @@ FILES = sorted(p for p in ROOT.rglob("*.py"))
 # Layer by layer; a module may import from earlier layers and, where listed together, from its own.
 # Order inside a folder, where modules of it import one another.
 FOLDERS: dict[str, list[str]] = {
-    "host": ["pages", "plan", "prefix_cache", "rows", "waiting", "scheduler", "retract", "steps"],
+    "host": ["pages", "plan", "prefix_cache", "rows", "drafts", "ngram", "waiting", "scheduler", "retract", "steps"],
     "ops": [
         "compiler",
         "cpu",

@@ -436,7 +436,7 @@ def test_a_newcomer_is_admitted_by_evicting_but_never_by_preempting() -> None:
     planned(scheduler)
     assert scheduler.counters() | {"cached_pages": 0} == {
         "running": 1, "waiting": 0, "finished": 1, "pages": 5, "free_pages": 0, "used_pages": 3, "cached_pages": 0,
-        "preemptions": 0, "hit_tokens": 0, "computed_tokens": 28,
+        "preemptions": 0, "hit_tokens": 0, "computed_tokens": 28, "drafts": 0, "correct_drafts": 0,
     }  # fmt: skip
 
 

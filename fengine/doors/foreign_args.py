@@ -37,6 +37,11 @@ HARMLESS: dict[str, dict[str, Any]] = {
         enable_deterministic_inference=True, enable_fp32_lm_head=False, triton_attention_reduce_in_fp32=False,
         triton_attention_split_tile_size=None,
     ),
+    "n-grams are kept for each request, and outputs are the same however they are found": dict(
+        speculative_ngram_min_bfs_breadth=1, speculative_ngram_max_bfs_breadth=10,
+        speculative_ngram_match_type="BFS", speculative_ngram_max_trie_depth=18, speculative_ngram_branch_length=18,
+        speculative_ngram_capacity=10_000_000,
+    ),
     "memory can be released and taken again without it": dict(enable_memory_saver=False),
     "it is a permission, and code of a checkpoint is never run": dict(trust_remote_code=False),
     "hints about speed for kernels and schedules that fengine chooses itself": dict(
@@ -140,10 +145,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         lora_backend="csgmv", max_lora_chunk_size=16, experts_shared_outer_loras=None, lora_use_virtual_experts=False,
         lora_strict_loading=False, lora_drain_wait_threshold=0.0,
     ),
-    "speculation": dict(
-        speculative_algorithm=None, speculative_draft_model_path=None, speculative_draft_model_revision=None,
+    "draft models and trees, and n-grams of other texts; speculation is by n-grams (NGRAM)": dict(
+        speculative_draft_model_path=None, speculative_draft_model_revision=None,
         speculative_draft_load_format=None, speculative_num_steps=None, speculative_eagle_topk=None,
-        speculative_num_draft_tokens=None, speculative_dflash_block_size=None, speculative_dspark_block_size=None,
+        speculative_dflash_block_size=None, speculative_dspark_block_size=None,
         speculative_dspark_sps_table_path=None, speculative_dspark_confidence_sts_path=None,
         speculative_dspark_align_verify_tokens_to_graph_tier=False, speculative_accept_threshold_single=1.0,
         speculative_accept_threshold_acc=1.0, speculative_use_rejection_sampling=False, speculative_token_map=None,
@@ -153,9 +158,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         speculative_draft_model_quantization=None, speculative_skip_dp_mlp_sync=False, enable_multi_layer_eagle=False,
         speculative_adaptive=False, speculative_adaptive_config=None, decoupled_spec_bind_endpoint=None,
         decoupled_spec_connect_endpoints=None, decoupled_spec_rank=None, decoupled_spec_role="null",
-        spec_trace_dir=None, speculative_ngram_min_bfs_breadth=1, speculative_ngram_max_bfs_breadth=10,
-        speculative_ngram_match_type="BFS", speculative_ngram_max_trie_depth=18,
-        speculative_ngram_capacity=10_000_000, speculative_ngram_external_corpus_path=None,
+        spec_trace_dir=None, speculative_ngram_external_corpus_path=None,
         speculative_ngram_external_sam_budget=0, speculative_ngram_external_corpus_max_tokens=10_000_000,
         enable_draft_weights_cpu_backup=False,
     ),

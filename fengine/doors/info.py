@@ -40,6 +40,7 @@ def resolved_args(parts: Parts, args: ServerArgs) -> dict[str, Any]:
         "enable_torch_compile": compile_.enabled,
         "disable_cuda_graph": not compile_.cuda_graph,
         "numerics": config.numerics.value,
+        "speculative_num_draft_tokens": config.speculation.num_draft_tokens if args.speculative_algorithm else None,
         "model_path": str(args.model_path),
         "tokenizer_path": args.tokenizer_path or str(args.model_path),
         "served_model_name": args.served_model_name or str(args.model_path),
@@ -66,8 +67,15 @@ def internal_state(parts: Parts) -> dict[str, Any]:
         "last_gen_throughput": stats["output_tokens"] / busy,  # output tokens per second since the start
         "memory_usage": memory_usage(parts),
         "weight_version": parts.weights.version,
+        **({} if parts.driver.scheduler.speculation is None else {"avg_spec_accept_length": _accept_length(stats)}),
         **stats,
     }
+
+
+def _accept_length(stats: dict[str, Any]) -> float:
+    """Output tokens for each draw of a row in a step. Pure."""
+    tokens = stats["output_tokens"]
+    return tokens / max(tokens - stats["correct_draft_tokens"], 1)
 
 
 def memory_usage(parts: Parts) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def output_of(ticket: Ticket, seen: Seen, *, return_logprob: bool, has_text: boo
     """SGLang's dict for one request: everything so far, or with a `from` what is new. Pure but for the clock."""
     request, start = ticket.request, ticket.request.prompt_len
     ids = request.token_ids[start + seen.count_from : start + seen.count]
-    meta = _meta(ticket, seen)
+    meta = _meta(ticket, seen) | _speculation(request, seen.count)
     if return_logprob:
         meta |= _logprobs(request, seen.count_from, seen.count, ids)
     extras, record = request.extras, request.record
@@ -54,6 +54,25 @@ def _meta(ticket: Ticket, seen: Seen) -> dict[str, Any]:
         "weight_version": spans[-1]["version"] if spans else "default",
         "weight_versions": spans,
         "num_retractions": request.num_preempted,
+    }
+
+
+def _speculation(request: Request, count: int) -> dict[str, Any]:
+    """SGLang's keys. Every step that drew behind the first token counts as a verification, one without drafts too: so
+    `spec_accept_length` is how many tokens a step brought."""
+    drafting = request.drafting
+    steps = 0 if drafting is None else request.num_output - 1 - drafting.correct
+    if drafting is None or steps < 1:
+        return {}
+    histogram = [0, *drafting.histogram[1:]]
+    histogram[0] = steps - sum(histogram)
+    return {
+        "spec_accept_rate": drafting.correct / drafting.proposed if drafting.proposed else 0.0,
+        "spec_accept_length": count / steps,
+        "spec_num_correct_drafts": drafting.correct,
+        "spec_num_proposed_drafts": drafting.proposed,
+        "spec_verify_ct": steps,
+        "spec_correct_drafts_histogram": histogram,
     }
 
 

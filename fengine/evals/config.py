@@ -6,7 +6,15 @@ from enum import Enum
 from typing import Any
 
 from fengine import config as engine_config
-from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig, Numerics, SchedulerConfig
+from fengine.config import (
+    CacheConfig,
+    CompileConfig,
+    EngineConfig,
+    ModelConfig,
+    Numerics,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from fengine.errors import ConfigError, FengineError
 from fengine.evals import task_config
 from fengine.evals.task_config import TaskConfig
@@ -44,12 +52,13 @@ class ResumeConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """One evaluation: a task's rows through a model. The first five fields are the engine's."""
+    """One evaluation: a task's rows through a model. The first six fields are the engine's."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     numerics: Numerics = Numerics.exact
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -71,6 +80,7 @@ class EvalConfig:
             cache=self.cache,
             scheduler=self.scheduler,
             compile=self.compile,
+            speculation=self.speculation,
             numerics=self.numerics,
         )
 

@@ -13,6 +13,7 @@ class Plan:
     `samples[i]`: the chunk reaches the row's last token, so a token is drawn. A token at index `len(token_ids)` is the
     one that the row drew in the step before. `new_pages` has (request, first) for each request whose page table grew:
     `request.pages[first:]` is new, and first == 0 means newly admitted, prefix hits included.
+    `drafts` has (row, guessed tokens): the last of the row's `counts`. The row draws in front of them and behind each.
     """
 
     step: int  # counts from 0
@@ -22,6 +23,12 @@ class Plan:
     samples: list[bool] = field(default_factory=list)
     new_pages: list[tuple[Request, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    drafts: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    @property
+    def num_draws(self) -> int:
+        """One for each row, then those behind drafts, in the order of `drafts`."""
+        return len(self.requests) + sum(len(draft) for _, draft in self.drafts)
 
     def take_out(self, request: Request) -> None:
         """Takes a decoding row out, if it is in, and sets the request back; its pages stay with it."""

@@ -5,7 +5,7 @@
     draining    everything asked for is planned; ends at the next update
 
 The first two are in order of arrival. A row has exactly the pages for its `num_computed` tokens, no more: so a decoding
-row needs a page when `num_computed % page_size == 0`.
+row needs a page when `num_computed % page_size == 0`. Drafts in flight have pages besides, until their step is read.
 """
 
 from bisect import bisect_left, insort
@@ -24,7 +24,8 @@ _arrival = attrgetter("arrival")
 class Rows:
     """Modifies: itself, its requests, `pool` and `cache`."""
 
-    __slots__ = ("pool", "cache", "page_size", "capacity", "prompting", "decoding", "draining", "num_lockstep", "_free")
+    __slots__ = ("pool", "cache", "page_size", "capacity", "prompting", "decoding", "draining", "num_lockstep",
+                 "num_drafts", "num_correct_drafts", "_free")  # fmt: skip
 
     def __init__(self, pool: PagePool, cache: PrefixCache | None, page_size: int, capacity: int) -> None:
         self.pool, self.cache, self.page_size, self.capacity = pool, cache, page_size, capacity
@@ -32,6 +33,7 @@ class Rows:
         self.decoding: list[Request] = []
         self.draining: dict[str, Request] = {}
         self.num_lockstep = 0  # running rows that wait for each of their tokens
+        self.num_drafts = self.num_correct_drafts = 0  # computed and read so far
         self._free = list(range(capacity))  # a heap: the lowest free row slot is given out
 
     @property
@@ -68,6 +70,12 @@ class Rows:
             raise InvariantError(f"{count} pages were promised, but {self.pool.num_free} are free after eviction")
         request.pages += pages
 
+    def shrink(self, request: Request) -> None:
+        """Gives the pages behind `num_computed` tokens back: those of drafts that were not drawn."""
+        keep = self.pages_for(request.num_computed)
+        self.pool.release(request.pages[keep:])
+        del request.pages[keep:]
+
     def move(self, request: Request) -> None:
         """Puts a request that has planned its last known token where it belongs: decoding, or draining."""
         if draws_last(request):
@@ -91,6 +99,8 @@ class Rows:
             self.num_lockstep -= is_lockstep(request)
         self._take_out(request)
         request.row, request.pages, request.num_computed = None, [], 0
+        if request.drafting is not None:
+            request.drafting.memo = None  # as large as the tokens
 
     def _take_out(self, request: Request) -> None:
         if self.draining.pop(request.rid, None) is None and not _remove(self.decoding, request):
@@ -108,7 +118,8 @@ class Rows:
             if any(a.arrival >= b.arrival for a, b in zip(ordered, ordered[1:], strict=False)):
                 raise InvariantError("running requests are out of order")
         for request in running:
-            if len(request.pages) != self.pages_for(request.num_computed) or request.status is not Status.RUNNING:
+            held = request.num_computed + (0 if request.drafting is None else request.drafting.in_flight)
+            if len(request.pages) != self.pages_for(held) or request.status is not Status.RUNNING:
                 raise InvariantError(f"request {request.rid!r}: {request.num_computed} tokens in pages {request.pages}")
         for request in waiting:
             if request.row is not None or request.pages or request.num_computed or request.status is not Status.WAITING:
@@ -124,8 +135,9 @@ def draws_last(request: Request) -> bool:
 
 
 def is_lockstep(request: Request) -> bool:
-    """Whether the row's next step needs its last token on the host."""
-    return request.extras is not None and request.extras.lockstep
+    """Whether the row's next step needs on the host what its last one draws."""
+    drafted = request.drafting is not None and request.drafting.in_flight > 0
+    return drafted or (request.extras is not None and request.extras.lockstep)
 
 
 def prefix_limit(request: Request) -> int:

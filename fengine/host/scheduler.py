@@ -12,7 +12,7 @@ has a prompt to compute, or to compute again after a preemption. A row draws a t
 step n+1 feeds it on the device. Every plan is executed, in order, whatever happens to its requests meanwhile: results
 for requests that have ended are discarded, and pages and row slots given back are used again only by later plans, which
 the device runs later. A plan must be staged before the scheduler is called again: its requests go on changing.
-A *lockstep* row (`Extras.lockstep`) sits out while its token is pending: what changes its logits must be known first.
+A *lockstep* row (`is_lockstep`) sits out while its token is pending: what changes its logits must be known first.
 
 **Sharing within a step.** On the device every layer writes the KV of all rows before any row attends. So prompt pages
 go into the prefix cache when they are scheduled, and another request may hit them in the same step. Such a chunk is
@@ -21,6 +21,7 @@ never taken out of its plan again: only decoding rows are, and those put pages i
 
 from fengine.config import Policy
 from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError
+from fengine.host.drafts import Speculation, drafting_of, plan_drafts, take_drafts
 from fengine.host.pages import PagePool
 from fengine.host.plan import Plan
 from fengine.host.prefix_cache import PrefixCache
@@ -33,21 +34,15 @@ class Scheduler:
     """Modifies: itself, its requests, `pool` and `cache`. Deterministic; for one thread."""
 
     def __init__(
-        self,
-        pool: PagePool,
-        cache: PrefixCache | None,
-        *,
-        page_size: int,
-        max_running_requests: int,
-        max_step_tokens: int,
-        policy: Policy = Policy.fcfs,
-    ) -> None:
-        """`cache` None: no prefix is ever shared. Errors: ConfigError."""
+        self, pool: PagePool, cache: PrefixCache | None, *, page_size: int, max_running_requests: int,
+        max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
+    ) -> None:  # fmt: skip
+        """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts. Errors: ConfigError."""
         limits = {"max_running_requests": max_running_requests, "max_step_tokens": max_step_tokens}
         for name, value in {"page_size": page_size, **limits}.items():
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        self.pool, self.cache, self.max_step_tokens = pool, cache, max_step_tokens
+        self.pool, self.cache, self.max_step_tokens, self.speculation = pool, cache, max_step_tokens, speculation
         self.num_preemptions = self.num_hit_tokens = self.num_computed_tokens = self.num_finished = 0
         self._rows = Rows(pool, cache, page_size, max_running_requests)
         self._waiting = WaitingQueue(policy, cache)
@@ -63,18 +58,19 @@ class Scheduler:
 
     def counters(self) -> dict[str, int]:
         """Gauges of this moment, and counters since the start."""
-        pool = self.pool
         return {
             "running": self._rows.num_running,
             "waiting": len(self._waiting),
             "finished": self.num_finished,
-            "pages": pool.capacity,
-            "free_pages": pool.num_free,
-            "used_pages": pool.capacity - pool.num_available,  # held by running requests
+            "pages": self.pool.capacity,
+            "free_pages": self.pool.num_free,
+            "used_pages": self.pool.capacity - self.pool.num_available,  # held by running requests
             "cached_pages": 0 if self.cache is None else self.cache.num_pages,
             "preemptions": self.num_preemptions,
             "hit_tokens": self.num_hit_tokens,
             "computed_tokens": self.num_computed_tokens,
+            "drafts": self._rows.num_drafts,
+            "correct_drafts": self._rows.num_correct_drafts,
         }
 
     def add(self, request: Request) -> None:
@@ -90,6 +86,7 @@ class Scheduler:
             raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
         if request.finish is not None or request.prompt_len < 1 or len(request.token_ids) != request.prompt_len:
             raise InvalidRequestError(f"request {request.rid!r} must be new and have at least one prompt token")
+        request.drafting = drafting_of(request) if self.speculation else None
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.rid] = request
@@ -97,8 +94,7 @@ class Scheduler:
 
     def abort(self, rid: str) -> Request | None:
         """Ends a request in any state and frees at once what it holds. None if no such request is unfinished."""
-        request = self._requests.get(rid)
-        if request is not None:
+        if (request := self._requests.get(rid)) is not None:
             self._end(request, Finish("abort"))
         return request
 
@@ -115,6 +111,8 @@ class Scheduler:
             self._admit(plan, left)
         if not plan.requests:
             return None
+        if self.speculation:
+            plan_drafts(plan, self._rows, self.speculation)
         self._steps_planned += 1
         self.num_computed_tokens += sum(plan.counts)
         return plan
@@ -249,13 +247,12 @@ class Scheduler:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def update(self, plan: Plan, tokens: list[int], logprobs: list[float]) -> list[Request]:
-        """Takes the drawn token and logprob of every row of the plan; those of rows that do not sample are ignored.
+        """Takes token and logprob of each of the plan's draws; those of rows that do not sample are ignored.
 
         Returns the requests that finished now. Plans are updated in order, once each. Errors: InvariantError.
         """
-        if plan.step != self._steps_updated or min(len(tokens), len(logprobs)) < len(plan.requests):
-            due = self._steps_updated
-            raise InvariantError(f"update of step {plan.step} with {len(tokens)} rows, step {due} is due")
+        if plan.step != self._steps_updated or min(len(tokens), len(logprobs)) < plan.num_draws:
+            raise InvariantError(f"update of step {plan.step}, {len(tokens)} draws; {self._steps_updated} is due")
         self._steps_updated += 1
         finished: list[Request] = []
         for request, sample, token, logprob in zip(plan.requests, plan.samples, tokens, logprobs, strict=False):
@@ -269,6 +266,9 @@ class Scheduler:
             if full or token in request.stop_ids or logprob != logprob:
                 self._end_drawn(request, token, logprob)
                 finished.append(request)
+        if plan.drafts:
+            finished += take_drafts(plan, self._rows, tokens, logprobs, self._end_drawn)
+            self._blocked = False  # pages have come back
         return finished
 
     def _end_drawn(self, request: Request, token: int, logprob: float) -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from fengine import config as engine_config
-from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig, Numerics, SchedulerConfig
+from fengine.config import (
+    CacheConfig,
+    CompileConfig,
+    EngineConfig,
+    ModelConfig,
+    Numerics,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from fengine.errors import FengineError
 from fengine.request import SamplingParams
 
@@ -53,12 +61,13 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One job: prompts in, records out. The first five fields are the engine's; two runs with equal ones share it."""
+    """One job: prompts in, records out. The first six fields are the engine's; two runs with equal ones share it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     numerics: Numerics = Numerics.exact
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompts: Any = None  # None: built in; a list of prompts; or the name of a .txt or .jsonl file
@@ -78,6 +87,7 @@ class RunConfig:
             cache=self.cache,
             scheduler=self.scheduler,
             compile=self.compile,
+            speculation=self.speculation,
             numerics=self.numerics,
         )
 
