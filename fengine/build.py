@@ -81,7 +81,7 @@ class Parts:
             "pages_used": counters["used_pages"],
             "pages_cached": counters["cached_pages"],
             "preemptions": counters["preemptions"],
-            "computed_tokens": counters["computed_tokens"],
+            "computed_tokens": counters["computed_tokens"] - counters["drafts"] + counters["correct_drafts"],
             "cached_tokens": counters["hit_tokens"],
             "output_tokens": self.driver.output_tokens + counters["correct_drafts"],
             "draft_tokens": counters["drafts"],

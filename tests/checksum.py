@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fengine import models
 from fengine.build import Parts, assemble
-from fengine.config import CacheConfig, CompileConfig, EngineConfig, Policy, SchedulerConfig
+from fengine.config import CacheConfig, CompileConfig, EngineConfig, Policy, SchedulerConfig, SpeculationConfig
 from fengine.driver import Driver
 from fengine.engine import Engine
 from fengine.models import Model
@@ -90,12 +90,14 @@ def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:
 
 def checksum_parts(*, page_size: int = 4, pool: int = 256, rows: int = 4, tokens: int = 16, policy: str = "fcfs",
                    overlap: bool = False, prefix_cache: bool = True, context: int = 256, seed: int = 0,
-                   eos: frozenset[int] = frozenset(), forward: Any = forward) -> Parts:  # fmt: skip
+                   eos: frozenset[int] = frozenset(), forward: Any = forward,
+                   speculation: SpeculationConfig | None = None) -> Parts:  # fmt: skip
     """An engine's parts over the checksum model, uncompiled, without a tokenizer."""
     config = EngineConfig(
         cache=CacheConfig(page_size=page_size, max_total_tokens=pool, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(rows, tokens, Policy[policy], overlap),
         compile=CompileConfig(enabled=False),
+        speculation=replace(speculation or SpeculationConfig(), num_draft_tokens=8, step_tokens=tokens),
         random_seed=seed,
     )
     config = replace(config, model=replace(config.model, device="cpu", skip_tokenizer_init=True))

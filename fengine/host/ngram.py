@@ -38,7 +38,9 @@ class NgramIndex:
         """Copies of `least` tokens count; they are compared up to `most` tokens back. 1 <= least <= most."""
         self.least, self.most = least, most
         self._latest: dict[tuple[int, ...], int] = {}  # a run -> the index behind its latest occurrence
-        self._before = array("i", [0] * least)  # index behind an occurrence -> that of the one before it; 0: there is none
+        self._before = array(
+            "i", [0] * least
+        )  # index behind an occurrence -> that of the one before it; 0: there is none
 
     @property
     def num_indexed(self) -> int:
