@@ -112,6 +112,23 @@ def test_a_run_and_its_folder(engines: list[FakeEngine], capsys: pytest.CaptureF
     assert len(list(Path("runs").glob("*/*/outputs.jsonl"))) == 2
 
 
+def test_the_likeliest_tokens_are_recorded_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the model in the box: greedy draws the likeliest token; nothing else of a row changes."""
+    monkeypatch.chdir(tmp_path)
+    words = ["task.limit=3", "view=quiet", "compile.enabled=false", "out=x"]
+    assert evaluate.main(["-m", "task=capitals,multiple_choice", "top_logprobs=0,3", *words]) == evaluate.OK
+    for task, first in (("capitals", 0), ("multiple_choice", 2)):
+        plain, more = (records(Path(f"x/{first + point}/outputs.jsonl")) for point in (0, 1))
+        for answer in [answer for row in more for answer in row["answers"]]:
+            for (best, token), logprob, drawn in zip(
+                [top[0] for top in answer["top_logprobs"]], answer["logprobs"], answer["output_ids"], strict=True
+            ):
+                assert logprob <= best and (token == drawn) == (logprob == best)
+                assert task != "capitals" or token == drawn
+            assert {len(top) for top in answer.pop("top_logprobs")} == {3}
+        assert more == plain
+
+
 def test_a_finished_run_needs_no_engine_and_changes_nothing(engines: list[FakeEngine]) -> None:
     assert cli("out=a") == evaluate.OK
     before = {p.name: p.read_bytes() for p in Path("a").iterdir() if p.name != "lock"}

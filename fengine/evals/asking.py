@@ -1,12 +1,12 @@
 """One `Ask` to calls of the engine, and their results back to one `Answer`. No torch."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fengine.errors import ContextLengthError, InvalidRequestError
-from fengine.evals.task import Answer, Ask
+from fengine.evals.task import Answer, Ask, Pair
 
 NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}
 
@@ -20,10 +20,12 @@ class Scored:
 
 
 class Asker:
-    """Asks one engine. `max_input` is the longest prompt that it takes, in tokens."""
+    """Asks one engine. `max_input` is the longest prompt that it takes, in tokens; `top_logprobs`, how many of the
+    likeliest tokens are wanted beside each one."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, top_logprobs: int = 0) -> None:
         self.engine, self.tokenizer = engine, engine.tokenizer
+        self._logprobs = {"return_logprob": True} | ({"top_logprobs_num": top_logprobs} if top_logprobs else {})
         self._max_input: int | None = None
 
     async def ask(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
@@ -39,18 +41,22 @@ class Asker:
         assert len(logprobs) == len(ids)
         text = ask.continuation if isinstance(ask.continuation, str) else ""
         metas = [out["meta_info"] for out in outputs]
-        return Answer(text, ids, logprobs, metas[-1]["finish_reason"]), metas
+        tops = [out["meta_info"].get("input_top_logprobs", [None])[1:] for out in outputs]
+        return Answer(
+            text, ids, logprobs, metas[-1]["finish_reason"], _pairs(top for part in tops for top in part)
+        ), metas
 
     async def _generate(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
         prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
-        output = await self.engine.async_generate(sampling_params=sampling, return_logprob=True, **prompt)
+        output = await self.engine.async_generate(sampling_params=sampling, **self._logprobs, **prompt)
         meta = output["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]][: len(output["output_ids"])]
-        return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"]), [meta]
+        top = _pairs(meta.get("output_top_logprobs", [])[: len(logprobs)])
+        return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"], top), [meta]
 
     async def _read(self, part: Scored) -> dict[str, Any]:
         return await self.engine.async_generate(
-            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, return_logprob=True, logprob_start_len=part.start - 1
+            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **self._logprobs
         )
 
     def _joined(self, ask: Ask) -> Scored:
@@ -105,6 +111,11 @@ class Asker:
         if not self.tokenizer.eos_ids:
             raise InvalidRequestError("the tokenizer has neither bos nor eos to stand before a text's first token")
         return min(self.tokenizer.eos_ids)
+
+
+def _pairs(tops: Iterable[Sequence[Sequence[Any]] | None]) -> list[list[Pair]] | None:
+    """The engine's (logprob, id, text) of the likeliest tokens at each place, without texts; None if there are none."""
+    return [[(entry[0], entry[1]) for entry in top or ()] for top in tops] or None
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -21,6 +21,8 @@ from fengine.evals.task_config import TaskConfig
 from fengine.runs.config import SamplingConfig, Schema, View
 from fengine.sampling_params import SamplingParams
 
+MAX_TOP_LOGPROBS = 100  # beside each token of outputs.jsonl, some 30 bytes each
+
 
 class Trace(Enum):
     off = "off"
@@ -63,6 +65,7 @@ class EvalConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     seed: int = 0
+    top_logprobs: int = 0
     out: str | None = None
     run: PartConfig = field(default_factory=PartConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
@@ -110,6 +113,8 @@ def check(config: EvalConfig) -> list[str]:
         parse_shard(config.run.shard)
     except ConfigError as error:
         problems.append(str(error))
+    if not 0 <= config.top_logprobs <= MAX_TOP_LOGPROBS:
+        problems.append(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {config.top_logprobs}")
     if config.out is not None and not config.out.strip():
         problems.append("out must name a folder; leave it out for a new one below runs/")
     if config.model.skip_tokenizer_init:

@@ -89,6 +89,8 @@ def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int
     for ask, answer, seed in zip(asks, answers, seeds, strict=True):
         one: dict[str, Any] = {"prompt": ask.prompt, "text": answer.text, "output_ids": answer.token_ids}
         one |= {"logprobs": answer.logprobs, "finish_reason": answer.finish}
+        if answer.top_logprobs is not None:
+            one["top_logprobs"] = answer.top_logprobs
         told.append(one | ({"sampling_seed": seed} if ask.kind == "generate" else {"kind": ask.kind}))
     return {"id": row.id, "data": row.data, "answers": told, "scores": scores}
 
@@ -106,7 +108,7 @@ class _Loop:
 
     def __init__(self, job: Job, engine: Any, view: QuietView) -> None:
         self.job, self.view, self.engine = job, view, engine
-        self.asker = Asker(engine)
+        self.asker = Asker(engine, job.config.top_logprobs)
         self.meter = Meter(engine.stats)
         self.window = WINDOW * engine.config.scheduler.max_running_requests
         self.flight: set[asyncio.Task[None]] = set()

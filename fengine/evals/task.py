@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 Kind = Literal["generate", "loglikelihood", "rolling"]
 Scores = dict[str, float | bool | str]
+Pair = tuple[float, int]  # logprob, token id
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,14 @@ class Ask:
 @dataclass(frozen=True)
 class Answer:
     """What the engine said. `logprobs` are natural, one for each of `token_ids`: the new tokens of "generate", else
-    the tokens of the continuation. `finish` is the engine's finish_reason."""
+    the tokens of the continuation. `finish` is the engine's finish_reason. `top_logprobs`, where the run records them,
+    has the likeliest tokens beside each of `token_ids`."""
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
     finish: dict[str, Any]
+    top_logprobs: list[list[Pair]] | None = None
 
 
 @dataclass(frozen=True)
