@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from typing import Any
 import yaml
 
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError, StorageError
-from fengine.evals import loop, manifest
+from fengine.evals import loop, machine, manifest
 from fengine.evals.config import EVAL, EvalConfig, flat, parse_shard
 from fengine.evals.config import Trace as TraceKind
 from fengine.evals.finish import METRICS, finish, is_finished
@@ -106,7 +107,7 @@ def run_point(point: Point, engines: EngineCache, screen: view.QuietView, words:
     whole = open_task(config.task, base)
     with RunFolder(point.directory) as folder:
         rows = survey(whole).shard(shard)
-        record = open_record(folder, point, manifest.identity(config, whole, rows))
+        record = open_record(folder, point, manifest.identity(config, whole, rows), base)
         table = reopen(folder, rows, manifest.canonical(record["identity"]), screen.note)
         if table.left < rows.rows:
             there = rows.rows - table.left
@@ -135,14 +136,14 @@ def load(config: EvalConfig, engines: EngineCache, screen: view.QuietView) -> An
     return engine
 
 
-def open_record(folder: RunFolder, point: Point, what: dict[str, Any]) -> dict[str, Any]:
+def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Path) -> dict[str, Any]:
     """The run's manifest: new, or the one that is there. Errors: ResumeMismatchError, StorageError."""
     record = folder.read(MANIFEST)
     if record is not None:
         known, allow = manifest.recorded(record, folder.path), point.config.resume.allow_code_change
         manifest.refuse_differences(known, what, folder.path, allow_code_change=allow)
         return record
-    record = manifest.record(what)
+    record = manifest.record(what, manifest.origin(point, base))
     folder.write("config.yaml", yaml.safe_dump(nested(point.config), sort_keys=False, allow_unicode=True))
     folder.write("overrides.yaml", yaml.safe_dump(list(point.overrides), allow_unicode=True))
     folder.write(MANIFEST, record)
@@ -162,7 +163,7 @@ class Part:
     def check_engine(self, engine: Any) -> None:
         """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
         model = self.config.model
-        found = manifest.in_force(engine.config, manifest.gpu_name(engine.config.model.device))
+        found = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
         if manifest.local_directory(model.path) is None:
             found["model_files"] = manifest.file_digests(model_directory(model))
         known = self.record["in_force"]
@@ -172,7 +173,7 @@ class Part:
 
     def compute(self, engine: Any, task: Task, screen: view.QuietView, words: Sequence[str]) -> int:
         """Computes what the table lacks. 0: all rows are there, some perhaps failed. Errors: as `loop.run`."""
-        sessions, config = self.record["sessions"], self.config
+        sessions, config, begun = self.record["sessions"], self.config, time.perf_counter()
         sessions.append(manifest.session(words, now()))
         self.record["result"] = None
         self.folder.write(MANIFEST, self.record)
@@ -183,7 +184,9 @@ class Part:
             job = loop.Job(config, task, self.rows, self.table, journal, trace, len(sessions))
             with engine.steps_told(trace.step) if steps else nullcontext():
                 outcome = asyncio.run(loop.run(job, engine, screen))
-        sessions[-1] |= {"ended": now(), "how": outcome.ended or "all rows", "engine": engine.stats()}
+        sessions[-1] |= {"ended": now(), "seconds": round(time.perf_counter() - begun, 3)}
+        sessions[-1] |= {"how": outcome.ended or "all rows", "engine": engine.stats()}
+        sessions[-1]["proofs"] = machine.proved(engine.config.model.device)
         self.folder.write(MANIFEST, self.record)
         if not outcome.ended:
             return OK

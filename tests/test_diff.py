@@ -36,6 +36,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     monkeypatch.setattr(manifest, "surroundings", dict)
+    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
     write_rows(tmp_path / "rows.jsonl", ROWS)
 
     def run_eval(name: str, *words: str, code: int = evaluate.OK) -> Path:

@@ -60,6 +60,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]
     monkeypatch.setattr(evaluate, "open_engine", open_engine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     monkeypatch.setattr(manifest, "surroundings", dict)
+    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
     write_rows(tmp_path / "rows.jsonl", ROWS)
     return opened
 

@@ -55,7 +55,7 @@ FOLDERS: dict[str, list[str]] = {
     "runs": "words config vet explain hydra_state compose launch "
     "output_file prompts builtin figures meter view generate engines".split(),
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
-    "config journal folder resume manifest trace shards asking loop finish sweep points".split(),
+    "config journal folder resume machine manifest trace shards asking loop finish sweep points".split(),
     "reading": "lines records compare".split(),
     "harness": "gen_kwargs reads texts identity lm_eval_model".split(),
     "verbs": "frame diff lm_eval".split(),

@@ -1,8 +1,11 @@
 """The manifest: what results depend on is in it, and a run goes on only under the same."""
 
 import dataclasses
+import hashlib
 import json
 import os
+import struct
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from eval_fakes import FakeEngine, write_rows
 from fengine import evaluate, run
 from fengine.config import ModelConfig
 from fengine.errors import ResumeMismatchError
-from fengine.evals import manifest
+from fengine.evals import machine, manifest
 from fengine.evals.config import FREE, EvalConfig, JournalConfig, Trace, check, flat
 from fengine.evals.manifest import canonical, differences, model_digests, settings
 
@@ -108,6 +111,64 @@ def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["in_force"]["numerics"] == "exact" and record["in_force"]["engine"]["cache.page_size"] == 16
     assert record["surroundings"]["packages"] and record["sessions"][0]["argv"][0] == "task=jsonl"
     assert (tmp_path / "a" / "config.yaml").read_text().startswith("model:\n  path: box\n")
+
+
+def test_the_record_tells_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
+    write_rows(tmp_path / "rows.jsonl", 3, {"id": "s", "prompt": "sick"})
+    words = ["task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a"]
+    assert run.main(["eval", *words]) == evaluate.FAILED
+    record = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    assert record["origin"]["base"] == str(tmp_path) and record["origin"]["choices"]["task"] == "jsonl"
+    assert record["origin"]["overrides"] == words and record["sessions"][0]["cwd"] == str(tmp_path)
+    assert record["in_force"]["max_input"] == 8 and record["sessions"][0]["seconds"] >= 0.0
+    run_id, whole = record["origin"]["run_id"], hashlib.sha256()
+    for line in (tmp_path / "a" / "outputs.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        whole.update(row["id"].encode() + b"\0")
+        for one in row.get("answers", []):
+            for kind, values in (("q", [2, 2]), ("q", one["output_ids"]), ("d", one["logprobs"])):
+                whole.update(b"".join(struct.pack(f">{kind}", value) for value in values))
+    assert record["result"]["bits_sha256"] == whole.hexdigest()
+    assert run.main(["eval", *words, "show=1"]) == evaluate.FAILED
+    assert json.loads((tmp_path / "a" / "manifest.json").read_text())["origin"]["run_id"] == run_id
+
+
+def test_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "repo" / "fengine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("1")
+    (tmp_path / "repo" / "pyproject.toml").write_text("")
+    monkeypatch.setattr(machine.fengine, "__file__", str(package / "__init__.py"))
+    assert machine.checkout() is None, "no checkout"
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=n", "-c", "user.email=e"]
+        done = subprocess.run(["git", *who, *words], cwd=package, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q", "..")
+    assert machine.checkout() is None, "no commit"
+    git("add", "-A", "..")
+    git("commit", "-qm", "x")
+    clean = {"commit": git("rev-parse", "HEAD"), "dirty": False, "change_sha256": None}
+    assert machine.checkout() == clean
+    digests = set()
+    for text in ("2", "3"):
+        (package / "__init__.py").write_text(text)
+        found = machine.checkout()
+        assert found is not None and found["dirty"] and found["commit"] == clean["commit"]
+        digests.add(found["change_sha256"])
+    assert len(digests) == 2
+    canary = tmp_path / "canary"
+    git("config", "core.fsmonitor", f"touch {canary}")
+    git("config", "diff.external", f"touch {canary}")
+    assert machine.checkout() is not None and not canary.exists()
+    monkeypatch.setattr(machine, "GIT_SECONDS", 0.0)
+    assert machine.checkout() is None, "too slow"
+    monkeypatch.setattr(machine, "GIT_SECONDS", 5.0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.checkout() is None, "no git"
 
 
 def test_every_problem_of_a_config_is_told() -> None:

@@ -7,6 +7,7 @@ Each file is complete or absent; doing this twice gives the same files.
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -41,7 +42,8 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: Table, task: Task
     try:
         sums = _write_rows(folder, table)
         with (folder.path / f".{OUTPUTS}.tmp").open("rb", buffering=1 << 20) as file:
-            figures = task.metrics(_scores(file))
+            bits = hashlib.sha256()
+            figures = task.metrics(_scores(file, bits))
     except OSError as error:
         raise folder.failed(error) from error
     metrics = {
@@ -54,8 +56,8 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: Table, task: Task
     folder.install(OUTPUTS, TIMINGS)
     folder.write(METRICS, metrics)
     ok = len(table.known) - table.failed
-    journal = {"journal_bytes": (folder.path / JOURNAL).stat().st_size}
-    manifest["result"] = {"rows": len(table.known), "ok": ok, "failed": table.failed} | sums | journal
+    more = {"bits_sha256": bits.hexdigest(), "journal_bytes": (folder.path / JOURNAL).stat().st_size}
+    manifest["result"] = {"rows": len(table.known), "ok": ok, "failed": table.failed} | sums | more
     folder.write(MANIFEST, manifest)
     return metrics
 
@@ -82,9 +84,21 @@ def _write_rows(folder: RunFolder, table: Table) -> dict[str, Any]:
     return {"outputs_sha256": digest.hexdigest(), **totals}
 
 
-def _scores(file: BinaryIO) -> Iterator[Scores]:
-    """Of the rows that have not failed, in input order."""
+def _scores(file: BinaryIO, bits: Any) -> Iterator[Scores]:
+    """Of the rows that have not failed, in input order. Modifies: the digest `bits`, by `bits_of` every row."""
     for line in file:
         record = json.loads(line)
+        bits.update(bits_of(record))
         if "error" not in record:
             yield record["scores"]
+
+
+def bits_of(record: dict[str, Any]) -> bytes:
+    """What an engine computed for a row, without what was asked or how it was scored: the id, and the tokens and
+    logprobs of each answer as 64-bit integers and floats, big-endian, behind their number; no answers for an error.
+    The SHA-256 of all rows is `bits_sha256` in the manifest. Pure."""
+    parts = [record["id"].encode("utf-8", "surrogatepass") + b"\0"]
+    for answer in record.get("answers", ()):
+        ids, logprobs = answer["output_ids"], answer["logprobs"]
+        parts.append(struct.pack(f">qq{len(ids)}q{len(logprobs)}d", len(ids), len(logprobs), *ids, *logprobs))
+    return b"".join(parts)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import platform
-import sys
+import uuid
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import Any
 import fengine
 from fengine.config import EngineConfig, ModelConfig
 from fengine.errors import CacheSecurityError, ConfigError, ResumeMismatchError, StorageError
+from fengine.evals import machine
 from fengine.evals.config import FREE, EvalConfig, flat
 from fengine.evals.resume import Survey
 from fengine.evals.task import Task
 from fengine.ops.compiler import private_cache_dir
+from fengine.runs.config import Point
 
 SCHEMA = 1
 CODE = ("code_sha256: ", "versions.fengine: ")  # lines of `differences` about fengine's own sources
@@ -65,13 +67,15 @@ def identity(config: EvalConfig, task: Task, rows: Survey) -> dict[str, Any]:
     }
 
 
-def in_force(engine: EngineConfig, gpu: str | None) -> dict[str, Any]:
-    """What an open engine adds: every "auto" resolved, and what it computes on. Pure."""
+def in_force(engine: EngineConfig, max_input: int) -> dict[str, Any]:
+    """What an open engine adds: every "auto" resolved, how many tokens of input it takes, what it computes on."""
+    device = engine.model.device
     return {
         "engine": flat(engine),
+        "max_input": max_input,
         "numerics": engine.numerics.value,
-        "schedules": "the fixed tables of code_sha256",
-        "hardware": {"device": engine.model.device, "cpu": cpu_name(), "gpu": gpu},
+        "schedules": "the tables of code_sha256; of library calls, those proved bit for bit on this GPU",
+        "hardware": {"device": device, "cpu": cpu_name(), **machine.gpu(device)},
     }
 
 
@@ -234,8 +238,8 @@ def _packages() -> tuple[str, ...]:
 
 def session(argv: Iterable[str], started: str) -> dict[str, Any]:
     """One process that worked on a run."""
-    who = {"pid": os.getpid(), "host": platform.node(), "argv": list(argv)}
-    return who | {"code_sha256": code_digest(), "started": started, "ended": None}
+    told = {"pid": os.getpid(), "host": platform.node(), "argv": list(argv), "cwd": os.getcwd()}
+    return told | {"git": machine.checkout(), "code_sha256": code_digest(), "started": started, "ended": None}
 
 
 def cpu_name() -> str:
@@ -247,14 +251,6 @@ def cpu_name() -> str:
     return found or platform.processor() or platform.machine()
 
 
-def gpu_name(device: str | None) -> str | None:
-    """The name of a CUDA device, once torch is there. None on the CPU."""
-    torch = sys.modules.get("torch")
-    if torch is None or not (device or "").startswith("cuda"):
-        return None
-    return str(torch.cuda.get_device_name(device))
-
-
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -262,11 +258,21 @@ def _version(name: str) -> str | None:
         return None
 
 
-def record(what: dict[str, Any]) -> dict[str, Any]:
-    """A new manifest. Pure but for what it reads of the machine."""
-    return {"fengine_manifest": SCHEMA, "identity": what, "in_force": None, "sessions": [], "result": None} | {
-        "surroundings": surroundings()
+def origin(point: Point, base: Path) -> dict[str, Any]:
+    """A new run's name, and what was said to have it: with the config that is enough to run it again."""
+    return {
+        "run_id": uuid.uuid4().hex,
+        "overrides": list(point.overrides),
+        "choices": dict(point.choices),
+        "swept": list(point.swept),
+        "base": str(base),  # what a relative task.data is under
     }
+
+
+def record(what: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """A new manifest; `said` is its `origin`. Pure but for what it reads of the machine."""
+    head = {"fengine_manifest": SCHEMA, "identity": what, "in_force": None, "sessions": [], "result": None}
+    return head | {"origin": said, "surroundings": surroundings()}
 
 
 def recorded(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
