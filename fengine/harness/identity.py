@@ -6,7 +6,7 @@ from typing import Any
 
 from fengine import __version__
 from fengine.engine import Engine
-from fengine.evals.manifest import canonical, code_digest, file_digests, gpu_name, in_force
+from fengine.evals.manifest import canonical, code_digest, file_digests, in_force
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
             "code_sha256": code_digest(),
             "model_files": digests,
             "weight_version": parts.weights.version,
-            **in_force(engine.config, gpu_name(engine.config.model.device)),
+            **in_force(engine.config, int(engine.get_server_info()["max_req_input_len"])),
         },
     }
 
