@@ -4,19 +4,22 @@ Row tables are indexed by `Request.row` and change only when a request is admitt
 rows it needs. Everything is numpy, so the cost per row is a few array operations, not Python.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from fengine.host.plan import Plan
-from fengine.request import Request
+from fengine.request import Adapter, Request
 from fengine.wants import Wants, wants_of
 
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
+NO_INTS = np.zeros(0, np.int32)
 
 
 class Staged(NamedTuple):
-    """One step's inputs on the host: the fields of StepBatch, SamplingBatch and Feed, unpadded (T tokens, R rows).
+    """One step's inputs on the host, unpadded (T tokens, R rows): the fields of StepBatch, SamplingBatch, Feed and
+    AdapterBatch.
 
     R counts draws: behind the plan's rows comes one without tokens for each draft, which draws behind that draft.
     """
@@ -36,6 +39,8 @@ class Staged(NamedTuple):
     sample_pos_R: np.ndarray
     feed_index_T: np.ndarray
     feed_from_T: np.ndarray
+    adapter_token_A: np.ndarray = NO_INTS  # both empty where no row has an adapter
+    adapter_start_S: np.ndarray = NO_INTS
 
 
 class ExtendedStaged(NamedTuple):
@@ -46,10 +51,15 @@ class ExtendedStaged(NamedTuple):
 
 
 class RowTables:
-    """Per row slot: page table and sampling parameters of the request that runs there. Modifies: itself."""
+    """Per row slot: page table and sampling parameters of the request that runs there. Modifies: itself, and through
+    `write_adapter` the slots of LoRA adapters."""
 
-    def __init__(self, rows: int, width: int, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(
+        self, rows: int, width: int, page_size: int, adapter_slots: int = 0,
+        write_adapter: Callable[[int, Adapter], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
+        self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
         self.page_table = np.zeros((rows, width), np.int32)
         self.temperature = np.ones(rows, np.float32)
         self.top_k = np.ones(rows, np.int32)
@@ -68,6 +78,7 @@ class RowTables:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = request.seed
+        self.adapter[row] = self.adapter_slots if request.adapter_slot is None else request.adapter_slot
         self.extended.pop(row, None)
         if request.extras is not None and request.extras.in_step:
             self.extended[row] = request
@@ -78,7 +89,10 @@ class RowTables:
             self.extended = {row: other for row, other in self.extended.items() if other is not request}
 
     def stage(self, plan: Plan) -> Staged | ExtendedStaged:
-        """The arrays of one step. Modifies: the tables (new pages, new rows)."""
+        """The arrays of one step. Modifies: the tables (new pages, new rows), adapter slots."""
+        for slot, adapter in plan.adapters:
+            assert self.write_adapter is not None
+            self.write_adapter(slot, adapter)
         for request, first in plan.new_pages:
             if first == 0:
                 self.admit(request)
@@ -121,8 +135,21 @@ class RowTables:
             sample_pos_R=kv_len_R,
             feed_index_T=feed_index_T,
             feed_from_T=feed_from_T,
+            **self._adapters(row_T),
         )
         return with_drafts(staged, plan) if plan.drafts else staged
+
+    def _adapters(self, row_T: np.ndarray) -> dict[str, np.ndarray]:
+        """The tokens of rows with an adapter, by slot; nothing if there are none."""
+        if not self.adapter_slots:
+            return {}
+        slot_T = self.adapter[row_T]
+        token_A = np.flatnonzero(slot_T < self.adapter_slots)
+        if not len(token_A):
+            return {}
+        token_A = token_A[np.argsort(slot_T[token_A], kind="stable")]
+        start_S = np.searchsorted(slot_T[token_A], np.arange(self.adapter_slots + 1))
+        return {"adapter_token_A": token_A.astype(np.int32), "adapter_start_S": start_S.astype(np.int32)}
 
     def _tokens(self, plan: Plan, q_start_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids the host knows, and where the one token it does not know yet is fed on the device."""
@@ -168,4 +195,39 @@ def with_drafts(staged: Staged, plan: Plan) -> Staged:
         logit_index_R=logit_index_R,
         sample_pos_R=staged.pos_T[logit_index_R] + 1,
         **{name: np.concatenate((getattr(staged, name), getattr(staged, name)[row_D])) for name in same},
+    )
+
+
+def warm_staged(tokens: int, rows: int, width: int, adapter_slots: int = 0) -> Staged:
+    """A harmless step for warm-up: `rows` rows of token 0 that write to the null page and see one key each.
+
+    With `adapter_slots` every token has one of these adapters, whatever lies there.
+    """
+    adapters = {
+        "adapter_token_A": np.arange(tokens, dtype=np.int32),
+        "adapter_start_S": np.linspace(0, tokens, adapter_slots + 1).astype(np.int32),
+    }
+    per_row = np.full(rows, tokens // rows, np.int32)
+    per_row[: tokens % rows] += 1
+    q_start = np.zeros(rows + 1, np.int32)
+    np.cumsum(per_row, out=q_start[1:])
+    zeros_T = np.zeros(tokens, np.int32)
+    ones_R = np.ones(rows, np.int32)
+    return Staged(
+        token_T=zeros_T,
+        pos_T=zeros_T,
+        slot_T=zeros_T,
+        q_start_B=q_start,
+        kv_len_R=per_row,
+        page_table_RN=np.zeros((rows, width), np.int32),
+        logit_index_R=q_start[1:] - 1,
+        temperature_R=ones_R.astype(np.float32),
+        top_k_R=ones_R,
+        top_p_R=ones_R.astype(np.float32),
+        min_p_R=np.zeros(rows, np.float32),
+        seed_R=np.zeros(rows, np.int64),
+        sample_pos_R=per_row,
+        feed_index_T=zeros_T,
+        feed_from_T=np.zeros(tokens, np.bool_),
+        **(adapters if adapter_slots else {}),
     )

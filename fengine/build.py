@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
 from fengine.host.scheduler import Scheduler
 from fengine.loader import load_params, read_config, read_generation_config, spec_from_config
+from fengine.lora.adapters import Adapters, open_adapters, write_slot
 from fengine.memory import Memory
 from fengine.ops.compiler import private_cache_dir
 from fengine.pooling import Pooling, read_pooling
@@ -56,6 +58,7 @@ class Parts:
     memory: Memory
     profile: Profile
     kv_dtype: torch.dtype
+    adapters: Adapters | None = None  # of LoRA, where it is enabled
     pooling: Pooling | None = None  # of an embedding model or classifier
     closed: bool = field(default=False)
     ready_at: float = field(default_factory=time.perf_counter)
@@ -161,13 +164,15 @@ def assemble(
     step, extended = make_step(stepped, compiled=bool(config.compile.enabled)), make_extended(stepped)
     speculation = speculation_of(config.speculation, spec.vocab_size, bool(config.scheduler.overlap))
     draws = rows if speculation is None else max(rows, speculation.step_tokens)
+    adapters, adapter_memory = open_adapters(config.lora, spec, params, str(model_dir))
+    slots = 0 if adapters is None else adapters.slots
     runner: CpuRunner | CudaRunner
     if device_of(config) == "cpu":
-        runner = CpuRunner(step, params, draws, extended)
+        runner = CpuRunner(step, params, draws, extended, slots)
     else:
         runner = CudaRunner(
             step, params, rows=draws, tokens=tokens, width=width, graphs=config.compile.cuda_graph,
-            device=device_of(config), extended=extended,
+            device=device_of(config), extended=extended, adapter_slots=slots,
         )  # fmt: skip
     before = time.perf_counter()
     try:
@@ -201,8 +206,10 @@ def assemble(
         max_step_tokens=tokens,
         policy=config.scheduler.policy,
         speculation=speculation,
+        adapter_slots=slots,
     )
-    driver = Driver(scheduler, RowTables(rows, width, page_size), runner, kv, overlap=bool(config.scheduler.overlap))
+    tables = RowTables(rows, width, page_size, slots, partial(write_slot, adapter_memory))
+    driver = Driver(scheduler, tables, runner, kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(params, spec, driver, model_dir, from_disk)
     return Parts(
         config=config,
@@ -222,6 +229,7 @@ def assemble(
         ),
         profile=Profile(driver),
         kv_dtype=kv_dtype,
+        adapters=adapters,
         pooling=pooling,
     )
 

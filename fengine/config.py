@@ -118,6 +118,36 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """LoRA adapters. `paths` are those loaded at the start, each "name=path", or a path that is its own name; the names
+    in `pinned` keep their slot.
+
+    Device memory is set aside for `max_loras_per_batch` adapters of rank `max_lora_rank` (None: the largest rank of
+    those in `paths`; without any, DEFAULT_RANK) over `target_modules` (None: every kind that the model has). At most
+    `max_loaded_loras` are kept in CPU memory; None: all.
+    """
+
+    enabled: bool = False
+    paths: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
+    max_loras_per_batch: int = 8
+    max_lora_rank: int | None = None
+    target_modules: tuple[str, ...] | None = None
+    max_loaded_loras: int | None = None
+
+    def __post_init__(self) -> None:
+        """OmegaConf gives lists for tuples."""
+        for name in ("paths", "pinned", "target_modules"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def named(self) -> list[tuple[str, str]]:
+        """(name, path) of `paths`. Pure."""
+        parts = [path.partition("=") for path in self.paths]
+        return [(name, path if equals else name) for name, equals, path in parts]
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All that an engine is built from. Two equal configs may share one engine.
 
@@ -129,6 +159,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     numerics: Numerics = Numerics.exact
     random_seed: int = 0
 
@@ -141,6 +172,9 @@ class Hardware:
 
 
 MAX_ROWS = 65536
+MAX_ADAPTERS = 256  # of a batch
+MAX_RANK = 512
+DEFAULT_RANK = 64
 
 
 def check(config: EngineConfig) -> list[str]:
@@ -189,6 +223,28 @@ def check(config: EngineConfig) -> list[str]:
                 f"scheduler.max_running_requests ({scheduler.max_running_requests}): a step of decoding rows would not "
                 "fit; raise the first or lower the second"
             )
+    return problems + _check_lora(config.lora)
+
+
+def _check_lora(lora: LoraConfig) -> list[str]:
+    problems = []
+    if not 1 <= lora.max_loras_per_batch <= MAX_ADAPTERS:
+        problems.append(f"lora.max_loras_per_batch must be from 1 to {MAX_ADAPTERS}, got {lora.max_loras_per_batch}")
+    if lora.max_lora_rank is not None and not 1 <= lora.max_lora_rank <= MAX_RANK:
+        problems.append(f"lora.max_lora_rank must be from 1 to {MAX_RANK}, got {lora.max_lora_rank}")
+    if lora.max_loaded_loras is not None and lora.max_loaded_loras < lora.max_loras_per_batch:
+        problems.append(
+            f"lora.max_loaded_loras ({lora.max_loaded_loras}) is smaller than lora.max_loras_per_batch "
+            f"({lora.max_loras_per_batch}): the adapters of a batch must be loaded"
+        )
+    if lora.max_loaded_loras is not None and len(lora.paths) > lora.max_loaded_loras:
+        problems.append(f"lora.paths has {len(lora.paths)} adapters, lora.max_loaded_loras is {lora.max_loaded_loras}")
+    names = [name for name, _ in lora.named()]
+    problems += [f"lora.paths has {name!r} twice" for name in sorted(set(names)) if names.count(name) > 1]
+    problems += [f"lora.paths has {n!r}={p!r}; neither may be empty" for n, p in lora.named() if not (n and p)]
+    problems += [f"lora.pinned has {n!r}, which is not in lora.paths" for n in lora.pinned if n not in names]
+    if lora.paths and not lora.enabled:
+        problems.append("lora.paths is given, but lora.enabled is false")
     return problems
 
 

@@ -194,7 +194,7 @@ class Driver:
                 self.dead = dead
             self._settle(dead)
         finally:
-            del self.kv, self.runner, self.flight  # weights, pages and graphs
+            del self.kv, self.runner, self.tables, self.flight  # weights, adapters, pages and graphs
             self.text.news.put(None)
 
     def _drain(self, block: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fengine.build import Parts, build
 from fengine.config import EngineConfig
+from fengine.doors.adapters import AdapterCalls
 from fengine.doors.options import Door
 from fengine.doors.readout import Readout
 from fengine.doors.sessions import Sessions
@@ -17,7 +18,7 @@ from fengine.server_args import ServerArgs
 from fengine.tokenizer import Tokenizer
 
 
-class Engine(Readout, Upkeep):
+class Engine(Readout, AdapterCalls, Upkeep):
     """`Engine(model_path=..., **ServerArgs fields)` or `Engine(server_args=ServerArgs(...))`.
 
     Errors at construction: ConfigError, ModelLoadError and their kinds. Use as a context manager, or call `shutdown`.

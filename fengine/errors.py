@@ -76,6 +76,10 @@ class UnsupportedFormatError(ModelLoadError):
     """Weights are in a format that is never opened (pickle-based or quantized)."""
 
 
+class AdapterError(ModelLoadError, ValueError):
+    """A LoRA adapter cannot be used with this model and these settings; nothing was loaded."""
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 

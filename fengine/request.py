@@ -1,6 +1,7 @@
 """`Request` (what the scheduler moves along), `Finish`, derived seeds. No torch."""
 
 import hashlib
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from fengine.extras import Extras, Record
 from fengine.sampling_params import SamplingParams, exact_int
 
-__all__ = ["Finish", "Request", "SamplingParams", "Status", "derive_seed", "exact_int"]
+__all__ = ["Adapter", "Finish", "Request", "SamplingParams", "Status", "derive_seed", "exact_int"]
 
 
 def derive_seed(*parts: int) -> int:
@@ -62,6 +63,16 @@ class Drafting:
 
 
 @dataclass(slots=True, eq=False)
+class Adapter:
+    """One load of a LoRA adapter, which requests refer to; loaded again it is another one."""
+
+    name: str
+    number: int  # of the load: what was computed under one is not reused under another
+    image: Any  # its bytes, as lora/layout.py lays them out in a slot
+    pinned: bool = False  # its slot is not given to another
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """One sequence. Only the scheduler changes it after `Scheduler.add`.
 
@@ -87,11 +98,18 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preempted: int = 0
     versions: tuple[tuple[str, int], ...] = ()  # (weight version, number of output tokens where it began to draw)
-    cache_salt: str | None = None  # requests with another salt never share prefix pages with this one
+    cache_salt: str | None = None
+    adapter: Adapter | None = None
+    adapter_slot: int | None = None  # where the adapter lies while the request runs
     priority: int = 0  # the higher, the earlier it is admitted
     extras: Extras | None = None  # what it asks for beyond drawn tokens and their logprobs; None: nothing
     record: Record | None = None  # where the loop puts what was asked for
     drafting: Drafting | None = None  # set by Scheduler.add where drafts may be computed for it
+
+    @property
+    def salt(self) -> Hashable | None:
+        """Requests with another one never share prefix pages with this one."""
+        return self.cache_salt if self.adapter is None else (self.adapter.number, self.cache_salt)
 
     @property
     def num_output(self) -> int:

@@ -4,16 +4,17 @@ A launch does not wait: `Flight.result()` does. The runner never touches request
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.batching import ExtendedStaged, Staged
+from fengine.batching import ExtendedStaged, Staged, warm_staged
 from fengine.extended import ExtendedFn
 from fengine.records import Findings
-from fengine.state import KVState, Params, SamplingBatch, StepBatch, StepOut
+from fengine.state import AdapterBatch, KVState, Params, SamplingBatch, StepBatch, StepOut
 from fengine.step import Feed, StepFn, mark_sizes
 
 
@@ -29,8 +30,12 @@ class Flight(NamedTuple):
 
 def inputs(fields: list[Tensor], last_token_R: Tensor) -> tuple[StepBatch, SamplingBatch, Feed]:
     """The step's arguments from tensors in the order of Staged's fields. Pure."""
-    batch, sampling = len(StepBatch._fields), len(StepBatch._fields) + len(SamplingBatch._fields)
-    return StepBatch(*fields[:batch]), SamplingBatch(*fields[batch:sampling]), Feed(last_token_R, *fields[sampling:])
+    batch = len(StepBatch._fields) - 1
+    sampling = batch + len(SamplingBatch._fields)
+    *fields, token_A, start_S = fields
+    adapters = AdapterBatch(token_A, start_S) if len(start_S) else None
+    step_batch = StepBatch(*fields[:batch], adapters=adapters)
+    return step_batch, SamplingBatch(*fields[batch:sampling]), Feed(last_token_R, *fields[sampling:])
 
 
 def on_cpu(staged: Staged) -> list[Tensor]:
@@ -38,45 +43,19 @@ def on_cpu(staged: Staged) -> list[Tensor]:
     return [torch.from_numpy(np.ascontiguousarray(array)) for array in staged]
 
 
-def warm_staged(tokens: int, rows: int, width: int) -> Staged:
-    """A harmless step for warm-up: `rows` rows of token 0 that write to the null page and see one key each."""
-    per_row = np.full(rows, tokens // rows, np.int32)
-    per_row[: tokens % rows] += 1
-    q_start = np.zeros(rows + 1, np.int32)
-    np.cumsum(per_row, out=q_start[1:])
-    zeros_T = np.zeros(tokens, np.int32)
-    ones_R = np.ones(rows, np.int32)
-    return Staged(
-        token_T=zeros_T,
-        pos_T=zeros_T,
-        slot_T=zeros_T,
-        q_start_B=q_start,
-        kv_len_R=per_row,
-        page_table_RN=np.zeros((rows, width), np.int32),
-        logit_index_R=q_start[1:] - 1,
-        temperature_R=ones_R.astype(np.float32),
-        top_k_R=ones_R,
-        top_p_R=ones_R.astype(np.float32),
-        min_p_R=np.zeros(rows, np.float32),
-        seed_R=np.zeros(rows, np.int64),
-        sample_pos_R=per_row,
-        feed_index_T=zeros_T,
-        feed_from_T=np.zeros(tokens, np.bool_),
-    )
-
-
 class CpuRunner:
     """Runs the step in the calling thread, without padding: sizes are dynamic in the one compiled graph."""
 
-    def __init__(self, step: StepFn, params: Params, rows: int, extended: ExtendedFn) -> None:
-        self.step, self.extended, self.params = step, extended, params
+    def __init__(self, step: StepFn, params: Params, rows: int, extended: ExtendedFn, adapter_slots: int) -> None:
+        self.step, self.extended, self.params, self.adapter_slots = step, extended, params, adapter_slots
         self.last_token_R = torch.zeros(rows, dtype=torch.int32)
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
-        """Compiles the step before the first request; every later size reuses the graph."""
-        for tokens, rows, width in ((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1)):
+        """Compiles the step before the first request, without adapters and with; every later size reuses a graph."""
+        sizes = ((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1))
+        for (tokens, rows, width), slots in product(sizes, sorted({0, self.adapter_slots})):
             width = max(width, -(-tokens // page_size))
-            batch, sampling, feed = inputs(on_cpu(warm_staged(tokens, rows, width)), self.last_token_R)
+            batch, sampling, feed = inputs(on_cpu(warm_staged(tokens, rows, width, slots)), self.last_token_R)
             mark_sizes(batch, sampling, feed)
             kv, _ = self.step(self.params, kv, batch, sampling, feed)
         return kv
@@ -96,11 +75,12 @@ GRAPH_TOKENS = 8192  # larger steps gain nothing from a graph
 
 
 class Bucket(NamedTuple):
-    """A padded step size. `graph` says whether it is captured."""
+    """A padded step size. `graph` says whether it is captured, `adapters` whether some row has an adapter."""
 
     tokens: int
     rows: int
     graph: bool
+    adapters: bool = False
 
 
 def decode_buckets(rows: int) -> list[int]:
@@ -126,9 +106,11 @@ class Slot(NamedTuple):
     size: int
 
 
-def packed_layout(tokens: int, rows: int, width: int) -> list[Slot]:
+def packed_layout(tokens: int, rows: int, width: int, adapter_slots: int = 0) -> list[Slot]:
     """Where each field of Staged lies in one packed byte buffer; 16-byte aligned."""
-    sizes = {"T": (tokens,), "R": (rows,), "B": (rows + 1,), "RN": (rows, width)}
+    sizes = {"T": (tokens,), "R": (rows,), "B": (rows + 1,), "RN": (rows, width), "A": (0,), "S": (0,)}
+    if adapter_slots:
+        sizes |= {"A": (tokens,), "S": (adapter_slots + 1,)}
     special = {"seed_R": torch.int64, "feed_from_T": torch.bool}
     special |= dict.fromkeys(("temperature_R", "top_p_R", "min_p_R"), torch.float32)
     slots, at = [], 0
@@ -155,10 +137,10 @@ class CudaRunner:
 
     def __init__(
         self, step: StepFn, params: Params, *, rows: int, tokens: int, width: int, graphs: bool, device: str,
-        extended: ExtendedFn,
+        extended: ExtendedFn, adapter_slots: int,
     ) -> None:  # fmt: skip
         self.step, self.params, self.width, self.device = step, params, width, torch.device(device)
-        self.extended = extended
+        self.extended, self.adapter_slots = extended, adapter_slots
         self.decode = decode_buckets(rows)
         self.mixed_rows = sorted({min(32, rows), rows})
         self.tokens = token_buckets(max(tokens, rows))
@@ -166,7 +148,7 @@ class CudaRunner:
         self.captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool: Any = None  # the memory pool that all graphs share
         self.side = torch.cuda.Stream(self.device)  # of captures: one, because cuBLAS keeps a workspace for each stream
-        last = packed_layout(self.tokens[-1], rows, width)[-1]
+        last = packed_layout(self.tokens[-1], rows, width, adapter_slots)[-1]
         size = last.start + last.size + 64
         self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.out = [torch.zeros(2 * rows, dtype=torch.int32, pin_memory=True) for _ in range(2)]
@@ -175,13 +157,14 @@ class CudaRunner:
         self.turn = 0
         self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
 
-    def bucket(self, tokens: int, rows: int) -> Bucket:
+    def bucket(self, tokens: int, rows: int, adapters: bool = False) -> Bucket:
         """The smallest bucket that holds a step. One token a row is a decode step."""
         if tokens == rows:
             size = next(s for s in self.decode if s >= rows)
-            return Bucket(size, size, self.graphs)
+            return Bucket(size, size, self.graphs, adapters)
         size = next(s for s in self.tokens if s >= tokens)
-        return Bucket(size, next(r for r in self.mixed_rows if r >= rows), self.graphs and size <= GRAPH_TOKENS)
+        rows = next(r for r in self.mixed_rows if r >= rows)
+        return Bucket(size, rows, self.graphs and size <= GRAPH_TOKENS, adapters)
 
     def all_buckets(self) -> list[Bucket]:
         """Largest first, so that the graphs' shared pool is sized once."""
@@ -193,7 +176,8 @@ class CudaRunner:
             for least, r in zip(fewer, self.mixed_rows, strict=False)
             if s > least
         ]
-        return sorted(decode + mixed, key=lambda b: (b.tokens, b.rows), reverse=True)
+        adapted = [b._replace(adapters=True) for b in decode + mixed if self.adapter_slots]
+        return sorted(decode + mixed + adapted, key=lambda b: (b.tokens, b.rows), reverse=True)
 
     def prepare(self, kv: KVState) -> int:
         """Runs every bucket with any small KV state: compiles and proves all kernels, which takes memory of its own.
@@ -226,11 +210,16 @@ class CudaRunner:
         return kv
 
     def _warm(self, bucket: Bucket) -> None:
-        self._run(bucket, self._stage(warm_staged(bucket.tokens, bucket.rows, self.width), bucket))
+        slots = self.adapter_slots if bucket.adapters else 0
+        self._run(bucket, self._stage(warm_staged(bucket.tokens, bucket.rows, self.width, slots), bucket))
+
+    def _layout(self, bucket: Bucket) -> list[Slot]:
+        slots = self.adapter_slots if bucket.adapters else 0
+        return packed_layout(bucket.tokens, bucket.rows, self.width, slots)
 
     def _stage(self, staged: Staged, bucket: Bucket) -> list[Slot]:
         """Packs a step into this turn's pinned buffer, padded, and starts its copy to the device."""
-        layout = packed_layout(bucket.tokens, bucket.rows, self.width)
+        layout = self._layout(bucket)
         host = self.host[self.turn]
         for slot, target, source in zip(layout, views(host, layout), staged, strict=True):
             array = target.numpy()  # shares the pinned memory
@@ -257,7 +246,7 @@ class CudaRunner:
 
     def _capture(self, bucket: Bucket) -> None:
         """Nothing runs: the graph reads whatever is staged when it is replayed."""
-        layout, graph = packed_layout(bucket.tokens, bucket.rows, self.width), torch.cuda.CUDAGraph()
+        layout, graph = self._layout(bucket), torch.cuda.CUDAGraph()
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):  # not `torch.cuda.graph`, which collects garbage for each of many graphs
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
@@ -273,7 +262,7 @@ class CudaRunner:
         if isinstance(staged, ExtendedStaged):
             staged, wants = staged
         rows = staged.kv_len_R.shape[0]
-        bucket = self.bucket(staged.token_T.shape[0], rows)
+        bucket = self.bucket(staged.token_T.shape[0], rows, len(staged.adapter_start_S) > 0)
         layout = self._stage(staged, bucket)
         if wants is not None:
             arguments = inputs(views(self.input, layout), self.last_token_R)

@@ -13,6 +13,7 @@ from fengine.config import (
     Dtype,
     EngineConfig,
     LoadFormat,
+    LoraConfig,
     ModelConfig,
     Numerics,
     Policy,
@@ -82,6 +83,12 @@ class ServerArgs(_Foreign):
     chat_template: str | None = None  # a file, or the template itself
     hf_chat_template_name: str | None = None
     default_chat_template_kwargs: dict | None = None
+    enable_lora: bool | None = None  # None: if lora_paths are given
+    lora_paths: dict | list | None = None  # {name: path}, or a list of "name=path", paths, or SGLang's dicts
+    max_loras_per_batch: int = 8
+    max_lora_rank: int | None = None
+    lora_target_modules: list | tuple | set | str | None = None
+    max_loaded_loras: int | None = None
     numerics: str = "exact"  # fengine's own
 
     def to_config(self) -> EngineConfig:
@@ -119,6 +126,7 @@ class ServerArgs(_Foreign):
             ),
             compile=CompileConfig(enabled=self.enable_torch_compile, cuda_graph=not self.disable_cuda_graph),
             speculation=self._speculation(),
+            lora=self._lora(),
             numerics=_choice(Numerics, "numerics", self.numerics),
             random_seed=0 if self.random_seed is None else self.random_seed,
         )
@@ -132,6 +140,24 @@ class ServerArgs(_Foreign):
             num_draft_tokens=self.speculative_num_draft_tokens,
             ngram_min_match=default.ngram_min_match if least is None else least,
             ngram_max_match=default.ngram_max_match if most is None else most,
+        )
+
+    def _lora(self) -> LoraConfig:
+        paths, pinned = adapter_paths(self.lora_paths)
+        kinds = self.lora_target_modules
+        kinds = (kinds,) if isinstance(kinds, str) else kinds
+        if kinds is not None and not all(isinstance(kind, str) for kind in kinds):
+            raise ConfigError(f"lora_target_modules must be names of modules, got {self.lora_target_modules!r:.80}")
+        if paths and self.enable_lora is False:
+            raise ConfigError("lora_paths is given, but enable_lora=False; leave one of them out")
+        return LoraConfig(
+            enabled=bool(paths) if self.enable_lora is None else self.enable_lora,
+            paths=tuple(f"{name}={path}" for name, path in paths.items()),
+            pinned=pinned,
+            max_loras_per_batch=self.max_loras_per_batch,
+            max_lora_rank=self.max_lora_rank,
+            target_modules=None if kinds is None or "all" in kinds or "all-linear" in kinds else tuple(sorted(kinds)),
+            max_loaded_loras=self.max_loaded_loras,
         )
 
     @property
@@ -202,6 +228,38 @@ class ServerArgs(_Foreign):
         if not self.weight_version:
             raise ConfigError("weight_version must be a text that is not empty")
         self.preferred()
+
+
+def adapter_paths(given: Any) -> tuple[dict[str, str], tuple[str, ...]]:
+    """SGLang's ways to name adapters and their paths: (path by name, those that are pinned). Errors: ConfigError."""
+    paths: dict[str, str] = {}
+    pinned = []
+    if isinstance(given, dict):
+        given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
+    for item in given or ():
+        if isinstance(item, str):  # a path alone is its own name
+            name, equals, path = item.partition("=")
+            item = {"lora_name": name, "lora_path": path if equals else name}
+        values = item if isinstance(item, dict) else {}
+        name, path = values.get("lora_name"), values.get("lora_path")
+        path = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if not (isinstance(name, str) and name and isinstance(path, str) and path and values.keys() <= _LORA_KEYS):
+            raise ConfigError(
+                f'lora_paths must hold "name=path", paths, or dicts of lora_name, lora_path, pinned; got {item!r:.80}'
+            )
+        if "=" in name:
+            raise ConfigError(f"lora_paths: a name must not contain '=', got {name!r:.80}")
+        if name in paths:
+            raise ConfigError(f"lora_paths has two adapters of the name {name!r:.80}")
+        paths[name] = path
+        if values.get("pinned", False) is True:
+            pinned.append(name)
+        elif values.get("pinned", False) is not False:
+            raise ConfigError(f"lora_paths: pinned must be True or False, got {values['pinned']!r:.80}")
+    return paths, tuple(pinned)
+
+
+_LORA_KEYS = {"lora_name", "lora_path", "pinned"}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Dimension key: T tokens in this step, padded · R request rows, padded · B row boundaries (R+1) · P pages (page 0 = null
 page, target of padding writes) · S slots per page · N page-table width · L layers · D model · F mlp · H query heads ·
-G kv heads · K head width · V vocabulary.
+G kv heads · K head width · V vocabulary. Of LoRA: A tokens with an adapter · S slots of adapters.
 
 The contract of purity: a step reads its arguments, may overwrite only the storage of the `kv` it was given, and that
 `kv` is dead after the call; the returned `kv` is the only live one (JAX's buffer donation, stated openly).
@@ -37,6 +37,13 @@ class KVState(NamedTuple):
         return self.k_PSGK[0].shape[1]
 
 
+class AdapterBatch(NamedTuple):
+    """The tokens of rows with a LoRA adapter: slot s owns token_A[start_S[s] : start_S[s + 1]]. All int32."""
+
+    token_A: Tensor  # index into T; behind start_S[-1] it is padding
+    start_S: Tensor  # slots + 1 of them
+
+
 class StepBatch(NamedTuple):
     """Everything a forward pass may know about requests. All int32.
 
@@ -52,6 +59,7 @@ class StepBatch(NamedTuple):
     kv_len_R: Tensor  # tokens of the row after this step, cached ones included
     page_table_RN: Tensor
     logit_index_R: Tensor  # index into T of each row's last token
+    adapters: AdapterBatch | None = None  # None: no row has an adapter
 
 
 class SamplingBatch(NamedTuple):

@@ -86,6 +86,8 @@ def mark_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:
     if "torch._dynamo" not in sys.modules:
         return  # nothing is compiled, and importing the compiler would take longer than importing torch
     mark = torch._dynamo.decorators.mark_unbacked
-    for tensor in (*batch, *sampling, feed.index_T, feed.from_T):
-        mark(tensor, 0)
+    token_A = () if batch.adapters is None else (batch.adapters.token_A,)
+    for tensor in (*batch._replace(adapters=None), *sampling, feed.index_T, feed.from_T, *token_A):
+        if tensor is not None:
+            mark(tensor, 0)
     mark(batch.page_table_RN, 1)

@@ -5,6 +5,7 @@ import inspect
 from typing import Any
 
 import pytest
+from checksum import checksum_engine
 
 from fengine.engine import Engine
 
@@ -89,12 +90,13 @@ def test_what_may_only_be_given_by_name() -> None:
 
 
 def test_adapters_are_refused_in_sglangs_way() -> None:
-    engine = Engine.__new__(Engine)
-    for result in (
-        engine.load_lora_adapter("a", "b"), engine.unload_lora_adapter("a"),
-        engine.load_lora_adapter_from_tensors("a", {}, {}), asyncio.run(engine.async_load_lora_adapter("a", "b")),
-        asyncio.run(engine.async_unload_lora_adapter("a")),
-    ):  # fmt: skip
+    with checksum_engine() as engine:
+        results = (
+            engine.load_lora_adapter("a", "b"), engine.unload_lora_adapter("a"),
+            engine.load_lora_adapter_from_tensors("a", {}, {}), asyncio.run(engine.async_load_lora_adapter("a", "b")),
+            asyncio.run(engine.async_unload_lora_adapter("a")),
+        )  # fmt: skip
+    for result in results:
         assert not result.success and result.loaded_adapters == {}
         assert result.error_message.startswith("LoRA is not enabled")
 

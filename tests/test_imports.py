@@ -13,7 +13,7 @@ FILES = sorted(p for p in ROOT.rglob("*.py"))
 # Layer by layer; a module may import from earlier layers and, where listed together, from its own.
 # Order inside a folder, where modules of it import one another.
 FOLDERS: dict[str, list[str]] = {
-    "host": ["pages", "plan", "prefix_cache", "rows", "drafts", "ngram", "waiting", "scheduler", "retract", "steps"],
+    "host": "pages plan prefix_cache adapters rows drafts ngram waiting scheduler retract steps".split(),
     "ops": [
         "compiler",
         "cpu",
@@ -21,6 +21,7 @@ FOLDERS: dict[str, list[str]] = {
         "proof",
         "silu_mul",
         "linear",
+        "lora",
         "rms_norm",
         "rope",
         "attention_kernels",
@@ -33,6 +34,7 @@ FOLDERS: dict[str, list[str]] = {
     "checkpoint": ["safetensors_file", "hub"],
     "doors": [
         "foreign_args",
+        "adapters",
         "float_list",
         "arguments",
         "sessions",
@@ -51,6 +53,7 @@ FOLDERS: dict[str, list[str]] = {
     ],
     "text": ["regex_parts", "stop_regex", "decoding", "detokenizer", "sandbox", "chat", "chat_ids", "tokenizer_files"],
     "models": ["llama", "qwen2", "qwen3"],
+    "lora": ["layout", "peft_config", "peft_files", "adapters"],
     "weights": ["places", "incoming", "group", "versions", "live"],
     "runs": "words config vet explain hydra_state compose launch "
     "output_file prompts builtin figures meter view generate engines".split(),
@@ -67,7 +70,7 @@ LAYERS: list[set[str]] = [
     {"config", "spec", "request"},
     {"state", "host", "ops", "checkpoint", "text", "utils", "test", "pooling"},
     {"models"},
-    {"loader"},
+    {"loader", "lora"},
     {"sampler"},
     {"step"},
     {"wants"},

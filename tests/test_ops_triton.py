@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_lora_ops import lora_case
 from test_ops import mixed_rows, normal, paged_case, spec
 from torch import Tensor
 
-from fengine.ops import attention, linear, rms_norm, rope, sampling, silu_mul
+from fengine.ops import attention, linear, lora, rms_norm, rope, sampling, silu_mul
 from fengine.ops.registration import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -197,3 +198,40 @@ def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatc
     assert attention._compare(q, k, few)
     monkeypatch.setattr(attention, "run", other_chunks)
     assert not attention._compare(q, k, few)
+
+
+@kernel_test
+@pytest.mark.parametrize(
+    ("tokens", "k", "widths", "padded", "ranks"),
+    [(1, 70, (5,), 16, [3]), (19, 550, (40, 17, 33), 48, [16, 0, 48, 7])],
+)
+def test_lora(dtype: torch.dtype, tokens: int, k: int, widths: tuple[int, ...], padded: int, ranks: list[int]):
+    y, x, stack, token, start = lora_case(tokens, k, widths, padded, ranks, swapped=False)
+    y, x, a, b = put((y, x, stack.a_SPRK, stack.b_SNR), dtype)
+    stack = lora.Stack(a, b, stack.scale_SP.to(DEVICE), stack.rank_SP.to(DEVICE), widths)
+    token, start = token.to(DEVICE), start.to(DEVICE)
+    want = y.clone()
+    lora.reference(want, x, stack, token, start)
+    for schedule in (lora.FLOAT32,) if dtype == torch.float32 else (lora.FEW, lora.MANY):
+        got = y.clone()
+        lora.run(got, x, stack, token, start, schedule)
+        assert_close(got, want, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lora_bits_do_not_depend_on_neighbours_or_schedule(dtype: torch.dtype):
+    y, x, stack, token, start = lora_case(900, 4096, (512, 128, 128), 32, [16, 0, 32, 7], swapped=False)
+    y, x, a, b = put((y, x, stack.a_SPRK, stack.b_SNR), dtype)
+    stack = lora.Stack(a, b, stack.scale_SP.to(DEVICE), stack.rank_SP.to(DEVICE), stack.widths)
+    want = y.clone()
+    lora.run(want, x, stack, token.to(DEVICE), start.to(DEVICE), lora.FEW)
+    assert lora.proved(x, stack)
+    got = y.clone()
+    lora.run(got, x, stack, token.to(DEVICE), start.to(DEVICE), lora.MANY)
+    assert torch.equal(got, want)
+    for at in range(0, len(token), 97):
+        one, alone = int(token[at]), (start > at).int()
+        got = y[one : one + 1].clone()
+        lora.run(got, x[one : one + 1].clone(), stack, torch.zeros(1).int().to(DEVICE), alone.to(DEVICE), lora.FEW)
+        assert torch.equal(got[0], want[one])

@@ -11,8 +11,10 @@ from fengine.runner import CudaRunner, decode_buckets, token_buckets
 def test_no_step_needs_a_bucket_that_warm_up_left_out(rows: int, tokens: int) -> None:
     runner = CudaRunner.__new__(CudaRunner)  # its tables only; no device
     runner.graphs, runner.decode, runner.mixed_rows = True, decode_buckets(rows), sorted({min(32, rows), rows})
+    runner.adapter_slots = 4
     runner.tokens = token_buckets(max(tokens, rows))
     known = set(runner.all_buckets())
     for count in range(1, rows + 1):
         for total in range(count, min(tokens, 1200) + 1):
-            assert runner.bucket(total, count) in known, (total, count)
+            for adapters in (False, True):
+                assert runner.bucket(total, count, adapters) in known, (total, count)

@@ -41,6 +41,12 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "speculative_ngram_min_match_window_size": (3, lambda c: c.speculation.ngram_min_match == 3),
     "speculative_ngram_max_match_window_size": (9, lambda c: c.speculation.ngram_max_match == 9),
     "random_seed": (5, lambda c: c.random_seed == 5),
+    "enable_lora": (True, lambda c: c.lora.enabled),
+    "lora_paths": (["a=b"], lambda c: c.lora.paths == ("a=b",) and c.lora.enabled),
+    "max_loras_per_batch": (3, lambda c: c.lora.max_loras_per_batch == 3),
+    "max_lora_rank": (32, lambda c: c.lora.max_lora_rank == 32),
+    "lora_target_modules": (["q_proj"], lambda c: c.lora.target_modules == ("q_proj",)),
+    "max_loaded_loras": (9, lambda c: c.lora.max_loaded_loras == 9),
     "numerics": ("fast", lambda c: c.numerics.name == "fast"),
 }
 BY_THE_ENGINE = set(  # they shape calls and outputs, not the config; tests/test_doors_*.py
@@ -92,8 +98,8 @@ def test_a_harmless_field_changes_nothing(name: str) -> None:
 
 def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
     with pytest.raises(UnsupportedFeatureError) as error:
-        ServerArgs(model_path="x", tp_size=2, quantization="fp8", enable_lora=True).to_config()
-    for words in ("tp_size=2 (several GPUs", "quantization='fp8' (quantized weights", "enable_lora=True (LoRA)"):
+        ServerArgs(model_path="x", tp_size=2, quantization="fp8", dp_size=2).to_config()
+    for words in ("tp_size=2 (several GPUs", "quantization='fp8' (quantized weights", "dp_size=2 (several GPUs"):
         assert words in str(error.value)
     for name, values in ALSO_OFF.items():
         for value in values:

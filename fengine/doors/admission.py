@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fengine.build import Parts
 from fengine.doors.arguments import Item
-from fengine.doors.options import Door, check_amount, check_ids, end_ids, extras_of, priority_of, salt_of
+from fengine.doors.options import Door, adapter_of, check_amount, check_ids, end_ids, extras_of, priority_of, salt_of
 from fengine.doors.sessions import Turn
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
 from fengine.extras import Extras, Record
@@ -64,6 +64,7 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
     extras = [extras_of(door, item, params, len(ids), return_logprob) or unasked for _ in item.rids]
     stop_ids = frozenset() if params.ignore_eos else end_ids(door, params)
     check_amount(extras[0], len(extras), len(ids), most)
+    adapter = adapter_of(parts, item.lora)
     salt, priority = salt_of(item.cache_salt), priority_of(door.args, item.priority)
     return [
         Admitted(
@@ -77,6 +78,7 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
                 stop_ids=stop_ids,
                 cache_salt=salt,
                 priority=priority,
+                adapter=adapter,
                 extras=own,
                 record=None if own is None else Record(),
             ),

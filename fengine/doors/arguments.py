@@ -49,6 +49,7 @@ class Item:
     session: Any = None
     priority: Any = None
     cache_salt: Any = None
+    lora: Any = None
 
 
 def split(arguments: Mapping[str, Any], preferred: Mapping[str, Any]) -> tuple[list[Item], bool]:
@@ -82,6 +83,7 @@ def split(arguments: Mapping[str, Any], preferred: Mapping[str, Any]) -> tuple[l
         "session": _sessions(arguments, count, samples),
         "priority": spread("priority"),
         "cache_salt": spread("cache_salt"),
+        "lora": spread("lora_path"),
     }
     rows = zip(*columns.values(), strict=True)
     items = [
@@ -96,12 +98,6 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     if bad:
         shown = ", ".join(f"{name}={arguments[name]!r:.80} ({NOT_BUILT[name]})" for name in bad)
         raise UnsupportedFeatureError(f"not built: {shown}. Leave these arguments out.")
-    if not _off(lora := arguments["lora_path"]):
-        name = next(x for x in (lora if isinstance(lora, list) else [lora]) if x is not None)
-        raise UnsupportedFeatureError(
-            f"LoRA adapter {name!r:.80} was requested, but LoRA is not enabled: adapters are not built. "
-            "Leave lora_path out."
-        )
     if not isinstance(arguments["stream"], bool):
         raise InvalidRequestError(f"stream must be True or False, got {arguments['stream']!r:.80}.")
     _check_rank(arguments)

@@ -43,6 +43,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
         speculative_ngram_capacity=10_000_000,
     ),
     "memory can be released and taken again without it": dict(enable_memory_saver=False),
+    "every tensor of a LoRA adapter must belong to the model, always": dict(lora_strict_loading=False),
     "it is a permission, and code of a checkpoint is never run": dict(trust_remote_code=False),
     "hints about speed for kernels and schedules that fengine chooses itself": dict(
         max_prefill_tokens=None, prefill_max_requests=None, prefill_decode_interval=0, enable_mixed_chunk=True,
@@ -61,6 +62,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
         enable_tokenizer_batch_encode=False, disable_tokenizer_batch_decode=False, gc_threshold=None,
         weight_loader_prefetch_checkpoints=False, weight_loader_prefetch_num_threads=4,
         weight_loader_drop_cache_after_load=False, weight_loader_disable_mmap=False, startup_weight_load_mode="serial",
+        enable_lora_overlap_loading=None, lora_backend="csgmv", max_lora_chunk_size=16, lora_drain_wait_threshold=0.0,
         disable_outlines_disk_cache=False, disable_priority_preemption=False, disable_hybrid_swa_memory=False,
     ),
 }  # fmt: skip
@@ -139,11 +141,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         enable_hisparse=False, hisparse_config=None, dllm_algorithm=None, dllm_algorithm_config=None, dllm_fdfo=True,
         enable_precise_embedding_interpolation=False,
     ),
-    "LoRA": dict(
-        enable_lora=None, enable_lora_overlap_loading=None, max_lora_rank=None, lora_target_modules=None,
-        lora_paths=None, max_loaded_loras=None, max_loras_per_batch=8, lora_eviction_policy="lru",
-        lora_backend="csgmv", max_lora_chunk_size=16, experts_shared_outer_loras=None, lora_use_virtual_experts=False,
-        lora_strict_loading=False, lora_drain_wait_threshold=0.0,
+    "other ways to evict LoRA adapters, and those of mixtures of experts": dict(
+        lora_eviction_policy="lru", experts_shared_outer_loras=None, lora_use_virtual_experts=False,
     ),
     "draft models and trees, and n-grams of other texts; speculation is by n-grams (NGRAM)": dict(
         speculative_draft_model_path=None, speculative_draft_model_revision=None,

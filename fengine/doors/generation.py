@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fengine.doors.admission import admit_all
 from fengine.doors.arguments import split
@@ -16,17 +16,6 @@ from fengine.tokenizer import Tokenizer
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 Chat = Sequence[dict[str, Any]]
-
-
-class AdapterResult(NamedTuple):
-    """SGLang's answer about LoRA adapters."""
-
-    success: bool
-    error_message: str
-    loaded_adapters: dict[str, str]
-
-
-NO_LORA = AdapterResult(False, "LoRA is not enabled: adapters are not built. Merge the adapter into the weights.", {})
 
 
 class Generation:
@@ -211,25 +200,6 @@ class Generation:
         if self._door.parts.tokenizer is None:
             raise InvalidRequestError("chats need the tokenizer; start without skip_tokenizer_init, or pass input_ids.")
         return self._door.parts.tokenizer
-
-    # -- adapters, which are not built: the answer says so -------------------------------------------------------------
-
-    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterResult:
-        return NO_LORA
-
-    def load_lora_adapter_from_tensors(
-        self, lora_name: str, tensors: Any, config_dict: dict[str, Any], load_format: str | None = None
-    ) -> AdapterResult:
-        return NO_LORA
-
-    def unload_lora_adapter(self, lora_name: str) -> AdapterResult:
-        return NO_LORA
-
-    async def async_load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterResult:
-        return NO_LORA
-
-    async def async_unload_lora_adapter(self, lora_name: str) -> AdapterResult:
-        return NO_LORA
 
     # -- steering ------------------------------------------------------------------------------------------------------
 

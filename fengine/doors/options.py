@@ -9,7 +9,7 @@ from fengine.doors.arguments import Item
 from fengine.doors.sessions import Sessions
 from fengine.errors import InvalidRequestError
 from fengine.extras import Extras
-from fengine.request import SamplingParams, exact_int
+from fengine.request import Adapter, SamplingParams, exact_int
 from fengine.sampling_params import integer, json_like
 from fengine.server_args import ServerArgs
 
@@ -165,6 +165,18 @@ def _processor(door: Door, value: Any) -> Callable[..., Any] | None:
             f"got {value!r:.80}."
         )
     return value
+
+
+def adapter_of(parts: Parts, name: Any) -> Adapter | None:
+    """The loaded LoRA adapter of a name. Errors: InvalidRequestError; AdapterError if it cannot be read again."""
+    if name is None:
+        return None
+    if parts.adapters is None:
+        raise InvalidRequestError(
+            f"LoRA adapter {name!r:.80} was requested, but LoRA is not enabled. Please set enable_lora=True, or "
+            "lora_paths, when the engine is made; or leave lora_path out."
+        )
+    return parts.adapters.resolve(name)
 
 
 def salt_of(value: Any) -> str | None:

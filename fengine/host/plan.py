@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fengine.request import Request
+from fengine.request import Adapter, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +24,7 @@ class Plan:
     new_pages: list[tuple[Request, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     drafts: list[tuple[int, list[int]]] = field(default_factory=list)
+    adapters: list[tuple[int, Adapter]] = field(default_factory=list)  # to be written to these slots before the step
 
     @property
     def num_draws(self) -> int:

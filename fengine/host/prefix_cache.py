@@ -18,13 +18,13 @@ leaf was last used with the child that has just gone as the oldest leaf, or has 
 first case it goes next, as it should. The heap of leaves is put right when an entry is popped. O(log n) amortised.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from fengine.errors import InvariantError
 from fengine.host.pages import PagePool
 
-_Key = tuple[int | str, ...]  # a page's tokens, behind the salt if it is a salted first page
+_Key = tuple[Hashable, ...]  # a page's tokens, behind the salt if it is a salted first page
 
 
 class _Node:
@@ -63,12 +63,12 @@ class PrefixCache:
         """The whole pages among the first `limit` tokens, lazily."""
         return zip(*[iter(token_ids[:limit])] * self.page_size, strict=False)
 
-    def _path(self, token_ids: Sequence[int], limit: int, salt: str | None) -> Iterator[_Key]:
+    def _path(self, token_ids: Sequence[int], limit: int, salt: Hashable | None) -> Iterator[_Key]:
         """The keys from the root on."""
         keys = self._keys(token_ids, limit)
         return keys if salt is None else _salted(keys, salt)
 
-    def match(self, token_ids: Sequence[int], limit: int, salt: str | None = None) -> list[int]:
+    def match(self, token_ids: Sequence[int], limit: int, salt: Hashable | None = None) -> list[int]:
         """The pages of the longest cached prefix within `limit` tokens; the caller becomes a holder of them."""
         node = self._root
         pages: list[int] = []
@@ -85,7 +85,7 @@ class PrefixCache:
             self.pool.retain(pages)
         return pages
 
-    def match_length(self, token_ids: Sequence[int], limit: int, salt: str | None = None) -> int:
+    def match_length(self, token_ids: Sequence[int], limit: int, salt: Hashable | None = None) -> int:
         """Tokens that `match` would find. Pure."""
         node, count = self._root, 0
         for tokens in self._path(token_ids, limit, salt):
@@ -96,7 +96,7 @@ class PrefixCache:
         return count * self.page_size
 
     def insert(
-        self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salt: str | None = None
+        self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salt: Hashable | None = None
     ) -> None:
         """Remembers `pages`, which the caller holds, as the KV of the first `len(pages) * page_size` tokens.
 
@@ -142,7 +142,7 @@ class PrefixCache:
                 evicted += 1
         return evicted
 
-    def drop(self, token_ids: Sequence[int], salt: str | None = None) -> None:
+    def drop(self, token_ids: Sequence[int], salt: Hashable | None = None) -> None:
         """Forgets all pages of these tokens, and with them everything that starts with their first page."""
         for tokens in self._path(token_ids, self.page_size, salt):
             node = self._root.children.pop(tokens, None)
@@ -211,7 +211,7 @@ class PrefixCache:
             self._take_out(node)
 
 
-def _salted(keys: Iterator[_Key], salt: str) -> Iterator[_Key]:
+def _salted(keys: Iterator[_Key], salt: Hashable) -> Iterator[_Key]:
     """The same keys, the salt before the first. Pure."""
     for first in keys:
         yield (salt, *first)

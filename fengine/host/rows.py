@@ -14,9 +14,10 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from fengine.errors import InvariantError
+from fengine.host.adapters import AdapterSlots
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
-from fengine.request import Finish, Request, Status
+from fengine.request import Adapter, Finish, Request, Status
 
 _arrival = attrgetter("arrival")
 
@@ -25,15 +26,18 @@ class Rows:
     """Modifies: itself, its requests, `pool` and `cache`."""
 
     __slots__ = ("pool", "cache", "page_size", "capacity", "prompting", "decoding", "draining", "num_lockstep",
-                 "num_drafts", "num_correct_drafts", "_free")  # fmt: skip
+                 "num_drafts", "num_correct_drafts", "adapters", "_free")  # fmt: skip
 
-    def __init__(self, pool: PagePool, cache: PrefixCache | None, page_size: int, capacity: int) -> None:
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache | None, page_size: int, capacity: int, adapter_slots: int = 0
+    ) -> None:
         self.pool, self.cache, self.page_size, self.capacity = pool, cache, page_size, capacity
         self.prompting: list[Request] = []
         self.decoding: list[Request] = []
         self.draining: dict[str, Request] = {}
         self.num_lockstep = 0  # running rows that wait for each of their tokens
         self.num_drafts = self.num_correct_drafts = 0  # computed and read so far
+        self.adapters = AdapterSlots(adapter_slots)
         self._free = list(range(capacity))  # a heap: the lowest free row slot is given out
 
     @property
@@ -52,12 +56,17 @@ class Rows:
         due = sum(self.pages_for(len(request.token_ids)) - len(request.pages) for request in self.prompting)
         return self.num_running + due
 
-    def enter(self, request: Request, pages: list[int]) -> None:
-        """Gives a waiting request a row slot and the pages of its prefix hit, which it holds already."""
+    def enter(self, request: Request, pages: list[int]) -> list[tuple[int, Adapter]]:
+        """Gives a waiting request a row slot, its adapter's slot, and the pages of its prefix hit, which it holds
+        already. Returns the adapter and its slot if it must be written there first."""
         request.status, request.row = Status.RUNNING, heappop(self._free)
         self.num_lockstep += is_lockstep(request)
         request.pages, request.num_computed = pages, len(pages) * self.page_size
         insort(self.prompting, request, key=_arrival)
+        if request.adapter is None:
+            return []
+        request.adapter_slot, new = self.adapters.enter(request.adapter)
+        return [(request.adapter_slot, request.adapter)] if new else []
 
     def grow(self, request: Request, tokens: int) -> None:
         """Pages for `tokens` in all, which must be available; evicts cached ones where free ones are missing."""
@@ -92,13 +101,15 @@ class Rows:
         """Gives row slot and pages back. With `cached` the full pages of known tokens go to the prefix cache first."""
         if self.cache is not None and cached:
             full = min(request.num_computed, len(request.token_ids)) // self.page_size
-            self.cache.insert(request.token_ids, request.pages[:full], leaving=True, salt=request.cache_salt)
+            self.cache.insert(request.token_ids, request.pages[:full], leaving=True, salt=request.salt)
         self.pool.release(request.pages)
         if request.row is not None:
             heappush(self._free, request.row)
             self.num_lockstep -= is_lockstep(request)
+        if request.adapter_slot is not None:
+            self.adapters.leave(request.adapter_slot)
         self._take_out(request)
-        request.row, request.pages, request.num_computed = None, [], 0
+        request.row, request.adapter_slot, request.pages, request.num_computed = None, None, [], 0
         if request.drafting is not None:
             request.drafting.memo = None  # as large as the tokens
 
@@ -124,6 +135,7 @@ class Rows:
         for request in waiting:
             if request.row is not None or request.pages or request.num_computed or request.status is not Status.WAITING:
                 raise InvariantError(f"request {request.rid!r} waits, with row {request.row}, pages {request.pages}")
+        self.adapters.check((request.adapter_slot, request.adapter) for request in running)
         self.pool.check([request.pages for request in running], () if self.cache is None else self.cache.pages())
         if self.cache is not None:
             self.cache.check()

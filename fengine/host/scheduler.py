@@ -36,6 +36,7 @@ class Scheduler:
     def __init__(
         self, pool: PagePool, cache: PrefixCache | None, *, page_size: int, max_running_requests: int,
         max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
+        adapter_slots: int = 0,
     ) -> None:  # fmt: skip
         """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts. Errors: ConfigError."""
         limits = {"max_running_requests": max_running_requests, "max_step_tokens": max_step_tokens}
@@ -44,7 +45,7 @@ class Scheduler:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         self.pool, self.cache, self.max_step_tokens, self.speculation = pool, cache, max_step_tokens, speculation
         self.num_preemptions = self.num_hit_tokens = self.num_computed_tokens = self.num_finished = 0
-        self._rows = Rows(pool, cache, page_size, max_running_requests)
+        self._rows = Rows(pool, cache, page_size, max_running_requests, adapter_slots)
         self._waiting = WaitingQueue(policy, cache)
         self._requests: dict[str, Request] = {}  # all that have not finished
         self._arrivals = self._steps_planned = self._steps_updated = 0
@@ -181,11 +182,11 @@ class Scheduler:
             rows.move(request)
         full = end // rows.page_size
         if self.cache is not None and full > start // rows.page_size:
-            self.cache.insert(request.token_ids, request.pages[:full], salt=request.cache_salt)
+            self.cache.insert(request.token_ids, request.pages[:full], salt=request.salt)
 
     def _admit(self, plan: Plan, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
-        for request in self._waiting.candidates(self._rows.num_free):
+        for request in self._waiting.admissible(self._rows.num_free, self._rows.adapters.fits):
             if not left or request.num_pending:
                 return  # a preempted request waits for the token that it drew last
             if not (count := self._start(plan, request, left)):
@@ -200,10 +201,9 @@ class Scheduler:
         once. When nothing runs, every page is free or idle, and `add` has made sure that it fits.
         """
         rows, known = self._rows, len(request.token_ids)
-        # the last token is always computed: its logits are needed
-        pages: list[int] = []
+        pages: list[int] = []  # the last token is always computed: its logits are needed
         if self.cache is not None:
-            pages = self.cache.match(request.token_ids, min(known - 1, prefix_limit(request)), request.cache_salt)
+            pages = self.cache.match(request.token_ids, min(known - 1, prefix_limit(request)), request.salt)
         need = rows.pages_for(known) - len(pages)
         if rows.num_running and need + rows.reserve() > self.pool.num_available:
             self.pool.release(pages)
@@ -213,7 +213,7 @@ class Scheduler:
         if request.num_preempted == 0:
             request.num_cached = hit
         self._waiting.admit(request)
-        rows.enter(request, pages)
+        plan.adapters += rows.enter(request, pages)
         count = min(known - hit, left)
         self._plan_chunk(plan, request, count, 0)
         return count
@@ -284,7 +284,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         if self.cache is not None and not cached:
-            self.cache.drop(request.token_ids, request.cache_salt)  # whichever page is bad, nobody may hit it again
+            self.cache.drop(request.token_ids, request.salt)  # whichever page is bad, nobody may hit it again
         del self._requests[request.rid]
         request.status, request.finish, request.num_pending = Status.FINISHED, finish, 0
         self.num_finished += 1

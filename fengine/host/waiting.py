@@ -7,12 +7,13 @@ waits as long as there are higher ones.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from heapq import nsmallest
 from itertools import islice
 
 from fengine.config import Policy
 from fengine.host.prefix_cache import PrefixCache
-from fengine.request import Request
+from fengine.request import Adapter, Request
 
 LPM_WINDOW = 32
 LPM_PATIENCE = 32
@@ -55,6 +56,18 @@ class WaitingQueue:
             self._overtaken = 0 if request is next(iter(self._requests.values())) else self._overtaken + 1
         self.remove(request)
 
+    def admissible(self, count: int, fits: Callable[[Adapter | None], bool]) -> Iterator[Request]:
+        """`candidates`, without those whose LoRA adapter does not fit when it is their turn.
+
+        After LPM_PATIENCE admissions in front of the oldest new request nobody goes before one that does not fit: the
+        slot that becomes idle next is for it.
+        """
+        for request in self.candidates(count):
+            if fits(request.adapter):
+                yield request
+            elif self._overtaken >= LPM_PATIENCE:
+                return
+
     def candidates(self, count: int) -> list[Request]:
         """Up to `count` requests (LPM: and up to LPM_WINDOW) in the order in which they should be admitted now."""
         cache, waiting = self.cache, self._requests.values()
@@ -66,7 +79,7 @@ class WaitingQueue:
         first = next((i for i, request in enumerate(window) if request.num_preempted == 0), len(window))
         if self._overtaken >= LPM_PATIENCE:
             first += 1
-        hits = {r.rid: cache.match_length(r.token_ids, len(r.token_ids) - 1, r.cache_salt) for r in window[first:]}
+        hits = {r.rid: cache.match_length(r.token_ids, len(r.token_ids) - 1, r.salt) for r in window[first:]}
         ranked = sorted(window[first:], key=lambda request: hits[request.rid], reverse=True)  # stable: ties by arrival
         return (window[:first] + ranked)[:count]
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import attention, linear, rms_norm, rope
+from fengine.ops import attention, linear, lora, rms_norm, rope, silu_mul
 from fengine.spec import Config, ModelSpec, bias_flag, decoder_spec
-from fengine.state import KVState, Params, StepBatch
+from fengine.state import AdapterBatch, KVState, Params, StepBatch
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -38,7 +38,7 @@ def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> t
     for layer, next_norm_D, k_PSGK, v_PSGK in zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True):
         delta_TD, k_PSGK, v_PSGK = _attend(layer, spec, params["rope_MK"], k_PSGK, v_PSGK, batch, normed_TD)
         normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, layer["mlp_norm_D"], spec.rms_eps)
-        delta_TD = _mlp(layer, spec, normed_TD)
+        delta_TD = _mlp(layer, spec, batch.adapters, normed_TD)
         normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, next_norm_D, spec.rms_eps)
         k_layers.append(k_PSGK)
         v_layers.append(v_PSGK)
@@ -59,6 +59,7 @@ def _attend(
     """
     heads, kv_heads, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
     qkv_TC = linear.linear(x_TD, layer["wqkv"], (heads + 2 * kv_heads) * width, layer.get("bqkv_C"), exact=spec.exact)
+    qkv_TC = _adapted(qkv_TC, x_TD, layer, "wqkv", batch.adapters)
     q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(
         qkv_TC,
         rope_MK,
@@ -74,13 +75,27 @@ def _attend(
     out_THK = attention.attention(
         q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, width**-0.5
     )
-    delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], spec.hidden_size, layer.get("bo_D"), exact=spec.exact)
-    return delta_TD, k_PSGK, v_PSGK
+    out_TC = out_THK.flatten(1)
+    delta_TD = linear.linear(out_TC, layer["wo"], spec.hidden_size, layer.get("bo_D"), exact=spec.exact)
+    return _adapted(delta_TD, out_TC, layer, "wo", batch.adapters), k_PSGK, v_PSGK
 
 
-def _mlp(layer: Params, spec: ModelSpec, x_TD: Tensor) -> Tensor:
-    product_TF = linear.gated_linear(x_TD, layer["wgate_up"], spec.mlp_size, layer.get("bgate_up_2F"))
-    return linear.linear(product_TF, layer["wdown"], spec.hidden_size, layer.get("bdown_D"), exact=spec.exact)
+def _mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
+    bias_2F = layer.get("bgate_up_2F")
+    if adapters is None:
+        product_TF = linear.gated_linear(x_TD, layer["wgate_up"], spec.mlp_size, bias_2F)
+    else:  # the same bits where no adapter is added
+        both_T2F = linear.linear(x_TD, layer["wgate_up"], 2 * spec.mlp_size, bias_2F)
+        product_TF = silu_mul.silu_mul(_adapted(both_T2F, x_TD, layer, "wgate_up", adapters))
+    delta_TD = linear.linear(product_TF, layer["wdown"], spec.hidden_size, layer.get("bdown_D"), exact=spec.exact)
+    return _adapted(delta_TD, product_TF, layer, "wdown", adapters)
+
+
+def _adapted(y_TN: Tensor, x_TK: Tensor, layer: Params, key: str, adapters: AdapterBatch | None) -> Tensor:
+    """The linear layer's output with the batch's LoRA adapters added. Modifies: the storage of y_TN."""
+    if adapters is None or key not in layer["lora"]:
+        return y_TN
+    return lora.lora_add(y_TN, x_TK, layer["lora"][key], *adapters)
 
 
 class Source(NamedTuple):

@@ -10,6 +10,7 @@ large ones release it, so that host threads go on.
 
 import ctypes
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fengine.errors import UnsupportedFeatureError
 from fengine.ops import compiler
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / "cpu_kernels.c", FOLDER / "cpu_attention.c", FOLDER / "cpu_draw.c"]
+SOURCES = [FOLDER / "cpu_kernels.c", FOLDER / "cpu_attention.c", FOLDER / "cpu_draw.c", FOLDER / "cpu_lora.c"]
 HEADERS = [FOLDER / "cpu_vector.h"]
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHORT = 1 << 19
@@ -32,6 +33,7 @@ SIGNATURES = {
     "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
     "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _T],
     "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
+    "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
     "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
     "fengine_attention": [_P] * 7 + [_I] * 7 + [_F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
@@ -193,6 +195,25 @@ def silu_mul(x: Tensor) -> Tensor:
     library, threads = _schedule(8 * x.numel())
     library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), rows, f, threads)
     return y
+
+
+def lora_add_(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, rank: Tensor, widths: Sequence[int], token: Tensor,
+    start: Tensor,
+) -> None:  # fmt: skip
+    """Modifies: y [T, N], contiguous float32; a [slots, P, R, K] and b [slots, N, R] as lora.py's Stack says."""
+    a, b = a.transpose(2, 3), b.transpose(1, 2)
+    x = _plain(x, "lora_add's x")
+    token, start = _plain(token, "token", torch.int32), _plain(start, "start", torch.int32)
+    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (y, a[0], b[0])):
+        raise UnsupportedFeatureError("on the CPU y, A and B of lora_add must be float32, and lie as Stack says")
+    (_, parts, k, ranks), n = a.shape, y.shape[1]
+    library, threads = _schedule(token.shape[0] * ranks * (parts * k + n))
+    library.fengine_lora_add(
+        y.data_ptr(), x.data_ptr(), a.data_ptr(), b.data_ptr(), scale.data_ptr(), rank.data_ptr(),
+        (ctypes.c_int64 * parts)(*widths), token.data_ptr(), start.data_ptr(), start.shape[0] - 1, n, k, parts, ranks,
+        a.stride(0), b.stride(0), scale.stride(0), rank.stride(0), threads,
+    )  # fmt: skip
 
 
 def draw(

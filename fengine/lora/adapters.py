@@ -1,0 +1,252 @@
+"""`Adapters`: the LoRA adapters of an engine by name; loaded, unloaded and reloaded in the callers' threads.
+
+A loaded adapter is a checked image in CPU memory; the scheduler has it copied to one of the device's slots when a
+request needs it (`host/adapters.py`). Requests refer to the load itself, so an adapter that is unloaded, or loaded anew
+under its name, goes on for those that came before. Beyond `max_loaded` the one that was asked for longest ago loses its
+image; it is read again when it is asked for, if its files are what they were.
+"""
+
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine.checkpoint.hub import resolve_model
+from fengine.config import DEFAULT_RANK, MAX_RANK, LoraConfig
+from fengine.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError, OutOfMemoryError
+from fengine.lora.layout import Layout, all_sites, kinds_of
+from fengine.lora.peft_config import read_config
+from fengine.lora.peft_files import Limits, Read, from_tensors, read_adapter, sha256_of
+from fengine.request import Adapter
+from fengine.spec import ModelSpec
+from fengine.state import Params
+
+MAX_NAME = 512
+
+
+def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str) -> tuple["Adapters | None", Tensor]:
+    """The adapters of an engine, those of `config.paths` loaded, and the device memory of the slots. None: no LoRA.
+
+    Modifies: params, whose layers get the slots' stacks. Errors: ConfigError, AdapterError, OutOfMemoryError.
+    """
+    if not config.enabled:
+        return None, torch.empty(0)
+    weight = params["final_norm_D"]  # in the activations' dtype
+    known = kinds_of(spec)
+    kinds = known if config.target_modules is None else config.target_modules
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ConfigError(
+            f"lora.target_modules has {', '.join(unknown)}; linear layers of this model are {', '.join(known)}."
+        )
+    limits = Limits(all_sites(spec), kinds, config.max_lora_rank or _largest_rank(config))
+    layout = Layout.of(spec, limits.max_rank, kinds, weight.dtype, weight.device)
+    slots = config.max_loras_per_batch
+    try:
+        memory = layout.memory(slots)
+    except (RuntimeError, MemoryError) as error:
+        raise OutOfMemoryError(
+            f"no memory for {slots} LoRA adapters of rank {limits.max_rank} ({slots * layout.size / 2**20:.0f} MiB): "
+            f"{str(error).partition('.')[0]}. Lower lora.max_loras_per_batch or lora.max_lora_rank."
+        ) from None
+    adapters = Adapters(layout, limits, slots, config.max_loaded_loras, base)
+    for name, path in config.named():
+        adapters.load(name, path, name in config.pinned)
+    layout.attach(params, memory)
+    return adapters, memory
+
+
+def _largest_rank(config: LoraConfig) -> int:
+    """Of the adapters that are loaded at the start. Errors: AdapterError, ConfigError."""
+    found = [read_config(adapter_directory(path)) for _, path in config.named()]
+    rank = max(
+        (max(c.rank, *c.rank_pattern.values()) if c.rank_pattern else c.rank for c in found), default=DEFAULT_RANK
+    )
+    if rank > MAX_RANK:
+        raise ConfigError(f"an adapter of lora.paths has rank {rank}; at most {MAX_RANK} is supported.")
+    return rank
+
+
+def write_slot(memory: Tensor, slot: int, adapter: Adapter) -> None:
+    """Copies an adapter to a slot, on CUDA behind the steps that were launched. Modifies: memory."""
+    memory[slot].copy_(adapter.image, non_blocking=True)
+
+
+def adapter_directory(path: str) -> Path:
+    """Of a directory or hub id. Errors: AdapterError."""
+    try:
+        return resolve_model(path)
+    except ModelLoadError as error:
+        raise AdapterError(f"LoRA adapter: {error}") from None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An adapter that was loaded. `load` None: its image was given up, it is read again from `directory`."""
+
+    path: str  # as the caller gave it; "" for tensors
+    directory: Path | None
+    sha256: str
+    load: Adapter | None
+    pinned: bool
+
+
+class Adapters:
+    """Thread-safe. Modifies: itself."""
+
+    def __init__(self, layout: Layout, limits: Limits, slots: int, max_loaded: int | None, base: str) -> None:
+        """`base`: the name of the engine's model, for a warning."""
+        self.layout, self.limits, self.slots, self.max_loaded, self.base = layout, limits, slots, max_loaded, base
+        self._entries: dict[str, Entry] = {}  # in the order of use
+        self._numbers = count(1)
+        self._lock = threading.Lock()  # of the entries; never held while files are read
+        self._loading = threading.Lock()  # one load at a time
+
+    def paths(self) -> dict[str, str]:
+        """The path of every adapter that requests may name."""
+        with self._lock:
+            return {name: entry.path for name, entry in sorted(self._entries.items())}
+
+    def sha256s(self) -> dict[str, str]:
+        """Of config and tensors of every adapter that came from files."""
+        with self._lock:
+            return {name: entry.sha256 for name, entry in sorted(self._entries.items())}
+
+    def resolve(self, name: Any) -> Adapter:
+        """The adapter that a request names. Errors: InvalidRequestError, AdapterError if it cannot be read again."""
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"lora_path must be the name of a loaded adapter or None, got {name!r:.80}.")
+        load = self._used(name)
+        if load is not None:
+            return load
+        with self._loading:
+            load = self._used(name)
+            return load if load is not None else self._reload(name)
+
+    def load(self, name: Any, path: Any, pinned: Any = False) -> None:
+        """Reads an adapter's directory, or hub repository, and gives it a name.
+
+        Errors: InvalidRequestError for arguments, AdapterError for a name that is taken and whatever is wrong with it.
+        """
+        if not isinstance(path, (str, Path)) or not str(path):
+            raise InvalidRequestError(f"lora_path must be a directory or a hub id, got {path!r:.80}.")
+        self._check(name, pinned)
+        with self._loading:
+            self._check_room(name, pinned)
+            directory = adapter_directory(str(path))
+            read = read_adapter(directory, self.limits)
+            self._warn_of_base(name, read)
+            self._enter(name, Entry(str(path), directory, read.sha256, self._laid_out(name, read, pinned), pinned))
+
+    def load_tensors(self, name: Any, tensors: Any, values: Any, pinned: Any = False) -> None:
+        """As `load`, from tensors by PEFT's names and the values of its config. Such an adapter keeps its image."""
+        self._check(name, pinned)
+        if not isinstance(tensors, Mapping) or not isinstance(values, Mapping):
+            raise InvalidRequestError("needed are tensors by name and the values of adapter_config.json, as two dicts.")
+        with self._loading:
+            self._check_room(name, pinned)
+            read = from_tensors(tensors, values, name, self.limits)
+            self._enter(name, Entry("", None, "", self._laid_out(name, read, pinned), pinned))
+
+    def unload(self, name: Any) -> None:
+        """Forgets a name. Requests that came before finish with it. Errors: AdapterError if there is none."""
+        with self._loading, self._lock:
+            entry = self._entries.pop(name, None) if isinstance(name, str) else None
+            if entry is None:
+                raise AdapterError(f"LoRA adapter {name!r:.80} does not exist. Loaded adapters: {list(self._entries)}")
+            if entry.load is not None:
+                entry.load.pinned = False  # its slot may go to another
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _used(self, name: str) -> Adapter | None:
+        """The load of a known name, which is now the last one used. Errors: InvalidRequestError."""
+        with self._lock:
+            entry = self._entries.pop(name, None)
+            if entry is None:
+                known = ", ".join(map(repr, sorted(self._entries))) or "none"
+                raise InvalidRequestError(
+                    f"Got LoRA adapter that has never been loaded: {name!r:.80}. Loaded: {known}. Load it with "
+                    "load_lora_adapter(name, path), or leave lora_path out."
+                )
+            self._entries[name] = entry
+            return entry.load
+
+    def _reload(self, name: str) -> Adapter:
+        """Reads an adapter again that had lost its image. In `_loading`."""
+        with self._lock:
+            entry = self._entries[name]
+        assert entry.directory is not None
+        if sha256_of(entry.directory) != entry.sha256:
+            raise AdapterError(
+                f"LoRA adapter {name!r} must be read again, but {entry.directory} has changed since it was loaded; "
+                "unload it and load it anew."
+            )
+        entry.load = self._laid_out(name, read_adapter(entry.directory, self.limits), entry.pinned)
+        self._give_up(keep=name)
+        return entry.load
+
+    def _check(self, name: Any, pinned: Any) -> None:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+            raise InvalidRequestError(f"lora_name must be a text of 1 to {MAX_NAME} characters, got {name!r:.80}.")
+        if not isinstance(pinned, bool):
+            raise InvalidRequestError(f"pinned must be True or False, got {pinned!r:.80}.")
+
+    def _check_room(self, name: str, pinned: bool) -> None:
+        """Errors: AdapterError. In `_loading`."""
+        with self._lock:
+            if name in self._entries:
+                raise AdapterError(f"LoRA adapter {name!r} is already loaded; unload it first, or choose another name.")
+            num_pinned = sum(entry.pinned for entry in self._entries.values())
+            fixed = sum(entry.pinned or entry.directory is None for entry in self._entries.values())
+        if pinned and num_pinned + 1 >= self.slots:
+            raise AdapterError(
+                f"LoRA adapter {name!r} cannot be pinned: {num_pinned} of max_loras_per_batch={self.slots} slots are, "
+                "and one must be left for the others. Load it with pinned=False, or raise max_loras_per_batch."
+            )
+        if self.max_loaded is not None and fixed >= self.max_loaded:
+            raise AdapterError(
+                f"max_loaded_loras={self.max_loaded} adapters are loaded, all of them pinned or given as tensors; "
+                "unload one first."
+            )
+
+    def _warn_of_base(self, name: str, read: Read) -> None:
+        base = read.config.base
+        if isinstance(base, str) and base and Path(base).name.lower() != Path(self.base).name.lower():
+            warnings.warn(f"LoRA adapter {name!r} was made for {base}, the model is {self.base}", stacklevel=4)
+
+    def _laid_out(self, name: str, read: Read, pinned: bool) -> Adapter:
+        try:
+            image = self.layout.image(read.updates)
+        except (RuntimeError, MemoryError) as error:
+            size = self.layout.size / 2**20
+            raise OutOfMemoryError(
+                f"no CPU memory for LoRA adapter {name!r} ({size:.0f} MiB): {str(error).partition('.')[0]}. Unload "
+                "another one, or lower max_loaded_loras or max_lora_rank."
+            ) from None
+        for site, stack in self.layout.stacks(image[None]):
+            if not all(bool(torch.isfinite(part).all()) for part in (stack.a_SPRK, stack.b_SNR, stack.scale_SP)):
+                raise AdapterError(
+                    f"LoRA adapter {name!r} has values in {', '.join(m.name for m in site.modules)} that are too large "
+                    f"for {self.layout.dtype}."
+                )
+        return Adapter(name, next(self._numbers), image, pinned)
+
+    def _enter(self, name: str, entry: Entry) -> None:
+        with self._lock:
+            self._entries[name] = entry
+        self._give_up(keep=name)
+
+    def _give_up(self, keep: str) -> None:
+        """Takes images from those used longest ago, until there are no more than `max_loaded`. In `_loading`."""
+        with self._lock:
+            held = [(name, entry) for name, entry in self._entries.items() if entry.load is not None]
+            spare = [e for name, e in held if not e.pinned and e.directory is not None and name != keep]
+            over = 0 if self.max_loaded is None else max(0, len(held) - self.max_loaded)
+            for entry in spare[:over]:
+                entry.load = None

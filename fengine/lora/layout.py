@@ -1,0 +1,142 @@
+"""Where the parts of a LoRA adapter lie: one stretch of bytes holds an adapter, and every slot is one such stretch.
+
+    slot 0  | layer 0: wqkv  A B scale rank | wo  A B … | wgate_up … | wdown … | layer 1: … |     one image
+    slot 1  | …                                                                             |
+
+So an adapter is laid out once, when it is loaded, and comes to a slot by a single copy. Ranks are padded with zeros to
+those of the largest adapter. The stacks that steps read (`ops.lora.Stack`) are views of all slots at once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine import models
+from fengine.ops.lora import RANKS, Stack
+from fengine.spec import ModelSpec
+from fengine.state import Params
+
+ALIGNMENT = 128  # bytes
+
+
+class Module(NamedTuple):
+    """A linear layer of the checkpoint, such as "model.layers.0.self_attn.q_proj"."""
+
+    name: str
+    outputs: int
+    inputs: int
+
+    @property
+    def kind(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+class Site(NamedTuple):
+    """A fused linear layer: its leaf of Params, and the modules it is made of."""
+
+    path: tuple[str | int, ...]
+    modules: tuple[Module, ...]
+
+
+class Update(NamedTuple):
+    """What an adapter adds to one module: scale * B A. a [r, inputs], b [outputs, r], float, on the CPU."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def all_sites(spec: ModelSpec) -> list[Site]:
+    """The linear layers that adapters may change, in the order of the forward pass. Pure."""
+    found = []
+    for weight in models.lookup(spec.architecture).weights(spec):
+        if weight.path[0] == "layers" and len(weight.sources[0].shape) == 2:
+            modules = (Module(s.name.removesuffix(".weight"), s.shape[0], s.shape[1]) for s in weight.sources)
+            found.append(Site(weight.path, tuple(modules)))
+    return found
+
+
+def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
+    """The last words of the modules' names: "q_proj", … Pure."""
+    return tuple(dict.fromkeys(module.kind for site in all_sites(spec) for module in site.modules))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`ranks` is the padded largest rank. Pure, but for what its functions are told to write to."""
+
+    sites: tuple[Site, ...]
+    ranks: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, max_rank: int, kinds: Sequence[str], dtype: torch.dtype, device: torch.device
+    ) -> "Layout":
+        """For modules of these kinds; activations in `dtype`."""
+        sites = [site for site in all_sites(spec) if any(module.kind in kinds for module in site.modules)]
+        return cls(tuple(sites), -(-max_rank // RANKS) * RANKS, dtype, device)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of one adapter."""
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for site in self.sites for _, _, size in self._regions(site))
+
+    def _regions(self, site: Site) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
+        """Shape, dtype and bytes of A, B, scale and rank of one slot."""
+        parts, inputs = len(site.modules), site.modules[0].inputs
+        outputs = sum(module.outputs for module in site.modules)
+        shapes = [((parts, self.ranks, inputs), self.dtype), ((outputs, self.ranks), self.dtype)]
+        shapes += [((parts,), torch.float32), ((parts,), torch.int32)]
+        return [(shape, dtype, prod(shape) * dtype.itemsize) for shape, dtype in shapes]
+
+    def stacks(self, memory: Tensor) -> Iterator[tuple[Site, Stack]]:
+        """Views of `memory`, uint8 [slots, size]."""
+        at, on_cpu = 0, self.device.type == "cpu"
+        for site in self.sites:
+            views = []
+            for shape, dtype, size in self._regions(site):
+                stored = list(shape)
+                if swapped := on_cpu and len(shape) > 1:  # see ops.lora.Stack
+                    stored[-2:] = reversed(stored[-2:])
+                view = memory[:, at : at + size].view(dtype).unflatten(1, stored)
+                views.append(view.transpose(-1, -2) if swapped else view)
+                at += -(-size // ALIGNMENT) * ALIGNMENT
+            a_SPRK, b_SNR, scale_SP, rank_SP = views
+            yield site, Stack(a_SPRK, b_SNR, scale_SP, rank_SP, tuple(module.outputs for module in site.modules))
+
+    def memory(self, slots: int) -> Tensor:
+        """Empty slots on the device: every rank is 0."""
+        return torch.zeros(slots, self.size, dtype=torch.uint8, device=self.device)
+
+    def image(self, updates: Mapping[str, Update]) -> Tensor:
+        """The bytes of an adapter on the CPU, from what it adds to modules by name. They are no more than `ranks`."""
+        pinned = self.device.type == "cuda"
+        memory = torch.zeros(1, self.size, dtype=torch.uint8, pin_memory=pinned)
+        for site, stack in self.stacks(memory):
+            first = 0
+            for part, module in enumerate(site.modules):
+                if update := updates.get(module.name):
+                    rank = len(update.a)
+                    stack.a_SPRK[0, part, :rank] = update.a
+                    stack.b_SNR[0, first : first + module.outputs, :rank] = update.b
+                    stack.scale_SP[0, part] = update.scale
+                    stack.rank_SP[0, part] = rank
+                first += module.outputs
+        return memory[0]
+
+    def attach(self, params: Params, memory: Tensor) -> None:
+        """Modifies: params, whose layers get "lora": the stacks of the slots, by the leaf that they belong to."""
+        for layer in params["layers"]:
+            layer["lora"] = {}
+        for site, stack in self.stacks(memory):
+            parent: Any = params
+            for key in site.path[:-1]:
+                parent = parent[key]
+            parent["lora"][site.path[-1]] = stack
