@@ -96,14 +96,18 @@ def run_alone(words: Sequence[str], point: Point) -> int:
         return guarded(point, engines, partial(run_point, words=words), screen)[0]
 
 
-def run_point(point: Point, engines: EngineCache, screen: view.QuietView, words: Sequence[str]) -> Ended:
+def run_point(
+    point: Point, engines: EngineCache, screen: view.QuietView, words: Sequence[str], base: Path | None = None
+) -> Ended:
     """One run, from its beginning or from where it was. All that can be refused is refused before a model is loaded.
+    `base` is what a relative `task.data` is under; None: as the point's words have it.
 
     Errors: FengineError, with nothing computed; what the journal holds stays good.
     """
     config: EvalConfig = point.config
     shard = parse_shard(config.run.shard)
-    base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
+    if base is None:
+        base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
     whole = open_task(config.task, base)
     with RunFolder(point.directory) as folder:
         rows = survey(whole).shard(shard)

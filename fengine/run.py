@@ -21,7 +21,7 @@ from fengine.runs.config import Point
 from fengine.runs.engines import EngineCache, open_engine, report
 from fengine.runs.figures import Summary, count, duration, place
 from fengine.runs.words import parse
-from fengine.verbs import diff, lm_eval
+from fengine.verbs import diff, lm_eval, rerun, verify
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 # The first word, and who takes those behind it. Their modules import no torch (tests/test_verbs.py).
@@ -29,8 +29,10 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate.main,
     "diff": diff.main,
     "lm-eval": lm_eval.main,
+    "rerun": rerun.main,
+    "verify": verify.main,
 }
-UNBUILT = ("verify", "report", "rerun", "merge")
+UNBUILT = ("report", "merge")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,13 +55,13 @@ FOLDERS: dict[str, list[str]] = {
     "models": ["llama", "qwen2", "qwen3"],
     "lora": ["layout", "peft_config", "peft_files", "adapters"],
     "weights": ["places", "incoming", "group", "versions", "live"],
-    "runs": "words config vet explain hydra_state compose launch "
+    "runs": "words config vet explain hydra_state compose restore launch "
     "output_file prompts builtin figures meter view generate engines".split(),
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
     "config journal folder resume machine manifest trace shards asking loop finish sweep points".split(),
-    "reading": "lines records compare".split(),
+    "reading": "lines records compare texts".split(),
     "harness": "gen_kwargs reads texts identity lm_eval_model".split(),
-    "verbs": "frame diff lm_eval".split(),
+    "verbs": "frame diff rerun layouts replay verdict verify lm_eval".split(),
 }
 LAYERS: list[set[str]] = [
     {"errors"},

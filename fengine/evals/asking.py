@@ -23,10 +23,11 @@ class Asker:
     """Asks one engine. `max_input` is the longest prompt that it takes, in tokens; `top_logprobs`, how many of the
     likeliest tokens are wanted beside each one."""
 
-    def __init__(self, engine: Any, top_logprobs: int = 0) -> None:
+    def __init__(self, engine: Any, top_logprobs: int = 0, max_input: int | None = None) -> None:
+        """`max_input` None: the engine's."""
         self.engine, self.tokenizer = engine, engine.tokenizer
         self._logprobs = {"return_logprob": True} | ({"top_logprobs_num": top_logprobs} if top_logprobs else {})
-        self._max_input: int | None = None
+        self._max_input = max_input
 
     async def ask(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
         """The answer, and the `meta_info` of the calls that it took. Errors: those of `Engine.async_generate`."""
@@ -35,7 +36,7 @@ class Asker:
         if ask.continuation is None:
             raise InvalidRequestError(f"an ask of kind {ask.kind} needs a continuation")
         parts = [self._joined(ask)] if ask.kind == "loglikelihood" else self._windows(ask)
-        outputs = await asyncio.gather(*(self._read(part) for part in parts))
+        outputs = await asyncio.gather(*(self.read(part) for part in parts))
         ids = [token for part in parts for token in part.ids[part.start :]]
         logprobs = [entry[0] for out in outputs for entry in out["meta_info"]["input_token_logprobs"][1:]]
         assert len(logprobs) == len(ids)
@@ -54,7 +55,8 @@ class Asker:
         top = _pairs(meta.get("output_top_logprobs", [])[: len(logprobs)])
         return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"], top), [meta]
 
-    async def _read(self, part: Scored) -> dict[str, Any]:
+    async def read(self, part: Scored) -> dict[str, Any]:
+        """The engine's output for ids that are only read; those scored are `input_token_logprobs` from its second."""
         return await self.engine.async_generate(
             input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **self._logprobs
         )
@@ -94,6 +96,11 @@ class Asker:
             parts.append(Scored(ids[begin:end], done - begin))
             done = end
         return parts
+
+    def ids_of(self, prompt: str | list[int]) -> list[int]:
+        """A prompt's ids, as the engine has them."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return ids or [self._first()]
 
     @property
     def max_input(self) -> int:

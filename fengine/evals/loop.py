@@ -95,6 +95,21 @@ def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int
     return {"id": row.id, "data": row.data, "answers": told, "scores": scores}
 
 
+async def answer_row(
+    asker: Asker, config: EvalConfig, task: Task, row: Row, metas: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The row's record, asked and scored. Modifies: metas, to the `meta_info` of every call. Errors: those of the
+    engine, and whatever the task makes of the row."""
+    asks = task.asks(row)
+    params = [sampling_of(config, ask, row.id, i) for i, ask in enumerate(asks)]
+    results = await asyncio.gather(*(asker.ask(a, p) for a, p in zip(asks, params, strict=True)))
+    metas += [meta for _, several in results for meta in several]
+    answers = [answer for answer, _ in results]
+    record = row_record(row, asks, answers, [p["sampling_seed"] for p in params], task.score(row, answers))
+    encode_record(record)  # a score that is no JSON is the row's failure
+    return record
+
+
 async def run(job: Job, engine: Any, view: QuietView) -> Outcome:
     """Computes what the table lacks. Interrupted, it journals what has finished, and says so.
 
@@ -179,25 +194,16 @@ class _Loop:
         """Asks and scores one row; whatever fails that is the row's own becomes its record."""
         started, clock, metas = time.time(), time.perf_counter(), []
         try:
-            record = error_record(row) if isinstance(row, BadRow) else await self.answer(row, metas)
+            if isinstance(row, BadRow):
+                record = error_record(row)
+            else:
+                record = await answer_row(self.asker, self.job.config, self.job.task, row, metas)
         except FATAL as error:
             self.fatal = self.fatal or error
             return
         except Exception as error:  # the engine's word on this row, or a fault of the task's own code with it
             record = error_record(row, error)
         self.finished.append(_Done(index, row, record, metas, started, time.perf_counter() - clock))
-
-    async def answer(self, row: Row, metas: list[dict[str, Any]]) -> dict[str, Any]:
-        """The row's record. Modifies: metas."""
-        asks = self.job.task.asks(row)
-        params = [sampling_of(self.job.config, ask, row.id, i) for i, ask in enumerate(asks)]
-        results = await asyncio.gather(*(self.asker.ask(a, p) for a, p in zip(asks, params, strict=True)))
-        metas += [meta for _, several in results for meta in several]
-        answers = [answer for answer, _ in results]
-        scores = self.job.task.score(row, answers)
-        record = row_record(row, asks, answers, [p["sampling_seed"] for p in params], scores)
-        encode_record(record)  # a score that is no JSON is the row's failure
-        return record
 
     def drain(self) -> None:
         """Journals, counts and shows the rows that have finished. Errors: StorageError."""

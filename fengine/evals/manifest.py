@@ -61,7 +61,7 @@ def identity(config: EvalConfig, task: Task, rows: Survey) -> dict[str, Any]:
         "task": {"name": task.name, "version": task.version},
         "input": rows.as_dict(),
         "seeds": {"run_seed": config.seed, "plan": SEED_PLAN},
-        "versions": {"fengine": fengine.__version__, **{name: _version(name) for name in COMPUTING}},
+        "versions": versions(),
         "code_sha256": code_digest(),
         "model": model_digests(config.model),
     }
@@ -249,6 +249,11 @@ def cpu_name() -> str:
     except OSError:
         found = ""
     return found or platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Of fengine and the libraries that compute."""
+    return {"fengine": fengine.__version__, **{name: _version(name) for name in COMPUTING}}
 
 
 def _version(name: str) -> str | None:

@@ -108,14 +108,14 @@ def store_schema(schema: Schema) -> None:
     """The dataclasses as the config `run_schema`, or another command's. Idempotent."""
     store = ConfigStore.instance()
     if f"{schema.store}.yaml" not in store.repo:
-        store.store(schema.store, _writable(OmegaConf.structured(schema.kind)))
+        store.store(schema.store, writable(OmegaConf.structured(schema.kind)))
 
 
-def _writable(node: Any) -> Any:
+def writable(node: Any) -> Any:
     """OmegaConf makes the nodes of frozen dataclasses read-only, so that no override could be merged in."""
     OmegaConf.set_readonly(node, None)
     for key in node if isinstance(node, DictConfig) else ():
         child = node._get_node(key)
         if OmegaConf.is_config(child):
-            _writable(child)
+            writable(child)
     return node

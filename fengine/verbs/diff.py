@@ -7,9 +7,10 @@ from typing import Any
 
 from fengine.errors import ConfigError, StorageError
 from fengine.evals.manifest import differences
-from fengine.reading.compare import Comparison, Divergence, RowDifference, Side, compare, edges
+from fengine.reading.compare import Comparison, compare, edges
 from fengine.reading.records import Records, pairs_of, runs_of
-from fengine.runs.figures import clean, count, one_line, place
+from fengine.reading.texts import row_lines
+from fengine.runs.figures import clean, count, place
 from fengine.verbs import frame
 from fengine.verbs.frame import DIFFERS, OK
 
@@ -96,7 +97,7 @@ def lines(a: Records, b: Records, found: Comparison, show: int) -> list[str]:
             told.append(f"only in {name}: {count(number, 'row')}: {', '.join(map(repr, ids[:5]))}{more}")
     told += [*_deltas(found), *_metrics(found), *_causes(a, b, found)]
     for one in found.firsts[:show]:
-        told += _row(one)
+        told += row_lines(one, ("A", "B"))
     if found.differing_rows > show:
         told.append(f"... and {count(found.differing_rows - show, 'more row')} that differ")
     return [clean(line) for line in told]
@@ -145,26 +146,3 @@ def _causes(a: Records, b: Records, found: Comparison) -> list[str]:
     head = ["manifests: what differs in what the runs depend on (A → B)"] if keys else []
     more = [f"   and {len(keys) - 20} more"] if len(keys) > 20 else []
     return head + [f"   {key}" for key in keys[:20]] + more
-
-
-def _row(found: RowDifference) -> list[str]:
-    told = []
-    for what, at in (("tokens", found.first_token), ("bits of a logprob", found.first_logprob)):
-        if at is not None and (what == "tokens" or found.first is at):
-            told += divergence_lines(at, what)
-    if found.other and not told:
-        told.append(f"row {found.id!r}: {', '.join(found.other)}")
-    return told
-
-
-def divergence_lines(at: Divergence, what: str) -> list[str]:
-    """Pure."""
-    head = f"row {at.id!r}, answer {at.sample}, token {at.token}: first difference in {what}"
-    return [head, f"   A  {_side(at.a)}", f"   B  {_side(at.b)}"]
-
-
-def _side(side: Side) -> str:
-    if side.token is None:
-        return "the answer has ended"
-    value = "" if side.logprob is None else f", logprob {side.logprob!r} ({side.bits})"
-    return f"token {side.token}{value}" + (f"  …{one_line(side.text)!r}" if side.text else "")

@@ -4,6 +4,7 @@ A verb is a module with `main(argv) -> exit code`, which `run.py` lists in VERBS
 """
 
 import difflib
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, StorageError
 from fengine.runs.engines import report
 
 OK, DIFFERS, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -90,6 +91,27 @@ def _unknown(word: str, known: Sequence[str]) -> str:
     return f"unknown word {word}; {hint if known else 'this verb takes no key=value'}"
 
 
+def check_writable(path: Path) -> None:
+    """Errors: StorageError if `write_json` could not write there."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        problem = "is a folder" if path.is_dir() else "cannot be written"
+        raise StorageError(f"{path} {problem}; choose another place with out=FILE")
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A whole file, durable, or the one that was there before. Errors: StorageError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose out=FILE") from error
+
+
 def number(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
     """Reads a number from low to high; with `above`, low itself is not allowed."""
 
@@ -120,6 +142,13 @@ def whole(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def switch(text: str) -> bool:
+    """Reads true or false."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return text.lower() == "true"
 
 
 def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
