@@ -22,18 +22,20 @@ LAYOUTS = {
     "uncached": "no prefix cache",
     "preempted": "a pool of pages so small that requests are preempted and computed again",
 }
+CROWD = 24  # rows that the small pool is asked for at least, so that they get in one another's way
 SPARE_TOKENS = 16  # of the small pool, behind the longest request
 
 
 @dataclass(frozen=True)
 class Layout:
     """`config` of its engine. `passes`: how often the rows run, of which the last is compared. `rescore`: the rows are
-    read, not asked."""
+    read, not asked. `copies`: how often each row is in a pass."""
 
     name: str
     config: EngineConfig
     passes: int = 1
     rescore: bool = False
+    copies: int = 1
 
     def settings(self, base: EngineConfig) -> dict[str, Any]:
         """What differs from the run's engine. Pure."""
@@ -95,7 +97,7 @@ def layout(name: str, base: EngineConfig, sizes: Sizes) -> Layout:
     small = replace(cache, page_size=page, max_total_tokens=pool, mem_fraction_static=None, prefix_cache=False)
     rows = max(2, min(32, sizes.rows))
     few = replace(scheduler, max_running_requests=rows, max_step_tokens=max(rows, min(64, sizes.step)))
-    return Layout(name, replace(plain, cache=small, scheduler=few))
+    return Layout(name, replace(plain, cache=small, scheduler=few), copies=-(-CROWD // max(1, sizes.requests)))
 
 
 def _rows(config: EngineConfig, rows: int, step: int) -> EngineConfig:

@@ -71,7 +71,8 @@ def _evidence(one: Layout, found: Found, preemptions: int) -> tuple[str, bool]:
         longest = f"the longest prompt has {found.longest_prompt:,}"
         return f"steps of at most {count(limit, 'token')}, {longest}", found.longest_prompt > limit
     if one.name == "preempted":
-        pool = f"a pool of {count(cache.max_total_tokens or 0, 'token')}"
+        times = f", each row {one.copies} times" if one.copies > 1 else ""
+        pool = f"a pool of {count(cache.max_total_tokens or 0, 'token')}{times}"
         return f"{count(preemptions, 'preemption')} in {pool}", preemptions > 0
     told = {
         "alone": "1 request at once",

@@ -172,7 +172,7 @@ class Verification:
         task = open_task(self.config.task, Path(), engine.tokenizer.encode_chat)
         before, found = engine.stats()["preemptions"], Found()
         for number in range(one.passes):
-            order = list(self.numbers)
+            order = self.numbers * one.copies
             random.Random(f"{one.name} {self.seed} {number}").shuffle(order)
             found = replay(self.case, order, engine, task, one.rescore)
         if found.requests:
