@@ -60,7 +60,8 @@ FOLDERS: dict[str, list[str]] = {
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
     "config journal folder resume machine manifest trace shards asking loop finish sweep points".split(),
     "reading": "lines records compare texts".split(),
-    "harness": "gen_kwargs reads texts identity lm_eval_model".split(),
+    "harness": "gen_kwargs reads texts chats tool_calls inspect_config identity opening lm_eval_model "
+    "inspect_model inspect_registry".split(),
     "verbs": "frame diff rerun layouts replay verdict verify lm_eval".split(),
 }
 LAYERS: list[set[str]] = [
@@ -155,7 +156,7 @@ def test_no_forbidden_words(path: Path) -> None:
 
 
 # The engine, on the command line: `--help` needs no torch; optional libraries.
-LAZY = {"runs.engines", "evals.tables", "verbs.lm_eval"}
+LAZY = {"runs.engines", "evals.tables", "verbs.lm_eval", "harness.inspect_registry"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -10,8 +10,6 @@ bit; sampled texts are functions of their request; and what fengine has not is r
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -22,15 +20,13 @@ from fengine.errors import (
     ConfigError,
     InvalidRequestError,
     MissingExtraError,
-    UnknownParameterError,
-    UnsupportedFeatureError,
 )
 from fengine.harness import reads
 from fengine.harness.gen_kwargs import NO_CHUNKS, Generation, cut_text, generation_of, seeds
 from fengine.harness.identity import engine_facts, template_digest
+from fengine.harness.opening import open_engine
 from fengine.harness.texts import Texts
 from fengine.sampling_params import integer
-from fengine.server_args import ServerArgs
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -97,24 +93,12 @@ class FengineLM(TemplateLM):
         self.max_length = self._window(max_length if max_model_len is None else max_model_len)
 
     def _open(self, pretrained: str | Engine, settings: dict[str, Any]) -> Engine:
-        if isinstance(pretrained, Engine):
-            if settings:
-                raise ConfigError(f"{', '.join(settings)} cannot be set on an engine that runs already")
-            engine = pretrained
-        else:
-            refuse_unknown(settings)
-            if str(settings.get("device")).startswith("cuda") and not torch.cuda.is_available():
-                logger.warning(
-                    "lm-eval asks for a CUDA device, which is its default; there is none, so the CPU is used"
-                )
-                settings = settings | {"device": None}
-            engine = Engine(model_path=pretrained, **settings)
+        if str(settings.get("device")).startswith("cuda") and not torch.cuda.is_available():
+            logger.warning("lm-eval asks for a CUDA device, which is its default; there is none, so the CPU is used")
+            settings = settings | {"device": None}
+        engine = open_engine(pretrained, "lm-eval", settings)
+        if engine is not pretrained:
             self._closer = weakref.finalize(self, engine.shutdown)  # at the latest when the process ends
-        manager = engine.tokenizer_manager
-        if not manager.is_generation or engine.tokenizer is None:
-            self.close()
-            what = "a tokenizer (skip_tokenizer_init is on)" if manager.is_generation else "a model that generates text"
-            raise UnsupportedFeatureError(f"lm-eval needs {what}")
         return engine
 
     def _window(self, asked: int | None) -> int:
@@ -286,13 +270,3 @@ def batch_of(value: Any) -> int:
     if size < 1:
         raise ConfigError(f'batch_size must be "auto" or at least 1, got {value!r}')
     return MOST if size == 1 else size
-
-
-def refuse_unknown(settings: dict[str, Any]) -> None:
-    """Errors: UnknownParameterError for what `Engine` does not know either."""
-    known = sorted(field.name for field in fields(ServerArgs))
-    for name in settings:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; see ServerArgs and README.md"
-            raise UnknownParameterError(f"neither FengineLM nor Engine has an argument {name!r}{hint}")
