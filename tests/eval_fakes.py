@@ -1,12 +1,19 @@
 """An engine of a few lines for evaluation runs, and the command line around it."""
 
 import asyncio
+import hashlib
 import json
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fengine import evaluate, run
 from fengine.config import EngineConfig, Hardware, resolve
 from fengine.errors import ContextLengthError, EngineDeadError
+from fengine.evals import manifest
 
 
 class FakeTokenizer:
@@ -70,3 +77,48 @@ def write_rows(path: Path, count: int, *extra: dict[str, Any]) -> Path:
 
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- runs that are there -----------------------------------------------------------------------------------------------
+
+WORDS = ("task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "view=quiet", "compile=none")
+ROWS = 12
+Run = Callable[..., Path]
+
+
+def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """What makes a run of the fake engine in a folder of this name, by further words, `code` being its exit code.
+
+    `folder` becomes the working directory, with ROWS rows in rows.jsonl.
+    """
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
+    monkeypatch.setattr(manifest, "code_digest", lambda: "one")
+    monkeypatch.setattr(manifest, "surroundings", dict)
+    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
+    write_rows(folder / "rows.jsonl", ROWS)
+
+    def run_eval(name: str, *words: str, code: int = evaluate.OK) -> Path:
+        given = {word.partition("=")[0] for word in words}
+        kept = [word for word in WORDS if word.partition("=")[0] not in given]
+        assert run.main(["eval", *kept, f"out={name}", *words]) == code
+        return Path(name)
+
+    return run_eval
+
+
+def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """Changes the records of outputs.jsonl, and the manifest's word about them."""
+    rows = records(folder / "outputs.jsonl")
+    rows = change(rows) or rows
+    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    (folder / "outputs.jsonl").write_bytes(data)
+    record = json.loads((folder / "manifest.json").read_text())
+    record["result"]["outputs_sha256"] = hashlib.sha256(data).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(record))
+
+
+def next_float32(value: float) -> float:
+    """The float32 behind one; it differs in few bits."""
+    return struct.unpack(">f", (int.from_bytes(struct.pack(">f", value), "big") + 1).to_bytes(4, "big"))[0]

@@ -1,13 +1,10 @@
 """`fengine diff` and what it reads: every difference is found and named, damage is told, what is good is read."""
 
 import copy
-import hashlib
 import json
 import math
 import random
 import shutil
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +12,17 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from eval_fakes import FakeEngine, records, write_rows
+from eval_fakes import ROWS, Run, fake_runs, next_float32, records, rewrite, write_rows
 
 from fengine import evaluate, run
 from fengine.errors import StorageError
-from fengine.evals import manifest
 from fengine.reading.compare import compare, compare_row, edges, flipped_bits, hex_bits
 from fengine.reading.records import Records, pairs_of, runs_of
-
-WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "view=quiet", "compile=none"]
-ROWS = 12
-Run = Callable[..., Path]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Makes a run of the fake engine in a folder of this name, by further words."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
-    monkeypatch.setattr(manifest, "code_digest", lambda: "one")
-    monkeypatch.setattr(manifest, "surroundings", dict)
-    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
-    write_rows(tmp_path / "rows.jsonl", ROWS)
-
-    def run_eval(name: str, *words: str, code: int = evaluate.OK) -> Path:
-        assert run.main(["eval", *WORDS, f"out={name}", *words]) == code
-        return Path(name)
-
-    return run_eval
-
-
-def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    """Changes the records of outputs.jsonl, and the manifest's word about them."""
-    rows = records(folder / "outputs.jsonl")
-    rows = change(rows) or rows
-    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    (folder / "outputs.jsonl").write_bytes(data)
-    record = json.loads((folder / "manifest.json").read_text())
-    record["result"]["outputs_sha256"] = hashlib.sha256(data).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(record))
-
-
-def next_float32(value: float) -> float:
-    """The float32 behind one; it differs in few bits."""
-    return struct.unpack(">f", (int.from_bytes(struct.pack(">f", value), "big") + 1).to_bytes(4, "big"))[0]
+    return fake_runs(tmp_path, monkeypatch)
 
 
 def diff(capsys: Any, *words: str) -> tuple[int, dict[str, Any]]:
