@@ -21,18 +21,19 @@ from fengine.runs.config import Point
 from fengine.runs.engines import EngineCache, open_engine, report
 from fengine.runs.figures import Summary, count, duration, place
 from fengine.runs.words import parse
-from fengine.verbs import diff, lm_eval, rerun, verify
+from fengine.verbs import diff, lm_eval, merge, rerun, verify
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 # The first word, and who takes those behind it. Their modules import no torch (tests/test_verbs.py).
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate.main,
+    "merge": merge.main,
     "diff": diff.main,
     "lm-eval": lm_eval.main,
     "rerun": rerun.main,
     "verify": verify.main,
 }
-UNBUILT = ("report", "merge")
+UNBUILT = ("report",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 python scripts/bench_eval.py kill --trials 50        SIGKILL at random moments, also while going on; 500 rows
 python scripts/bench_eval.py cost                    share of the wall time at 10,000 rows; memory at 10,000 and 2,000
 python scripts/bench_eval.py resume                  a finished journal of 100,000 rows
+python scripts/bench_eval.py sweep                   12 sampling points: the command's time over that of their decoding
 """
 
 import hashlib
@@ -211,9 +212,47 @@ def finished(count: int) -> dict[str, Any]:
     return figures
 
 
+# -- sweep -------------------------------------------------------------------------------------------------------------
+
+SWEPT = """
+import sys, time, json
+from fengine import evaluate
+from fengine.evals import loop
+spent = {"points": [], "load": []}  # seconds in which rows were computed; and in which the engine was opened
+def timed(owner, name, key):
+    call = getattr(owner, name)
+    def one(*a, **k):
+        began = time.perf_counter()
+        try: return call(*a, **k)
+        finally: spent[key].append(time.perf_counter() - began)
+    setattr(owner, name, one)
+timed(evaluate, "load", "load"); timed(evaluate.asyncio, "run", "points")
+from fengine.run import main
+began = time.perf_counter()
+code = main(sys.argv[1:])
+print(json.dumps({"seconds": time.perf_counter() - began, **spent}))
+sys.exit(code)
+"""
+
+
+def sweep(runs: int) -> dict[str, Any]:
+    """One load; then every point's rows. `ratio`: all seconds of the command but those of opening the engine, over
+    those of decoding. Importing Python modules precedes both."""
+    words = ["task=addition", "sampling.temperature=0,0.5,0.7,1", "seed=1,2,3", "view=quiet", "model.device=cpu"]
+    found = []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as top:
+            argv = [sys.executable, "-c", SWEPT, "eval", "-m", *words, f"out={top}/sweep"]
+            done = subprocess.run(argv, env=environment(), check=True, capture_output=True)
+        told = json.loads(done.stdout.splitlines()[-1])
+        assert len(told["points"]) == 12 and len(told["load"]) == 1
+        found.append(told | {"ratio": (told["seconds"] - told["load"][0]) / sum(told["points"])})
+    return {"words": words, "ratio": measure.summary([one["ratio"] for one in found]), "runs": found}
+
+
 def main() -> None:
     parser = measure.parser(__doc__)
-    parser.add_argument("what", choices=["kill", "cost", "resume"])
+    parser.add_argument("what", choices=["kill", "cost", "resume", "sweep"])
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--rows", type=int)
     args = parser.parse_args()
@@ -221,6 +260,8 @@ def main() -> None:
         figures = kill(args.trials, args.rows or 500)
     elif args.what == "cost":
         figures = cost(args.rows or 10_000)
+    elif args.what == "sweep":
+        figures = sweep(args.runs)
     else:
         figures = finished(args.rows or 100_000)
     measure.save(f"bench_eval_{args.what}", figures, args.out)

@@ -62,7 +62,7 @@ FOLDERS: dict[str, list[str]] = {
     "reading": "lines records compare texts".split(),
     "harness": "gen_kwargs reads texts chats tool_calls inspect_config identity opening lm_eval_model "
     "inspect_model inspect_registry".split(),
-    "verbs": "frame diff rerun layouts replay verdict verify lm_eval".split(),
+    "verbs": "frame diff merge rerun layouts replay verdict verify lm_eval".split(),
 }
 LAYERS: list[set[str]] = [
     {"errors"},

@@ -191,17 +191,20 @@ SWEEPS = [
     ["hydra.sweep.subdir='x-${seed}-${hydra.job.num}'", "seed=1,2", "++model.path=a,b"],
     ["hydra.sweep.subdir='${hydra.job.override_dirname}'", "seed=1,2"],
     ["out='o-${seed}'", "seed=range(0,3)", "task.limit=1,2"],
+    ["sampling.stop=[a,b,c],[d],[]", "experiment=null", "sampling.top_p=0.5", "view=plain,quiet"],
+    ["sampling.top_k='${seed}',7", "seed=1,2", "+experiment=null"],
 ]
 
 
 @pytest.mark.parametrize("words", SWEEPS, ids=[words[0] for words in SWEEPS])
 def test_points_are_what_hydra_composes(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies with values put in are equal to what composing each point anew gives."""
-    given = [*words, "view=quiet", "hydra.sweep.dir=d"]
+    given = [*words, "hydra.sweep.dir=d"]
     quick = points(parse(["-m", *given], "fengine eval"), EVAL)
 
     def anew(self: Any, choice: Any) -> Any:
-        return composing.compose(self.command, choice, self.schema)
+        config = composing.compose(self.command, choice, self.schema)
+        return composing.job_of(config), config
 
     monkeypatch.setattr(composing._Quick, "compose", anew)
     slow = points(parse(["-m", *given], "fengine eval"), EVAL)

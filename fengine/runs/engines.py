@@ -42,7 +42,11 @@ class EngineCache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        gc.freeze()  # the command ends: going through a million objects to free some of them would only take its time
+        try:
+            self.close()
+        finally:
+            gc.unfreeze()
 
     def holds(self, config: EngineConfig) -> bool:
         return self._engine is not None and self._config == config
