@@ -15,6 +15,7 @@ from fengine import evaluate, run
 from fengine.errors import ConfigError
 from fengine.evals import manifest
 from fengine.evals.config import parse_shard
+from fengine.verbs import merge
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none", "view=quiet"]
 
@@ -68,6 +69,8 @@ def test_merged_shards_are_the_run(shards: int, engines: list[FakeEngine]) -> No
     assert {k: v for k, v in merged["result"].items() if k not in ("row_seconds", "journal_bytes")} == {
         k: v for k, v in alone["result"].items() if k not in ("row_seconds", "journal_bytes")
     }
+    assert "run.shard" not in json.dumps(merged["origin"]) and merged["origin"]["base"] == alone["origin"]["base"]
+    assert run.main(["diff", "whole", "m"]) == run.OK
     config = Path("m/config.yaml").read_text()
     assert (
         config.partition("out: ")[2].splitlines()[1:]
@@ -100,7 +103,6 @@ def test_an_interrupted_shard_and_an_interrupted_merge(monkeypatch: pytest.Monke
     assert run.main(["merge", "m", *folders]) == run.USAGE and not Path("m").exists()
     assert cli("out=s2", "run.shard=2/2") == evaluate.FAILED
     assert Path("s2/journal.log").read_bytes() != data, "another order, other times"
-    from fengine.verbs import merge
 
     class Crash(BaseException): ...
 

@@ -191,8 +191,8 @@ SWEEPS = [
     ["hydra.sweep.subdir='x-${seed}-${hydra.job.num}'", "seed=1,2", "++model.path=a,b"],
     ["hydra.sweep.subdir='${hydra.job.override_dirname}'", "seed=1,2"],
     ["out='o-${seed}'", "seed=range(0,3)", "task.limit=1,2"],
-    ["sampling.stop=[a,b,c],[d],[]", "experiment=null", "sampling.top_p=0.5", "view=plain,quiet"],
-    ["sampling.top_k='${seed}',7", "seed=1,2", "+experiment=null"],
+    ["sampling.stop=[a,b,c],[d],[]", "sampling.top_p=0.5", "view=plain,quiet"],
+    ["sampling.top_k='${seed}',7", "seed=1,2"],
 ]
 
 

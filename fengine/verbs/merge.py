@@ -6,6 +6,7 @@ metrics, and it goes on (failed rows are tried again) with the unsharded command
 """
 
 import os
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -142,7 +143,9 @@ def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
     ]
     record = folder.read(MANIFEST)
     if record is None:
-        record = manifest.record(identity) | {"merged": parts}
+        said = {"overrides": [], **shards[0].manifest.get("origin", {}), "run_id": uuid.uuid4().hex, "swept": []}
+        said["overrides"] = _unsharded(said["overrides"])
+        record = manifest.record(identity, said) | {"merged": parts}
         record["in_force"] = next((s.manifest["in_force"] for s in shards if s.manifest["in_force"]), None)
         record["sessions"] = [session | {"shard": s.name} for s in shards for session in s.manifest["sessions"]]
         _write_config(folder, shards[0])
@@ -186,10 +189,14 @@ def _write_config(folder: RunFolder, shard: Shard) -> None:
         config = yaml.safe_load((shard.folder / "config.yaml").read_bytes())
         words = yaml.safe_load((shard.folder / "overrides.yaml").read_bytes())
         config["run"]["shard"], config["out"] = None, str(folder.path)
-        kept = [
-            word for word in words if not word.startswith(("run.shard=", "out=", "hydra/launcher", "hydra.launcher"))
-        ]
+        kept = _unsharded(words)
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{shard.folder}/config.yaml or overrides.yaml cannot be read: {error}") from error
     folder.write("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     folder.write("overrides.yaml", yaml.safe_dump(kept, allow_unicode=True))
+
+
+def _unsharded(words: Sequence[str]) -> list[str]:
+    """The words of a command without those that make it one of a shard. Pure."""
+    ours = ("run.shard=", "out=", "hydra/launcher", "hydra.launcher")
+    return [word for word in words if not word.startswith(ours)]
