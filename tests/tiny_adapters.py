@@ -40,7 +40,7 @@ def tensors(
 def write(directory: Path, values: Mapping[str, Tensor], rank: int, **config: Any) -> Path:
     """An adapter's directory, with `config` over the usual values."""
     directory.mkdir(parents=True, exist_ok=True)
-    kinds = sorted({name.split(".")[-3] for name in values})
+    kinds = sorted({name.split(".")[-3] for name in values if ".lora_" in name})
     config = CONFIG | {"r": rank, "target_modules": kinds} | config
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file({name: value.contiguous() for name, value in values.items()}, directory / "adapter_model.safetensors")

@@ -126,8 +126,9 @@ def collect(
         else:
             names[module, side] = name
     if not names:
-        problems.append(
-            f"no tensor belongs to a linear layer of this model; names should begin with {PREFIX}{next(iter(modules))}"
+        first = next(iter(modules))
+        problems.insert(
+            0, f"no tensor belongs to a linear layer of this model; one would be {PREFIX}{first}.lora_A.weight"
         )
     if not problems:
         problems = _mismatches(config, config.targeted(list(modules)), names, shapes, limits)

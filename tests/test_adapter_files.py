@@ -1,0 +1,186 @@
+"""Adapters that cannot be used: each is refused as a whole, with the tensor or setting that is wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_adapters
+import torch
+from tiny_checkpoints import SIZES
+from torch import Tensor
+
+from fengine.errors import AdapterError, UnsupportedFormatError
+from fengine.loader import spec_from_config
+from fengine.lora.layout import all_sites, kinds_of
+from fengine.lora.peft_config import parse_config
+from fengine.lora.peft_files import Limits, from_tensors, read_adapter
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SPEC = spec_from_config(SIZES | CONFIG)
+LIMITS = Limits(all_sites(SPEC), kinds_of(SPEC), 16)
+NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+A, B = NAME.format("A"), NAME.format("B")
+Tensors = dict[str, Tensor]
+
+
+def whole(rank: int = 4) -> Tensors:
+    return tiny_adapters.tensors(SPEC, rank)
+
+
+def test_a_good_adapter_is_read_whole(tmp_path: Path) -> None:
+    values = whole()
+    read = read_adapter(tiny_adapters.write(tmp_path, values, 4, lora_alpha=6), LIMITS)
+    assert len(read.updates) == len(values) / 2 == 14 and len(read.sha256) == 64
+    update = read.updates["model.layers.1.self_attn.q_proj"]
+    assert torch.equal(update.a, values[A]) and torch.equal(update.b, values[B]) and update.scale == 1.5
+
+
+def renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
+    return lambda values: {name.replace(old, new): value for name, value in values.items()}
+
+
+def plus(**more: Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda values: values | {name.replace("__", "."): value for name, value in more.items()}
+
+
+def changed(name: str, change: Callable[[Tensor], Any]) -> Callable[[Tensors], Tensors]:
+    return lambda values: values | {name: change(values[name])}
+
+
+def nan(value: Tensor) -> Tensor:
+    value = value.clone()
+    value[0, 0] = float("nan")
+    return value
+
+
+BAD_TENSORS: list[tuple[Callable[[Tensors], Tensors], str]] = [
+    (changed(A, nan), f"{A}' holds NaN or infinite values"),
+    (changed(B, lambda t: t / 0), f"{B}' holds NaN or infinite values"),
+    (changed(A, lambda t: t[:3]), rf"{A}': expected shape \[4, 64\], got \[3, 64\]"),
+    (changed(B, lambda t: t[:, :3]), rf"{B}': expected shape \[64, 4\], got \[64, 3\]"),
+    (changed(A, lambda t: t[:, :48]), rf"{A}': expected shape \[4, 64\], got \[4, 48\]"),  # another base
+    (changed(A, lambda t: t.double()), f"{A}' is F64"),
+    (lambda values: {k: v for k, v in values.items() if k != A}, "self_attn.q_proj' is targeted, but its lora_A"),
+    (lambda values: {k: v for k, v in values.items() if ".layers.0." in k}, "layers.1.* is targeted, but its lora_"),
+    (renamed("base_model.model.", ""), "no tensor belongs to a linear layer"),
+    (renamed("model.layers", "transformer.h"), "no tensor belongs to a linear layer"),
+    (renamed("layers.1.", "layers.7."), "layers.7.mlp.down_proj.lora_A.weight' is not part of"),
+    (plus(**{A.replace(".lora_A", ".lora_magnitude_vector").replace(".", "__"): torch.ones(64)}), "is DoRA"),
+    (plus(base_model__model__lm_head__lora_A__weight=torch.ones(4, 64)), "is an adapted or replaced output head"),
+    (plus(base_model__model__model__embed_tokens__lora_embedding_A=torch.ones(4, 131)), "is LoRA of an embedding"),
+    (plus(base_model__model__model__layers__0__self_attn__q_proj__bias=torch.ones(64)), "is a bias"),
+    (plus(base_model__model__score__weight=torch.ones(2, 64)), "is a replaced classification head"),
+    (plus(something=torch.ones(1)), "'something' is not part of a LoRA adapter"),
+    (plus(**{A.replace("lora_A", "lora_A.default").replace(".", "__"): torch.ones(4, 64)}), "are the same"),
+    (lambda values: {}, "no tensor belongs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_TENSORS)
+def test_bad_tensors(change: Callable[[Tensors], Tensors], words: str, tmp_path: Path) -> None:
+    kinds = list(tiny_adapters.ALL)
+    directory = tiny_adapters.write(tmp_path, change(whole()), 4, target_modules=kinds)
+    with pytest.raises(AdapterError, match=words):
+        read_adapter(directory, LIMITS)
+    values = change(whole())
+    if not any(value.dtype == torch.float64 for value in values.values()):
+        with pytest.raises(AdapterError, match=words):
+            from_tensors(values, json.loads((directory / "adapter_config.json").read_text()), "x", LIMITS)
+
+
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"r": 0}, "r must be a whole number from 1"),
+    ({"r": 4.0}, "r must be a whole number"),
+    ({"r": True}, "r must be a whole number"),
+    ({"r": None}, "r must be a whole number"),
+    ({"r": 8}, r"expected shape \[8, 64\], got \[4, 64\]"),
+    ({"r": 17}, "has rank 17, over this engine's max_lora_rank=16"),
+    ({"lora_alpha": -1}, "lora_alpha must be a finite number above 0"),
+    ({"lora_alpha": 0}, "lora_alpha must be"),
+    ({"lora_alpha": None}, "lora_alpha must be"),
+    ({"lora_alpha": "8"}, "lora_alpha must be"),
+    ({"use_rslora": 1}, "use_rslora must be true or false"),
+    ({"rank_pattern": {"q_proj": 0}}, "rank_pattern must be an object"),
+    ({"rank_pattern": {"q_proj": 2}}, r"expected shape \[2, 64\], got \[4, 64\]"),
+    ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
+    ({"rank_pattern": {"(": 2}}, "a pattern of adapter_config.json cannot be used"),
+    ({"target_modules": None}, "target_modules must be a list"),
+    ({"target_modules": []}, "target_modules must be a list"),
+    ({"target_modules": ["q_proj", "c_attn"]}, "has 'c_attn', which is not a linear layer of this model"),
+    ({"target_modules": ["q_proj"]}, "adapter_config.json does not target its module"),
+    ({"target_modules": r"transformer\.h\..*"}, "match no linear layer of this model"),
+    ({"target_modules": "(a+)+$("}, "cannot be used"),
+    ({"target_modules": r"(?=x)q_proj"}, "look-around"),
+    ({"layers_to_transform": [0]}, "does not target its module"),
+    ({"layers_to_transform": [5]}, "match no linear layer"),
+    ({"layers_to_transform": "0"}, "layers_to_transform must be"),
+    ({"layers_to_transform": [0], "target_modules": "all-linear"}, "goes with a list of target_modules"),
+    ({"layers_to_transform": [0], "layers_pattern": "h"}, "layers_pattern='h' is not supported"),
+    ({"exclude_modules": 5}, "exclude_modules must be"),
+    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA is built"),
+    ({"peft_type": None}, "peft_type is None"),
+    ({"use_dora": True}, "use_dora=True is not supported"),
+    ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
+    ({"lora_bias": True}, "lora_bias=True is not supported"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out=True is not supported"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' is not supported"),
+    ({"target_parameters": ["x"]}, "target_parameters=.* is not supported"),
+    ({"trainable_token_indices": [1]}, "trainable_token_indices=.* is not supported"),
+    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication=.* is not supported"),
+    ({"next_years_idea": {"on": True}}, "next_years_idea=.* is not supported"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), BAD_CONFIGS)
+def test_bad_configs(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=words):
+        read_adapter(tiny_adapters.write(tmp_path, whole(), 4, **config), LIMITS)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(AdapterError) as error:
+        parse_config({"peft_type": "LORA", "r": 0, "lora_alpha": float("nan"), "use_dora": True}, "x")
+    for words in ("use_dora=True", "r must be", "lora_alpha must be", "target_modules must be"):
+        assert words in str(error.value)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    def fails(words: str, kind: type[Exception] = AdapterError) -> None:
+        with pytest.raises(kind, match=words):
+            read_adapter(tmp_path / "a", LIMITS)
+
+    fails("does not exist, or is no directory")
+    (tmp_path / "a").mkdir()
+    fails("adapter_config.json is missing")
+    tiny_adapters.write(tmp_path / "a", whole(), 4)
+    weights, config = tmp_path / "a" / "adapter_model.safetensors", tmp_path / "a" / "adapter_config.json"
+    data, text = weights.read_bytes(), config.read_text()
+    weights.write_bytes(data[:-5])
+    fails("its header describes")
+    weights.write_bytes(b"")
+    fails("has 0 bytes")
+    weights.unlink()
+    fails("has no adapter_model.safetensors; it holds adapter_config.json")
+    (tmp_path / "a" / "adapter_model.bin").write_bytes(b"\x80\x04")
+    fails("only as adapter_model.bin, a pickle", UnsupportedFormatError)
+    weights.write_bytes(data)
+    for bad in ("", "[]", "{", '{"r": NaN}', '{"r": 1, "r": 2}', '{"lora_alpha": 1e999, "r": 4, "peft_type": "LORA"}'):
+        config.write_text(bad)
+        fails("adapter_config.json")
+    config.write_text(text)
+    assert read_adapter(tmp_path / "a", LIMITS).updates
+
+
+def test_patterns_take_linear_time() -> None:
+    config = parse_config(
+        {"peft_type": "LORA", "r": 4, "lora_alpha": 1, "target_modules": "(([a-z._0-9]+)+)+!"}, "x"
+    )  # in Python's re: for ever
+    with pytest.raises(AdapterError, match="match no linear layer"):
+        config.targeted([module.name for site in LIMITS.sites for module in site.modules])
