@@ -19,6 +19,7 @@ from fengine.config import Algorithm, EngineConfig, Hardware, SpeculationConfig,
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.host.drafts import Ask, Proposer, drafting_of
 from fengine.host.ngram import CANDIDATES, PATIENCE, NgramIndex, Trust, follow, ngram_proposer
+from fengine.host.steps import StepRecord
 from fengine.request import Drafting, Request, SamplingParams
 from fengine.server_args import ServerArgs
 
@@ -260,6 +261,30 @@ def test_a_stream_gets_every_token_once_and_an_abort_leaves_nothing_behind() -> 
         after: Any = llm.generate(input_ids=PROMPTS[1], sampling_params=greedy(50))
         assert after["output_ids"] == expected(PROMPTS[1], 50)
         assert llm.stats()["pages_used"] == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_tell_of_guesses_and_of_the_pages_that_come_back(overlap: bool) -> None:
+    with oracle_engine(PROMPTS, 40, overlap=overlap, page_size=2, rows=8, tokens=64) as llm:
+        knowing(llm, {tuple(p): expected(p, 40) for p in PROMPTS}, kind="mixed")
+        records: list[StepRecord] = []
+        with llm.steps_told(records.append):
+            llm.generate(input_ids=PROMPTS, sampling_params=greedy(40))
+        assert sum(sum(r.drafted) for r in records) == llm.stats()["draft_tokens"] > 100
+    holding: dict[str, tuple[int, ...]] = {}
+    for record in records:
+        assert all(d < c for d, c in zip(record.drafted, record.counts, strict=False))
+        for rid in record.released:
+            del holding[rid]
+        for rid, kept in record.shrunk:
+            assert kept < len(holding[rid])
+            holding[rid] = holding[rid][:kept]
+        for new in record.new_pages:
+            assert new.first == len(holding.get(new.rid, ()))
+            holding[new.rid] = (*holding.get(new.rid, ()), *new.pages)
+        pages = [page for held in holding.values() for page in held]
+        assert record.held == len(set(pages)) == len(pages)
+    assert sum(len(record.shrunk) for record in records) > 5
 
 
 # -- the model in the box: bits ----------------------------------------------------------------------------------------

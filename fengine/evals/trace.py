@@ -16,6 +16,8 @@ number of its request. The span's arguments are numbers and short texts:
     decode     "5"                    of these, the requests that fed what they had drawn
     pages      "3:0:2:17-18,40"       request 3 has new pages from page 0 of its table on, the pages 17, 18, 40 of the
                                       pool; the first 2 are prefix hits
+    drafted    "3:7"                  of the tokens of request 3 the last 7 were guesses
+    shrunk     "3:5"                  request 3 gave all but its first 5 pages back: wrong guesses had held them
     released   "4"                    requests that gave their pages back before these were handed out
     preempted  "4"                    of these, the ones that will be computed again
 """
@@ -47,7 +49,7 @@ SPAN = (
 )
 STEP = (
     '{"ph":"X","cat":"step","name":"%s","pid":%d,"tid":0,"ts":%.1f,"dur":%.1f,"args":{"step":%d,"tokens":%d,'
-    '"rows":"%s","decode":"%s","pages":"%s","released":"%s","preempted":"%s",'
+    '"rows":"%s","decode":"%s","drafted":"%s","pages":"%s","shrunk":"%s","released":"%s","preempted":"%s",'
     '"running":%d,"waiting":%d,"held":%d,"cached":%d,"pool":%d}}'
 )
 
@@ -148,14 +150,16 @@ class Trace:
     ) -> None:
         self.close()
 
-    def _texts(self, record: StepRecord) -> tuple[str, str, str, str, str]:
-        """rows, decode, pages, released, preempted, as the file's head has them."""
+    def _texts(self, record: StepRecord) -> tuple[str, ...]:
+        """rows, decode, drafted, pages, shrunk, released, preempted, as the file's head has them."""
         number = self._numbers
         rows = zip(record.rids, record.starts, record.counts, strict=True)
         return (
             " ".join([f"{number[rid]}@{start}+{count}" for rid, start, count in rows]),
             " ".join([str(number[rid]) for rid, decodes in zip(record.rids, record.decodes, strict=True) if decodes]),
+            " ".join([f"{number[rid]}:{n}" for rid, n in zip(record.rids, record.drafted, strict=False) if n]),
             " ".join([_pages(number[new.rid], new) for new in record.new_pages if new.rid in number]),
+            " ".join([f"{number[rid]}:{kept}" for rid, kept in record.shrunk if rid in number]),
             " ".join([str(number[rid]) for rid in record.released if rid in number]),
             " ".join([str(number[rid]) for rid in record.preempted if rid in number]),
         )

@@ -69,7 +69,9 @@ def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
     found = [(i, ask) for i in range(len(plan.requests)) if (ask := _ask(plan, i, least, speculation.most)) is not None]
     proposals = speculation.propose([ask for _, ask in found]) if found else []
     wanting = sum(map(bool, proposals))
-    spare = max(rows.pool.num_available - rows.reserve(), 0) if wanting else 0
+    if not wanting:
+        return
+    spare, grown = max(rows.pool.num_available - rows.reserve(), 0), {request for request, _ in plan.new_pages}
     for (i, ask), proposal in zip(found, proposals, strict=True):
         if not proposal:
             continue
@@ -84,8 +86,9 @@ def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
         plan.drafts.append((i, draft))
         rows.grow(request, request.num_computed + len(draft))
         if held < len(request.pages):
-            plan.new_pages.append((request, held))
             spare -= len(request.pages) - held
+            if request not in grown:
+                plan.new_pages.append((request, held))
         ask.drafting.in_flight = len(draft)
         rows.num_lockstep += 1
 

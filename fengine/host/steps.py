@@ -27,8 +27,8 @@ class StepRecord:
 
     `launched` and `landed` are of `time.perf_counter`; with overlap the next step is launched before this one lands.
     `released` gave their pages back since the step before was launched (finished, aborted, preempted by this one or
-    any), before `new_pages` were handed out. The gauges are those of the launch: requests that run and wait, pages that
-    running requests hold, and pages that only the prefix cache holds, of `pages` in all.
+    any), and `shrunk` some of them, before `new_pages` were handed out. The gauges are those of the launch: requests
+    that run and wait, pages that running requests hold, and pages that only the prefix cache holds, of `pages` in all.
     """
 
     step: int
@@ -46,6 +46,8 @@ class StepRecord:
     held: int
     cached: int
     pages: int
+    drafted: tuple[int, ...] = ()  # with speculation: how many of each row's tokens, its last, are guesses
+    shrunk: tuple[tuple[str, int], ...] = ()  # (rid, pages it still has): wrong guesses gave the others back
 
     @property
     def kind(self) -> str:
@@ -64,13 +66,15 @@ class StepTeller:
         self._scheduler, self._tell = scheduler, tell
         self._planned: dict[int, dict[str, Any]] = {}  # by step, the fields that are known at launch
         self._holding: dict[str, Request] = {}  # those that had pages when last seen
+        self._told: dict[str, int] = {}  # and how many
 
     def planned(self, plan: Plan) -> None:
         page_size, requests = self._scheduler._rows.page_size, plan.requests
         counters = self._scheduler.counters()
         released = tuple(rid for rid, request in self._holding.items() if request.status is not Status.RUNNING)
         for rid in released:
-            del self._holding[rid]
+            del self._holding[rid], self._told[rid]
+        drafted = {i: len(draft) for i, draft in plan.drafts}
         starts = {id(r): start for r, start in zip(requests, plan.starts, strict=True)}
         self._planned[plan.step] = {
             "step": plan.step,
@@ -83,6 +87,8 @@ class StepTeller:
                 NewPages(r.rid, first, 0 if first else starts[id(r)] // page_size, tuple(r.pages[first:]))
                 for r, first in plan.new_pages
             ),
+            "drafted": tuple(drafted.get(i, 0) for i in range(len(requests))) if drafted else (),
+            "shrunk": self._shrunk({r.rid: first for r, first in plan.new_pages}),
             "preempted": tuple(r.rid for r in plan.preempted),
             "released": released,
             "running": counters["running"],
@@ -92,6 +98,12 @@ class StepTeller:
             "pages": counters["pages"],
         }
         self._holding.update((r.rid, r) for r, _ in plan.new_pages)
+        self._told.update((rid, len(r.pages)) for rid, r in self._holding.items())
+
+    def _shrunk(self, first_new: dict[str, int]) -> tuple[tuple[str, int], ...]:
+        """Who has fewer pages than was told, and keeps how many, before new ones came."""
+        kept = {rid: first_new.get(rid, len(r.pages)) for rid, r in self._holding.items()}
+        return tuple((rid, count) for rid, count in kept.items() if count < self._told[rid])
 
     def landed(self, plan: Plan) -> None:
         fields = self._planned.pop(plan.step, None)
