@@ -99,7 +99,7 @@ class RowTables:
             self.page_table[request.row, first : len(request.pages)] = request.pages[first:]
         staged = self._arrays(plan)
         if self.extended:
-            wants = wants_of(plan, staged.q_start_B)
+            wants = wants_of(plan, staged.q_start_B, staged.feed_index_T)
             return staged if wants is None else ExtendedStaged(staged, wants)
         return staged
 

@@ -14,7 +14,9 @@ from fengine.doors.sessions import Sessions
 from fengine.doors.tokenizer_manager import TokenizerManager
 from fengine.doors.upkeep import Upkeep
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
+from fengine.grammar.library import Grammars
 from fengine.server_args import ServerArgs
+from fengine.text.token_texts import token_texts
 from fengine.tokenizer import Tokenizer
 
 
@@ -59,7 +61,8 @@ class Engine(Readout, AdapterCalls, Upkeep):
     def _start(self, parts: Parts, args: ServerArgs) -> None:
         self.server_args = args
         self._parts = parts
-        self._door = Door(parts, args, Sessions(parts.driver.abort), args.preferred())
+        grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), args.whitespace)
+        self._door = Door(parts, args, Sessions(parts.driver.abort), grammars, args.preferred())
         parts.driver.weight_version = args.weight_version
         self.tokenizer_manager = TokenizerManager(self, args)
         self.config = parts.config
@@ -83,6 +86,7 @@ class Engine(Readout, AdapterCalls, Upkeep):
         """Ends running requests with EngineClosedError, stops the threads and frees the device. Idempotent."""
         if os.getpid() == self._pid:
             self._parts.close()
+            self._door.grammars.close()
             atexit.unregister(self.shutdown)
 
     @property

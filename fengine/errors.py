@@ -36,6 +36,10 @@ class ChatTemplateError(InvalidRequestError):
     """The chat template failed, refused the messages, or ran past its limits."""
 
 
+class GrammarError(InvalidRequestError):
+    """A json_schema, regex, ebnf or structural_tag cannot be used, or left its own request no token to draw."""
+
+
 class UnsupportedFeatureError(FengineError, NotImplementedError, ValueError):
     """The feature is known but not built; the message names it."""
 

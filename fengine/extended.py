@@ -1,12 +1,12 @@
 """The extended step: the plain step's ops, with logits and hidden states in reach. It runs uncompiled.
 
-    forward -> unembed -> edit_logits -> logit processors -> sample          as the plain step, so the bits are the same
+    forward -> unembed -> edit_logits -> logit processors -> apply_bitmask -> sample     the plain step's, so same bits
        `-> hidden states    `-> prompt logprobs, a slice of rows at a time      `-> logprobs of other ids, the likeliest
 
 Every op that rounds is one of ours, so no compiler has a say in the bits; and no request makes anything compile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from fengine.errors import FengineError, LogitProcessorError
+from fengine.grammar.masks import Filled
 from fengine.models import lookup
+from fengine.ops.bitmask import apply_bitmask
 from fengine.ops.edit_logits import BAN, edit_logits
 from fengine.ops.linear import linear
 from fengine.ops.logprobs import logprobs, top_ids
@@ -25,8 +27,9 @@ from fengine.state import KVState, Params, SamplingBatch, StepBatch, StepOut
 from fengine.step import Feed, resolve_feed
 from fengine.wants import EDIT_TYPES, Edits, Processor, Scored, Wants
 
+Before = Callable[[], Sequence[int]]  # waits for the tokens that the step before has drawn
 ExtendedFn = Callable[
-    [Params, KVState, StepBatch, SamplingBatch, Feed, Wants], tuple[KVState, StepOut, Callable[[], Findings]]
+    [Params, KVState, StepBatch, SamplingBatch, Feed, Wants, Before], tuple[KVState, StepOut, Callable[[], Findings]]
 ]
 SLICE = 256  # rows unembedded at once for prompt logprobs: 125 MiB of logits for a vocabulary of 128k
 
@@ -35,21 +38,24 @@ def make_extended(spec: ModelSpec) -> ExtendedFn:
     """`extended_step` with `spec` closed over."""
 
     def run(
-        params: Params, kv: KVState, batch: StepBatch, sampling: SamplingBatch, feed: Feed, wants: Wants
-    ) -> tuple[KVState, StepOut, Callable[[], Findings]]:
-        return extended_step(params, spec, kv, resolve_feed(batch, feed), sampling, wants)
+        params: Params, kv: KVState, batch: StepBatch, sampling: SamplingBatch, feed: Feed, wants: Wants,
+        before: Before,
+    ) -> tuple[KVState, StepOut, Callable[[], Findings]]:  # fmt: skip
+        return extended_step(params, spec, kv, resolve_feed(batch, feed), sampling, wants, before)
 
     return run
 
 
 def extended_step(
-    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, sampling: SamplingBatch, wants: Wants
-) -> tuple[KVState, StepOut, Callable[[], Findings]]:
+    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, sampling: SamplingBatch, wants: Wants,
+    before: Before,
+) -> tuple[KVState, StepOut, Callable[[], Findings]]:  # fmt: skip
     """The step, and a function that gives what else was wanted once the device has finished it.
 
     Rows that want nothing have the bits of the plain step. Where no row draws there is no unembedding, and tokens and
     logprobs are 0. Modifies: the storage of `kv`, as the plain step.
     """
+    masks = None if wants.masks is None else wants.masks.start(before)  # while the model runs
     model = lookup(spec.architecture)
     kv, hidden_TD = model.forward(params, spec, kv, batch)
     unembed = partial(model.unembed, params, spec)
@@ -60,6 +66,8 @@ def extended_step(
         logits_RV = unembed(hidden_TD.index_select(0, batch.logit_index_R))
         logits_RV = apply_edits(logits_RV, wants.edits)
         logits_RV = apply_processors(logits_RV, wants.processors, errors)
+        if masks is not None:
+            logits_RV = apply_masks(logits_RV, masks(), wants.processors, errors)
         out = sample(logits_RV, sampling)
         if len(wants.outputs.index_P):
             index_P = put(wants.outputs.index_P, hidden_TD)
@@ -144,6 +152,24 @@ def processed(processor: Processor, row_1V: Tensor) -> Tensor:
     return result.clamp(-BAN, BAN)
 
 
+def apply_masks(
+    logits_RV: Tensor, filled: Filled, processors: list[Processor], errors: dict[int, FengineError]
+) -> Tensor:
+    """Bars what grammars do not allow. A row with nothing left gets NaN, so that it draws nothing.
+
+    Modifies: logits_RV, in rows with grammars; `errors`, by row.
+    """
+    logits_RV = apply_bitmask(logits_RV, put(filled.row_M, logits_RV), put(filled.mask_MW, logits_RV))
+    failed: dict[int, FengineError] = {row: error for row, error in filled.errors.items()}
+    for row in {processor.row for processor in processors} & set(filled.row_M.tolist()) - set(errors) - set(failed):
+        if not bool(((logits_RV[row] > -BAN) | ~logits_RV[row].isfinite()).any()):
+            failed[row] = LogitProcessorError("custom_logit_processor returned -inf for every token the grammar allows")
+    for row, error in failed.items():
+        errors.setdefault(row, error)
+        logits_RV[row].fill_(torch.nan)
+    return logits_RV
+
+
 # -- logprobs ----------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +216,8 @@ def padded(index_P: np.ndarray, like: Tensor) -> np.ndarray:
 
 def put(array: np.ndarray, like: Tensor) -> Tensor:
     """`array` as a tensor on the device of `like`."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
 
 
 def to_host(x: Tensor) -> Tensor:

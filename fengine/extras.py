@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from fengine.errors import FengineError
+from fengine.grammar.cursor import Cursor
+from fengine.grammar.library import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class Extras:
     early_ids: frozenset[int] = frozenset()  # and these: with ignore_eos what would have been stop ids
     processor: Callable[..., Any] | None = None  # (logits [1, V], [custom_params]) -> logits; may write to them
     custom_params: dict[str, Any] | None = None  # the processor's own dict; "__req__" is added: `ProcessorRequest`
+    grammar: Grammar | None = None  # what the output must be; the mask comes after edits and processor
+    ignore_eos: bool = False  # a grammar's own: the output ends only where it cannot go on
     logprob_start: int | None = None  # first prompt position whose input logprob is wanted; None: none
     top_logprobs: int = 0
     logprob_ids: tuple[int, ...] = ()
@@ -77,6 +81,7 @@ class Record:
     unasked: tuple[float, int] | None = None  # max_new_tokens 0: logprob and id of the token drawn all the same
     num_seen: int = 0  # prompt tokens up to here have gone into `hidden` or `total`
     total: np.ndarray | None = None  # [D] float64: what is pooled so far
+    cursor: Cursor | None = None  # where the output stands in its grammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Any
 
 from fengine.extras import Extras, Record
-from fengine.sampling_params import SamplingParams, exact_int
+from fengine.sampling_params import SamplingParams
+from fengine.scalars import exact_int
 
 __all__ = ["Adapter", "Finish", "Request", "SamplingParams", "Status", "derive_seed", "exact_int"]
 

@@ -49,6 +49,7 @@ class CpuRunner:
     def __init__(self, step: StepFn, params: Params, rows: int, extended: ExtendedFn, adapter_slots: int) -> None:
         self.step, self.extended, self.params, self.adapter_slots = step, extended, params, adapter_slots
         self.last_token_R = torch.zeros(rows, dtype=torch.int32)
+        self.before: Callable[[], list[int]] = list  # gives the tokens of the step before
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
         """Compiles the step before the first request, without adapters and with; every later size reuses a graph."""
@@ -64,10 +65,11 @@ class CpuRunner:
         findings = None
         if isinstance(staged, ExtendedStaged):
             arguments = inputs(on_cpu(staged.plain), self.last_token_R)
-            kv, out, findings = self.extended(self.params, kv, *arguments, staged.wants)
+            kv, out, findings = self.extended(self.params, kv, *arguments, staged.wants, self.before)
         else:
             kv, out = self.step(self.params, kv, *inputs(on_cpu(staged), self.last_token_R))
         self.last_token_R[: out.token_R.shape[0]] = out.token_R
+        self.before = out.token_R.tolist
         return kv, Flight(lambda: (out.token_R.tolist(), out.logprob_R.tolist()), findings)
 
 
@@ -155,6 +157,7 @@ class CudaRunner:
         self.input = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.turn = 0
+        self.before: Callable[[], list[int]] = list  # gives the tokens of the step before; may wait
         self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
 
     def bucket(self, tokens: int, rows: int, adapters: bool = False) -> Bucket:
@@ -266,7 +269,7 @@ class CudaRunner:
         layout = self._stage(staged, bucket)
         if wants is not None:
             arguments = inputs(views(self.input, layout), self.last_token_R)
-            _, out, findings = self.extended(self.params, kv, *arguments, wants)
+            _, out, findings = self.extended(self.params, kv, *arguments, wants, self.before)
             out = self._pack(out, bucket.rows)
         elif bucket.graph:
             graph, out = self.captured[bucket]  # never captured here: the run before a capture would overwrite the feed
@@ -284,4 +287,5 @@ class CudaRunner:
             tokens, bits = target.view(2, -1)[:, :rows]
             return tokens.tolist(), bits.view(torch.float32).tolist()
 
+        self.before = lambda: result()[0]
         return kv, Flight(result, findings)

@@ -1,12 +1,13 @@
 """`SamplingParams`: what a caller asks of the draw and of the text, in SGLang's words, validated. No torch."""
 
 import difflib
+import json
 import math
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
+from fengine.errors import GrammarError, InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
+from fengine.scalars import exact_int, flag, integer, number
 from fengine.text.stop_regex import compile_patterns
 
 TOP_K_ALL = 1 << 30  # stored form of "top_k off", as SGLang does
@@ -18,59 +19,12 @@ MAX_BIASES = 1024
 MAX_BIAS = 1e30  # a finite float32
 MAX_DEPTH = 32  # nesting of custom_params
 
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")  # at most one of them
 # Known to SGLang's users but not built. A value that means "off" is accepted, anything else is refused by name.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "beam_width": (None, 1),
-    "json_schema": (None, ""),
-    "regex": (None, ""),
-    "ebnf": (None, ""),
-    "structural_tag": (None, ""),
     "watermark": (None,),
 }
-
-
-def exact_int(value: Any) -> int | None:
-    """The int that `value` is: an int, or an integer scalar of numpy or torch. None for bool and all else. Pure."""
-    try:
-        value = value.tolist() if hasattr(value, "tolist") else value
-        return None if isinstance(value, bool) else value.__index__()
-    except (AttributeError, TypeError, RuntimeError):  # no integer; or a tensor that holds no data
-        return None
-
-
-def exact_float(value: Any) -> float | None:
-    """The float of an int, a float, or a scalar of numpy or torch. None for bool, str, arrays and all else. Pure."""
-    try:
-        scalar = value.tolist() if hasattr(value, "tolist") else value
-        if not isinstance(scalar, (bool, str, bytes)) and hasattr(scalar, "__float__"):
-            return float(scalar)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass
-    return None
-
-
-def number(name: str, value: Any) -> float:
-    found = exact_float(value)
-    if found is None:
-        raise InvalidRequestError(f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}.")
-    return found
-
-
-def integer(name: str, value: Any) -> int:
-    found = exact_int(value)
-    if found is None:
-        raise InvalidRequestError(f"{name} must be an integer, got {value!r:.80} of type {type(value).__name__}.")
-    return found
-
-
-def flag(name: str, value: Any) -> bool:
-    """A bool, or one of numpy or torch; never a number."""
-    with suppress(RuntimeError):  # a tensor that holds no data
-        plain = value.tolist() if hasattr(value, "tolist") else value
-        if isinstance(plain, bool):
-            return plain
-    raise InvalidRequestError(f"{name} must be True or False, got {value!r:.80}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +59,19 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     sampling_seed: int | None = None
     custom_params: dict[str, Any] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
 
     @property
     def greedy(self) -> bool:
         return self.top_k == 1
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """(which of GRAMMARS, its text): what the output must be."""
+        return next(((name, text) for name in GRAMMARS if (text := getattr(self, name)) is not None), None)
 
     @classmethod
     def of(cls, values: "dict[str, Any] | SamplingParams | None", vocab_size: int | None = None) -> "SamplingParams":
@@ -122,13 +85,12 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         _refuse(values, known)
         given = {k: v for k, v in values.items() if k in known and (v is not None or k == "max_new_tokens")}
-        return cls(**_lengths(given), **_draw(given), **_biases(given, vocab_size), **_ends(given, vocab_size))
+        draw, ends = _draw(given), _ends(given, vocab_size)
+        return cls(**_lengths(given), **draw, **_biases(given, vocab_size), **ends, **_grammar(given))
 
 
 def _refuse(values: dict[str, Any], known: set[str]) -> None:
     """Unknown keys, and those whose feature is not built."""
-    if sum(not _is_off(name, values.get(name)) for name in GRAMMARS) > 1:
-        raise InvalidRequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
     for key, value in values.items():
         if key in known:
             continue
@@ -268,6 +230,25 @@ def _ends(given: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
     for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
         if name in given:
             out[name] = flag(name, given[name])
+    return out
+
+
+def _grammar(given: dict[str, Any]) -> dict[str, Any]:
+    """The text of a grammar. A json_schema or structural_tag may be given as a dict; "" is none."""
+    out: dict[str, Any] = {}
+    for name in GRAMMARS:
+        value = given.get(name, "")
+        if isinstance(value, dict) and name in ("json_schema", "structural_tag"):
+            try:
+                value = json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise GrammarError(f"{name} cannot be written as JSON: {error}") from None
+        if not isinstance(value, str):
+            raise InvalidRequestError(f"{name} must be a string, got {value!r:.80} of type {type(value).__name__}.")
+        if value:
+            out[name] = value
+    if len(out) > 1:
+        raise InvalidRequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
     return out
 
 

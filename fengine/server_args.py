@@ -22,7 +22,9 @@ from fengine.config import (
 )
 from fengine.doors.foreign_args import ALSO_OFF, HARMLESS
 from fengine.doors.foreign_args import REFUSED as REFUSED_BY_REASON
-from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.errors import ConfigError, GrammarError, UnsupportedFeatureError
+from fengine.grammar.regex import explicit
+from fengine.grammar.schema import Whitespace
 from fengine.request import SamplingParams
 
 _Foreign = make_dataclass(
@@ -89,6 +91,9 @@ class ServerArgs(_Foreign):
     max_lora_rank: int | None = None
     lora_target_modules: list | tuple | set | str | None = None
     max_loaded_loras: int | None = None
+    grammar_backend: str | None = None  # llguidance, or none: then grammars are refused
+    constrained_json_whitespace_pattern: str | None = None  # between the parts of JSON; None: a space, or a line end
+    constrained_json_disable_any_whitespace: bool = False  # exactly one space behind comma and colon, none elsewhere
     numerics: str = "exact"  # fengine's own
 
     def to_config(self) -> EngineConfig:
@@ -161,6 +166,16 @@ class ServerArgs(_Foreign):
         )
 
     @property
+    def whitespace(self) -> Whitespace | None:
+        """What may stand between the parts of JSON that a grammar asks for; None: grammars are off."""
+        if self.grammar_backend == "none":
+            return None
+        if self.constrained_json_disable_any_whitespace:
+            return Whitespace(None)
+        pattern = self.constrained_json_whitespace_pattern
+        return Whitespace() if pattern is None else Whitespace(explicit(pattern, "constrained_json_whitespace_pattern"))
+
+    @property
     def hidden_states_mode(self) -> str | None:
         """The most that a call may ask for: None, "last" or "full"."""
         return "full" if self.enable_return_hidden_states else self.return_hidden_states_mode
@@ -225,6 +240,18 @@ class ServerArgs(_Foreign):
             raise ConfigError(f"stream_interval must be at least 1, got {self.stream_interval}")
         if self.return_hidden_states_mode not in (None, "last", "full"):
             raise ConfigError(f"return_hidden_states_mode must be last or full, got {self.return_hidden_states_mode!r}")
+        if self.grammar_backend not in (None, "llguidance", "none"):
+            raise ConfigError(
+                f"grammar_backend must be llguidance (the default) or none, got {self.grammar_backend!r}: other "
+                "libraries let pass what a JSON schema forbids in a keyword that they do not know"
+            )
+        if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
+            raise ConfigError("constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern exclude "
+                              "each other; leave one out")  # fmt: skip
+        try:
+            _ = self.whitespace
+        except GrammarError as error:
+            raise ConfigError(str(error)) from error
         if not self.weight_version:
             raise ConfigError("weight_version must be a text that is not empty")
         self.preferred()

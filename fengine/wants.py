@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fengine.extras import Extras, ProcessorRequest, Record
+from fengine.grammar.cursor import Cursor
+from fengine.grammar.masks import MaskRow, Masks
 from fengine.host.plan import Plan
 from fengine.request import Request
 
@@ -61,6 +63,7 @@ class Wants(NamedTuple):
 
     edits: Edits
     processors: list[Processor]
+    masks: Masks | None  # what grammars allow
     prompts: list[Scored]  # in id_PK column 0: the token that stands behind the position; one for each width of id_PK
     outputs: Scored
     hidden_H: np.ndarray  # int32, tokens of the step whose hidden state is wanted
@@ -81,8 +84,11 @@ class _Chunk(NamedTuple):
     sample: bool
 
 
-def wants_of(plan: Plan, q_start_B: np.ndarray) -> Wants | None:
-    """What the step must bring; None if a plain step does. Modifies: "__req__" of the processors' own dicts."""
+def wants_of(plan: Plan, q_start_B: np.ndarray, feed_index_T: np.ndarray) -> Wants | None:
+    """What the step must bring; None if a plain step does. `feed_index_T` is that of `Staged`.
+
+    Modifies: "__req__" of the processors' own dicts; records that get their cursor.
+    """
     chunks = [
         _Chunk(i, r, r.extras, r.record, start, start + count, int(q_start_B[i]), sample)
         for i, (r, start, count, sample) in enumerate(
@@ -93,16 +99,18 @@ def wants_of(plan: Plan, q_start_B: np.ndarray) -> Wants | None:
     drawing = [c for c in chunks if c.sample and c.extras.pool is None]
     edits = _edits(drawing)
     processors = [_processor(c) for c in drawing if c.extras.processor is not None]
+    masked = [_mask_row(c, feed_index_T) for c in drawing if c.extras.grammar is not None]
     prompts = [c for c in chunks if _scores_due(c)]
     outputs = [c for c in drawing if c.extras.top_logprobs or c.extras.logprob_ids]
     hidden = [(c, first, last) for c in chunks for first, last in _hidden_due(c)]
     pooled = [c for c in chunks if c.extras.pool is not None]
-    if not (len(edits.row_E) or processors or prompts or outputs or hidden or pooled):
+    if not (len(edits.row_E) or processors or masked or prompts or outputs or hidden or pooled):
         return None
     index_H, spans = _gather([(c.row, first, np.arange(first, last) - c.start + c.at) for c, first, last in hidden])
     return Wants(
         edits,
         processors,
+        Masks(masked) if masked else None,
         _by_width(prompts),
         _scored([_output_ids(c) for c in outputs], [c.extras.top_logprobs for c in outputs]),
         index_H,
@@ -151,6 +159,24 @@ def _processor(chunk: _Chunk) -> Processor:
     params = {} if extras.custom_params is None else extras.custom_params
     params["__req__"] = ProcessorRequest(request.rid, ids[:prompt_len], ids[prompt_len:])
     return Processor(chunk.row, extras.processor, params)
+
+
+def _mask_row(chunk: _Chunk, feed_index_T: np.ndarray) -> MaskRow:
+    """Modifies: the record, at the first time."""
+    request, extras, record = chunk.request, chunk.extras, chunk.record
+    assert extras.grammar is not None
+    if record.cursor is None:
+        never = [id for id, bias in extras.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # no edit lifts them
+        record.cursor = Cursor(extras.grammar, request.stop_ids, never, extras.early_ids, not extras.ignore_eos)
+    pending = chunk.end > len(request.token_ids)
+    return MaskRow(
+        chunk.row,
+        record.cursor,
+        request.token_ids[request.prompt_len + len(record.cursor.tokens) :],
+        int(feed_index_T[chunk.at + chunk.end - chunk.start - 1]) if pending else None,
+        request.stop_ids,
+        chunk.end - request.prompt_len < extras.min_new_tokens,
+    )
 
 
 def _scores_due(chunk: _Chunk) -> bool:

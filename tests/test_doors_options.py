@@ -16,6 +16,7 @@ from fengine.engine import Engine
 from fengine.errors import CapacityError, ContextLengthError, InvalidRequestError, UnsupportedFeatureError
 from fengine.extras import Extras
 from fengine.request import Request, derive_seed
+from fengine.sampling_params import GRAMMARS
 from fengine.server_args import ServerArgs
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
@@ -168,6 +169,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"no_stop_trim": 1}}, "no_stop_trim must be True or False"),
     ({"sampling_params": {"beam_width": 0}}, "beam_width must be at least 1, got 0"),
     ({"sampling_params": {"json_schema": "{}", "regex": "a"}}, "Only one of json_schema, regex, ebnf, or"),
+    ({"sampling_params": {"regex": np.zeros(2)}}, "regex must be a string"),
+    *(({"sampling_params": {name: "x"}}, f"{name} is unavailable when skip_tokenizer_init=True") for name in GRAMMARS),
     *(({"sampling_params": {"logit_bias": {key: 1}}}, r"logit_bias must has keys in \[0, 96\], got") for key in
       ("97", 97, -1, "-1", "x", "", 1.5, None, True, 2**70, "9" * 30, "１")),
     *(({"sampling_params": {"logit_bias": {"5": bad}}}, "logit_bias")
@@ -200,14 +203,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"lora_path": "a"}, "LoRA adapter 'a' was requested, but LoRA is not enabled"),
 ]  # fmt: skip
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"sampling_params": {"regex": np.zeros(2)}}, "'regex' is not built yet"),
     ({"image_data": "x.png"}, r"image_data='x.png' \(images\)"),
     ({"return_routed_experts": True}, "return_routed_experts"),
     ({"require_reasoning": True}, "require_reasoning"),
     ({"bootstrap_host": "h"}, "bootstrap_host"),
     ({"kv_hints": {}}, "kv_hints"),
-    *(({"sampling_params": {name: "x"}}, name)
-      for name in ("json_schema", "regex", "ebnf", "structural_tag", "watermark")),
+    ({"sampling_params": {"watermark": "x"}}, "watermark"),
     ({"sampling_params": {"beam_width": 2}}, "beam_width"),
 ]  # fmt: skip
 

@@ -219,7 +219,7 @@ BAD = [
     ({"input_ids": [1], "sampling_params": {"stop": ["a"] * 33}}, InvalidRequestError, "32"),
     ({"input_ids": [1], "sampling_params": {"stop_token_ids": [VOCAB]}}, InvalidRequestError, "stop_token_ids"),
     ({"input_ids": [1], "sampling_params": {"beam_width": 2}}, UnsupportedFeatureError, "'beam_width'"),
-    ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, UnsupportedFeatureError, "json_schema"),
+    ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, InvalidRequestError, "json_schema is unavailable"),
     ({"input_ids": [1], "sampling_params": []}, InvalidRequestError, "0 entries"),
     ({"input_ids": [1], "sampling_params": 5}, InvalidRequestError, "dict"),
     ({"input_ids": [[1], [2]], "sampling_params": [{}]}, InvalidRequestError, "1 entries for 2"),

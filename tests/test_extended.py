@@ -326,7 +326,7 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
         runner: Any = found.driver.runner
         inner, steps = runner.extended, []
 
-        def with_padding(params: Any, kv: Any, batch: Any, sampling: Any, feed: Any, wants: Any) -> Any:
+        def with_padding(params: Any, kv: Any, batch: Any, sampling: Any, feed: Any, wants: Any, before: Any) -> Any:
             tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
             fill = {"q_start_B": tokens, "temperature_R": 1, "top_k_R": 1, "top_p_R": 1}
 
@@ -336,7 +336,7 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
                          for name, x in values._asdict().items() if name != "last_token_R"}  # fmt: skip
                 return values._replace(**named)
 
-            kv, out, findings = inner(params, kv, wide(batch), wide(sampling), wide(feed), wants)
+            kv, out, findings = inner(params, kv, wide(batch), wide(sampling), wide(feed), wants, before)
             steps.append(1)
             return kv, StepOut(out.token_R[:rows], out.logprob_R[:rows]), findings
 
@@ -533,7 +533,7 @@ def test_many_ids_of_one_request_do_not_widen_its_neighbours() -> None:
     requests = [ask.request(str(i)) for i, ask in enumerate(asks)]
     counts = [r.prompt_len for r in requests]
     plan = Plan(0, requests, [0, 0, 0], counts, [True, True, True])
-    wants = wants_of(plan, np.cumsum([0, *counts]))
+    wants = wants_of(plan, np.cumsum([0, *counts]), np.zeros(sum(counts), np.int32))
     assert wants is not None
     assert sorted(scored.id_PK.shape for scored in wants.prompts) == [(1, 501), (338, 1)]
     assert sum(scored.id_PK.size for scored in wants.prompts) < 1000

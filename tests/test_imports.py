@@ -29,6 +29,7 @@ FOLDERS: dict[str, list[str]] = {
         "attention",
         "sampling",
         "edit_logits",
+        "bitmask",
         "logprobs",
     ],
     "checkpoint": ["safetensors_file", "hub"],
@@ -51,7 +52,18 @@ FOLDERS: dict[str, list[str]] = {
         "readout",
         "tokenizer_manager",
     ],
-    "text": ["regex_parts", "stop_regex", "decoding", "detokenizer", "sandbox", "chat", "chat_ids", "tokenizer_files"],
+    "text": [
+        "regex_parts",
+        "stop_regex",
+        "decoding",
+        "detokenizer",
+        "sandbox",
+        "chat",
+        "chat_ids",
+        "tokenizer_files",
+        "token_texts",
+    ],
+    "grammar": "characters regex rules ebnf schema structural_tag library cursor masks".split(),
     "models": ["llama", "qwen2", "qwen3"],
     "lora": ["layout", "peft_config", "peft_files", "adapters"],
     "weights": ["places", "incoming", "group", "versions", "live"],
@@ -66,7 +78,9 @@ FOLDERS: dict[str, list[str]] = {
 }
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"extras", "text.regex_parts", "text.stop_regex", "doors.foreign_args"},
+    {"scalars", "text.regex_parts", "text.stop_regex", "doors.foreign_args"},
+    {"grammar"},
+    {"extras"},
     {"sampling_params"},
     {"config", "spec", "request"},
     {"state", "host", "ops", "checkpoint", "text", "utils", "test", "pooling"},
@@ -156,7 +170,7 @@ def test_no_forbidden_words(path: Path) -> None:
 
 
 # The engine, on the command line: `--help` needs no torch; optional libraries.
-LAZY = {"runs.engines", "evals.tables", "verbs.lm_eval", "harness.inspect_registry"}
+LAZY = {"runs.engines", "evals.tables", "grammar.library", "verbs.lm_eval", "harness.inspect_registry"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

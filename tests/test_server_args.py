@@ -53,7 +53,8 @@ BY_THE_ENGINE = set(  # they shape calls and outputs, not the config; tests/test
     "incremental_streaming_output stream_output enable_metrics stream_interval preferred_sampling_params "
     "allow_auto_truncate enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode "
     "enable_priority_scheduling schedule_low_priority_values_first default_priority_value weight_version chat_template "
-    "hf_chat_template_name default_chat_template_kwargs".split()
+    "hf_chat_template_name default_chat_template_kwargs grammar_backend constrained_json_whitespace_pattern "
+    "constrained_json_disable_any_whitespace".split()
 )
 ACCEPTED = [name for group in HARMLESS.values() for name in group]
 

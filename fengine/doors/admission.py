@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from fengine.build import Parts
 from fengine.doors.arguments import Item
-from fengine.doors.options import Door, adapter_of, check_amount, check_ids, end_ids, extras_of, priority_of, salt_of
+from fengine.doors.options import Door, adapter_of, check_amount, check_ids, extras_of, priority_of, salt_of, stop_ids
 from fengine.doors.sessions import Turn
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
 from fengine.extras import Extras, Record
 from fengine.request import Request, SamplingParams, derive_seed
-from fengine.sampling_params import flag
+from fengine.sampling_params import GRAMMARS
+from fengine.scalars import flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,6 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
     return_logprob = flag("return_logprob", item.return_logprob)
     unasked = Extras() if return_logprob and most == 0 else None  # the token drawn all the same is told of
     extras = [extras_of(door, item, params, len(ids), return_logprob) or unasked for _ in item.rids]
-    stop_ids = frozenset() if params.ignore_eos else end_ids(door, params)
     check_amount(extras[0], len(extras), len(ids), most)
     adapter = adapter_of(parts, item.lora)
     salt, priority = salt_of(item.cache_salt), priority_of(door.args, item.priority)
@@ -75,7 +75,7 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
                 params=params,
                 seed=_seed(parts.config.random_seed, params, index, sample),
                 max_new_tokens=most,
-                stop_ids=stop_ids,
+                stop_ids=stop_ids(door, params),
                 cache_salt=salt,
                 priority=priority,
                 adapter=adapter,
@@ -174,7 +174,7 @@ def _room(door: Door, params: SamplingParams, count: int, explicit: bool) -> int
 def _refuse_without_text(parts: Parts, params: SamplingParams) -> None:
     if parts.tokenizer is not None:
         return
-    for name in ("stop", "stop_regex", "min_new_tokens"):
+    for name in ("stop", "stop_regex", "min_new_tokens", *GRAMMARS):
         if getattr(params, name):
             raise InvalidRequestError(
                 f"{name} is unavailable when skip_tokenizer_init=True: it needs the tokenizer. Leave {name} out."

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
-from fengine.request import SamplingParams, exact_int
+from fengine.request import SamplingParams
 from fengine.sampling_params import MAX_SAMPLES
+from fengine.scalars import exact_int
 
 # Arguments of SGLang's generate that are not built, with the reason. Off: None, False, 0, empty, or a list of None.
 NOT_BUILT: dict[str, str] = {

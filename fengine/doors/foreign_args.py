@@ -161,9 +161,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         speculative_ngram_external_sam_budget=0, speculative_ngram_external_corpus_max_tokens=10_000_000,
         enable_draft_weights_cpu_backup=False,
     ),
-    "grammars and parsers of answers": dict(
-        grammar_backend=None, constrained_json_whitespace_pattern=None,
-        constrained_json_disable_any_whitespace=False, reasoning_parser=None, strip_thinking_cache=False,
+    "parsers of answers": dict(
+        reasoning_parser=None, strip_thinking_cache=False,
         enable_strict_thinking=False, tool_call_parser=None, tool_server=None,
     ),
     "tiers of cache beyond device memory, and other designs of it": dict(
@@ -213,7 +212,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 # Values that mean "off" besides the default and None.
 ALSO_OFF: dict[str, tuple[Any, ...]] = {
-    "grammar_backend": ("none",),
     "elastic_ep_backend": ("none",),
     "model_impl": ("sglang",),
     "enable_lora": (False,),

@@ -9,7 +9,7 @@ from typing import Any
 from fengine.doors.admission import admit_all
 from fengine.doors.arguments import split
 from fengine.doors.calls import AsyncStream, Call, Stream
-from fengine.doors.options import Door
+from fengine.doors.options import Door, grammars_in
 from fengine.doors.results import Output
 from fengine.errors import EngineClosedError, InvalidRequestError
 from fengine.tokenizer import Tokenizer
@@ -115,7 +115,10 @@ class Generation:
         cache_salt: str | list[str] | None = None,
     ) -> Output | list[Output] | AsyncIterator[Output]:
         """As `generate`; awaits the result, or with `stream=True` an async iterator. Works in any event loop."""
-        call = self._call(locals(), asyncio.get_running_loop())
+        arguments = locals()
+        if grammars := grammars_in(self._door, sampling_params):  # compiled while this event loop goes on
+            await asyncio.to_thread(self._door.grammars.prepare, grammars)
+        call = self._call(arguments, asyncio.get_running_loop())
         return AsyncStream(call) if stream else await call.wait_async()
 
     def _call(self, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop | None) -> Call:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fengine.errors import ChatTemplateError, InvalidRequestError
-from fengine.sampling_params import exact_int
+from fengine.scalars import exact_int
 from fengine.tokenizer import Tokenizer
 
 

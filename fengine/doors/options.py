@@ -7,10 +7,12 @@ from typing import Any
 from fengine.build import Parts
 from fengine.doors.arguments import Item
 from fengine.doors.sessions import Sessions
-from fengine.errors import InvalidRequestError
+from fengine.errors import FengineError, GrammarError, InvalidRequestError
 from fengine.extras import Extras
-from fengine.request import Adapter, SamplingParams, exact_int
-from fengine.sampling_params import integer, json_like
+from fengine.grammar.library import Grammar, Grammars, Source
+from fengine.request import Adapter, SamplingParams
+from fengine.sampling_params import json_like
+from fengine.scalars import exact_int, integer
 from fengine.server_args import ServerArgs
 
 MAX_TOP_LOGPROBS = 1024
@@ -26,6 +28,7 @@ class Door:
     parts: Parts
     args: ServerArgs
     sessions: Sessions
+    grammars: Grammars
     preferred: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters where a call gives none
     processors: dict[str, Callable[..., Any]] = field(default_factory=dict)  # custom logit processors by name
 
@@ -59,6 +62,11 @@ def end_ids(door: Door, params: SamplingParams) -> frozenset[int]:
     return door.parts.eos_ids | frozenset(params.stop_token_ids)
 
 
+def stop_ids(door: Door, params: SamplingParams) -> frozenset[int]:
+    """The ids that do end it: a grammar's text has an end in any case. Pure."""
+    return frozenset() if params.ignore_eos and params.grammar is None else end_ids(door, params)
+
+
 def extras_of(door: Door, item: Item, params: SamplingParams, count: int, return_logprob: bool) -> Extras | None:
     """What a request asks for beyond drawn tokens and their logprobs, its own copy; None: nothing.
 
@@ -70,6 +78,7 @@ def extras_of(door: Door, item: Item, params: SamplingParams, count: int, return
     top = _top_logprobs(item.top_logprobs, vocab_size)
     ids = _logprob_ids(item.logprob_ids, vocab_size)
     processor = _processor(door, item.processor)
+    grammar = _grammar(door, params)
     extras = Extras(
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
@@ -79,12 +88,43 @@ def extras_of(door: Door, item: Item, params: SamplingParams, count: int, return
         early_ids=end_ids(door, params) if params.min_new_tokens and params.ignore_eos else frozenset(),
         processor=processor,
         custom_params=None if processor is None else json_like(params.custom_params or {}, "custom_params"),
+        grammar=grammar,
+        ignore_eos=grammar is not None and params.ignore_eos,
         logprob_start=start if return_logprob else None,
         top_logprobs=top if return_logprob else 0,
         logprob_ids=ids if return_logprob else (),
         hidden=_hidden(door.args, item.hidden),
     )
     return extras if extras.in_step else None
+
+
+def _grammar(door: Door, params: SamplingParams) -> Grammar | None:
+    """Errors: GrammarError, MissingExtraError; InvalidRequestError for what would cut its text somewhere."""
+    if params.grammar is None:
+        return None
+    kind, text = params.grammar
+    if params.stop or params.stop_regex:
+        raise InvalidRequestError(
+            f"stop and stop_regex cannot be combined with {kind}: they would cut the text where it is not complete. "
+            "The grammar itself says where it ends; stop_token_ids may be given."
+        )
+    if not any(id < door.parts.spec.vocab_size for id in end_ids(door, params)):
+        raise GrammarError(f"{kind} needs an id that ends the text, and this model has no eos; give stop_token_ids")
+    return door.grammars.compile(Source(kind, text))
+
+
+def grammars_in(door: Door, sampling: Any) -> set[Source]:
+    """The grammars of a call's sampling parameters, as far as these are valid. Pure."""
+    found = set()
+    for values in sampling if isinstance(sampling, list) else [sampling]:
+        merged = {**door.preferred, **(values or {})} if values is None or isinstance(values, dict) else values
+        try:
+            params = SamplingParams.of(merged)
+        except FengineError:
+            continue  # told at the door
+        if params.grammar is not None:
+            found.add(Source(*params.grammar))
+    return found
 
 
 def _logprob_start(value: Any, count: int) -> int | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.errors import AbortedError, InvalidRequestError, UnsupportedFeatureError
-from fengine.sampling_params import SamplingParams, exact_float, exact_int
+from fengine.sampling_params import SamplingParams
+from fengine.scalars import exact_float, exact_int
 
 REFUSED = (
     "embed_override_token_id",

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.errors import InvalidRequestError, SessionError
-from fengine.sampling_params import exact_float, exact_int
+from fengine.scalars import exact_float, exact_int
 from fengine.tickets import Ticket
 
 KEYS = ("id", "rid", "offset", "replace", "drop_previous_output")

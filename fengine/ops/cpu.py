@@ -40,6 +40,7 @@ SIGNATURES = {
     "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
     "fengine_top_ids": [_P] * 2 + [_I] * 3 + [_T],
     "fengine_edit_logits": [_P] * 6 + [_I] * 2 + [_F],
+    "fengine_apply_bitmask": [_P] * 3 + [_I] * 2 + [_F],
     "fengine_philox": [_P, _I, _P, _I],
 }
 
@@ -268,3 +269,14 @@ def edit_logits_(logits: Tensor, row: Tensor, id: Tensor, before: Tensor, scale:
         logits.data_ptr(), row.data_ptr(), id.data_ptr(), before.data_ptr(), scale.data_ptr(), after.data_ptr(),
         row.shape[0], logits.shape[1], 1e30,
     )  # fmt: skip
+
+
+def apply_bitmask_(logits: Tensor, row: Tensor, mask: Tensor) -> None:
+    """Modifies: logits, which must be contiguous float32, in the rows `row`; the rules stand in bitmask.py."""
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
+        raise UnsupportedFeatureError(f"logits are {logits.dtype}; they must be contiguous float32 to be masked")
+    row, mask = _plain(row, "row", torch.int32), _plain(mask, "mask", torch.int32)
+    library, _ = _schedule(row.shape[0] * logits.shape[1] // 4)
+    library.fengine_apply_bitmask(
+        logits.data_ptr(), row.data_ptr(), mask.data_ptr(), row.shape[0], logits.shape[1], 1e30
+    )

@@ -263,7 +263,7 @@ API void fengine_draw(const float *logits, const float *temperature, const int32
     run_tasks(draw_task, &job, rows, threads);
 }
 
-/* -- logprobs of given ids, the likeliest ids, edits of single logits: rules in logprobs.py and edit_logits.py ------ */
+/* -- logprobs of given ids, the likeliest ids, edits and masks: rules in logprobs.py, edit_logits.py, bitmask.py -------- */
 
 typedef struct {
     const float *logits, *temperature;
@@ -333,5 +333,20 @@ API void fengine_edit_logits(float *logits, const int32_t *row, const int32_t *i
             continue;
         y = (y < 0.0f ? y * scale[e] : y / scale[e]) + after[e];
         *x = y < -ban ? -ban : y > ban ? ban : y;
+    }
+}
+
+API void fengine_apply_bitmask(float *logits, const int32_t *row, const int32_t *mask, int64_t rows, int64_t vocab,
+                               float ban) {
+    int64_t words = (vocab + 31) / 32;
+    for (int64_t k = 0; k < rows; k++) {
+        float *x = logits + row[k] * vocab;
+        for (int64_t w = 0; w < words; w++) {
+            uint32_t allowed = (uint32_t)mask[k * words + w];
+            int64_t count = vocab - 32 * w < 32 ? vocab - 32 * w : 32;
+            if (allowed != UINT32_MAX)
+                for (int64_t i = 0; i < count; i++)
+                    x[32 * w + i] = allowed >> i & 1 || !isfinite(x[32 * w + i]) ? x[32 * w + i] : -ban;
+        }
     }
 }

@@ -1,0 +1,49 @@
+"""Numbers and flags that callers pass, of any library, as Python's own; whatever is none is refused. No torch."""
+
+from contextlib import suppress
+from typing import Any
+
+from fengine.errors import InvalidRequestError
+
+
+def exact_int(value: Any) -> int | None:
+    """The int that `value` is: an int, or an integer scalar of numpy or torch. None for bool and all else. Pure."""
+    try:
+        value = value.tolist() if hasattr(value, "tolist") else value
+        return None if isinstance(value, bool) else value.__index__()
+    except (AttributeError, TypeError, RuntimeError):  # no integer; or a tensor that holds no data
+        return None
+
+
+def exact_float(value: Any) -> float | None:
+    """The float of an int, a float, or a scalar of numpy or torch. None for bool, str, arrays and all else. Pure."""
+    try:
+        scalar = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(scalar, (bool, str, bytes)) and hasattr(scalar, "__float__"):
+            return float(scalar)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    return None
+
+
+def number(name: str, value: Any) -> float:
+    found = exact_float(value)
+    if found is None:
+        raise InvalidRequestError(f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}.")
+    return found
+
+
+def integer(name: str, value: Any) -> int:
+    found = exact_int(value)
+    if found is None:
+        raise InvalidRequestError(f"{name} must be an integer, got {value!r:.80} of type {type(value).__name__}.")
+    return found
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool, or one of numpy or torch; never a number."""
+    with suppress(RuntimeError):  # a tensor that holds no data
+        plain = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(plain, bool):
+            return plain
+    raise InvalidRequestError(f"{name} must be True or False, got {value!r:.80}.")
