@@ -328,12 +328,13 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
 
         def with_padding(params: Any, kv: Any, batch: Any, sampling: Any, feed: Any, wants: Any, before: Any) -> Any:
             tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
+            kept = {"last_token_R", "adapters"}
             fill = {"q_start_B": tokens, "temperature_R": 1, "top_k_R": 1, "top_p_R": 1}
 
             def wide(values: Any) -> Any:
                 """Every T and R seven longer, N two wider."""
                 named = {name: pad(x, (0, 7), value=fill.get(name, 0)) if x.dim() == 1 else pad(x, (0, 2, 0, 7))
-                         for name, x in values._asdict().items() if name != "last_token_R"}  # fmt: skip
+                         for name, x in values._asdict().items() if name not in kept}  # fmt: skip
                 return values._replace(**named)
 
             kv, out, findings = inner(params, kv, wide(batch), wide(sampling), wide(feed), wants, before)
