@@ -69,7 +69,7 @@ BAD_TENSORS: list[tuple[Callable[[Tensors], Tensors], str]] = [
     (lambda values: {k: v for k, v in values.items() if ".layers.0." in k}, "layers.1.* is targeted, but its lora_"),
     (renamed("base_model.model.", ""), "no tensor belongs to a linear layer"),
     (renamed("model.layers", "transformer.h"), "no tensor belongs to a linear layer"),
-    (renamed("layers.1.", "layers.7."), "layers.7.mlp.down_proj.lora_A.weight' is not part of"),
+    (renamed("layers.1.", "layers.7."), "layers.7.*lora_A.weight' is not part of"),
     (plus(**{A.replace(".lora_A", ".lora_magnitude_vector").replace(".", "__"): torch.ones(64)}), "is DoRA"),
     (plus(base_model__model__lm_head__lora_A__weight=torch.ones(4, 64)), "is an adapted or replaced output head"),
     (plus(base_model__model__model__embed_tokens__lora_embedding_A=torch.ones(4, 131)), "is LoRA of an embedding"),
