@@ -14,7 +14,7 @@ from typing import Any
 
 from fengine import evaluate
 from fengine.config import EngineConfig
-from fengine.errors import EngineDeadError, FengineError, StorageError, UnsupportedFeatureError
+from fengine.errors import EngineDeadError, FengineError, StorageError
 from fengine.runs import generate, view
 from fengine.runs.compose import inspect, points
 from fengine.runs.config import Point
@@ -22,6 +22,7 @@ from fengine.runs.engines import EngineCache, open_engine, report
 from fengine.runs.figures import Summary, count, duration, place
 from fengine.runs.words import parse
 from fengine.verbs import diff, lm_eval, merge, rerun, verify
+from fengine.verbs.report import main as report_verb
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 # The first word, and who takes those behind it. Their modules import no torch (tests/test_verbs.py).
@@ -30,10 +31,10 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "merge": merge.main,
     "diff": diff.main,
     "lm-eval": lm_eval.main,
+    "report": report_verb,
     "rerun": rerun.main,
     "verify": verify.main,
 }
-UNBUILT = ("report",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in VERBS:
         return VERBS[words[0]](words[1:])
     try:
-        _refuse_unbuilt(words)
         command = parse(words)
         if command.inspect:
             inspect(command)
@@ -58,11 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-
-
-def _refuse_unbuilt(words: Sequence[str]) -> None:
-    if words and words[0] in UNBUILT:
-        raise UnsupportedFeatureError(f"fengine {words[0]} is not built yet; there are {', '.join(VERBS)}")
 
 
 def run_points(jobs: Sequence[Point], engines: EngineCache) -> int:

@@ -72,9 +72,10 @@ FOLDERS: dict[str, list[str]] = {
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
     "config journal folder resume machine manifest trace shards asking loop finish sweep points".split(),
     "reading": "lines records compare texts".split(),
+    "report": "plain rows pieces schedule facts comparison sweep assemble page".split(),
     "harness": "gen_kwargs reads texts chats tool_calls inspect_config identity opening lm_eval_model "
     "inspect_model inspect_registry".split(),
-    "verbs": "frame diff merge rerun layouts replay verdict verify lm_eval".split(),
+    "verbs": "frame diff merge rerun layouts replay verdict verify lm_eval report".split(),
 }
 LAYERS: list[set[str]] = [
     {"errors"},
@@ -103,6 +104,7 @@ LAYERS: list[set[str]] = [
     {"runs"},
     {"evals"},
     {"reading"},
+    {"report"},
     {"evaluate"},
     {"harness"},
     {"verbs"},

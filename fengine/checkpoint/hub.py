@@ -44,6 +44,14 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
     return _download(path, revision, TEXT_FILES + ["*.safetensors"] * weights)
 
 
+def resolve_local(repo: str, revision: str | None = None) -> Path | None:
+    """The directory of a hub id that was downloaded before; None if it was not. Asks nobody."""
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=TEXT_FILES, local_files_only=True))
+    except Exception:  # whatever the hub client makes of a cache without it
+        return None
+
+
 def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
     name = f"model {repo!r}" + (f" at revision {revision!r}" if revision else "")
     here = "There is no directory of that name either."

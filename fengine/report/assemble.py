@@ -1,0 +1,95 @@
+"""Folders → the data of a page: plain values, in which every text is data. No torch; nothing is written."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fengine
+from fengine.errors import FengineError, StorageError
+from fengine.evals.finish import TIMINGS
+from fengine.reading.records import Records, read_object, runs_of
+from fengine.report import comparison, facts, pieces, rows, schedule, sweep
+from fengine.report.plain import cut, number
+
+ROWS, SCHEDULE, PAIRS = 0.68, 0.22, 0.85  # parts of a page's bytes
+
+
+def report_data(places: Sequence[Path], *, most_rows: int = 1000, megabytes: float = 5.0) -> dict[str, Any]:
+    """The data of a page about a run, about a sweep, or about two runs. Errors: StorageError, ResumeMismatchError."""
+    budget = int(megabytes * 1e6)
+    found: dict[str, Any] = {"page": 1, "fengine": fengine.__version__, "made": _now()}
+    if len(places) == 2:
+        return found | _two(*places, budget)
+    runs = runs_of(places[0])
+    if runs == [places[0]]:
+        return found | _one(runs[0], most_rows, budget)
+    return found | _many(places[0], runs)
+
+
+def _one(folder: Path, most_rows: int, budget: int) -> dict[str, Any]:
+    with Records(folder) as records:
+        seen = rows.survey(records)
+        told = facts.overview(records, seen)
+        kept = rows.chosen(seen.kinds, most_rows)
+        found = rows.items(records, seen, kept, int(budget * ROWS))
+        vocab, missing = pieces.texts(records.identity, records.manifest.get("in_force"), rows.token_ids(found))
+        seconds = _seconds(folder / TIMINGS, set(kept)) if records.finished else {}
+        for one in found:
+            one |= {"sec": seconds[one["n"]]} if one["n"] in seconds else {}
+        told["rows_here"] = {"items": found, "why": rows.why(seen.kinds, kept), "tokens": missing, "vocab": vocab}
+        told["rows_here"]["recorded"] = any("top" in answer for one in found for answer in one.get("a", ()))
+    sessions, notes = schedule.timeline(folder / "trace.json", int(budget * SCHEDULE))
+    told["schedule"] = {"sessions": sessions, "notes": notes}
+    return {"kind": "run", "title": f"{told['task'][0]} · {told['name']}", "run": told}
+
+
+def _two(a: Path, b: Path, budget: int) -> dict[str, Any]:
+    runs = [runs_of(path) for path in (a, b)]
+    for path, those in zip((a, b), runs, strict=True):
+        if those != [path]:
+            raise StorageError(
+                f"{path} is a sweep; a difference is of two runs: give one of its points, such as {those[0]}"
+            )
+    with Records(a) as mine, Records(b) as its:
+        told = [facts.overview(records, rows.survey(records)) for records in (mine, its)]
+        found = comparison.compared(mine, its, int(budget * PAIRS))
+        shown = [one for first in found["firsts"] for one in first["pair"] or ()]
+        vocab, missing = pieces.texts(mine.identity, mine.manifest.get("in_force"), rows.token_ids(shown))
+    title = f"{told[0]['name']} ↔ {told[1]['name']}"
+    return {"kind": "diff", "title": title, "runs": told, "diff": found, "vocab": vocab, "tokens": missing}
+
+
+def _many(folder: Path, runs: Sequence[Path]) -> dict[str, Any]:
+    points = [sweep.read_point(run) for run in runs]
+    names = _names(folder)
+    found = sweep.assembled(folder, points, names, lambda run: sweep.metrics_of(run, read_object))
+    return {"kind": "sweep", "title": f"sweep · {folder.resolve().name}", "sweep": found}
+
+
+def _names(folder: Path) -> dict[str, str]:
+    """The folder's own words for its points, where its sweep.json tells them."""
+    try:
+        told = read_object(folder / "sweep.json").get("points", [])
+        return {one["folder"]: cut(str(one["point"]), 200) for one in told if one.get("folder")}
+    except (FengineError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _seconds(path: Path, wanted: set[int]) -> dict[int, float | None]:
+    """How long rows took, as far as the file tells."""
+    found: dict[int, float | None] = {}
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                told = json.loads(line)
+                if told["row"] in wanted:
+                    found[told["row"]] = number(told["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return found
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,31 @@
+"""Data → one HTML file that needs nothing else: styles and scripts of this folder are put into it. No torch.
+
+A content security policy in the page lets it run this one script (by its SHA-256) and fetch nothing at all, whatever
+texts the data holds; the script itself never makes markup of them.
+"""
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from fengine.report.plain import script_json
+
+SCRIPTS = "base chart rows heat summary schedule pages compare sweep main".split()
+HERE = Path(__file__).parent
+
+
+def page(data: dict[str, Any]) -> bytes:
+    """Pure but for the files of this folder."""
+    script = '"use strict";\n(() => {\n' + "\n".join(_file(f"js/{name}.js") for name in SCRIPTS) + "\n})();\n"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    filled = _file("page.html")
+    for name, text in {"hash": digest, "style": _file("page.css"), "script": script, "data": script_json(data)}.items():
+        before, mark, after = filled.partition(f"@@{name}@@")
+        assert mark, name
+        filled = before + text + after
+    return filled.encode()
+
+
+def _file(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")

@@ -1,0 +1,55 @@
+"""Values as a page may hold them: JSON that no HTML parser can misread, short texts, small numbers. Pure; no torch."""
+
+import json
+import math
+import re
+from typing import Any
+
+# What would end a script element or a line of JavaScript, or is no text in UTF-8.
+_UNSAFE = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
+EXACT = 2**53  # above it a number of JavaScript is not exact
+
+
+def script_json(value: Any) -> str:
+    """JSON for a `<script type="application/json">`, which encodes to UTF-8 whatever texts it holds. Pure.
+
+    Errors: ValueError for NaN and infinities.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def size(value: Any) -> int:
+    """Bytes of `script_json`. Pure."""
+    return len(script_json(value).encode())
+
+
+def cut(text: str, most: int | None) -> str:
+    """At most `most` characters, with a word about the rest. Pure."""
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def number(value: Any, digits: int = 4) -> float | None:
+    """Rounded; None for what is no finite number. Pure."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    found = round(value, digits)
+    return int(found) if found == int(found) else found
+
+
+def told(value: Any) -> str:
+    """Any JSON value as a text for readers. Pure."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def scalar(value: Any) -> float | int | bool | str | None:
+    """A score as it is, where JavaScript can hold it, else as a text. Pure."""
+    if isinstance(value, (bool, str)) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if isinstance(value, int) and abs(value) < EXACT else told(value)
