@@ -76,7 +76,7 @@ def write_rows(path: Path, count: int, *extra: dict[str, Any]) -> Path:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 # -- runs that are there -----------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_no_forbidden_words(path: Path) -> None:
 
 
 # The engine, on the command line: `--help` needs no torch; optional libraries.
-LAZY = {"runs.engines", "evals.tables", "grammar.library", "verbs.lm_eval", "harness.inspect_registry"}
+LAZY = {"runs.engines", "evals.tables", "report.pieces", "grammar.library", "verbs.lm_eval", "harness.inspect_registry"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -21,7 +21,7 @@ def report_data(places: Sequence[Path], *, most_rows: int = 1000, megabytes: flo
     budget = int(megabytes * 1e6)
     found: dict[str, Any] = {"page": 1, "fengine": fengine.__version__, "made": _now()}
     if len(places) == 2:
-        return found | _two(*places, budget)
+        return found | _two(places[0], places[1], budget)
     runs = runs_of(places[0])
     if runs == [places[0]]:
         return found | _one(runs[0], most_rows, budget)

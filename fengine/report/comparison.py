@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from fengine.reading.compare import compare, edges
+from fengine.reading.compare import RowDifference, compare, edges
 from fengine.reading.records import Records, pairs_of
 from fengine.report.facts import causes
-from fengine.report.plain import cut, number, size
+from fengine.report.plain import cut, number, plain, size
 from fengine.report.rows import item
 
 MOST = 200  # differing rows that are shown
-CAPS = (4096, 512, 64, 16)
+CAPS = (None, 4096, 512, 64, 16)
 
 
 def compared(a: Records, b: Records, budget: int) -> dict[str, Any]:
@@ -24,19 +24,29 @@ def compared(a: Records, b: Records, budget: int) -> dict[str, Any]:
             if len(pairs) == len(wanted):
                 break
     told = found.as_dict()
-    firsts = []
-    for one, plain in zip(found.firsts, told["firsts"], strict=True):
-        at = [[d["sample"], d["token"]] if d else None for d in (plain["token"], plain["logprob"])]
-        firsts.append({"id": cut(one.id, 200), "token": at[0], "logprob": at[1], "other": plain["other"]}
-                      | {"largest": number(plain["largest_delta"], 9), "pair": pairs.get(one.id)})  # fmt: skip
-    counts = ("same rows differing_rows only_a only_b tokens logprobs differing_tokens differing_logprobs "
-              "differing_bits largest_delta rows_with metrics").split()  # fmt: skip
-    return {name: told[name] for name in counts} | {
-        "only_a_ids": [cut(one, 200) for one in told["only_a_ids"][:20]],
-        "only_b_ids": [cut(one, 200) for one in told["only_b_ids"][:20]],
+    counts = ("same", "differing_rows", "differing_tokens", "differing_logprobs", "differing_bits")
+    return {name: told[name] for name in (*counts, "rows", "only_a", "only_b", "tokens", "logprobs", "rows_with")} | {
+        "largest_delta": number(found.largest_delta, 9),
+        "metrics": {cut(name, 100): plain(delta) for name, delta in told["metrics"].items()},
+        "only_a_ids": [cut(one, 200) for one in found.only_a_ids[:20]],
+        "only_b_ids": [cut(one, 200) for one in found.only_b_ids[:20]],
         "histogram": [[low, high, count] for (low, high), count in zip(edges(), found.histogram, strict=True)],
         "causes": [cut(line, 600) for line in causes(a, b)[:200]],
-        "firsts": firsts,
+        "firsts": [_first(one, pairs.get(one.id)) for one in found.firsts],
+    }
+
+
+def _first(one: RowDifference, pair: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """`token`, `logprob`: [answer, place] of the first that differs; `sides`: both runs at whichever comes first."""
+    at = {
+        name: [d.sample, d.token] if d else None
+        for name, d in (("token", one.first_token), ("logprob", one.first_logprob))
+    }
+    both = () if one.first is None else (one.first.a, one.first.b)
+    sides = [{"token": s.token, "logprob": number(s.logprob, 12), "bits": s.bits} for s in both]
+    other = [cut(name, 100) for name in one.other]
+    return {"id": cut(one.id, 200), **at, "sides": sides or None, "other": other, "pair": pair} | {
+        "largest": number(one.largest[0], 9)
     }
 
 

@@ -10,7 +10,7 @@ from fengine.evals.finish import METRICS
 from fengine.evals.manifest import differences
 from fengine.evals.statistics import CONFIDENT
 from fengine.reading.records import Records, read_object
-from fengine.report.plain import cut, number, scalar, told
+from fengine.report.plain import cut, mapping, number, plain, scalar, told
 from fengine.report.rows import Seen
 from fengine.runs.figures import place
 
@@ -25,12 +25,12 @@ def overview(records: Records, seen: Seen) -> dict[str, Any]:
     metrics, verify = (_object(records.folder / name, notes) for name in (METRICS, "verify.json"))
     if metrics is None and isinstance(result, dict):
         notes.append(f"{METRICS} is missing")
-    kept = result if isinstance(result, dict) else {}
+    kept, task, model = mapping(result), mapping(identity.get("task")), mapping(identity.get("model"))
     return {
         "name": records.folder.resolve().name,
         "folder": place(str(records.folder.resolve())),
-        "task": [cut(told(identity.get("task", {}).get(key, "?")), 200) for key in ("name", "version")],
-        "model": cut(told(identity.get("model", {}).get("path", "?")), 400),
+        "task": [cut(told(task.get(key, "?")), 200) for key in ("name", "version")],
+        "model": cut(told(model.get("path", "?")), 400),
         "finished": records.finished,
         "rows": records.rows,
         "here": len(records),
@@ -42,7 +42,7 @@ def overview(records: Records, seen: Seen) -> dict[str, Any]:
         "metrics": figures(metrics),
         "verify": None if verify is None else {cut(k, 100): plain(v) for k, v in verify.items()},
         "facts": facts(identity, manifest.get("in_force")),
-        "sessions": [_session(one) for one in manifest.get("sessions", []) if isinstance(one, dict)],
+        "sessions": [_session(one) for one in _sessions(manifest)],
         "commands": commands(manifest, records.folder),
         "notes": notes,
     }
@@ -51,9 +51,10 @@ def overview(records: Records, seen: Seen) -> dict[str, Any]:
 def figures(metrics: dict[str, Any] | None) -> list[dict[str, Any]]:
     """name, value, stderr, and 95 % from low to high, of every metric that is a number. Pure."""
     found = []
-    for name, metric in ((metrics or {}).get("metrics") or {}).items():
+    for name, metric in mapping(mapping(metrics).get("metrics")).items():
+        metric = mapping(metric)
         value, error = (number(metric.get(key), 12) for key in ("value", "stderr"))
-        one = {"name": cut(name, 100), "value": value, "stderr": error, "n": metric.get("n")}
+        one = {"name": cut(name, 100), "value": value, "stderr": error, "n": number(metric.get("n"))}
         if value is not None and error is not None:
             one |= {"low": value - CONFIDENT * error, "high": value + CONFIDENT * error}
         found.append(one)
@@ -69,7 +70,7 @@ def facts(identity: dict[str, Any], in_force: Any) -> list[list[Any]]:
             found.append([group, [[key or group, value] for key, value in pairs]])
     if isinstance(in_force, dict):
         values = flat({k: v for k, v in in_force.items() if k != "engine"}, "")
-        mine, engine = identity.get("config", {}), in_force.get("engine")
+        mine, engine = mapping(identity.get("config")), in_force.get("engine")
         auto = (
             [[k, cut(told(v), 400)] for k, v in engine.items() if mine.get(k) != v] if isinstance(engine, dict) else []
         )
@@ -87,7 +88,7 @@ def flat(value: Any, prefix: str) -> list[list[str]]:
 def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
     """[what for, command]. Pure."""
     found, where = [], shlex.quote(str(folder.resolve()))
-    sessions = [s for s in manifest.get("sessions", []) if isinstance(s, dict) and isinstance(s.get("argv"), list)]
+    sessions = [one for one in _sessions(manifest) if isinstance(one.get("argv"), list)]
     if sessions:
         found.append(["the command of the run", "fengine eval " + shlex.join(map(str, sessions[0]["argv"]))])
     found.append(["the same run again, into a new folder", f"fengine rerun {where}"])
@@ -101,14 +102,9 @@ def causes(a: Records, b: Records) -> list[str]:
     return found + differences(a.manifest.get("in_force"), b.manifest.get("in_force"), "in_force")
 
 
-def plain(value: Any, deep: int = 6) -> Any:
-    """A JSON value of a file that anybody may have written, with bounds. Pure."""
-    if isinstance(value, dict) and deep:
-        return {cut(str(k), 100): plain(v, deep - 1) for k, v in list(value.items())[:200]}
-    if isinstance(value, list) and deep:
-        return [plain(v, deep - 1) for v in value[:200]]
-    found = value if isinstance(value, (dict, list)) else scalar(value)
-    return found if isinstance(found, (bool, int, float)) or found is None else cut(told(found), 1000)
+def _sessions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    found = manifest.get("sessions")
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _session(one: dict[str, Any]) -> dict[str, Any]:

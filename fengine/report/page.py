@@ -11,7 +11,8 @@ from typing import Any
 
 from fengine.report.plain import script_json
 
-SCRIPTS = "base chart rows heat summary schedule pages compare sweep main".split()
+STYLES = ("page.css", "views.css")
+SCRIPTS = "base chart heat row rows summary schedule pages session compare sweep main".split()
 HERE = Path(__file__).parent
 
 
@@ -19,8 +20,8 @@ def page(data: dict[str, Any]) -> bytes:
     """Pure but for the files of this folder."""
     script = '"use strict";\n(() => {\n' + "\n".join(_file(f"js/{name}.js") for name in SCRIPTS) + "\n})();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    filled = _file("page.html")
-    for name, text in {"hash": digest, "style": _file("page.css"), "script": script, "data": script_json(data)}.items():
+    filled, style = _file("page.html"), "".join(map(_file, STYLES))
+    for name, text in {"hash": digest, "style": style, "script": script, "data": script_json(data)}.items():
         before, mark, after = filled.partition(f"@@{name}@@")
         assert mark, name
         filled = before + text + after

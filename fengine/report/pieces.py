@@ -1,22 +1,26 @@
-"""Token ids as texts, by the run's tokenizer, if its files are still here and still the same. No torch."""
+"""Token ids as texts, by the run's tokenizer, if its files are still here and still the same.
+
+Tokenizer and hub client are imported where they are used: no command line is to wait for them that needs none.
+"""
 
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fengine.checkpoint.hub import HUB_ID, resolve_local
 from fengine.errors import FengineError
 from fengine.evals.manifest import local_directory
-from fengine.tokenizer import Tokenizer
+from fengine.report.plain import mapping
 
 FILE = "tokenizer.json"
 
 
 def texts(identity: dict[str, Any], in_force: Any, ids: Iterable[int]) -> tuple[dict[str, str], str | None]:
     """Id (as a text) → what it adds to the text; and if there are none, why not."""
-    config, model = identity["config"], identity.get("model", {})
-    path = config.get("model.tokenizer_path") or config.get("model.path") or ""
+    from fengine.tokenizer import Tokenizer
+
+    config, model = mapping(identity.get("config")), mapping(identity.get("model"))
+    path = str(config.get("model.tokenizer_path") or config.get("model.path") or "")
     files = model.get("tokenizer_files") or model.get("files")
     if files is None and isinstance(in_force, dict):
         files = in_force.get("model_files")
@@ -48,6 +52,8 @@ def shown(piece: bytes | str | int | None) -> str:
 def _directory(path: str, revision: Any) -> Path | None:
     if (found := local_directory(path)) is not None:
         return found
+    from fengine.checkpoint.hub import HUB_ID, resolve_local
+
     return resolve_local(path, revision) if HUB_ID.fullmatch(path) else None
 
 

@@ -53,3 +53,18 @@ def scalar(value: Any) -> float | int | bool | str | None:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return value if isinstance(value, int) and abs(value) < EXACT else told(value)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """The value, if it is an object; else an empty one. Pure."""
+    return value if isinstance(value, dict) else {}
+
+
+def plain(value: Any, deep: int = 6) -> Any:
+    """A JSON value of a file that anybody may have written, with bounds. Pure."""
+    if isinstance(value, dict) and deep:
+        return {cut(str(k), 100): plain(v, deep - 1) for k, v in list(value.items())[:200]}
+    if isinstance(value, list) and deep:
+        return [plain(v, deep - 1) for v in value[:200]]
+    found = value if isinstance(value, (dict, list)) else scalar(value)
+    return found if isinstance(found, (bool, int, float)) or found is None else cut(told(found), 1000)

@@ -20,7 +20,7 @@ PRIMARY = (
     "json_match",
     "acc",
 )  # scores that say right or wrong, the first that is there
-CAPS = (None, 4096, 1024, 256, 64, 16)  # tokens of an answer that are kept where rows are too large
+LEAST, CHARS = 16, 6  # tokens of an answer that are kept of the largest rows; characters of a text for each of them
 MAX_LINE = 64 << 20  # a longer line is not parsed
 ID, TOP = 200, 20  # characters of an id; likeliest tokens beside one
 
@@ -106,16 +106,14 @@ def why(kinds: Sequence[int], kept: Sequence[int]) -> str | None:
 def items(records: Records, seen: Seen, kept: Sequence[int], budget: int) -> list[dict[str, Any]]:
     """The kept rows, in all of at most about `budget` bytes: the largest ones are cut, all to the same size. Errors:
     StorageError."""
-    allowance = level([seen.sizes[place] for place in kept], budget)
+    allowance = 2 * level([seen.sizes[place] for place in kept], budget)  # a line is about twice what is kept of it
     found = [fitted(records, place, seen, allowance) for place in kept]
-    for _ in range(4):
-        sizes = [size(item) for item in found]
-        if sum(sizes) <= budget:
-            break
-        allowance = level(sizes, budget * 9 // 10)
+    sizes = [size(one) for one in found]
+    if sum(sizes) > budget:
+        allowance = level(sizes, budget)
         found = [
-            fitted(records, place, seen, allowance) if large > allowance else item
-            for item, place, large in zip(found, kept, sizes, strict=True)
+            fitted(records, place, seen, allowance) if large > allowance else one
+            for one, place, large in zip(found, kept, sizes, strict=True)
         ]
     return found
 
@@ -136,18 +134,29 @@ def fitted(records: Records, place: int, seen: Seen, allowance: int) -> dict[str
     stub = {"n": place, "s": seen.kinds[place], "lost": seen.sizes[place]}
     if seen.sizes[place] > MAX_LINE:
         return stub | {"i": f"row {place + 1}"}
-    record = records.record(place)
-    for cap in CAPS:
+    record, cap = records.record(place), None
+    while True:
         found = item(record, place, cap)
-        if size(found) <= allowance:
+        large = size(found)
+        if large <= allowance:
             return found
-    return stub | {"i": cut(record["id"], 40)}
+        if cap == LEAST:
+            return stub | {"i": cut(record["id"], 40)}
+        longest = _longest(found) if cap is None else cap
+        cap = max(LEAST, min(longest * allowance * 9 // (large * 10), longest * 3 // 4))
+
+
+def _longest(found: dict[str, Any]) -> int:
+    """In tokens, or what counts as one for a cap. Pure."""
+    texts = [*(a["t"] for a in found["a"]), *found["p"], *(v for _, v in found["d"]), *found.get("e", ())]
+    counts = [*(len(a["k"]) for a in found["a"]), len(found["a"]), len(found["d"]), len(found["sc"])]
+    return max([*counts, *(len(text) // CHARS for text in texts)])
 
 
 def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str, Any]:
     """A record with short keys: n place, s kind, i id, d columns, e error, p prompts, a answers, sc scores; `cut`: not
-    all of it. `cap` bounds answers, tokens of each, and (times 6) characters of each text. Pure."""
-    most = None if cap is None else 6 * cap
+    all of it. `cap` bounds answers, tokens of each, and (times CHARS) characters of each text. Pure."""
+    most = None if cap is None else CHARS * cap
     prompts: list[Any] = []
     answers = [_answer(one, prompts, cap) for one in record.get("answers", ())[:cap]]
     texts = {prompt for prompt in prompts if isinstance(prompt, str)}
@@ -179,7 +188,7 @@ def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict
     ids = answer["output_ids"]
     found: dict[str, Any] = {
         "p": prompts.index(prompt),
-        "t": cut(answer["text"], None if cap is None else 6 * cap),
+        "t": cut(answer["text"], None if cap is None else CHARS * cap),
         "k": ids[:cap],
         "l": [number(value) for value in answer["logprobs"][:cap]],
         "f": _finish(answer.get("finish_reason")),

@@ -98,7 +98,7 @@ class _Reader:
             return
         start, took = float(event["ts"]), float(event["dur"])
         values = [int(args[key]) for key in ("step", "tokens", "running", "waiting", "held", "cached", "pool")]
-        rows = [tuple(map(int, match)) for match in _ROW.findall(args["rows"])]
+        rows = [(int(n), int(first), int(count)) for n, first, count in _ROW.findall(args["rows"])]
         decodes = set(map(int, args["decode"].split()))
         released, preempted = (list(map(int, args[key].split())) for key in ("released", "preempted"))
         new = [
@@ -112,7 +112,7 @@ class _Reader:
         session.pool = max(session.pool, values[6])
         before = len(session.holds)
         self._pages(session, now, released, preempted, new)
-        segments = sum(_segment(session, now, *row, row[0] in decodes) for row in rows)
+        segments = sum(_segment(session, now, row, row[0] in decodes) for row in rows)
         self.left -= STEP_BYTES + SEGMENT_BYTES * segments + HOLD_BYTES * (len(session.holds) - before)
         self.full = self.left < 0
 
@@ -165,8 +165,9 @@ def _place(session: Session, number: int) -> int:
     return session.places[number]
 
 
-def _segment(session: Session, now: int, number: int, start: int, count: int, decodes: bool) -> bool:
+def _segment(session: Session, now: int, row: tuple[int, int, int], decodes: bool) -> bool:
     """Whether the request got a new segment, rather than a longer one."""
+    number, start, count = row
     request = session.requests[_place(session, number)]
     segments = request["seg"]
     if (

@@ -12,7 +12,7 @@ from fengine.evals.statistics import paired
 from fengine.evals.task import Scores
 from fengine.reading.records import Records
 from fengine.report.facts import figures
-from fengine.report.plain import cut, number, scalar, told
+from fengine.report.plain import cut, mapping, number, scalar, told
 from fengine.report.rows import Seen, survey
 from fengine.runs.figures import place
 
@@ -84,13 +84,13 @@ def assembled(folder: Path, points: Sequence[Point], names: dict[str, str], metr
     told_of = []
     for point in points:
         values = [[key, scalar(point.config[key]) if key in point.config else None] for key in short]
-        label = "  ".join(f"{key.rpartition('.')[2]}={told(value)}" for key, value in values)
+        label = "  ".join(f"{_word(key)}={told(value)}" for key, value in values)
         told_of.append(
             {
                 "name": cut(names.get(point.folder.name) or label or point.folder.name, 200),
                 "folder": point.folder.name,
-                "task": told(point.identity.get("task", {}).get("name", "?")),
-                "input": told(point.identity.get("input", {}).get("sha256", "")),
+                "task": cut(told(mapping(point.identity.get("task")).get("name", "?")), 200),
+                "input": cut(told(mapping(point.identity.get("input")).get("sha256", "")), 100),
                 "values": values,
                 "problem": point.problem,
                 "finished": point.finished,
@@ -107,6 +107,11 @@ def assembled(folder: Path, points: Sequence[Point], names: dict[str, str], metr
         **_deltas(points),
         "grid": _grid(points),
     }
+
+
+def _word(key: str) -> str:
+    """A key as short as it can be read. Pure."""
+    return "task" if key == "task.name" else key.rpartition(".")[2]
 
 
 # -- paired differences ------------------------------------------------------------------------------------------------
@@ -162,7 +167,7 @@ def _grid(points: Sequence[Point]) -> list[dict[str, Any]]:
                     "points": places,
                     "kinds": digits,
                     "rows": rows,
-                    "task": told(points[places[0]].identity.get("task", {}).get("name")),
+                    "task": cut(told(mapping(points[places[0]].identity.get("task")).get("name")), 200),
                 }
             )
     return grids

@@ -1,6 +1,7 @@
 // Elements, texts, numbers. No text of the data is ever markup: it enters the page by textContent alone.
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const KINDS = ["failed", "wrong", "right", "scored"], SIGNS = ["!", "✕", "✓", "·"];
+const KINDS = ["failed", "wrong", "right", "scored"],
+  SIGNS = ["!", "✕", "✓", "·"];
 const SVG = "http://www.w3.org/2000/svg";
 
 function put(node, props, children) {
@@ -11,7 +12,7 @@ function put(node, props, children) {
     else node.setAttribute(key === "cls" ? "class" : key, value === true ? "" : value);
   }
   for (const child of children.flat(9)) {
-    if (child !== null && child !== undefined && child !== false) node.append(child);  // a text becomes a text node
+    if (child !== null && child !== undefined && child !== false) node.append(child); // a text becomes a text node
   }
   return node;
 }
@@ -22,41 +23,90 @@ const MINUS = "\u2212";
 const fixed = (x, digits = 4) => (x === null || x === undefined ? "–" : x.toFixed(digits).replace(/^-/, MINUS));
 const signed = (x, digits = 4) => (x === null ? "–" : (x > 0 ? "+" : "") + fixed(x, digits));
 const whole = (x) => (x === null || x === undefined ? "–" : Number(x).toLocaleString("en-US"));
-const short = (x) => (x === null || x === undefined ? "–" : Math.abs(x) >= 1000 ? whole(Math.round(x)) : fixed(x, Math.abs(x) >= 100 ? 1 : Math.abs(x) >= 10 ? 2 : 4));
-const percent = (p) => (p >= 0.0995 ? (100 * p).toFixed(1) : p >= 0.00095 ? (100 * p).toFixed(2) : (100 * p).toPrecision(2)) + " %";
-const micros = (us) => (us >= 1e6 ? (us / 1e6).toFixed(2) + " s" : us >= 1e3 ? (us / 1e3).toFixed(2) + " ms" : Math.round(us) + " µs");
+const short = (x) =>
+  x === null || x === undefined
+    ? "–"
+    : Math.abs(x) >= 1000
+      ? whole(Math.round(x))
+      : fixed(x, Math.abs(x) >= 100 ? 1 : Math.abs(x) >= 10 ? 2 : 4);
+const percent = (p) =>
+  (p >= 0.0995 ? (100 * p).toFixed(1) : p >= 0.00095 ? (100 * p).toFixed(2) : (100 * p).toPrecision(2)) + " %";
+const micros = (us) =>
+  us >= 1e6 ? (us / 1e6).toFixed(2) + " s" : us >= 1e3 ? (us / 1e3).toFixed(2) + " ms" : Math.round(us) + " µs";
 const many = (n, word) => `${whole(n)} ${word}${n === 1 ? "" : "s"}`;
 const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
 
-function visible(text) {  // a text in which white space can be seen, for labels
+function visible(text) {
+  // a text in which white space can be seen, for labels
   return text === "" ? "(nothing)" : text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥");
 }
 function table(heads, rows) {
-  const head = el("tr", {}, heads.map((h) => el("th", { scope: "col", cls: h.num && "num" }, h.text ?? h)));
-  const body = rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { cls: heads[i].num && "num" }, cell))));
+  const head = el(
+    "tr",
+    {},
+    heads.map((h) => el("th", { scope: "col", cls: h.num && "num" }, h.text ?? h)),
+  );
+  const body = rows.map((row) =>
+    el(
+      "tr",
+      {},
+      row.map((cell, i) => el("td", { cls: heads[i].num && "num" }, cell)),
+    ),
+  );
   return el("div", { cls: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
 }
-const pill = (kind, text) => el("span", { cls: `pill k${kind}` }, el("span", { "aria-hidden": "true" }, SIGNS[kind]), text ?? KINDS[kind]);
-const card = (title, ...children) => el("section", { cls: "card" }, title && el("div", { cls: "head" }, typeof title === "string" ? el("h2", {}, title) : title), ...children);
-const noteList = (notes, kind) => notes.length > 0 && el("div", { cls: `note ${kind || ""}`, role: "note" }, notes.length === 1 ? notes[0] : el("ul", {}, notes.map((n) => el("li", {}, n))));
+const pill = (kind, text) =>
+  el("span", { cls: `pill k${kind}` }, el("span", { "aria-hidden": "true" }, SIGNS[kind]), text ?? KINDS[kind]);
+const card = (title, ...children) =>
+  el(
+    "section",
+    { cls: "card" },
+    title && el("div", { cls: "head" }, typeof title === "string" ? el("h2", {}, title) : title),
+    ...children,
+  );
+const noteList = (notes, kind) =>
+  notes.length > 0 &&
+  el(
+    "div",
+    { cls: `note ${kind || ""}`, role: "note" },
+    notes.length === 1
+      ? notes[0]
+      : el(
+          "ul",
+          {},
+          notes.map((n) => el("li", {}, n)),
+        ),
+  );
 const button = (text, onclick, props) => el("button", { type: "button", cls: "quiet", onclick, ...props }, text);
 
 function choice(label, options, value, onpick) {
-  const box = el("select", { cls: "field", onchange: () => onpick(box.value) }, options.map(([v, text]) => el("option", { value: v, selected: String(v) === String(value) }, text)));
+  const box = el(
+    "select",
+    { cls: "field", onchange: () => onpick(box.value) },
+    options.map(([v, text]) => el("option", { value: v, selected: String(v) === String(value) }, text)),
+  );
   return el("label", { cls: "with" }, label, box);
 }
 function copyable(text) {
-  const word = button("Copy", async () => {
-    try { await navigator.clipboard.writeText(text); } catch {
-      const range = document.createRange();
-      range.selectNodeContents(code);
-      getSelection().removeAllRanges();
-      getSelection().addRange(range);
-      document.execCommand("copy");
-    }
-    word.textContent = "Copied";
-    setTimeout(() => { word.textContent = "Copy"; }, 1500);
-  }, { "aria-label": "Copy the command" });
+  const word = button(
+    "Copy",
+    async () => {
+      try {
+        await navigator.clipboard.writeText(text);
+      } catch {
+        const range = document.createRange();
+        range.selectNodeContents(code);
+        getSelection().removeAllRanges();
+        getSelection().addRange(range);
+        document.execCommand("copy");
+      }
+      word.textContent = "Copied";
+      setTimeout(() => {
+        word.textContent = "Copy";
+      }, 1500);
+    },
+    { "aria-label": "Copy the command" },
+  );
   const code = el("code", { tabindex: "0" }, text);
   return el("div", { cls: "cmd" }, code, word);
 }
@@ -70,12 +120,16 @@ function showTip(x, y, text) {
   tip.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - box.width - 8))}px`;
   tip.style.top = `${y + 18 + box.height > innerHeight ? Math.max(8, y - box.height - 10) : y + 18}px`;
 }
-const hideTip = () => { tip.hidden = true; };
+const hideTip = () => {
+  tip.hidden = true;
+};
 addEventListener("scroll", hideTip, { capture: true, passive: true });
 
 // -- light and dark: the system's, or as chosen
-const drawn = new Set();  // what draws on canvases, and must again when colours or sizes change
-const redraw = () => { for (const draw of drawn) draw(); };
+const drawn = new Set(); // what draws on canvases, and must again when colours or sizes change
+const redraw = () => {
+  for (const draw of drawn) draw();
+};
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "auto";
 function applyTheme() {

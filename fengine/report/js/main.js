@@ -4,19 +4,62 @@ function viewsOf(data) {
     const run = data.run;
     let rows = null;
     const theRows = () => (rows ||= rowsView(run));
-    const go = (kind) => { show("rows"); theRows().pick(kind); };
-    const goto = (id) => { if (run.rows_here.items.some((r) => r.i === id)) { show("rows"); theRows().show(id); } };
-    return [["summary", "Summary", () => summaryView(run, go)], ["rows", "Rows", () => theRows().node], ["schedule", "Schedule", () => scheduleView(run, goto)]];
+    const go = (kind) => {
+      show("rows");
+      theRows().pick(kind);
+    };
+    const goto = (id) => {
+      if (run.rows_here.items.some((r) => r.i === id)) {
+        show("rows");
+        theRows().show(id);
+      }
+    };
+    return [
+      ["summary", "Summary", () => summaryView(run, go)],
+      ["rows", "Rows", () => theRows().node],
+      ["schedule", "Schedule", () => scheduleView(run, goto)],
+    ];
   }
-  if (data.kind === "diff") return [["summary", "Difference", () => diffSummary(data)], ["rows", "Rows that differ", () => diffRows(data)], ["a", "A", () => summaryView(data.runs[0], () => {})], ["b", "B", () => summaryView(data.runs[1], () => {})]];
-  return [["summary", "Metrics", () => sweepView(data.sweep)], ["deltas", "Differences", () => el("div", { cls: "stack" }, deltaView(data.sweep) || el("p", { cls: "muted" }, "No two points have rows of the same input."), gridView(data.sweep))]];
+  if (data.kind === "diff")
+    return [
+      ["summary", "Difference", () => diffSummary(data)],
+      ["rows", "Rows that differ", () => diffRows(data)],
+      ["a", "A", () => summaryView(data.runs[0], () => {})],
+      ["b", "B", () => summaryView(data.runs[1], () => {})],
+    ];
+  return [
+    ["summary", "Metrics", () => sweepView(data.sweep)],
+    [
+      "deltas",
+      "Differences",
+      () =>
+        el(
+          "div",
+          { cls: "stack" },
+          deltaView(data.sweep) || el("p", { cls: "muted" }, "No two points have rows of the same input."),
+          gridView(data.sweep),
+        ),
+    ],
+  ];
 }
-const views = viewsOf(DATA), made = new Map(), main = document.getElementById("main");
-const tabs = views.map(([name, title]) => el("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "main", onclick: () => show(name) }, title));
+const views = viewsOf(DATA),
+  made = new Map(),
+  main = document.getElementById("main");
+const tabs = views.map(([name, title]) =>
+  el(
+    "button",
+    { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "main", onclick: () => show(name) },
+    title,
+  ),
+);
 
 function show(name) {
   const found = views.find(([one]) => one === name) || views[0];
-  tabs.forEach((tab, i) => { const on = views[i] === found; tab.setAttribute("aria-selected", String(on)); tab.tabIndex = on ? 0 : -1; });
+  tabs.forEach((tab, i) => {
+    const on = views[i] === found;
+    tab.setAttribute("aria-selected", String(on));
+    tab.tabIndex = on ? 0 : -1;
+  });
   if (!made.has(found[0])) made.set(found[0], found[2]());
   hideTip();
   main.replaceChildren(made.get(found[0]));
@@ -33,10 +76,18 @@ document.getElementById("tabs").addEventListener("keydown", (e) => {
   next.focus();
   next.click();
 });
-addEventListener("hashchange", () => { if (location.hash !== "#main") show(location.hash.slice(1)); });
+addEventListener("hashchange", () => {
+  if (location.hash !== "#main") show(location.hash.slice(1));
+});
 document.title = DATA.title;
-document.getElementById("title").textContent = DATA.kind === "run" ? `${DATA.run.task[0]} on ${DATA.run.model}` : DATA.kind === "diff" ? "Difference of two runs" : "Sweep";
-document.getElementById("subtitle").textContent = `${DATA.kind === "run" ? DATA.run.folder : DATA.kind === "sweep" ? `${many(DATA.sweep.points.length, "point")} in ${DATA.sweep.folder}` : `${DATA.runs[0].folder} ↔ ${DATA.runs[1].folder}`} · written ${DATA.made.slice(0, 16).replace("T", " ")} UTC by fengine ${DATA.fengine}`;
+document.getElementById("title").textContent =
+  DATA.kind === "run"
+    ? `${DATA.run.task[0]} on ${DATA.run.model}`
+    : DATA.kind === "diff"
+      ? "Difference of two runs"
+      : "Sweep";
+document.getElementById("subtitle").textContent =
+  `${DATA.kind === "run" ? DATA.run.folder : DATA.kind === "sweep" ? `${many(DATA.sweep.points.length, "point")} in ${DATA.sweep.folder}` : `${DATA.runs[0].folder} ↔ ${DATA.runs[1].folder}`} · written ${DATA.made.slice(0, 16).replace("T", " ")} UTC by fengine ${DATA.fengine}`;
 applyTheme();
 show(location.hash.slice(1));
 document.documentElement.dataset.ready = String(Math.round(performance.now()));

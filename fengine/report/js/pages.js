@@ -1,138 +1,118 @@
-// Who held which pages, the pool at one step, and the view that all of the schedule's plots share.
+// Who held which pages, over time and at one step.
 function hatched(pen) {
-  const tile = el("canvas", { width: 6, height: 6 }), ink = tile.getContext("2d");
+  const tile = el("canvas", { width: 6, height: 6 }),
+    ink = tile.getContext("2d");
   ink.strokeStyle = colour("--card");
   ink.lineWidth = 1.4;
   ink.beginPath();
-  for (const k of [-6, 0, 6]) { ink.moveTo(k, 6); ink.lineTo(k + 6, 0); }
+  for (const k of [-6, 0, 6]) {
+    ink.moveTo(k, 6);
+    ink.lineTo(k + 6, 0);
+  }
   ink.stroke();
   return pen.createPattern(tile, "repeat");
 }
 const highestPage = (session) => session.holds.reduce((most, [page, count]) => Math.max(most, page + count), 1);
 
 function pagesPlot(session, state) {
-  const high = highestPage(session), tall = Math.max(90, Math.min(320, high * 6)), dim = (place) => state.request !== null && state.request !== place;
+  const high = highestPage(session),
+    tall = Math.max(90, Math.min(320, high * 6)),
+    dim = (place) => state.request !== null && state.request !== place;
   const { canvas, draw } = surface(tall, (pen, width, height) => {
-    const { axis } = state, unit = height / high, pattern = hatched(pen);
+    const { axis } = state,
+      unit = height / high,
+      pattern = hatched(pen);
     pen.fillStyle = colour("--sunk");
     pen.fillRect(0, 0, width, height);
     for (const [page, count, s0, s1, place, hit] of session.holds) {
-      const a = axis.px(axis.left(s0), width), b = axis.px(axis.left(s1), width);
+      const a = axis.px(axis.left(s0), width),
+        b = axis.px(axis.left(s1), width);
       if (b < 0 || a > width) continue;
       const box = [a, (page - 1) * unit, Math.max(0.8, b - a), Math.max(0.8, count * unit - (unit > 4 ? 1 : 0))];
       pen.globalAlpha = dim(place) ? 0.18 : 0.92;
-      if (!hit) { pen.fillStyle = ofRequest(place); pen.fillRect(...box); }
-      if (hit) { pen.fillStyle = ofRequest(place); pen.globalAlpha *= 0.5; pen.fillRect(...box); pen.globalAlpha = dim(place) ? 0.2 : 1; pen.fillStyle = pattern; pen.fillRect(...box); }
+      if (!hit) {
+        pen.fillStyle = ofRequest(place);
+        pen.fillRect(...box);
+      }
+      if (hit) {
+        pen.fillStyle = ofRequest(place);
+        pen.globalAlpha *= 0.5;
+        pen.fillRect(...box);
+        pen.globalAlpha = dim(place) ? 0.2 : 1;
+        pen.fillStyle = pattern;
+        pen.fillRect(...box);
+      }
     }
     pen.globalAlpha = 1;
     cursorLine(pen, state, width, height);
   });
   canvas.addEventListener("mousemove", (e) => {
-    const s = state.axis.at(e.offsetX, canvas.clientWidth), page = 1 + Math.floor((e.offsetY / canvas.clientHeight) * high);
+    const s = state.axis.at(e.offsetX, canvas.clientWidth),
+      page = 1 + Math.floor((e.offsetY / canvas.clientHeight) * high);
     const those = session.holds.filter(([p, c, a, b]) => p <= page && page < p + c && a <= s && s < b);
-    showTip(e.clientX, e.clientY, `page ${page}, step ${session.steps.n[s]}\n${those.length ? those.map(([, , , , place, hit]) => `${requestName(session.requests[place])}${hit ? " (prefix hit)" : ""}`).join("\n") : "held by nobody"}`);
+    showTip(
+      e.clientX,
+      e.clientY,
+      `page ${page}, step ${session.steps.n[s]}\n${those.length ? those.map(([, , , , place, hit]) => `${requestName(session.requests[place])}${hit ? " (prefix hit)" : ""}`).join("\n") : "held by nobody"}`,
+    );
   });
   canvas.addEventListener("mouseleave", hideTip);
   state.parts.push(draw);
-  return plot(`Pages 1 to ${whole(high - 1)} of ${whole(session.pool)}, in the colour of who holds them`, el("span", { cls: "lk" }, el("i", { cls: "hatch", "aria-hidden": "true" }), "prefix hit: shared or found in the cache"), canvas);
+  return plot(
+    `Pages 1 to ${whole(high - 1)} of ${whole(session.pool)}, in the colour of who holds them`,
+    el(
+      "span",
+      { cls: "lk" },
+      el("i", { cls: "hatch", "aria-hidden": "true" }),
+      "prefix hit: shared or found in the cache",
+    ),
+    canvas,
+  );
 }
 
-function poolMap(session, state) {  // every page of the pool that was ever held, at the cursor
+function poolMap(session, state) {
+  // every page of the pool that was ever held, at the cursor
   const high = highestPage(session) - 1;
-  const shape = (width) => { const cell = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * 190) / Math.max(1, high))))); return [cell, Math.max(1, Math.floor(width / cell))]; };
+  const shape = (width) => {
+    const cell = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * 190) / Math.max(1, high)))));
+    return [cell, Math.max(1, Math.floor(width / cell))];
+  };
   let tall = 120;
-  const { canvas, draw } = surface(() => tall, (pen, width) => {
-    const [cell, across] = shape(width), wanted = Math.ceil(high / across) * cell + 2, s = state.step;
-    if (wanted !== tall) { tall = wanted; requestAnimationFrame(draw); return; }
-    const holders = new Map();
-    for (const [page, count, a, b, place] of session.holds) if (a <= s && s < b) for (let p = page; p < page + count; p++) holders.set(p, [...(holders.get(p) || []), place]);
-    const pattern = hatched(pen), free = colour("--sunk");
-    for (let p = 1; p <= high; p++) {
-      const x = ((p - 1) % across) * cell, y = Math.floor((p - 1) / across) * cell, those = holders.get(p);
-      pen.globalAlpha = those && state.request !== null && !those.includes(state.request) ? 0.2 : 1;
-      pen.fillStyle = those ? ofRequest(those[0]) : free;
-      pen.fillRect(x, y, cell - 1, cell - 1);
-      if (those?.length > 1) { pen.fillStyle = pattern; pen.fillRect(x, y, cell - 1, cell - 1); }
-    }
-  });
-  state.parts.push(draw);
-  return plot("The pool at this step", el("span", { cls: "lk" }, el("i", { cls: "hatch", "aria-hidden": "true" }), "held by several"), canvas);
-}
-function stepFacts(session, state, onrow) {
-  const box = el("div", {}), { steps } = session;
-  state.parts.push(() => {
-    const s = state.step;
-    const facts = [["step", whole(steps.n[s])], ["kind", STEP_NAMES[steps.k[s]]], ["took", micros(steps.d[s])], ["tokens", whole(steps.tok[s])], ["rows", whole(steps.row[s])], ["running", whole(steps.run[s])], ["waiting", whole(steps.wait[s])], ["pages held", whole(steps.held[s])], ["pages cached", whole(steps.idle[s])]];
-    const rows = [];
-    session.requests.forEach((one, i) => {
-      const part = one.seg.find(([, a, b]) => a <= s && s <= b), out = one.pre.includes(s);
-      const fresh = session.holds.filter(([, , a, , place]) => place === i && a === s), hits = fresh.filter((h) => h[5]).reduce((n, h) => n + h[1], 0), grown = fresh.reduce((n, h) => n + h[1], 0) - hits;
-      if (part || out) rows.push([el("span", { cls: "lk nowrap" }, el("i", { style: { background: ofRequest(i) }, "aria-hidden": "true" }), one.id === undefined ? `request ${one.n}` : el("button", { type: "button", cls: "quiet", onclick: () => onrow(one.id) }, one.id)),
-        out ? "preempted" : segmentWords(part, s), [hits && `${hits} hit`, grown && `${grown} new`].filter(Boolean).join(", ") || "–"]);
-    });
-    const more = rows.length > 40 ? rows.length - 40 : 0;
-    box.replaceChildren(el("dl", { cls: "stepfacts" }, facts.map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v)))),
-      el("div", { style: { "max-height": "330px", "overflow-y": "auto", "margin-top": "12px" }, tabindex: "0" }, table(["request", "does", "pages"], rows.slice(0, 40)), more > 0 && el("p", { cls: "muted small" }, `and ${more} more`)));
-  });
-  return box;
-}
-function sessionView(session, onrow) {
-  const n = session.steps.n.length, state = { axis: axisOf(session), step: 0, request: null, parts: [] };
-  const slider = el("input", { type: "range", min: 0, max: n - 1, value: 0, "aria-label": "Step", oninput: () => state.go(Number(slider.value)) });
-  const word = el("output", { cls: "num small nowrap" });
-  let waiting = false;
-  state.go = (step) => {
-    state.step = Math.max(0, Math.min(n - 1, step));
-    state.axis.follow(state.step);
-    slider.value = state.step;
-    slider.setAttribute("aria-valuetext", `step ${session.steps.n[state.step]}`);
-    word.textContent = `step ${whole(session.steps.n[state.step])} · ${micros(session.steps.t[state.step])}`;
-    if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; state.parts.forEach((draw) => draw()); }); }
-  };
-  const zoom = (factor) => { state.axis.zoom(factor, state.step); state.go(state.step); };
-  let timer = null;
-  const play = button("▶", () => {
-    if (timer) { clearInterval(timer); timer = null; } else timer = setInterval(() => { if (state.step >= n - 1 || !slider.isConnected) { play.click(); return; } state.go(state.step + 1); }, 60);
-    play.textContent = timer ? "❚❚" : "▶";
-  }, { "aria-label": "Play" });
-  const plots = el("div", {}, stepsPlot(session, state), gaugesPlot(session, state), ganttPlot(session, state), session.holds.length > 0 && pagesPlot(session, state));
-  for (const canvas of plots.querySelectorAll("canvas")) if (!canvas.dataset.own) canvas.addEventListener("click", (e) => state.go(state.axis.at(e.offsetX, canvas.clientWidth)));
-  const tools = el("div", { cls: "tools" }, choice("Across", [["steps", "steps"], ["time", "time"]], "steps", (v) => { state.axis.by = v; state.axis.reset(); state.go(state.step); }),
-    el("div", { cls: "chips" }, button("+", () => zoom(0.5), { "aria-label": "Zoom in" }), button("−", () => zoom(2), { "aria-label": "Zoom out" }), button("Fit", () => { state.axis.reset(); state.go(state.step); })));
-  const scrub = el("div", { cls: "scrub" }, play, button("‹", () => state.go(state.step - 1), { "aria-label": "Step before" }), slider, button("›", () => state.go(state.step + 1), { "aria-label": "Next step" }), word);
-  const node = el("div", { cls: "stack" }, el("section", { cls: "card" }, tools, plots, scrub),
-    el("div", { cls: "stepgrid" }, card("This step", stepFacts(session, state, onrow)), session.holds.length > 0 && card("Pages", poolMap(session, state))));
-  state.go(Math.floor(n / 2));
-  return node;
-}
-function spansView(session, onrow) {  // of a trace that tells of requests only
-  const rows = session.spans, line = 9, end = Math.max(1, ...rows.flatMap((r) => ["queue", "prefill", "decode"].map((p) => (r[p] ? r[p][0] + r[p][1] : 0))));
-  const view = Math.min(460, rows.length * line + 4), frame = el("div", { cls: "gantt", tabindex: "0", "aria-label": `${rows.length} requests over time`, style: { height: `${view}px` } });
-  const { canvas, draw } = surface(view - 2, (pen, width, height) => {
-    const inks = { queue: colour("--queue"), prefill: colour("--prefill"), decode: colour("--decode") };
-    for (let i = Math.floor(frame.scrollTop / line); i < Math.min(rows.length, Math.ceil((frame.scrollTop + height) / line)); i++) {
-      for (const phase of ["queue", "prefill", "decode"]) {
-        const span = rows[i][phase];
-        if (span) { pen.fillStyle = inks[phase]; pen.fillRect((span[0] / end) * width, i * line - frame.scrollTop + 1, Math.max(1, (span[1] / end) * width), line - 2); }
+  const { canvas, draw } = surface(
+    () => tall,
+    (pen, width) => {
+      const [cell, across] = shape(width),
+        wanted = Math.ceil(high / across) * cell + 2,
+        s = state.step;
+      if (wanted !== tall) {
+        tall = wanted;
+        requestAnimationFrame(draw);
+        return;
       }
-    }
-  });
-  const under = (e) => rows[Math.floor((e.clientY - frame.getBoundingClientRect().top + frame.scrollTop) / line)];
-  frame.append(canvas, el("div", { style: { height: `${Math.max(0, rows.length * line - view + 2)}px` } }));
-  frame.addEventListener("scroll", draw, { passive: true });
-  canvas.addEventListener("mousemove", (e) => { const r = under(e); if (r) showTip(e.clientX, e.clientY, `row ${r.row + 1} · ${r.id}\n${["queue", "prefill", "decode"].filter((p) => r[p]).map((p) => `${p} ${micros(r[p][1])}`).join("\n")}`); });
-  canvas.addEventListener("mouseleave", hideTip);
-  canvas.addEventListener("click", (e) => { const r = under(e); if (r) onrow(r.id); });
-  return card(null, plot(`${many(rows.length, "request")} over ${micros(end)}`, ["queue", "prefill", "decode"].map((p) => keyOf(`var(--${p})`, p)), frame));
-}
-function scheduleView(run, onrow) {
-  const { sessions, notes } = run.schedule, box = el("div", {});
-  const show = (at) => {
-    drawn.clear();
-    const one = sessions[at];
-    box.replaceChildren(one.steps.n.length ? sessionView(one, onrow) : spansView(one, onrow));
-  };
-  if (sessions.length) show(0);
-  const told = notes.length > 0 && el("div", { cls: "note plain" }, notes.map((n) => el("div", {}, n.includes("trace=steps") ? [`${n}: `, el("code", {}, "fengine eval … trace=steps")] : n)));
-  return el("div", { cls: "stack" }, told, sessions.length > 1 && el("div", {}, choice("Session", sessions.map((s, i) => [i, `${s.number}`]), 0, (v) => show(Number(v)))), box);
+      const holders = new Map();
+      for (const [page, count, a, b, place] of session.holds)
+        if (a <= s && s < b)
+          for (let p = page; p < page + count; p++) holders.set(p, [...(holders.get(p) || []), place]);
+      const pattern = hatched(pen),
+        free = colour("--sunk");
+      for (let p = 1; p <= high; p++) {
+        const x = ((p - 1) % across) * cell,
+          y = Math.floor((p - 1) / across) * cell,
+          those = holders.get(p);
+        pen.globalAlpha = those && state.request !== null && !those.includes(state.request) ? 0.2 : 1;
+        pen.fillStyle = those ? ofRequest(those[0]) : free;
+        pen.fillRect(x, y, cell - 1, cell - 1);
+        if (those?.length > 1) {
+          pen.fillStyle = pattern;
+          pen.fillRect(x, y, cell - 1, cell - 1);
+        }
+      }
+    },
+  );
+  state.parts.push(draw);
+  return plot(
+    "The pool at this step",
+    el("span", { cls: "lk" }, el("i", { cls: "hatch", "aria-hidden": "true" }), "held by several"),
+    canvas,
+  );
 }

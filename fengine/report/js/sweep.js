@@ -1,46 +1,147 @@
 // Several runs: their metrics with error bars, paired differences, and which rows change.
+function wideTable(heads, rows) {
+  const node = table(heads, rows);
+  node.classList.add("wide");
+  return node;
+}
 function sweepTable(sweep) {
   const names = [...new Set(sweep.points.flatMap((p) => p.metrics.map((m) => m.name)))];
-  const heads = ["point", ...names.map((n) => ({ text: n, num: true })), { text: "rows", num: true }, { text: "failed", num: true }, "folder"];
-  return table(heads, sweep.points.map((p) => [[p.name, p.problem ? el("div", { cls: "note bad small" }, p.problem) : !p.finished && el("div", { cls: "muted small" }, "not at its end")],
-    ...names.map((n) => { const m = p.metrics.find((x) => x.name === n); return m ? [short(m.value), m.stderr === null ? "" : el("span", { cls: "muted" }, ` ± ${short(m.stderr)}`)] : "–"; }), whole(p.rows), whole(p.counts.failed), el("code", {}, p.folder)]));
+  const heads = [
+    "point",
+    ...names.map((n) => ({ text: n, num: true })),
+    { text: "rows", num: true },
+    { text: "failed", num: true },
+    "folder",
+  ];
+  return wideTable(
+    heads,
+    sweep.points.map((p) => [
+      [
+        p.name,
+        p.problem
+          ? el("div", { cls: "note bad small" }, p.problem)
+          : !p.finished && el("div", { cls: "muted small" }, "not at its end"),
+      ],
+      ...names.map((n) => {
+        const m = p.metrics.find((x) => x.name === n);
+        return m
+          ? [short(m.value), m.stderr === null ? "" : el("span", { cls: "muted" }, ` ± ${short(m.stderr)}`)]
+          : "–";
+      }),
+      whole(p.rows),
+      whole(p.counts.failed),
+      el("code", {}, p.folder),
+    ]),
+  );
 }
 function metricPlots(sweep) {
-  const names = [...new Set(sweep.points.flatMap((p) => p.metrics.map((m) => m.name)))], tasks = [...new Set(sweep.points.map((p) => p.task))];
+  const names = [...new Set(sweep.points.flatMap((p) => p.metrics.map((m) => m.name)))],
+    tasks = [...new Set(sweep.points.map((p) => p.task))];
   return names.map((name) => {
-    const rows = sweep.points.map((p) => [p, p.metrics.find((m) => m.name === name)]).filter(([, m]) => m).map(([p, m]) => ({ label: p.name, value: m.value, low: m.low, high: m.high, ink: TRACE_COLOURS[tasks.indexOf(p.task) % TRACE_COLOURS.length], figure: `${short(m.value)}${m.stderr === null ? "" : ` ± ${short(m.stderr)}`}`, title: `${short(m.value)}, standard error ${short(m.stderr)}, ${many(m.n, "row")}` }));
-    return card(name, fluid((w) => intervals(rows, { width: w, describe: `${name} of every point, with 95 % intervals` }), 900));
+    const rows = sweep.points
+      .map((p) => [p, p.metrics.find((m) => m.name === name)])
+      .filter(([, m]) => m)
+      .map(([p, m]) => ({
+        label: p.name,
+        value: m.value,
+        low: m.low,
+        high: m.high,
+        ink: TRACE_COLOURS[tasks.indexOf(p.task) % TRACE_COLOURS.length],
+        figure: `${short(m.value)}${m.stderr === null ? "" : ` ± ${short(m.stderr)}`}`,
+        title: `${short(m.value)}, standard error ${short(m.stderr)}, ${many(m.n, "row")}`,
+      }));
+    return card(
+      name,
+      fluid((w) => intervals(rows, { width: w, describe: `${name} of every point, with 95 % intervals` })),
+    );
   });
 }
 function deltaView(sweep) {
-  const able = sweep.points.map((p, i) => [i, p.name]).filter(([i]) => sweep.deltas.some(([a, b]) => a === i || (sweep.complete && b === i)));
+  const able = sweep.points
+    .map((p, i) => [i, p.name])
+    .filter(([i]) => sweep.deltas.some(([a, b]) => a === i || (sweep.complete && b === i)));
   if (!able.length) return null;
   const box = el("div", { cls: "stack" });
   const draw = (base) => {
-    const mine = sweep.deltas.filter(([a, b]) => a === base || b === base).map(([a, b, name, value, se, low, high, n, up, down]) => (a === base ? { other: b, name, value, se, low, high, n, up, down } : { other: a, name, value: -value, se, low: high === null ? null : -high, high: low === null ? null : -low, n, up: down, down: up }));
+    const mine = sweep.deltas
+      .filter(([a, b]) => a === base || b === base)
+      .map(([a, b, name, value, se, low, high, n, up, down]) =>
+        a === base
+          ? { other: b, name, value, se, low, high, n, up, down }
+          : {
+              other: a,
+              name,
+              value: -value,
+              se,
+              low: high === null ? null : -high,
+              high: low === null ? null : -low,
+              n,
+              up: down,
+              down: up,
+            },
+      );
     const names = [...new Set(mine.map((d) => d.name))];
-    box.replaceChildren(...names.map((name) => {
-      const those = mine.filter((d) => d.name === name).sort((x, y) => x.other - y.other);
-      return el("div", {}, el("h3", { style: { margin: "6px 0" } }, `${name}, minus that of ${sweep.points[base].name}`), fluid((w) => intervals(those.map((d) => ({ label: sweep.points[d.other].name, value: d.value, low: d.low, high: d.high, hollow: d.low <= 0 && d.high >= 0, figure: `${signed(d.value)} ± ${fixed(d.se)}`, title: `${signed(d.value)}, standard error ${fixed(d.se)}, ${many(d.n, "row")}${d.up === null ? "" : `, ${d.up} up, ${d.down} down`}` })), { zero: 0, width: w, describe: `Paired differences of ${name}` }), 900));
-    }));
+    box.replaceChildren(
+      ...names.map((name) => {
+        const those = mine.filter((d) => d.name === name).sort((x, y) => x.other - y.other);
+        return el(
+          "div",
+          {},
+          el("h3", { style: { margin: "6px 0" } }, `${name}, minus that of ${sweep.points[base].name}`),
+          fluid((w) =>
+            intervals(
+              those.map((d) => ({
+                label: sweep.points[d.other].name,
+                value: d.value,
+                low: d.low,
+                high: d.high,
+                hollow: d.low <= 0 && d.high >= 0,
+                figure: `${signed(d.value)} ± ${fixed(d.se)}`,
+                title: `${signed(d.value)}, standard error ${fixed(d.se)}, ${many(d.n, "row")}${d.up === null ? "" : `, ${d.up} up, ${d.down} down`}`,
+              })),
+              { zero: 0, width: w, describe: `Paired differences of ${name}` },
+            ),
+          ),
+        );
+      }),
+    );
   };
   draw(able[0][0]);
-  return card(el("h2", {}, "Paired differences"), el("div", { cls: "tools" }, choice("Baseline", able, able[0][0], (v) => draw(Number(v)))),
-    el("p", { cls: "muted small", style: { "margin-bottom": "8px" } }, "Differences of the same rows, so that hard rows drop out; bars are 95 %. A hollow dot's interval holds zero." + (sweep.complete ? "" : " Each point is compared with the first of its input only: there are too many pairs.")), box);
+  return card(
+    el("h2", {}, "Paired differences"),
+    el(
+      "div",
+      { cls: "tools" },
+      choice("Baseline", able, able[0][0], (v) => draw(Number(v))),
+    ),
+    el(
+      "p",
+      { cls: "muted small", style: { "margin-bottom": "8px" } },
+      "Differences of the same rows, so that hard rows drop out; bars are 95 %. A hollow dot's interval holds zero." +
+        (sweep.complete ? "" : " Each point is compared with the first of its input only: there are too many pairs."),
+    ),
+    box,
+  );
 }
 function gridView(sweep) {
   const grids = sweep.grid.map((grid) => {
-    const rows = grid.kinds[0].length, same = [...Array(rows).keys()].filter((i) => grid.kinds.every((k) => k[i] === grid.kinds[0][i])).length;
-    const label = (i) => sweep.points[grid.points[i]].name, line = 20, room = 190;
+    const rows = grid.kinds[0].length,
+      same = [...Array(rows).keys()].filter((i) => grid.kinds.every((k) => k[i] === grid.kinds[0][i])).length;
+    const label = (i) => sweep.points[grid.points[i]].name,
+      line = 20,
+      room = 240;
     const { canvas, draw } = surface(grid.points.length * line + 2, (pen, width) => {
-      const inks = ["--failed", "--wrong", "--right", "--scored"].map(colour), wide = width < 520 ? 90 : room, cell = (width - wide) / rows;
+      const inks = ["--failed", "--wrong", "--right", "--scored"].map(colour),
+        wide = width < 520 ? 90 : room,
+        cell = (width - wide) / rows;
       pen.font = "12px sans-serif";
       pen.textBaseline = "middle";
       grid.kinds.forEach((kinds, y) => {
         pen.globalAlpha = 1;
         pen.fillStyle = colour("--ink");
         let text = label(y);
-        while (text.length > 3 && pen.measureText(text).width > wide - 12) text = `${text.slice(0, -2)}…`.replace("……", "…");
+        while (text.length > 3 && pen.measureText(text).width > wide - 12)
+          text = `${text.slice(0, -2)}…`.replace("……", "…");
         pen.fillText(text, 0, y * line + line / 2);
         for (let i = 0; i < rows; i++) {
           pen.globalAlpha = kinds[i] === "2" ? 0.4 : 1;
@@ -50,16 +151,50 @@ function gridView(sweep) {
       });
     });
     canvas.addEventListener("mousemove", (e) => {
-      const wide = canvas.clientWidth < 520 ? 90 : room, i = Math.floor((e.offsetX - wide) / ((canvas.clientWidth - wide) / rows)), y = Math.floor(e.offsetY / line);
-      if (i >= 0 && i < rows && grid.kinds[y]) showTip(e.clientX, e.clientY, `row ${i + 1} · ${label(y)}\n${KINDS[grid.kinds[y][i]]}`); else hideTip();
+      const wide = canvas.clientWidth < 520 ? 110 : room,
+        i = Math.floor((e.offsetX - wide) / ((canvas.clientWidth - wide) / rows)),
+        y = Math.floor(e.offsetY / line);
+      if (i >= 0 && i < rows && grid.kinds[y])
+        showTip(e.clientX, e.clientY, `row ${i + 1} · ${label(y)}\n${KINDS[grid.kinds[y][i]]}`);
+      else hideTip();
     });
     canvas.addEventListener("mouseleave", hideTip);
     requestAnimationFrame(draw);
-    return el("div", {}, el("p", { cls: "muted small", style: { margin: "4px 0 8px" } }, `${grid.task}: ${whole(same)} of ${many(rows, "row")} are the same in all ${grid.points.length} points${grid.rows > rows ? `; the first ${whole(rows)} of ${whole(grid.rows)} are drawn` : ""}.`), canvas);
+    return el(
+      "div",
+      {},
+      el(
+        "p",
+        { cls: "muted small", style: { margin: "4px 0 8px" } },
+        `${grid.task}: ${whole(same)} of ${many(rows, "row")} are the same in all ${grid.points.length} points${grid.rows > rows ? `; the first ${whole(rows)} of ${whole(grid.rows)} are drawn` : ""}.`,
+      ),
+      canvas,
+    );
   });
-  return grids.length > 0 && card(el("h2", {}, "Which rows change"), el("div", { cls: "lab" }, el("span", {}, KINDS.map((k, i) => keyOf(`var(--${k})`, k)))), el("div", { cls: "stack" }, grids));
+  return (
+    grids.length > 0 &&
+    card(
+      el("h2", {}, "Which rows change"),
+      el(
+        "div",
+        { cls: "lab" },
+        el(
+          "span",
+          {},
+          KINDS.map((k, i) => keyOf(`var(--${k})`, k)),
+        ),
+      ),
+      el("div", { cls: "stack" }, grids),
+    )
+  );
 }
 function sweepView(sweep) {
   const notes = sweep.points.flatMap((p) => p.notes.map((n) => `${p.name}: ${n}`));
-  return el("div", { cls: "stack" }, noteList(notes), card("Points", sweepTable(sweep)), el("div", { cls: "stack" }, metricPlots(sweep)));
+  return el(
+    "div",
+    { cls: "stack" },
+    noteList(notes),
+    card("Points", sweepTable(sweep)),
+    el("div", { cls: "stack" }, metricPlots(sweep)),
+  );
 }

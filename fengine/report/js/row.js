@@ -1,0 +1,156 @@
+// One row: its prompt, its answers, its scores and columns.
+
+function answerHead(a, i, row) {
+  const n = a.l.length,
+    sum = a.l.reduce((s, x) => s + (isNumber(x) ? x : 0), 0);
+  const picked = row.sc?.picked !== undefined && a.t.trim() === String(row.sc.picked).trim();
+  const facts = [
+    many(a.m || a.k.length, "token"),
+    n > 0 && `Σ logprob ${fixed(sum, 3)}`,
+    n > 1 && `perplexity ${short(Math.exp(-sum / n))}`,
+    a.f,
+    a.seed && `seed ${a.seed}`,
+  ].filter(Boolean);
+  const name =
+    row.a.length > 1
+      ? `${a.kind === "loglikelihood" ? "Choice" : "Answer"} ${i + 1}`
+      : a.kind === "rolling"
+        ? "Text"
+        : "Answer";
+  return el(
+    "div",
+    { cls: "head" },
+    el("h2", {}, name, picked && " ", picked && el("span", { cls: "pill k3" }, "picked")),
+    el("span", { cls: "muted small num" }, facts.join(" · ")),
+  );
+}
+function promptBlock(ctx, prompt) {
+  const text = typeof prompt === "string" ? prompt : prompt.map((id) => tokenText(ctx, id) ?? `#${id} `).join("");
+  return el("div", { cls: "prompt", tabindex: "0", "aria-label": "Prompt" }, text);
+}
+function measureBar(ctx, heats) {
+  const ends = [el("span", {}), el("span", {})];
+  const label = () => {
+    ends[0].textContent = MEASURES[measure].low;
+    ends[1].textContent = MEASURES[measure].high;
+  };
+  const options = [
+    ["logprob", "Surprise (−logprob)"],
+    ...(ctx.recorded
+      ? [
+          ["entropy", "Entropy"],
+          ["rank", "Rank"],
+        ]
+      : []),
+  ];
+  if (!ctx.recorded) measure = "logprob";
+  label();
+  return el(
+    "div",
+    { cls: "legend" },
+    options.length > 1
+      ? choice("Colour", options, measure, (v) => {
+          measure = v;
+          label();
+          heats.forEach((h) => h.recolour());
+        })
+      : el("span", {}, "Colour: surprise, −logprob"),
+    ends[0],
+    el("span", { cls: "ramp", "aria-hidden": "true" }),
+    ends[1],
+    !ctx.recorded && el("span", {}, "· likeliest tokens and entropy: run with top_logprobs=5"),
+  );
+}
+function rowView(ctx, row, extra) {
+  if (row.lost !== undefined)
+    return el(
+      "div",
+      { cls: "stack" },
+      extra,
+      card(
+        row.i,
+        el(
+          "p",
+          {},
+          `This row alone has ${whole(row.lost)} bytes, too many for this file. It is in outputs.jsonl, record ${row.n + 1}; megabytes=M makes room for more.`,
+        ),
+      ),
+    );
+  const heats = [],
+    blocks = [];
+  const head = el(
+    "div",
+    { cls: "head" },
+    el("h2", {}, row.i),
+    el(
+      "div",
+      { cls: "chips" },
+      pill(row.s),
+      el(
+        "span",
+        { cls: "muted small num" },
+        `row ${whole(row.n + 1)}${isNumber(row.sec) ? ` · ${fixed(row.sec, 2)} s` : ""}`,
+      ),
+    ),
+  );
+  const prompts = row.p.map(
+    (p) =>
+      p.length > 0 &&
+      el(
+        "div",
+        {},
+        el("h3", { style: { margin: "2px 0 6px" } }, row.p.length > 1 ? "Prompts" : "Prompt"),
+        promptBlock(ctx, p),
+      ),
+  );
+  for (const [i, a] of row.a.entries()) {
+    const heat = a.k.length ? heatmap(ctx, a) : null;
+    if (heat) heats.push(heat);
+    blocks.push(
+      el(
+        "div",
+        { cls: "answer" },
+        answerHead(a, i, row),
+        heat ? heat.node : el("p", { cls: "muted" }, "No tokens."),
+        heat && (a.m || !(a.k[0] in ctx.vocab)) && el("div", { cls: "prompt", style: { "margin-top": "10px" } }, a.t),
+      ),
+    );
+  }
+  const scores = Object.entries(row.sc || {}).map(([k, v]) => [
+    k,
+    typeof v === "boolean" ? (v ? "yes" : "no") : typeof v === "number" ? short(v) : visible(String(v)),
+  ]);
+  return el(
+    "div",
+    { cls: "stack" },
+    extra,
+    card(
+      head,
+      row.e && el("div", { cls: "note bad" }, el("b", {}, `${row.e[0]}: `), row.e[1]),
+      row.cut &&
+        el("div", { cls: "note plain small" }, "This row is large: it is cut here, and whole in outputs.jsonl."),
+      prompts,
+    ),
+    row.a.length > 0 && card(null, measureBar(ctx, heats), blocks),
+    el(
+      "div",
+      { cls: "cols" },
+      scores.length > 0 && card("Scores", table(["score", { text: "value", num: true }], scores)),
+      row.d.length > 0 &&
+        card(
+          "Columns of the input",
+          el(
+            "table",
+            {},
+            el(
+              "tbody",
+              {},
+              row.d.map(([k, v]) =>
+                el("tr", {}, el("td", { cls: "key" }, k), el("td", { style: { "white-space": "pre-wrap" } }, v)),
+              ),
+            ),
+          ),
+        ),
+    ),
+  );
+}
