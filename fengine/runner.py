@@ -180,7 +180,7 @@ class CudaRunner:
             if s > least
         ]
         adapted = [b._replace(adapters=True) for b in decode + mixed if self.adapter_slots]
-        return sorted(decode + mixed + adapted, key=lambda b: (b.tokens, b.rows), reverse=True)
+        return sorted(decode + mixed + adapted, key=lambda b: (b.tokens, b.rows, b.adapters), reverse=True)
 
     def prepare(self, kv: KVState) -> int:
         """Runs every bucket with any small KV state: compiles and proves all kernels, which takes memory of its own.

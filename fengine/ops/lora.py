@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fengine.ops.linear import fetch
 from fengine.ops.proof import proofs
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
 
@@ -76,23 +77,28 @@ def find_block(start_ptr, slots, BM: tl.constexpr, SLOTS: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def shrink_kernel(x_ptr, a_ptr, rank_ptr, token_ptr, start_ptr, h_ptr, T, K, slots, a_stride, rank_stride,
                   P: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr,
-                  BR: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EVEN: tl.constexpr,
+                  BR: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr,
                   PDL: tl.constexpr):  # fmt: skip
     """h[chunk, i, part, r] of BM tokens and BR ranks: CHUNKS chunks of K, summed left to right, by each program."""
     begin(PDL)
     slot, first, end = find_block(start_ptr, slots, BM, SLOTS)
     part = tl.program_id(1) // (R // BR)
-    r = tl.program_id(1) % (R // BR) * BR + tl.arange(0, BR)
-    live = slot < slots
-    rank = tl.load(rank_ptr + slot * rank_stride + part, mask=live, other=0)
+    first_r = tl.program_id(1) % (R // BR) * BR
+    rank = tl.load(rank_ptr + slot * rank_stride + part, mask=slot < slots, other=0)
     i = first + tl.arange(0, BM)
     token = tl.load(token_ptr + i, mask=i < end, other=0).to(tl.int64)
+    r = first_r + tl.arange(0, BR)
+    start = tl.program_id(2) * CHUNKS * CHUNK
+    a_rows = a_ptr + slot.to(tl.int64) * a_stride + (part * R + r).to(tl.int64) * K + start
+    if PDL and FETCH:
+        if first_r < rank:
+            fetch(a_rows, CHUNK, 1)
     wait(PDL)
-    if tl.program_id(1) % (R // BR) * BR >= rank:
+    if first_r >= rank:
         return
-    k = tl.program_id(2) * CHUNKS * CHUNK + tl.arange(0, BK)
+    k = start + tl.arange(0, BK)
     x_tile = x_ptr + token[:, None] * K + k[None, :]
-    a_tile = a_ptr + slot.to(tl.int64) * a_stride + (part * R + r).to(tl.int64)[:, None] * K + k[None, :]
+    a_tile = a_rows[:, None] + tl.arange(0, BK)[None, :]
     total = tl.zeros((BM, BR), tl.float32)
     for _ in range(CHUNKS):
         acc = tl.zeros((BM, BR), tl.float32)
@@ -141,6 +147,9 @@ def expand_kernel(y_ptr, h_ptr, b_ptr, scale_ptr, rank_ptr, token_ptr, start_ptr
     wait(PDL)
     if rank == 0:
         return
+    y_tile = y_ptr + token[:, None] * N + (before + n)[None, :]
+    y_mask = (i < end)[:, None] & (n < width)[None, :]
+    y = tl.load(y_tile, mask=y_mask, other=0.0).to(tl.float32)
     acc = tl.zeros((BM, BN), tl.float32)
     for block in tl.static_range(R // BR):
         h = tl.zeros((BM, BR), tl.float32)
@@ -151,10 +160,7 @@ def expand_kernel(y_ptr, h_ptr, b_ptr, scale_ptr, rank_ptr, token_ptr, start_ptr
         if block > 0:
             b = tl.load(b_tile + block * BR, mask=inside & (block * BR + r < rank)[None, :], other=0.0)
         acc = tl.dot((h * scale).to(b.dtype), b.T, acc, input_precision="ieee")
-    y_tile = y_ptr + token[:, None] * N + (before + n)[None, :]
-    mask = (i < end)[:, None] & (n < width)[None, :]
-    y = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32) + acc
-    tl.store(y_tile, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_tile, (y + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
 
 
 class Schedule(NamedTuple):
@@ -181,11 +187,11 @@ def run(y_TN: Tensor, x_TK: Tensor, stack: Stack, token_A: Tensor, start_S: Tens
     h = torch.empty(stored, tokens, parts, ranks, dtype=torch.float32, device=x_TK.device)
     blocks = tokens // s.block_m + min(slots, tokens)  # enough, however the tokens fall into slots
     most = triton.next_power_of_2(slots)
-    pdl = dependent_launch(x_TK.device.index)
+    even, pdl = k % CHUNK == 0, dependent_launch(x_TK.device.index)
     shrink_kernel[(blocks, parts * ranks // RANKS, stored)](
         x_TK, a, rank, token_A, start_S, h, tokens, k, slots, a.stride(0), rank.stride(0), parts, ranks, CHUNK,
-        1 if s.split else chunks, s.block_m, RANKS, s.block_k, most, k % CHUNK == 0, num_warps=2 if s.split else 4,
-        num_stages=4, **pdl,
+        1 if s.split else chunks, s.block_m, RANKS, s.block_k, most, even, s.split and even and a.element_size() == 2,
+        num_warps=2 if s.split else 4, num_stages=4, **pdl,
     )  # fmt: skip
     tiles = sum(triton.cdiv(width, s.block_n) for width in widths)
     expand_kernel[(blocks, tiles)](
