@@ -1,0 +1,226 @@
+"""An evaluation on many machines: `fengine eval`'s rows through Ray Data, with an Engine in every actor.
+
+pip install 'fengine[ray]'
+python scripts/ray_batch.py --workers 4 --gpus 1 task=jsonl task.data=mine.jsonl model=qwen3-8b out=runs/mine
+
+The words with = are those of `fengine eval`; the folder is a run's folder, and its outputs.jsonl has the bytes of the
+single-process run, since a row's bits belong to the row. Ray Data's `map_batches` keeps the order; this process alone
+writes, one journaled line for each row as its batch arrives. Killed at any moment, the same command goes on with the
+rows that the journal lacks, by their ids; `fengine eval` with the same words may go on with it too, and the other way
+around. A run is one kind of machine: an actor on another CPU or GPU than the first is refused, as its bits may differ.
+
+Without --address (or RAY_ADDRESS) a cluster of this machine is started: on the loopback interface, without dashboard.
+Model and input paths must be the same on all machines; the rows travel through Ray's object store. Exit codes are those
+of `fengine eval`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fengine import evaluate
+from fengine.errors import FengineError, MissingExtraError
+from fengine.evals import manifest
+from fengine.evals.asking import Asker
+from fengine.evals.config import EVAL, EvalConfig, parse_shard
+from fengine.evals.folder import JOURNAL, MANIFEST, RunFolder
+from fengine.evals.journal import Journal, encode
+from fengine.evals.kinds import open_task
+from fengine.evals.loop import FATAL, answer_row, error_record
+from fengine.evals.resume import OK, Survey, Table, reopen, survey
+from fengine.evals.shards import shard_of
+from fengine.evals.task import BadRow, Row, Task
+from fengine.evals.task_config import base_directory
+from fengine.runs import view
+from fengine.runs.compose import points
+from fengine.runs.engines import model_directory, open_engine, report
+from fengine.runs.output_file import encode_record
+from fengine.runs.words import parse
+
+try:
+    import ray
+    from ray.data import ActorPoolStrategy, DataContext
+except ImportError:
+    ray = None
+
+
+class EngineActor:
+    """Computes batches of rows with an engine of its own. Made once in every actor of Ray."""
+
+    def __init__(self, config: EvalConfig, base: Path) -> None:
+        self.config, self.engine = config, open_engine(config.engine)
+        self.task = open_task(config.task, base, self.engine.tokenizer.encode_chat)
+        self.asker = Asker(self.engine)
+        found = manifest.in_force(self.engine.config, self.asker.max_input)
+        if manifest.local_directory(config.model.path) is None:
+            found["model_files"] = manifest.file_digests(model_directory(config.model))
+        self.in_force = json.dumps(found)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The lines of outputs.jsonl of rows: "index", and "row", which is JSON of [id, data]. Errors: the engine's."""
+        rows = [Row(*json.loads(row)) for row in batch["row"]]
+        done = asyncio.run(self.compute(rows))
+        times, lines = zip(*done, strict=True)
+        return {
+            "index": batch["index"],
+            "times": list(times),
+            "line": list(lines),
+            "in_force": [self.in_force] * len(rows),
+        }
+
+    async def compute(self, rows: Sequence[Row]) -> list[tuple[str, bytes]]:
+        return await asyncio.gather(*(self.one(row) for row in rows))
+
+    async def one(self, row: Row) -> tuple[str, bytes]:
+        """As `fengine eval` computes a row: what fails that is the row's own becomes its record."""
+        started, clock, metas = time.time(), time.perf_counter(), []
+        try:
+            record = await answer_row(self.asker, self.config, self.task, row, metas)
+        except FATAL:
+            raise
+        except Exception as error:
+            record = error_record(row, error)
+        tokens = [sum(meta[key] for meta in metas) for key in ("prompt_tokens", "completion_tokens")]
+        head = [int("error" not in record), round(started, 6), round(time.perf_counter() - clock, 6), *tokens]
+        return json.dumps(head), encode_record(record)[:-1]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=1, help="actors, each with an engine")
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs of each actor")
+    parser.add_argument("--cpus", type=float, default=1, help="CPUs of each actor")
+    parser.add_argument("--batch", type=int, default=64, help="rows that an actor takes at once")
+    parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, else one of this machine")
+    parser.add_argument("words", nargs="+", help="key=value, as for fengine eval")
+    args = parser.parse_intermixed_args()
+    if args.workers < 1 or args.batch < 1 or args.gpus < 0 or args.cpus < 0:
+        parser.error("--workers and --batch must be at least 1, --gpus and --cpus at least 0")
+    return args
+
+
+def start(args: argparse.Namespace) -> None:
+    address = args.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address, log_to_driver=False)
+        return
+    slots = max(
+        os.cpu_count() or 1, int(args.workers * args.cpus) + 4
+    )  # logical: Ray Data wants some for its own tasks
+    ray.init(num_cpus=slots, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+
+
+def batches(args: argparse.Namespace, config: EvalConfig, base: Path, rows: list[dict[str, Any]]) -> Iterator[Any]:
+    """What the actors make of `rows`, in their order."""
+    context = DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    given = ray.data.from_items(rows, override_num_blocks=max(1, -(-len(rows) // args.batch)))
+    computed = given.map_batches(
+        EngineActor,
+        fn_constructor_args=(config, base),
+        batch_size=args.batch,
+        compute=ActorPoolStrategy(size=args.workers),
+        num_gpus=args.gpus or None,
+        num_cpus=args.cpus,
+    )
+    return iter(computed.iter_batches(batch_size=None, prefetch_batches=1))
+
+
+def work(args: argparse.Namespace) -> int:
+    """The run from its beginning, or from where it was. Errors: FengineError; those of Ray."""
+    if ray is None:
+        raise MissingExtraError.of("scripts/ray_batch.py", "ray", "ray")
+    (point,) = points(parse(args.words, "ray_batch"), EVAL)
+    config: EvalConfig = point.config
+    folder = Path(config.out).absolute() if config.out else point.directory
+    screen, shard = view.choose(config.view), parse_shard(config.run.shard)
+    base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
+    whole = open_task(config.task, base)
+    task = shard_of(whole, shard)
+    with RunFolder(folder) as opened:
+        rows = survey(whole).shard(shard)
+        record = evaluate.open_record(opened, point, manifest.identity(config, whole, rows), base)
+        table = reopen(opened, rows, manifest.canonical(record["identity"]), screen.note)
+        part = evaluate.Part(config, opened, record, rows, table)
+        if table.left:
+            screen.note(f"{rows.rows - table.left:,} of {rows.rows:,} rows are there; a folder to go on with: {folder}")
+            record["sessions"].append(manifest.session(["ray_batch", *args.words], evaluate.now()))
+            record["result"] = None
+            opened.write(MANIFEST, record)
+            compute(args, part, task, base)
+            record["sessions"][-1] |= {"ended": evaluate.now(), "how": "all rows", "workers": args.workers}
+            opened.write(MANIFEST, record)
+        return part.end(task, screen)[0]
+
+
+def compute(args: argparse.Namespace, part: evaluate.Part, task: Task, base: Path) -> None:
+    """Computes what the table lacks. Modifies: the table, the journal, and what the manifest says of the machine."""
+    with Journal(part.folder.path / JOURNAL) as journal:
+        left = []
+        for index, row in enumerate(task.rows()):
+            if part.table.known[index] == OK:
+                continue
+            if isinstance(row, BadRow):
+                head = json.dumps([0, round(time.time(), 6), 0.0, 0, 0])
+                put(
+                    journal,
+                    part.table,
+                    part.rows,
+                    index,
+                    len(part.record["sessions"]),
+                    head,
+                    encode_record(error_record(row))[:-1],
+                )
+            else:
+                left.append({"index": index, "row": json.dumps([row.id, row.data])})
+        if not left:
+            return
+        start(args)
+        for batch in batches(args, part.config, base, left):
+            for index, head, line, force in zip(
+                *(batch[key] for key in ("index", "times", "line", "in_force")), strict=True
+            ):
+                check(part, json.loads(force))
+                put(journal, part.table, part.rows, int(index), len(part.record["sessions"]), str(head), bytes(line))
+
+
+def put(journal: Journal, table: Table, rows: Survey, index: int, session: int, head: str, line: bytes) -> None:
+    ok, *times = json.loads(head)
+    offset = journal.append(encode([index, ok, rows.keys[index], session, *times], line))
+    table.put(index, bool(ok), offset)
+
+
+def check(part: evaluate.Part, found: dict[str, Any]) -> None:
+    """All actors compute on the same. Errors: ResumeMismatchError."""
+    known = part.record["in_force"]
+    if known is None:
+        part.record["in_force"] = found
+        part.folder.write(MANIFEST, part.record)
+    elif known != found:
+        manifest.refuse_differences({"in_force": known}, {"in_force": found}, part.folder.path)
+
+
+def main() -> int:
+    args = arguments()
+    try:
+        return work(args)
+    except KeyboardInterrupt:
+        print("ray_batch: interrupted; run the same command to go on", file=sys.stderr)
+        return evaluate.INTERRUPTED
+    except FengineError as error:
+        report(error)
+        return evaluate.USAGE
+    finally:
+        if ray is not None and ray.is_initialized():
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
