@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,15 @@ def test_an_error_stops_the_evaluation_and_says_why(tmp_path: Path) -> None:
         capitals(best_of=3), model="fengine/box", model_args=EAGER, log_dir=str(tmp_path), display="none"
     )
     assert log.status == "error" and "best_of=3" in log.error.message
+
+
+def test_the_readmes_task(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("capitals", BOX.parents[2] / "scripts" / "harness" / "capitals.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    log = run(module.capitals(), tmp_path, limit=10, temperature=0, max_tokens=16)
+    assert len(log.samples) == 10 and log.results.scores[0].metrics["accuracy"].value > 0.4
 
 
 # -- one call ----------------------------------------------------------------------------------------------------------

@@ -379,3 +379,11 @@ def test_the_command_line(tasks: TaskManager, tmp_path: Path, capsys: Any, monke
     wrong = [word.replace("pretrained=box", "pretrained=/nowhere") for word in words]
     assert verb.main(wrong) == 2 and "/nowhere" in capsys.readouterr().err
     assert verb.main(["--help"]) == 0 and "--model fengine" in capsys.readouterr().out
+
+
+def test_the_readmes_tasks(monkeypatch: pytest.MonkeyPatch, box: FengineLM) -> None:
+    root = Path(__file__).resolve().parent.parent
+    monkeypatch.chdir(root)
+    manager = TaskManager(include_path=str(root / "scripts" / "harness"), include_defaults=False)
+    found = run(box, manager, ["box_letters", "box_answers"], limit=20)["results"]
+    assert found["box_letters"]["acc,none"] > 0.9 and found["box_answers"]["exact_match,trimmed"] > 0.9

@@ -6,6 +6,7 @@ needed to start it.
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from fengine.errors import MissingExtraError
 from fengine.verbs import frame
@@ -41,7 +42,8 @@ def load() -> Callable[[], None]:
         raise MissingExtraError.of("fengine lm-eval", "lm_eval", "lm-eval") from None
     from fengine.harness.lm_eval_model import FengineLM
 
-    register_model("fengine")(FengineLM)
+    with suppress(ValueError):  # a later release has found it by its entry point already
+        register_model("fengine")(FengineLM)
     return cli_evaluate
 
 
