@@ -1,4 +1,7 @@
-"""A task of inspect-ai over data of this repository: inspect eval scripts/harness/capitals.py --model fengine/box"""
+"""A task of inspect-ai over data of this repository; its prompts are texts to be continued, not chats.
+
+inspect eval scripts/harness/capitals.py --model fengine/box -M use_chat_template=false --temperature 0 --max-tokens 16
+"""
 
 import json
 from pathlib import Path
