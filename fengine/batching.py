@@ -179,22 +179,28 @@ class RowTables:
 
 def with_drafts(staged: Staged, plan: Plan) -> Staged:
     """The step with a draw in front of each row's drafts, and one behind each draft. Pure."""
-    count_R = np.zeros(len(plan.requests), np.int32)
-    for row, draft in plan.drafts:
-        count_R[row] = len(draft)
-    row_D = np.repeat([row for row, _ in plan.drafts], [len(draft) for _, draft in plan.drafts])
-    first_R = staged.logit_index_R - count_R
-    nth_D = np.concatenate([np.arange(1, len(draft) + 1, dtype=np.int32) for _, draft in plan.drafts])
-    logit_index_R = np.concatenate((first_R, first_R[row_D] + nth_D))
-    same = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R")
-    extra = len(row_D)
+    row, index = list(range(len(plan.requests))), staged.logit_index_R.tolist()
+    for i, draft in plan.drafts:
+        last = index[i]
+        index[i] = last - len(draft)
+        index += range(last - len(draft) + 1, last + 1)
+        row += [i] * len(draft)
+    row_R, logit_index_R = np.array(row), np.array(index, np.int32)
+    rows, width = staged.page_table_RN.shape
+    zero_D = np.zeros(len(row) - rows, np.int32)
+    page_table_RN = np.zeros((len(row), width), np.int32)
+    page_table_RN[:rows] = staged.page_table_RN
     return staged._replace(
-        q_start_B=np.pad(staged.q_start_B, (0, extra), mode="edge"),
-        kv_len_R=np.pad(staged.kv_len_R, (0, extra)),
-        page_table_RN=np.pad(staged.page_table_RN, ((0, extra), (0, 0))),
+        q_start_B=np.concatenate((staged.q_start_B, zero_D + staged.q_start_B[-1])),
+        kv_len_R=np.concatenate((staged.kv_len_R, zero_D)),
+        page_table_RN=page_table_RN,
         logit_index_R=logit_index_R,
+        temperature_R=staged.temperature_R[row_R],
+        top_k_R=staged.top_k_R[row_R],
+        top_p_R=staged.top_p_R[row_R],
+        min_p_R=staged.min_p_R[row_R],
+        seed_R=staged.seed_R[row_R],
         sample_pos_R=staged.pos_T[logit_index_R] + 1,
-        **{name: np.concatenate((getattr(staged, name), getattr(staged, name)[row_D])) for name in same},
     )
 
 
