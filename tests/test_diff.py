@@ -5,9 +5,11 @@ import json
 import math
 import random
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("hydra")
@@ -46,8 +48,9 @@ def row(*answers: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def test_bits() -> None:
     assert hex_bits(-0.5) == "0xbf000000" and hex_bits(0.1) == "0x3fb999999999999a" and len(hex_bits(1e300)) == 18
-    assert flipped_bits(-0.5, -0.5) == 0 and flipped_bits(0.0, -0.0) == 1
-    assert flipped_bits(-0.5, next_float32(-0.5)) == 1 and flipped_bits(0.5, 0.1) > 0
+    x, y = np.array([-0.5, 0.0, -0.5, 0.5, 1e300]), np.array([-0.5, -0.0, next_float32(-0.5), 0.1, 1e300])
+    wide = bin(int.from_bytes(struct.pack(">d", 0.5), "big") ^ int.from_bytes(struct.pack(">d", 0.1), "big")).count("1")
+    assert flipped_bits(x, y).tolist() == [0, 1, 1, wide, 0] and flipped_bits(x[:0], y[:0]).tolist() == []
 
 
 def test_a_row_against_every_kind_of_change() -> None:

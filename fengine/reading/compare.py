@@ -5,10 +5,11 @@ only as far as the tokens before them and their own are equal, for behind it the
 """
 
 import struct
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from fengine.evals.statistics import Delta, paired
 from fengine.evals.task import Scores
@@ -92,18 +93,21 @@ def _compare_answer(found: RowDifference, sample: int, a: Record, b: Record) -> 
         found.tokens += 1
         found.first_token = found.first_token or _divergence(found.id, sample, equal, a, b)
     found.tokens += equal
-    mine, its = a["logprobs"][:equal], b["logprobs"][:equal]
-    found.logprobs += min(len(mine), len(its))
-    if len(mine) == len(its) and _packed(mine) == _packed(its):
+    both = min(equal, len(a["logprobs"]), len(b["logprobs"]))
+    mine, its = (np.array(one["logprobs"][:both], np.float64) for one in (a, b))
+    found.logprobs += both
+    places = np.flatnonzero(mine.view(np.uint64) != its.view(np.uint64))
+    if not len(places):
         return
-    for token, (x, y) in enumerate(zip(mine, its, strict=False)):
-        flips = flipped_bits(x, y)
-        if flips:
-            found.differing_logprobs += 1
-            found.differing_bits += flips
-            found.first_logprob = found.first_logprob or _divergence(found.id, sample, token, a, b)
-            found.deltas.append(abs(y - x))
-            found.largest = max(found.largest, (abs(y - x), sample, token), key=lambda one: one[0])
+    x, y = mine[places], its[places]
+    deltas = np.abs(y - x)
+    found.differing_logprobs += len(places)
+    found.differing_bits += int(flipped_bits(x, y).sum())
+    found.first_logprob = found.first_logprob or _divergence(found.id, sample, int(places[0]), a, b)
+    found.deltas += deltas.tolist()
+    largest = int(np.argmax(deltas))
+    if deltas[largest] > found.largest[0]:
+        found.largest = float(deltas[largest]), sample, int(places[largest])
 
 
 def _common(one: list[int], other: list[int]) -> int:
@@ -129,32 +133,28 @@ def _side(answer: Record, token: int, at: int) -> Side:
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-def _packed(values: list[float]) -> bytes:
-    return struct.pack(f">{len(values)}d", *values)
-
-
-def _bytes(value: float) -> bytes:
-    """Of the float32 that a logprob is; of the float64 where it is none. Pure."""
+def hex_bits(value: float) -> str:
+    """0x and the 8 digits of the float32 that a logprob is; 16 of the float64 where it is none. Pure."""
     try:
         short = struct.pack(">f", value)
-        if struct.unpack(">f", short)[0] == value:
-            return short
+        exact = struct.unpack(">f", short)[0] == value
     except OverflowError:
-        pass
-    return struct.pack(">d", value)
+        short, exact = b"", False
+    return f"0x{(short if exact else struct.pack('>d', value)).hex()}"
 
 
-def hex_bits(value: float) -> str:
-    """0x and 8 digits for a float32, 16 for a float64 that is none. Pure."""
-    return f"0x{_bytes(value).hex()}"
+def flipped_bits(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """In how many bits each of two float64 [N] differs from the other, as float32 where both are such. Pure."""
+    with np.errstate(all="ignore"):
+        short_x, short_y = x.astype(np.float32), y.astype(np.float32)
+        exact = (short_x == x) & (short_y == y)
+    short = _ones(short_x.view(np.uint32) ^ short_y.view(np.uint32))
+    return np.where(exact, short, _ones(x.view(np.uint64) ^ y.view(np.uint64)))
 
 
-def flipped_bits(x: float, y: float) -> int:
-    """In how many bits two logprobs differ. Pure."""
-    one, other = _bytes(x), _bytes(y)
-    if len(one) != len(other):
-        one, other = struct.pack(">d", x), struct.pack(">d", y)
-    return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).bit_count()
+def _ones(bits: np.ndarray) -> np.ndarray:
+    """Set bits of each integer [N]."""
+    return np.unpackbits(bits.view(np.uint8).reshape(len(bits), bits.itemsize), axis=1).sum(1)
 
 
 # -- all rows ----------------------------------------------------------------------------------------------------------
@@ -197,8 +197,9 @@ class Comparison:
         self.differing_tokens += found.first_token is not None
         self.differing_logprobs += found.differing_logprobs
         self.differing_bits += found.differing_bits
-        for delta in found.deltas:
-            self.histogram[bisect_right(EDGES, delta) - 1] += 1
+        if found.deltas:
+            for place, number in enumerate(np.bincount(np.searchsorted(EDGES, found.deltas, "right") - 1)):
+                self.histogram[place] += int(number)
         if found.deltas and (found.largest[0] > self.largest_delta or self.largest_at is None):
             self.largest_delta, self.largest_at = found.largest[0], (found.id, *found.largest[1:])
         named = [("tokens", found.first_token), ("logprobs", found.first_logprob)]
