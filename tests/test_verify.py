@@ -25,7 +25,7 @@ from fengine.verbs import verify
 from fengine.verbs.layouts import LAYOUTS, Sizes, layout
 from fengine.verbs.verify import drawn
 
-FAKE = "verify.layouts=[permuted,alone,batch,chunks,pages,uncached]"  # a fake engine has no cache and no pool
+FAKE = "verify.layouts=[permuted,alone,batch,chunks,pages,uncached]"  # a fake engine has neither cache nor pool
 
 
 @pytest.fixture
@@ -322,12 +322,12 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "without"),
     [
-        ("warm", []),
-        ("one", []),
-        ("greedy", []),
-        ("penalty", ["rescored"]),
-        ("choice", ["rescored", "preempted"]),
-        ("stories", ["rescored", "preempted", "warm"]),
+        ("warm", ["guessed"]),
+        ("one", ["guessed"]),
+        ("greedy", ["guessed"]),
+        ("penalty", ["rescored", "guessed"]),
+        ("choice", ["rescored", "preempted", "guessed"]),
+        ("stories", ["rescored", "preempted", "warm", "guessed"]),
     ],
 )
 def test_the_box_under_every_layout(box: Path, name: str, without: list[str], capsys: Any) -> None:

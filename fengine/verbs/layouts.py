@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fengine.config import EngineConfig
+from fengine.config import Algorithm, EngineConfig
 
 # name -> what is other than in the run, for readers
 LAYOUTS = {
@@ -20,6 +20,7 @@ LAYOUTS = {
     "chunks": "prompts cut into small chunks",
     "pages": "another page size",
     "uncached": "no prefix cache",
+    "guessed": "with guessed tokens (speculation=ngram); without where the run had them",
     "preempted": "a pool of pages so small that requests are preempted and computed again",
 }
 CROWD = 24  # rows that the small pool is asked for at least, so that they get in one another's way
@@ -40,9 +41,10 @@ class Layout:
     def settings(self, base: EngineConfig) -> dict[str, Any]:
         """What differs from the run's engine. Pure."""
         found = {}
-        for section in ("cache", "scheduler", "compile"):
+        for section in ("cache", "scheduler", "compile", "speculation"):
             mine, its = vars(getattr(self.config, section)), vars(getattr(base, section))
-            found |= {f"{section}.{name}": value for name, value in mine.items() if value != its[name]}
+            changed = {f"{section}.{name}": value for name, value in mine.items() if value != its[name]}
+            found |= {name: getattr(value, "value", value) for name, value in changed.items()}
         return found
 
 
@@ -91,6 +93,10 @@ def layout(name: str, base: EngineConfig, sizes: Sizes) -> Layout:
         return Layout(name, replace(plain, cache=replace(cache, page_size=page)))
     if name == "uncached":
         return Layout(name, replace(plain, cache=replace(cache, prefix_cache=False)))
+    if name == "guessed":
+        on = base.speculation.algorithm is not Algorithm.none
+        other = Algorithm.none if on else Algorithm.ngram
+        return Layout(name, replace(plain, speculation=replace(base.speculation, algorithm=other)))
     assert name == "preempted", name
     page = min(4, sizes.page)
     pool = page * -(-(sizes.longest + SPARE_TOKENS) // page)

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fengine.config import Algorithm
 from fengine.reading.compare import RowDifference
 from fengine.runs.figures import count, duration
 from fengine.verbs.layouts import LAYOUTS, Layout
 from fengine.verbs.replay import Found
 
 IDENTICAL, DIFFERS, FAILED = "identical", "differs", "not computed"
+COUNTERS: tuple[str, ...] = ("preemptions", "draft_tokens", "correct_draft_tokens")
 NOT_EXERCISED, NOT_COMPARED = "not exercised", "nothing to compare"
 
 
@@ -42,9 +44,11 @@ class LayoutVerdict:
         return f"{told} ({self.evidence}; {duration(self.seconds)}){failed}"
 
 
-def judged(one: Layout, found: Found, preemptions: int, seconds: float, settings: dict[str, Any]) -> LayoutVerdict:
-    """Pure."""
-    evidence, exercised = _evidence(one, found, preemptions)
+def judged(
+    one: Layout, found: Found, counted: dict[str, int], seconds: float, settings: dict[str, Any]
+) -> LayoutVerdict:
+    """`counted` are the COUNTERS of the engine while it ran. Pure."""
+    evidence, exercised = _evidence(one, found, counted)
     verdict = IDENTICAL if exercised else NOT_EXERCISED
     if not found.answers:
         verdict = NOT_COMPARED
@@ -55,7 +59,7 @@ def judged(one: Layout, found: Found, preemptions: int, seconds: float, settings
     return LayoutVerdict(one.name, settings, found, verdict, evidence, round(seconds, 3))
 
 
-def _evidence(one: Layout, found: Found, preemptions: int) -> tuple[str, bool]:
+def _evidence(one: Layout, found: Found, counted: dict[str, int]) -> tuple[str, bool]:
     """What the layout did, and whether that shows anything."""
     scheduler, cache = one.config.scheduler, one.config.cache
     if one.rescore:
@@ -73,12 +77,16 @@ def _evidence(one: Layout, found: Found, preemptions: int) -> tuple[str, bool]:
     if one.name == "preempted":
         times = f", each row {one.copies} times" if one.copies > 1 else ""
         pool = f"a pool of {count(cache.max_total_tokens or 0, 'token')}{times}"
-        return f"{count(preemptions, 'preemption')} in {pool}", preemptions > 0
+        return f"{count(counted['preemptions'], 'preemption')} in {pool}", counted["preemptions"] > 0
+    if one.name == "guessed" and one.config.speculation.algorithm is not Algorithm.none:
+        right = f"{counted['correct_draft_tokens']:,} of {count(counted['draft_tokens'], 'guessed token')} kept"
+        return right, counted["draft_tokens"] > 0
     told = {
         "alone": "1 request at once",
         "batch": f"up to {scheduler.max_running_requests} requests at once",
         "pages": f"pages of {count(cache.page_size or 0, 'token')}",
         "uncached": f"{count(found.prompt_tokens, 'prompt token')}, all computed",
+        "guessed": "nothing is guessed",
     }
     return told.get(one.name, count(found.requests, "request")), True
 

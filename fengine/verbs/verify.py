@@ -22,7 +22,7 @@ from fengine.verbs import frame
 from fengine.verbs.frame import DIFFERS, OK
 from fengine.verbs.layouts import LAYOUTS, Layout, layout, ordered, sizes_of
 from fengine.verbs.replay import Case, Found, replay
-from fengine.verbs.verdict import LayoutVerdict, judged, whole
+from fengine.verbs.verdict import COUNTERS, LayoutVerdict, judged, whole
 
 USAGE = f"""
 Usage: fengine verify RUN [verify.fraction=1] [verify.seed=0] [verify.layouts=[NAME,...]] [model.path=DIR] [out=FILE]
@@ -135,18 +135,18 @@ class Verification:
     def _layout(self, name: str) -> LayoutVerdict:
         """Errors: EngineDeadError, EngineClosedError, StorageError; whatever opening the run's own engine raises."""
         one, begun = self._planned(name), time.perf_counter()
-        found, preemptions = Found(), 0
+        found, counted = Found(), dict.fromkeys(COUNTERS, 0)
         try:
             engine = self.engines.get(one.config)
             self._meet(engine)
-            found, preemptions = self._compute(one, engine)
+            found, counted = self._compute(one, engine)
         except (EngineDeadError, EngineClosedError, ResumeMismatchError):
             raise
         except FengineError as error:
             if one.config == self.config.engine:
                 raise
             found.failed, found.error = len(self.numbers), f"{type(error).__name__}: {error}"
-        return judged(one, found, preemptions, time.perf_counter() - begun, one.settings(self.config.engine))
+        return judged(one, found, counted, time.perf_counter() - begun, one.settings(self.config.engine))
 
     def _planned(self, name: str) -> Layout:
         result = self.records.manifest.get("result") or {}
@@ -166,18 +166,19 @@ class Verification:
             return most or 512
         return most
 
-    def _compute(self, one: Layout, engine: Any) -> tuple[Found, int]:
-        """What the last pass of a layout found, and how often requests were preempted."""
+    def _compute(self, one: Layout, engine: Any) -> tuple[Found, dict[str, int]]:
+        """What the last pass of a layout found, and what its engine counted."""
         assert self.case is not None
         task = open_task(self.config.task, Path(), engine.tokenizer.encode_chat)
-        before, found = engine.stats()["preemptions"], Found()
+        before, found = engine.stats(), Found()
         for number in range(one.passes):
             order = self.numbers * one.copies
             random.Random(f"{one.name} {self.seed} {number}").shuffle(order)
             found = replay(self.case, order, engine, task, one.rescore)
         if found.requests:
             self.longest, self.prompt = max(self.longest, found.longest), found.prompt_tokens // found.requests
-        return found, engine.stats()["preemptions"] - before
+        after = engine.stats()
+        return found, {name: after.get(name, 0) - before.get(name, 0) for name in COUNTERS}
 
     # -- what the run depended on --------------------------------------------------------------------------------------
 
