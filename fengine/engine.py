@@ -13,7 +13,7 @@ from fengine.doors.readout import Readout
 from fengine.doors.sessions import Sessions
 from fengine.doors.tokenizer_manager import TokenizerManager
 from fengine.doors.upkeep import Upkeep
-from fengine.errors import InvalidRequestError, UnsupportedFeatureError
+from fengine.errors import EngineDeadError, InvalidRequestError, UnsupportedFeatureError
 from fengine.grammar.library import Grammars
 from fengine.server_args import ServerArgs
 from fengine.text.token_texts import token_texts
@@ -88,6 +88,14 @@ class Engine(Readout, AdapterCalls, Upkeep):
             self._parts.close()
             self._door.grammars.close()
             atexit.unregister(self.shutdown)
+
+    def ping(self) -> None:
+        """Returns once the loop has answered, which it does between two steps. Errors: EngineDeadError,
+        EngineClosedError."""
+        driver = self._parts.driver
+        driver.call(lambda: None)
+        if not all(thread.is_alive() for thread in driver.threads):
+            raise EngineDeadError("a thread of the engine has ended")
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -21,6 +21,7 @@ from fengine.runs.config import Point
 from fengine.runs.engines import EngineCache, open_engine, report
 from fengine.runs.figures import Summary, count, duration, place
 from fengine.runs.words import parse
+from fengine.serve import command as serve
 from fengine.verbs import diff, lm_eval, merge, rerun, verify
 from fengine.verbs.report import main as report_verb
 
@@ -34,6 +35,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": report_verb,
     "rerun": rerun.main,
     "verify": verify.main,
+    "serve": serve.main,
 }
 
 

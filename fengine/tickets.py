@@ -22,6 +22,7 @@ class Ticket:
     detokenizer: Detokenizer | None
     live: bool
     notify: Callable[["Ticket"], None]
+    quiet_until: float = 0.0  # perf_counter: its reader wants no chunk before, nor a text if that can end nothing
     seen: tuple[str, int] = ("", 0)  # text, and number of output tokens, that the caller may see; replaced as one
     finish: Finish | None = None
     error: FengineError | None = None
@@ -39,6 +40,11 @@ class Ticket:
     @property
     def num_tokens(self) -> int:
         return self.seen[1]
+
+    @property
+    def stops_in_text(self) -> bool:
+        """Whether its text may end it."""
+        return bool(self.request.params.stop or self.request.params.stop_regex)
 
     @property
     def own_fault(self) -> bool:
@@ -98,8 +104,9 @@ class TextLoop:
     def run(self) -> None:
         """The thread's body: until None comes."""
         while (news := self.news.get()) is not None:
+            now = time.perf_counter()
             for ticket, known in news.live:
-                if not ticket.done:
+                if not ticket.done and (now >= ticket.quiet_until or ticket.stops_in_text):
                     self._push(ticket, known)
             for ticket in news.finished:
                 if ticket.finish is None:

@@ -50,7 +50,14 @@ def test_every_option_composes(group: str, option: str) -> None:
 
 def test_every_file_is_an_option() -> None:
     others = [str(f) for f in FILES if len(f.parts) != 2]
-    assert sorted(others) == ["config.yaml", "eval.yaml", "hydra/help/eval.yaml", "hydra/help/fengine.yaml"]
+    assert sorted(others) == [
+        "config.yaml",
+        "eval.yaml",
+        "hydra/help/eval.yaml",
+        "hydra/help/fengine.yaml",
+        "hydra/help/serve.yaml",
+        "serve.yaml",
+    ]
     assert {group for group, _ in OPTIONS} == {
         "model",
         "cache",

@@ -67,6 +67,8 @@ FOLDERS: dict[str, list[str]] = {
     "models": ["llama", "qwen2", "qwen3"],
     "lora": ["layout", "peft_config", "peft_files", "adapters"],
     "weights": ["places", "incoming", "group", "versions", "live"],
+    "serve": "config refusals fields token_text answers completions chat embeddings metrics bodies service app server "
+    "command __main__".split(),
     "runs": "words config vet explain hydra_state compose restore launch "
     "output_file prompts builtin figures meter view generate engines".split(),
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
@@ -107,6 +109,7 @@ LAYERS: list[set[str]] = [
     {"report"},
     {"evaluate"},
     {"harness"},
+    {"serve"},
     {"verbs"},
     {"run"},
     {"__main__"},
@@ -172,7 +175,15 @@ def test_no_forbidden_words(path: Path) -> None:
 
 
 # The engine, on the command line: `--help` needs no torch; optional libraries.
-LAZY = {"runs.engines", "evals.tables", "report.pieces", "grammar.library", "verbs.lm_eval", "harness.inspect_registry"}
+LAZY = {
+    "runs.engines",
+    "evals.tables",
+    "report.pieces",
+    "grammar.library",
+    "verbs.lm_eval",
+    "harness.inspect_registry",
+    "serve.command",
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -53,6 +53,10 @@ class AdapterCalls:
         """As `unload_lora_adapter`."""
         return await asyncio.to_thread(self.unload_lora_adapter, lora_name)
 
+    def lora_adapters(self) -> dict[str, str]:
+        """Names and paths of the adapters that requests may name."""
+        return {} if self._parts.adapters is None else self._parts.adapters.paths()
+
     def _adapters(self, change: Callable[[Adapters], None]) -> AdapterResult:
         adapters = self._parts.adapters
         self._parts.driver.call(lambda: None)  # a closed engine says so

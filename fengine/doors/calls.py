@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,20 +17,29 @@ from fengine.text.detokenizer import Detokenizer
 from fengine.text.stop_regex import StopRegex, compile_patterns
 from fengine.tickets import Ticket
 
+Post = Callable[..., Any]  # of (function, argument): calls it in the event loop; callable from any thread
+
 
 class Call:
     """The tickets of one call and the mail that tells about them. `put` is called by the text thread."""
 
     def __init__(
         self, door: Door, admitted: Sequence[Admitted], *, stream: bool, single: bool,
-        loop: asyncio.AbstractEventLoop | None,
+        loop: asyncio.AbstractEventLoop | None, deltas: bool = False, pace: Callable[[], float] | None = None,
+        post: Post | None = None,
     ) -> None:  # fmt: skip
-        """Queues the requests. Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a
-        rid is in use), SessionError (a session was closed or changed meanwhile; nothing of the call goes on)."""
+        """Queues the requests. A stream's chunks hold what is new if `deltas`, or the engine's settings, say so; those
+        of one request come at least `pace()` seconds apart, but for the first and the last. `post` replaces
+        `loop.call_soon_threadsafe`.
+
+        Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
+        SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
+        """
         self.door, self.admitted, self.stream, self.single, self.loop = door, admitted, stream, single, loop
         self.driver = door.parts.driver
-        self.incremental = stream and (door.args.incremental_streaming_output or door.args.stream_output)
+        self.incremental = stream and (deltas or door.args.incremental_streaming_output or door.args.stream_output)
         self.mail: Any = asyncio.Queue() if loop else queue.SimpleQueue()
+        self.post, self.pace = post or (loop and loop.call_soon_threadsafe), pace
         self.dirty = [False] * len(admitted)
         self.sent = [("", 0)] * len(admitted)
         self.open = set(range(len(admitted)))
@@ -68,17 +78,20 @@ class Call:
             if self.dirty[index] or not (ticket.done or self.stream and self._due(index, ticket)):
                 return  # the reader will see this news with that which it has not read yet
             self.dirty[index] = True
-            if self.loop is None:
+            if self.post is None:
                 self.mail.put(index)
                 return
             with suppress(RuntimeError):  # it was closed just now; the next news ends the request
-                self.loop.call_soon_threadsafe(self.mail.put_nowait, index)
+                self.post(self.mail.put_nowait, index)
 
         return notify
 
     def _due(self, index: int, ticket: Ticket) -> bool:
-        """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k."""
+        """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k; and whether it is
+        time for it."""
         every, had = ticket.request.params.stream_interval or self.door.args.stream_interval, self.sent[index][1]
+        if had and self.pace and time.perf_counter() < ticket.quiet_until:
+            return False  # the next news, or the last, brings these tokens along
         return had == 0 or every == 1 or ticket.num_tokens - had >= every
 
     def abort(self) -> None:
@@ -120,6 +133,8 @@ class Call:
     def _output(self, index: int, ticket: Ticket, done: bool) -> Output:
         (text, count), (had_text, had) = ticket.seen, self.sent[index] if self.incremental else ("", 0)
         self.sent[index] = ticket.seen
+        if self.pace is not None:
+            ticket.quiet_until = time.perf_counter() + self.pace()
         return output_of(
             ticket,
             Seen(text, count, len(had_text), had, done),

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fengine.doors.admission import admit_all
@@ -75,7 +75,7 @@ class Generation:
         EngineDeadError. A request that fails by itself (non-finite logits, its processor) raises its error here, or in
         a stream ends with a chunk whose finish reason is an abort that tells it.
         """
-        call = self._call(locals(), None)
+        call = self.begin(locals(), None)
         return Stream(call) if stream else call.wait_sync()
 
     async def async_generate(
@@ -118,11 +118,14 @@ class Generation:
         arguments = locals()
         if grammars := grammars_in(self._door, sampling_params):  # compiled while this event loop goes on
             await asyncio.to_thread(self._door.grammars.prepare, grammars)
-        call = self._call(arguments, asyncio.get_running_loop())
+        call = self.begin(arguments, asyncio.get_running_loop())
         return AsyncStream(call) if stream else await call.wait_async()
 
-    def _call(self, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop | None) -> Call:
-        """Checks the arguments and queues the requests: all of them, or, on an error, none."""
+    def begin(self, arguments: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None, **how: Any) -> Call:
+        """Checks the arguments of a `generate` and queues its requests: all of them, or, on an error, none.
+
+        For other doors: the caller reads the `Call`, in `loop`, and aborts it. `how`: further arguments of `Call`.
+        """
         if os.getpid() != self._pid:
             raise EngineClosedError("this engine belongs to the parent process; create a new Engine after a fork")
         door = self._door
@@ -133,7 +136,7 @@ class Generation:
         items, single = split(arguments, door.preferred)
         with self._lock:
             first, self._next_index = self._next_index, self._next_index + len(items)
-        return Call(door, admit_all(door, items, first), stream=arguments["stream"], single=single, loop=loop)
+        return Call(door, admit_all(door, items, first), stream=arguments["stream"], single=single, loop=loop, **how)
 
     # -- chats ---------------------------------------------------------------------------------------------------------
 
@@ -152,7 +155,7 @@ class Generation:
 
         Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable that the template does not read).
         """
-        ids = self._chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
+        ids = self.chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
         return self.generate(input_ids=ids, sampling_params=sampling_params, stream=stream, **_further(more))
 
     async def async_chat(
@@ -166,7 +169,7 @@ class Generation:
         **more: Any,
     ) -> Output | list[Output] | AsyncIterator[Output]:
         """As `chat`, in any event loop."""
-        ids = self._chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
+        ids = self.chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
         return await self.async_generate(
             input_ids=ids, sampling_params=sampling_params, stream=stream, **_further(more)
         )
@@ -184,7 +187,8 @@ class Generation:
         render = self._text_of().encode_chat if tokenize else self._text_of().apply_chat_template
         return render(messages, add_generation_prompt=add_generation_prompt, **values)
 
-    def _chat_ids(self, messages: Any, tools: Any, add_generation_prompt: bool, values: Any) -> Any:
+    def chat_ids(self, messages: Any, tools: Any, add_generation_prompt: bool, values: Any) -> Any:
+        """The ids of a chat, or of each of several. `values`: variables of the template. Errors: as `chat`."""
         tokenizer, values = self._text_of(), self._template_values(tools, values)
 
         def ids(chat: Any) -> list[int]:

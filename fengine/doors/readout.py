@@ -28,7 +28,7 @@ class Readout(Generation):
         Pooled and normalised as the checkpoint says, else its last token, normalised; `dimensions` keeps the first ones
         and normalises them. A classifier or reward model gives its head's outputs, one for each label.
         """
-        return self._encode(locals(), None).wait_sync()
+        return self.begin_encode(locals(), None).wait_sync()
 
     async def async_encode(
         self, prompt: Any, image_data: Any = None, audio_data: Any = None, video_data: Any = None,
@@ -36,17 +36,18 @@ class Readout(Generation):
         embed_overrides: Any = None, external_trace_header: Any = None, rid: str | list[str] | None = None,
     ) -> Output | list[Output]:  # fmt: skip
         """As `encode`. Works in any event loop."""
-        return await self._encode(locals(), asyncio.get_running_loop()).wait_async()
+        return await self.begin_encode(locals(), asyncio.get_running_loop()).wait_async()
 
     def rerank(self, prompt: Any) -> list[Output]:
         """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification.
 
         A model of several labels gives a list of scores instead of one.
         """
-        outputs: Any = self._encode({"prompt": pair_ids(self._door, prompt)}, None).wait_sync() if prompt else []
+        outputs: Any = self.begin_encode({"prompt": pair_ids(self._door, prompt)}, None).wait_sync() if prompt else []
         return rerank_scores(outputs)
 
-    def _encode(self, arguments: Any, loop: asyncio.AbstractEventLoop | None, head: bool = True) -> EncodeCall:
+    def begin_encode(self, arguments: Any, loop: asyncio.AbstractEventLoop | None, head: bool = True) -> EncodeCall:
+        """Checks the arguments of an `encode` and queues its requests, as `begin` does."""
         if os.getpid() != self._pid:
             raise EngineClosedError("this engine belongs to the parent process; create a new Engine after a fork")
         return EncodeCall(self._door, arguments, loop, head)
@@ -72,7 +73,7 @@ class Readout(Generation):
         if scoring.labels is not None:
             outputs: Any = self.generate(**scoring.generate_arguments())
             return scoring.from_logprobs(outputs)
-        calls = [self._encode({"prompt": scoring.prompts}, None, head) for head in scoring.heads]
+        calls = [self.begin_encode({"prompt": scoring.prompts}, None, head) for head in scoring.heads]
         found: Any = [call.wait_sync() for call in calls]
         return scoring.from_heads(*found)
 
@@ -91,7 +92,7 @@ class Readout(Generation):
             outputs: Any = await self.async_generate(**scoring.generate_arguments())
             return scoring.from_logprobs(outputs)
         loop = asyncio.get_running_loop()
-        calls = [self._encode({"prompt": scoring.prompts}, loop, head) for head in scoring.heads]
+        calls = [self.begin_encode({"prompt": scoring.prompts}, loop, head) for head in scoring.heads]
         found: Any = [await call.wait_async() for call in calls]
         return scoring.from_heads(*found)
 

@@ -1,0 +1,81 @@
+"""What a request is refused with: a status and OpenAI's error body, from this package or from an engine's error."""
+
+import re
+from collections.abc import Container, Mapping
+from typing import Any
+
+from fengine.errors import (
+    AbortedError,
+    ContextLengthError,
+    EngineClosedError,
+    EngineDeadError,
+    FengineError,
+    LogitProcessorError,
+    MemoryReleasedError,
+    NumericsError,
+    UnsupportedFeatureError,
+)
+
+UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError)
+OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
+TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+
+
+class Refusal(Exception):
+    """An answer other than 200. `param`: the field of the body that is to blame. `code`: OpenAI's word for the case."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """{"error": {"message", "type", "param", "code"}}. Pure."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refusal_of(error: BaseException, body: Container[str] = (), words: Mapping[str, str] | None = None) -> Refusal:
+    """The refusal for an engine's error. `words`: engine's word -> the field's name in `body`. Pure.
+
+    What is not fengine's own error is a bug: its text stays here.
+    """
+    if isinstance(error, Refusal):
+        return error
+    if not isinstance(error, FengineError):
+        return Refusal(500, f"internal error: {type(error).__name__}; see the server's log", code="internal_error")
+    message = str(error)
+    for old, new in (words or {}).items():
+        message = re.sub(rf"\b{old}\b", new, message)
+    if isinstance(error, UNAVAILABLE):
+        return Refusal(503, message, code="unavailable", headers={"Retry-After": "5"})
+    if isinstance(error, OURS) or not isinstance(error, ValueError):
+        return Refusal(500, message, code="request_failed")
+    if isinstance(error, ContextLengthError):
+        param = next((name for name in ("messages", "prompt", "input") if name in body), None)
+        return Refusal(400, message, param, "context_length_exceeded")
+    code = "unsupported_feature" if isinstance(error, UnsupportedFeatureError) else "invalid_value"
+    return Refusal(400, message, _blamed(message, body), code)
+
+
+def _blamed(message: str, body: Container[str]) -> str | None:
+    """The first word of a message that is a field of the body; rather one that is no ordinary word, if not in front."""
+    found = [word for word in re.findall(r"\w+", re.sub(r"^prompt \d+: ", "", message)) if word in body]
+    if not found or message.startswith(found[0]):
+        return found[0] if found else None
+    told = [word for word in found if word not in ("model", "prompt", "messages", "input", "stop", "n", "stream")]
+    return next((word for word in (*told, *found) if word not in ("model", "n", "stream")), None)
+
+
+def missing(name: str) -> Refusal:
+    return Refusal(400, f"{name} is missing.", name, "missing_required_parameter")
+
+
+def invalid(name: str, message: str) -> Refusal:
+    return Refusal(400, message, name, "invalid_value")
+
+
+def unsupported(name: str, message: str) -> Refusal:
+    return Refusal(400, message, name, "unsupported_feature")

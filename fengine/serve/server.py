@@ -1,0 +1,189 @@
+"""uvicorn, with limits on slow clients, errors as JSON, and an end in two steps. The one file that imports uvicorn."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fengine.engine import Engine
+from fengine.errors import ConfigError
+from fengine.serve.app import make_app
+from fengine.serve.config import ServeConfig
+from fengine.serve.refusals import Refusal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, closed when a request's head does not come or an answer is not taken in time."""
+
+    limits: ServeConfig  # set by `connections_of`
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start("head", self.limits.read_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop("head")
+        elif "head" not in self._timers:  # of the next request, which has begun
+            self._start("head", self.limits.read_seconds)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start("write", self.limits.write_seconds)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("write")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in list(self._timers):
+            self._stop(name)
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets JSON all the same."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is under way
+            self.transport.abort()
+            return
+        body = json.dumps(Refusal(400, msg, code="invalid_http").body()).encode()
+        length = str(len(body)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _start(self, name: str, seconds: float) -> None:
+        self._stop(name)
+        self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+
+class Server(uvicorn.Server):
+    """Runs until SIGINT or SIGTERM, then answers what it has; a second signal stops at once. `stopped_by` tells which
+    signal cut answers off."""
+
+    stopped_by: int | None = None
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None] = lambda: None) -> None:
+        """`ready` is called once connections are taken."""
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's, does not raise the signals again: the process ends by itself, in order."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.stopped_by = sig
+            self.stop()
+        self.should_exit = True
+
+    def stop(self) -> None:
+        """Cuts all connections off; what ran for them is aborted."""
+        self.should_exit = self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket bound to the address, which takes connections once a server runs. Errors: ConfigError."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"serve.host={config.host!r} is no address of this machine: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on serve.host={config.host} serve.port={config.port}: {error.strerror}; choose another "
+            "port, or 0 for a free one"
+        ) from error
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """The URL of a bound socket. Pure."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def server_of(app: FastAPI, config: ServeConfig, ready: Callable[[], None] = lambda: None) -> Server:
+    """A server of an app; `run(sockets=[listen(config)])` it, in any thread."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong is told to them
+    connection = type("LimitedConnection", (Connection,), {"limits": config})
+    return Server(
+        uvicorn.Config(
+            app,
+            http=connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            h11_max_incomplete_event_size=config.max_header_bytes,
+            limit_concurrency=config.max_connections,
+            timeout_keep_alive=config.keep_alive_seconds,
+            timeout_graceful_shutdown=config.drain_seconds,
+        ),
+        ready,
+    )
+
+
+def raise_file_limit() -> None:
+    """As many open connections as the system allows this process. Modifies: the process's limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+
+
+def serve(engine: Engine, config: ServeConfig, bound: socket.socket) -> int | None:
+    """Serves until a signal; returns the one that cut answers off, None if all were finished. The engine stays open."""
+    raise_file_limit()
+    app = make_app(engine, config)
+    told = f"fengine serves {app.state.service.model} at {address_of(bound)}/v1"
+    server = server_of(app, config, lambda: print(told, file=sys.stderr, flush=True))
+    server.run(sockets=[bound])
+    return server.stopped_by

@@ -1,0 +1,105 @@
+"""A live server in this process, and clients of it: openai's, raw sockets."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fengine.engine import Engine
+from fengine.serve.app import make_app
+from fengine.serve.config import ServeConfig
+from fengine.serve.server import Server, listen, server_of
+from fengine.serve.service import Service
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Returns as soon as the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.005)
+
+
+class Live:
+    """A running server: its port, its service."""
+
+    def __init__(self, port: int, service: Service, server: Server) -> None:
+        self.port, self.service, self.server, self.url = port, service, server, f"http://127.0.0.1:{port}/v1"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def send(self, data: bytes) -> "Answer":
+        """What raw bytes are answered with, until the server closes or the answer is complete."""
+        with self.connect() as link:
+            link.sendall(data)
+            return read(link)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> "Answer":
+        return self.send(request(method, path, body, **headers))
+
+    def quiet(self) -> bool:
+        """Nothing runs, waits or holds a page, and the server has no row open."""
+        stats = self.service.engine._parts.driver.call(self.service.engine.stats)
+        return self.service.rows == stats["running"] == stats["waiting"] == stats["pages_used"] == 0
+
+
+class Answer:
+    def __init__(self, data: bytes) -> None:
+        head, _, self.body = data.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        self.status = int(first.split()[1]) if first else None
+        self.headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)}
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+        return error
+
+
+def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    told = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(data))}
+    told |= {k.replace("_", "-"): v for k, v in headers.items()}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in told.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+def read(link: socket.socket) -> Answer:
+    """One answer; its length is told, or the server closes the connection, or chunks end."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := link.recv(1 << 16):
+            data += piece
+            head, end, body = data.partition(b"\r\n\r\n")
+            length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+            if end and (length and len(body) >= int(length) or body.endswith(b"0\r\n\r\n")):
+                break
+    return Answer(data)
+
+
+@contextlib.contextmanager
+def live(engine: Engine, send_buffer: int | None = None, **settings: Any) -> Iterator[Live]:
+    config = ServeConfig(port=0, **settings)
+    bound = listen(config)
+    if send_buffer is not None:  # of the connections, too
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    app = make_app(engine, config)
+    server = server_of(app, config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Live(bound.getsockname()[1], app.state.service, server)
+    finally:
+        server.stop()
+        thread.join(20)
+        assert not thread.is_alive()

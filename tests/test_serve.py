@@ -1,0 +1,279 @@
+"""The server, asked by the real openai client: its answers are the engine's, bit for bit, however they come."""
+
+import asyncio
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra serve")
+openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
+
+from serving import Live, live  # noqa: E402
+
+from fengine.engine import Engine  # noqa: E402
+
+PROMPTS = ["Once upon a time", "The capital of France is", "2 + 3 =", "Ünïcödé ☃ 🐉"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(model_path="box", enable_torch_compile=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Live]:
+    with live(engine) as server:
+        yield server
+        assert server.quiet()
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[Any]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ids_of(engine: Engine, text: str) -> list[int]:
+    assert engine.tokenizer is not None
+    return engine.tokenizer.encode(text)
+
+
+def logprobs_of(output: dict[str, Any]) -> list[float]:
+    return [logprob for logprob, _, _ in output["meta_info"]["output_token_logprobs"]]
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+SAMPLINGS = [
+    ({"temperature": 0, "max_tokens": 24}, {"temperature": 0, "max_new_tokens": 24}),
+    ({"temperature": 0.9, "seed": 7, "top_p": 0.9}, {"temperature": 0.9, "sampling_seed": 7, "top_p": 0.9,
+                                                     "max_new_tokens": 16}),
+    ({"seed": 1, "n": 3, "stop": [" the", "a "]}, {"sampling_seed": 1, "n": 3, "stop": [" the", "a "],
+                                                   "max_new_tokens": 16}),
+    ({"temperature": 0, "frequency_penalty": 1.0, "logit_bias": {"300": 2.5}, "presence_penalty": -0.5},
+     {"temperature": 0, "frequency_penalty": 1.0, "logit_bias": {"300": 2.5}, "presence_penalty": -0.5,
+      "max_new_tokens": 16}),
+    ({"temperature": 0, "extra_body": {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3,
+                                       "ignore_eos": True, "stop_token_ids": [300]}},
+     {"temperature": 0, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_new_tokens": 3, "ignore_eos": True,
+      "stop_token_ids": [300], "max_new_tokens": 16}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "meant"), SAMPLINGS, ids=range(len(SAMPLINGS)))
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_completions_are_the_engines(asked: Any, meant: Any, as_ids: bool, engine: Engine, client: Any) -> None:
+    rows = [ids_of(engine, prompt) for prompt in PROMPTS]
+    given = {"input_ids": rows} if as_ids else {"prompt": PROMPTS}
+    outputs: Any = engine.generate(**given, sampling_params=meant, return_logprob=True)
+    answer = client.completions.create(model="box", prompt=rows if as_ids else PROMPTS, logprobs=0, **asked)
+    assert [c.index for c in answer.choices] == list(range(len(outputs)))
+    for choice, output in zip(answer.choices, outputs, strict=True):
+        assert choice.text == output["text"]
+        assert choice.finish_reason == output["meta_info"]["finish_reason"]["type"]
+        assert choice.logprobs.token_logprobs == logprobs_of(output)  # bit for bit: floats survive JSON
+    assert answer.usage.completion_tokens == sum(o["meta_info"]["completion_tokens"] for o in outputs)
+    assert (
+        answer.usage.prompt_tokens == sum(map(len, rows)) == answer.usage.total_tokens - answer.usage.completion_tokens
+    )
+    (one,) = client.completions.create(
+        model="box", prompt=rows[0] if as_ids else PROMPTS[0], **{**asked, "n": 1}
+    ).choices
+    assert one.text == outputs[0]["text"]
+
+
+@pytest.mark.parametrize(("asked", "meant"), SAMPLINGS, ids=range(len(SAMPLINGS)))
+def test_a_stream_is_the_whole_in_pieces(asked: Any, meant: Any, client: Any) -> None:
+    asked = {"model": "box", "prompt": PROMPTS, "logprobs": 2, "echo": True, **asked}
+    asked["extra_body"] = {**asked.get("extra_body", {}), "return_token_ids": True}
+    whole = client.completions.create(**asked)
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage == whole.usage
+    assert {c.id for c in chunks} == {last.id} and all(c.usage is None for c in chunks)
+    for choice in whole.choices:
+        parts = [c.choices[0] for c in chunks if c.choices[0].index == choice.index]
+        assert "".join(p.text for p in parts) == choice.text
+        assert len(parts) > 1 or len(choice.token_ids) < 8
+        assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
+        assert sum((p.token_ids for p in parts), []) == choice.token_ids
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert sum((getattr(p.logprobs, name) for p in parts), []) == getattr(choice.logprobs, name), name
+
+
+def test_echo_scores_the_prompt_as_lm_eval_asks(engine: Engine, client: Any) -> None:
+    ids = ids_of(engine, PROMPTS[1])
+    (choice,) = client.completions.create(
+        model="box", prompt=ids, max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
+    ).choices
+    scores: Any = engine.generate(
+        input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 1}, return_logprob=True, logprob_start_len=0
+    )
+    told = choice.logprobs
+    assert told.token_logprobs[0] is None is told.top_logprobs[0]
+    meta = scores["meta_info"]
+    triples = meta["input_token_logprobs"] + meta["output_token_logprobs"]
+    assert told.token_logprobs == [logprob for logprob, _, _ in triples]
+    assert "".join(told.tokens) == choice.text
+    assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(len(told.tokens))]
+    for token, logprob, top in zip(told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+        assert top[token] == logprob <= max(top.values()) and len(top) in (1, 2)
+    (scored,) = client.completions.create(model="box", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices
+    assert scored.logprobs.token_logprobs == told.token_logprobs[:-1] and scored.logprobs.top_logprobs is None
+
+
+def test_echo_of_a_text_is_the_text(client: Any) -> None:
+    """A bos token in front stands in no text."""
+    for prompt in (PROMPTS[0], PROMPTS[3], ""):
+        (choice,) = client.completions.create(model="box", prompt=prompt, max_tokens=2, logprobs=1, echo=True).choices
+        assert choice.text.startswith(prompt)
+        starts = choice.logprobs.text_offset
+        assert starts[0] == 0 and starts == sorted(starts) and starts[-1] < len(choice.text)
+        whole = [i for i, token in enumerate(choice.logprobs.tokens) if not token.startswith(("bytes:", "<|"))]
+        for i in whole:
+            token = choice.logprobs.tokens[i]
+            assert choice.text[starts[i] : starts[i] + len(token)] == token
+
+
+# -- chats -------------------------------------------------------------------------------------------------------------
+
+CHAT: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_chats_are_the_engines(engine: Engine, client: Any) -> None:
+    params = {"temperature": 0.7, "sampling_seed": 3, "n": 2, "max_new_tokens": 12}
+    outputs: Any = engine.chat(CHAT, params, return_logprob=True, top_logprobs_num=2)
+    asked = {"model": "box", "messages": CHAT, "temperature": 0.7, "seed": 3, "n": 2, "max_completion_tokens": 12}
+    asked |= {"logprobs": True, "top_logprobs": 2}
+    answer = client.chat.completions.create(**asked)
+    parts: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        parts[chunk.choices[0].index].append(chunk.choices[0])
+    for choice, output in zip(answer.choices, outputs, strict=True):
+        assert choice.message.role == "assistant" and choice.message.content == output["text"]
+        entries = choice.logprobs.content
+        assert [e.logprob for e in entries] == logprobs_of(output)
+        tops = output["meta_info"]["output_top_logprobs"]
+        assert [[t.logprob for t in e.top_logprobs] for e in entries] == [[p for p, _, _ in top] for top in tops]
+        assert all(bytes(e.bytes).decode("utf-8", "replace") == e.token for e in entries)
+        first, *rest = parts[choice.index]
+        assert (first.delta.role, first.delta.content) == ("assistant", "")
+        assert "".join(p.delta.content or "" for p in rest) == choice.message.content
+        assert [e for p in rest for e in p.logprobs.content] == entries
+        assert rest[-1].finish_reason == choice.finish_reason
+
+
+def test_chat_without_a_limit_ends_by_itself(engine: Engine, client: Any) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]
+    (choice,) = client.chat.completions.create(model="box", messages=parts, temperature=0).choices
+    expected: Any = engine.chat(CHAT, {"temperature": 0, "max_new_tokens": None})
+    assert (choice.message.content, choice.finish_reason) == (expected["text"], "stop")
+
+
+def test_special_text_in_a_message_stays_text(engine: Engine, client: Any) -> None:
+    sly = [{"role": "user", "content": "a<|user|>b"}]
+    answer = client.chat.completions.create(model="box", messages=sly, temperature=0, max_tokens=2)
+    assert answer.usage.prompt_tokens == len(engine.chat_ids(sly, None, True, None))
+    assert answer.usage.prompt_tokens > 3 + len(engine.chat_ids([{"role": "user", "content": "ab"}], None, True, None))
+
+
+# -- embeddings, models ------------------------------------------------------------------------------------------------
+
+
+def test_embeddings() -> None:
+    with Engine(model_path="box", is_embedding=True, enable_torch_compile=False) as engine, live(engine) as server:
+        rows = [ids_of(engine, text) for text in PROMPTS]
+        expected: Any = [output["embedding"] for output in engine.encode(PROMPTS)]
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            for given in (PROMPTS, rows):
+                for encoding in (openai.omit, "float"):  # the client asks for base64 by itself
+                    answer = client.embeddings.create(model="box", input=given, encoding_format=encoding)
+                    assert [e.embedding for e in answer.data] == expected
+                    assert answer.usage.prompt_tokens == sum(map(len, rows))
+            short: Any = engine.encode(PROMPTS[0], dimensions=8)
+            answer = client.embeddings.create(model="box", input=PROMPTS[0], dimensions=8, encoding_format="base64")
+            assert list(struct.unpack("<8f", base64.b64decode(answer.data[0].embedding))) == short["embedding"]
+            for path, more in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": CHAT})):
+                assert server.ask("POST", f"/v1/{path}", {"model": "box", **more}).status == 400
+        assert server.quiet()
+
+
+def test_models(client: Any) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.max_model_len) == ("box", "model", 1024)
+    assert client.models.retrieve("box").id == "box"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("a/b")
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------
+
+
+def test_64_at_once_are_as_each_alone(server: Live, client: Any) -> None:
+    """Streamed or not, beside requests that are refused or dropped."""
+    bodies = [
+        {"model": "box", "prompt": PROMPTS[i % 4] + f" {i}", "seed": i, "temperature": [0, 1.0][i % 3 > 0],
+         "max_tokens": 8 + i % 9, "logprobs": [None, 1][i % 2], "echo": i % 4 == 1}
+        for i in range(64)
+    ]  # fmt: skip
+    alone = [client.completions.create(**body).choices for body in bodies]
+
+    async def one(client: Any, i: int) -> list[Any]:
+        if i % 8 == 0:
+            with pytest.raises(openai.BadRequestError):
+                await client.completions.create(**{**bodies[i], "temperature": -1})
+            async for _ in await client.completions.create(**{**bodies[i], "max_tokens": 100}, stream=True):
+                break  # and the connection is dropped
+        if i % 2:
+            return (await client.completions.create(**bodies[i])).choices
+        texts = [c.choices[0] async for c in await client.completions.create(**bodies[i], stream=True)]
+        last = texts[-1]
+        last.text = "".join(t.text for t in texts)
+        return [last]
+
+    async def all_() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(64)))
+
+    together = asyncio.run(all_())
+    assert [[c.text for c in choices] for choices in together] == [[c.text for c in choices] for choices in alone]
+    assert together[1::2] == alone[1::2]
+
+
+def test_metrics_count(server: Live, client: Any) -> None:
+    def page() -> dict[str, float]:
+        answer = server.ask("GET", "/metrics")
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        lines = [line for line in answer.body.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    before = page()
+    client.completions.create(model="box", prompt=[PROMPTS[0], PROMPTS[1]], max_tokens=5, temperature=0)
+    after = page()
+    for name, more in (
+        ('request_success_total{finished_reason="length"}', 2),
+        ("generation_tokens_total", 10),
+        ("e2e_request_latency_seconds_count", 2),
+        ('e2e_request_latency_seconds_bucket{le="+Inf"}', 2),
+        ("time_to_first_token_seconds_count", 2),
+        ("request_generation_tokens_sum", 10),
+        ('http_requests_total{path="/v1/completions",status="200"}', 1),
+    ):
+        assert after[f"fengine:{name}"] - before.get(f"fengine:{name}", 0) == more, name
+    assert after["fengine:up"] == 1 and after["fengine:http_open_rows"] == 0
+    buckets = [v for k, v in after.items() if k.startswith("fengine:e2e_request_latency_seconds_bucket")]
+    assert buckets == sorted(buckets)
+
+
+def test_events_are_as_openai_sends_them(server: Live) -> None:
+    body = {"model": "box", "messages": CHAT, "stream": True, "max_tokens": 3}
+    answer = server.ask("POST", "/v1/chat/completions", body)
+    assert answer.headers["content-type"].startswith("text/event-stream") and answer.headers["cache-control"]
+    events = [e for e in answer.body.decode().replace("\r\n", "\n").split("\n") if e.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    assert all(json.loads(e[6:])["object"] == "chat.completion.chunk" for e in events[:-1])
+    assert "usage" not in json.loads(events[0][6:])

@@ -1,0 +1,480 @@
+"""What the server refuses, and what it survives: bad bodies, broken HTTP, slow clients, clients that go, its end."""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra serve")
+
+from serving import Answer, Live, live, read, request, until  # noqa: E402
+
+from fengine.engine import Engine  # noqa: E402
+from fengine.errors import ConfigError, MissingExtraError  # noqa: E402
+from fengine.runs.compose import points  # noqa: E402
+from fengine.runs.words import parse  # noqa: E402
+from fengine.serve import command  # noqa: E402
+from fengine.serve.config import SERVE, ServeConfig, ServerConfig, check  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+GOOD = {"model": "box", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6, "logprobs": 1}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(model_path="box", enable_torch_compile=False, enable_custom_logit_processor=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Live]:
+    with live(engine, max_body_bytes=100_000, max_samples=8) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def untouched(server: Live) -> Iterator[None]:
+    """Behind every test the server is idle and answers a good request with the same bits as before."""
+    before = server.ask("POST", "/v1/completions", GOOD).json["choices"]
+    yield
+    until(server.quiet)
+    assert server.ask("POST", "/v1/completions", GOOD).json["choices"] == before
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+COMPLETIONS = [  # (what is changed in a good body, the field to blame, the status)
+    ({"prompt": None}, "prompt", 400),
+    ({"prompt": 7}, "prompt", 400),
+    ({"prompt": {}}, "prompt", 400),
+    ({"prompt": []}, "prompt", 400),
+    ({"prompt": [[]]}, "prompt", 400),
+    ({"prompt": ["a", 1]}, "prompt", 400),
+    ({"prompt": [1, "a"]}, "prompt", 400),
+    ({"prompt": [True]}, "prompt", 400),
+    ({"prompt": [[1], ["a"]]}, "prompt", 400),
+    ({"prompt": [[[1]]]}, "prompt", 400),
+    ({"prompt": [-1]}, "prompt", 400),
+    ({"prompt": [2**70]}, "prompt", 400),
+    ({"prompt": [1.5]}, "prompt", 400),
+    ({"prompt": "a\ud800"}, "prompt", 400),
+    ({"prompt": "x" * 20_000}, "prompt", 400),
+    ({"prompt": [300] * 2000}, "prompt", 400),
+    ({"prompt": [-1], "echo": True}, "prompt", 400),
+    ({"model": None}, "model", 400),
+    ({"model": 3}, "model", 400),
+    ({"model": "gpt-5"}, "model", 404),
+    ({"max_tokens": "5"}, "max_tokens", 400),
+    ({"max_tokens": -1}, "max_tokens", 400),
+    ({"max_tokens": 0}, "max_tokens", 400),
+    ({"max_tokens": 10**9}, "prompt", 400),
+    ({"max_tokens": True}, "max_tokens", 400),
+    ({"temperature": "hot"}, "temperature", 400),
+    ({"temperature": -0.1}, "temperature", 400),
+    ({"temperature": [1]}, "temperature", 400),
+    ({"top_p": 0}, "top_p", 400),
+    ({"top_k": 1.5}, "top_k", 400),
+    ({"min_p": 2}, "min_p", 400),
+    ({"frequency_penalty": 3}, "frequency_penalty", 400),
+    ({"n": 0}, "n", 400),
+    ({"n": 9}, "n", 400),
+    ({"n": "2"}, "n", 400),
+    ({"n": 10**12}, "n", 400),
+    ({"best_of": 3}, "best_of", 400),
+    ({"suffix": "end"}, "suffix", 400),
+    ({"echo": 1}, "echo", 400),
+    ({"logprobs": -1}, "logprobs", 400),
+    ({"logprobs": True}, "logprobs", 400),
+    ({"logprobs": 10**6}, "logprobs", 400),
+    ({"stop": 5}, "stop", 400),
+    ({"stop": [""]}, "stop", 400),
+    ({"stop": ["a"] * 1000}, "stop", 400),
+    ({"seed": 1.5}, "seed", 400),
+    ({"seed": 2**64}, "seed", 400),
+    ({"logit_bias": [1]}, "logit_bias", 400),
+    ({"logit_bias": {"x": 1}}, "logit_bias", 400),
+    ({"logit_bias": {"999999": 1}}, "logit_bias", 400),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", 400),
+    ({"min_tokens": 7}, "min_tokens", 400),
+    ({"stream": "yes"}, "stream", 400),
+    ({"stream_options": {"include_usage": True}}, "stream_options", 400),
+    ({"stream": True, "stream_options": 1}, "stream_options", 400),
+    ({"stream": True, "stream_options": {"usage": True}}, "usage", 400),
+    ({"temprature": 1}, "temprature", 400),
+    ({"messages": [{"role": "user", "content": "a"}]}, "messages", 400),
+    ({"regex": "a", "ebnf": "b"}, "regex", 400),
+    ({"response_format": {"type": "xml"}}, "response_format", 400),
+    ({"response_format": {"type": "json_schema"}}, "response_format", 400),
+    ({"lora_path": "nowhere"}, "lora_path", 400),
+    ({"custom_logit_processor": "gASVfile"}, "custom_logit_processor", 400),
+    ({"custom_logit_processor": {"a": 1}}, "custom_logit_processor", 400),
+    ({"cache_salt": 3}, "cache_salt", 400),
+    ({"priority": "high"}, "priority", 400),
+    ({"custom_params": 5}, "custom_params", 400),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "param", "status"), COMPLETIONS, ids=[repr(c)[:50] for c, _, _ in COMPLETIONS])
+def test_bad_completions_are_named(change: Any, param: str | None, status: int, server: Live) -> None:
+    answer = server.ask("POST", "/v1/completions", {**GOOD, **change})
+    assert answer.status == status, answer.body
+    assert answer.error["param"] == param
+    assert len(answer.error["message"]) < 1000 and answer.error["type"] in ("invalid_request_error", "not_found_error")
+
+
+USER = {"role": "user", "content": "a"}
+CHATS = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "a"}, "messages"),
+    ({"messages": [3]}, "messages"),
+    ({"messages": [{"content": "a"}]}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 30_000}]}, "messages"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+    ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": None, "max_completion_tokens": "1"}, "max_completion_tokens"),
+    ({"functions": []}, "functions"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"tools": "hammer"}, "tools"),
+    ({"tools": [{"name": "f"}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # this template shows none
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"nope": 1}}, None),
+    ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+    ({"prompt": "a"}, "prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "param"), CHATS, ids=[repr(c)[:50] for c, _ in CHATS])
+def test_bad_chats_are_named(change: Any, param: str | None, server: Live) -> None:
+    answer = server.ask("POST", "/v1/chat/completions", {"model": "box", "messages": [USER], "max_tokens": 2, **change})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+@pytest.mark.parametrize(
+    "change", [{"input": None}, {"input": []}, {"input": [[]]}, {"encoding_format": "hex"}, {"dimension": 3}, {}]
+)
+def test_bad_embeddings_are_named(change: Any, server: Live) -> None:
+    answer = server.ask("POST", "/v1/embeddings", {"model": "box", "input": "a", **change})
+    assert answer.status == 400 and answer.error["message"]  # the last: this model generates
+
+
+def test_fields_that_say_nothing_are_accepted(server: Live) -> None:
+    more = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "suffix": None, "best_of": 1}
+    more |= {"response_format": {"type": "text"}, "stream_options": None, "seed": None, "logit_bias": {}}
+    assert (
+        server.ask("POST", "/v1/completions", {**GOOD, **more}).json["choices"]
+        == (server.ask("POST", "/v1/completions", GOOD).json["choices"])
+    )
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {"model": "box", "messages": [USER], "max_tokens": 2, "tools": tools, "tool_choice": "none"}
+    assert server.ask("POST", "/v1/chat/completions", chat).status == 200
+
+
+BODIES = [
+    (b"", 400),
+    (b"{", 400),
+    (b'{"model": "box"', 400),
+    (b"[]", 400),
+    (b'"text"', 400),
+    (b"null", 400),
+    (b"\xff\xfe", 400),
+    (b'{"model": "box", "prompt": "a", "temperature": NaN}', 400),
+    (b'{"model": "box", "prompt": "a", "temperature": 1e999}', 400),
+    (b'{"model": "box", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400),
+    (b'{"a":' * 20_000, 400),
+    (b"[" * 90_000, 400),
+    (b'{"model": "box", "prompt": "' + b"a" * 200_000 + b'"}', 413),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "status"), BODIES, ids=[repr(b)[:30] for b, _ in BODIES])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "embeddings"])
+def test_bodies_that_are_no_request(body: bytes, status: int, path: str, server: Live) -> None:
+    answer = server.ask("POST", f"/v1/{path}", body)
+    assert answer.status == status and answer.error["code"], answer.body
+
+
+def test_a_body_too_large_without_a_length(server: Live) -> None:
+    chunk = b"2710\r\n" + b"a" * 10_000 + b"\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    answer = server.send(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 20 + b"0\r\n\r\n")
+    assert answer.status == 413 and answer.error["code"] == "body_too_large"
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+def test_methods_paths_and_types(server: Live) -> None:
+    for method, path in (
+        ("GET", "/v1/completions"),
+        ("DELETE", "/v1/models"),
+        ("POST", "/health"),
+        ("PUT", "/metrics"),
+    ):
+        answer = server.ask(method, path)
+        assert (answer.status, bool(answer.headers["allow"])) == (405, True) and answer.error
+    for path in ("/", "/v1", "/v1/responses", "/v1/completions/", "/../etc/passwd", "/docs", "/%00", "/openapi.json"):
+        answer = server.ask("POST", path, GOOD)
+        assert answer.status == 404 and answer.error["type"] == "not_found_error", path
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "", "json"):
+        answer = server.ask("POST", "/v1/completions", GOOD, Content_Type=kind)
+        assert answer.status == 415 and "application/json" in answer.error["message"]
+    assert server.ask("POST", "/v1/completions", GOOD, Content_Encoding="gzip").status == 415
+    assert server.ask("POST", "/v1/completions", GOOD, Content_Type="Application/JSON; charset=utf-8").status == 200
+
+
+BROKEN = [
+    b"nonsense\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 60,  # TLS
+    b"GET /health HTTP/1.1\r\n\r\n",  # no Host
+    b"GET /health HTTP/x\r\nHost: a\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+    b"GET /health HTTP/1.1\r\nHost: a\r\nbad header\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000,
+    b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", BROKEN, ids=[repr(d)[:30] for d in BROKEN])
+def test_broken_http(data: bytes, server: Live) -> None:
+    with server.connect() as link:
+        with contextlib.suppress(ConnectionError):  # it may be refused before all is sent
+            link.sendall(data)
+        answer = read(link)
+    assert answer.status in (400, None) and (answer.status is None or answer.error["message"])
+
+
+def test_several_requests_on_a_connection(server: Live) -> None:
+    with server.connect() as link:
+        bad, good = request("POST", "/v1/completions", {"model": "no"}), request("POST", "/v1/completions", GOOD)
+        statuses = []
+        for data in (good, bad, request("GET", "/nope"), good):
+            link.sendall(data)
+            statuses.append(read(link).status)
+    assert statuses == [200, 404, 404, 200]
+
+
+def test_slow_clients_are_cut_off(engine: Engine) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    with live(engine, read_seconds=0.3, keep_alive_seconds=1) as server:
+        for data in (b"", b"POST /v1/comple", request("GET", "/health") + b"GET /he"):
+            with server.connect() as link:
+                link.sendall(data)
+                while link.recv(1 << 16):  # until the server closes
+                    pass
+        with server.connect() as link:
+            link.sendall(head)
+            answer = read(link)
+            assert answer.status == 408 and "serve.read_seconds" in answer.error["message"]
+
+
+def test_a_client_that_takes_nothing_is_cut_off(engine: Engine) -> None:
+    """It holds up nobody, and nothing of it stays."""
+    body = {"model": "box", "prompt": [5] * 8, "n": 8, "max_tokens": 300, "ignore_eos": True, "stream": True,
+            "logprobs": 20, "temperature": 0}  # fmt: skip
+    with live(engine, send_buffer=4096, write_seconds=0.3) as server, server.connect() as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        link.sendall(request("POST", "/v1/completions", body))
+        until(lambda: server.service.rows == 8)
+        assert server.ask("POST", "/v1/completions", GOOD).status == 200
+        until(lambda: server.service.rows == 0, 60)
+        until(server.quiet)
+        assert b"[DONE]" not in read(link).body  # cut off
+
+
+# -- clients that go ---------------------------------------------------------------------------------------------------
+
+
+def test_1000_connections_dropped_in_mid_stream(server: Live) -> None:
+    """A hundred at a time, half with a reset: no row stays, and the pool is balanced."""
+    body = {"model": "box", "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    aborted = server.service.meter.finished["abort"]
+    for _ in range(10):
+        links = [server.connect() for _ in range(100)]
+        for i, link in enumerate(links):
+            link.sendall(request("POST", "/v1/completions", {**body, "stream": i % 4 > 0, "n": 1 + i % 2}))
+        for i, link in enumerate(links):
+            if i % 4:
+                ready, _, _ = select.select([link], [], [], 30)
+                assert ready
+            if i % 2:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # a reset
+            link.close()
+    until(server.quiet, 60)
+    assert server.service.meter.finished["abort"] - aborted == 1500
+
+
+def test_a_client_that_goes_while_it_waits(server: Live, engine: Engine) -> None:
+    """In the queue, in the midst of its body, and before its answer."""
+    engine.pause_generation("in_place")
+    try:
+        links = [server.connect() for _ in range(3)]
+        links[0].sendall(request("POST", "/v1/completions", GOOD))
+        links[1].sendall(request("POST", "/v1/completions", {**GOOD, "stream": True}))
+        links[2].sendall(request("POST", "/v1/completions", GOOD)[:-10])
+        until(lambda: server.service.rows == 2)
+        for link in links:
+            link.close()
+        until(lambda: server.service.rows == 0)
+    finally:
+        engine.continue_generation()
+
+
+def test_the_queue_has_an_end(engine: Engine) -> None:
+    with live(engine, max_rows=4) as server:
+        engine.pause_generation("in_place")
+        try:
+            link = server.connect()
+            link.sendall(request("POST", "/v1/completions", {**GOOD, "n": 3}))
+            until(lambda: server.service.rows == 3)
+            answer = server.ask("POST", "/v1/completions", {**GOOD, "n": 2})
+            assert answer.status == 429 and answer.headers["retry-after"] and answer.error["code"] == "queue_full"
+            assert server.ask("POST", "/v1/completions", {**GOOD, "n": 2, "seed": 0.5}).status in (400, 429)
+            assert server.service.rows == 3 and server.ask("GET", "/health").status == 200
+        finally:
+            engine.continue_generation()
+        assert read(link).status == 200
+        link.close()
+        assert server.ask("POST", "/v1/completions", {**GOOD, "n": 4}).status == 200
+
+
+# -- the engine's end, keys, the command -------------------------------------------------------------------------------
+
+
+def test_a_failing_engine_is_told() -> None:
+    with Engine(model_path="box", enable_torch_compile=False) as engine, live(engine) as server:
+        engine.pause_generation("in_place")
+        links = [server.connect() for _ in range(2)]
+        for link, stream in zip(links, (False, True), strict=True):
+            link.sendall(request("POST", "/v1/completions", {**GOOD, "stream": stream}))
+        until(lambda: server.service.rows == 2)
+
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        engine._parts.driver._put(fail)
+        whole, stream = (read(link) for link in links)
+        assert whole.status == 503 and "the device is gone" in whole.error["message"]
+        assert stream.status == 200 and b"the device is gone" in stream.body and b"[DONE]" in stream.body
+        assert server.ask("GET", "/health").status == server.ask("POST", "/v1/completions", GOOD).status == 503
+        assert server.service.rows == 0 and b"fengine:up 0" in server.ask("GET", "/metrics").body
+        for link in links:
+            link.close()
+
+
+def test_the_api_key(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def statuses(server: Live, path: str) -> list[int | None]:
+        given = ["", "Bearer", "Bearer wrong", "Basic s3cret", "Bearer s3cret", "bearer s3cret ", "Bearer s3cretX", "ß"]
+        return [server.ask("GET", path, Authorization=key).status for key in given]
+
+    with live(engine, api_key="s3cret") as server:
+        assert statuses(server, "/v1/models") == [401, 401, 401, 401, 200, 200, 401, 401]
+        assert statuses(server, "/metrics")[:3] == [401, 401, 401]
+        assert statuses(server, "/nope")[3:5] == [401, 404] and server.ask("GET", "/health").status == 200
+        answer = server.ask("POST", "/v1/completions", GOOD)
+        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+    monkeypatch.setenv("FENGINE_API_KEY", "s3cret")
+    with live(engine) as server:
+        assert statuses(server, "/v1/models")[3:5] == [401, 200]
+
+
+def spawn(*words: str) -> tuple[subprocess.Popen[str], int]:
+    """`python -m fengine.serve` on a free port, once it says so."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fengine.serve", "serve.port=0", "compile=none", *words], stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line):
+            return process, int(found[1])
+    raise AssertionError(f"it ended with {process.wait()}")
+
+
+def test_a_signal_lets_answers_end(engine: Engine) -> None:
+    body = {**GOOD, "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 4}
+    with live(engine) as server, server.connect() as link, server.connect() as idle:
+        idle.sendall(request("GET", "/health"))
+        assert read(idle).status == 200
+        link.sendall(request("POST", "/v1/completions", body))
+        assert select.select([link], [], [], 30)[0]
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert b"[DONE]" in read(link).body and not idle.recv(1)
+        until(lambda: not server.server.server_state.connections)
+        assert server.server.stopped_by is None
+
+
+def test_a_second_signal_cuts_answers_off() -> None:
+    process, port = spawn("serve.model_name=mine")
+    body = {"model": "mine", "prompt": [5], "max_tokens": 1000, "ignore_eos": True, "n": 64, "stream": True}
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        link.sendall(request("POST", "/v1/completions", body))
+        assert select.select([link], [], [], 60)[0]  # it is under way
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(ConnectionRefusedError):  # it takes no new connections
+            until(lambda: socket.create_connection(("127.0.0.1", port)).close() is not None)
+        process.send_signal(signal.SIGTERM)
+        assert b"[DONE]" not in read(link).body
+    assert process.wait(60) == 143
+
+
+def test_the_command_refuses_before_it_loads(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "open_engine", lambda _: pytest.fail("a model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, said in (
+            ([f"serve.port={port}"], "choose another port"),
+            (["serve.host=no.such.host.invalid"], "serve.host"),
+            (["serve.prot=1"], "did you mean serve.port?"),
+            (["serve.port=-1", "serve.max_rows=0"], "serve.max_rows must be at least 1"),
+            (["model.skip_tokenizer_init=true"], "a server speaks text"),
+            (["-m", "serve.port=1,2"], "one configuration"),
+        ):
+            assert command.main(words) == command.USAGE
+            assert said in capsys.readouterr().err, words
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "fengine.serve.server")
+    monkeypatch.delattr("fengine.serve.server")
+    monkeypatch.setattr(command, "open_engine", lambda _: pytest.fail("a model was loaded"))
+    with pytest.raises(MissingExtraError, match=r"uvicorn.*pip install 'fengine\[serve\]'"):
+        command.run(ServerConfig())
+
+
+def test_configuration() -> None:
+    (point,) = points(parse([], SERVE.program), SERVE)
+    assert point.config == ServerConfig() and check(ServerConfig()) == []
+    text = (ROOT / "conf" / "serve.yaml").read_text()
+    assert all(f"\n  {name}:" in text for name in ServeConfig.__dataclass_fields__)
+    for name in ServeConfig.__dataclass_fields__:
+        if name not in ("host", "port", "api_key", "model_name", "drain_seconds"):
+            assert any(name in problem for problem in check(ServerConfig(serve=ServeConfig(**{name: 0})))), name
+    with pytest.raises(ConfigError, match="did you mean serve.chunks_per_second"):
+        points(parse(["serve.chunk_per_second=1"], SERVE.program), SERVE)
+
+
+def test_answer_reader_sees_the_end() -> None:
+    """The tools of these tests: an answer that is cut off has no status."""
+    assert Answer(b"").status is None and Answer(b"HTTP/1.1 200 OK\r\nA: b\r\n\r\nx").headers == {"a": "b"}
