@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra serve")
 openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
 
-from serving import Live, live  # noqa: E402
+from serving import Live, live, until  # noqa: E402
 
 from fengine.engine import Engine  # noqa: E402
 
@@ -29,7 +29,7 @@ def engine() -> Iterator[Engine]:
 def server(engine: Engine) -> Iterator[Live]:
     with live(engine) as server:
         yield server
-        assert server.quiet()
+        until(server.quiet)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_embeddings() -> None:
             assert list(struct.unpack("<8f", base64.b64decode(answer.data[0].embedding))) == short["embedding"]
             for path, more in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": CHAT})):
                 assert server.ask("POST", f"/v1/{path}", {"model": "box", **more}).status == 400
-        assert server.quiet()
+        until(server.quiet)
 
 
 def test_models(client: Any) -> None:
