@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fengine.batching import ExtendedStaged, Staged, warm_staged
 from fengine.extended import ExtendedFn
+from fengine.ops import edges
 from fengine.records import Findings
 from fengine.state import AdapterBatch, KVState, Params, SamplingBatch, StepBatch, StepOut
 from fengine.step import Feed, StepFn, mark_sizes
@@ -74,6 +75,9 @@ class CpuRunner:
 
 
 GRAPH_TOKENS = 8192  # larger steps gain nothing from a graph
+SHORT_ROWS = (
+    64  # decode steps of so many rows are short: they are captured over both inputs, so that none waits for a copy
+)
 
 
 class Bucket(NamedTuple):
@@ -86,14 +90,15 @@ class Bucket(NamedTuple):
 
 
 def decode_buckets(rows: int) -> list[int]:
-    """1, 2, 4, then multiples of 8 to 64, of 16 to 128, of 32 to 256, of 64 beyond; the last one is `rows`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 4096, 64)]
+    """1, 2, 4, then multiples of 8 to 64, of 64 beyond; the last one is `rows`. Tiles are of 64 rows: 80 rows take as
+    long as 128, or longer."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 4096, 64)]
     return [s for s in sizes if s < rows] + [rows]
 
 
 def token_buckets(tokens: int) -> list[int]:
     """Steps with prompt chunks: from 256 on at most 1.25x apart, multiples of 16."""
-    small = [16, 32, 64, 96, 128, 192]
+    small = [16, 32, 64, 128, 192]
     large = [base * eighths // 8 for base in (256, 512, 1024, 2048, 4096, 8192) for eighths in (8, 10, 12, 14)]
     return [s for s in (*small, *large, 16384) if s < tokens] + [tokens]
 
@@ -106,6 +111,11 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     start: int
     size: int
+
+
+def short(bucket: Bucket) -> bool:
+    """Whether the bucket is captured over both inputs. Pure."""
+    return bucket.graph and bucket.tokens == bucket.rows <= SHORT_ROWS
 
 
 def packed_layout(tokens: int, rows: int, width: int, adapter_slots: int = 0) -> list[Slot]:
@@ -133,8 +143,9 @@ def views(buffer: Tensor, layout: list[Slot]) -> list[Tensor]:
 class CudaRunner:
     """Pads each step to a bucket, copies one packed buffer to the device and replays the bucket's graph.
 
-    Static buffers: two pinned host inputs used in turn (the copy of step n may still run while n+1 is staged), one
-    device input, and the device's `last_token_R`. Modifies: these buffers.
+    Copies run on streams of their own: the input of a step comes in, and the draws of the one before go out, while
+    another step runs. Static buffers: two inputs and two outputs, on the host (pinned) and on the device, and the
+    device's `last_token_R`. Modifies: these buffers. No graph's own memory is read from outside, as all share one pool.
     """
 
     def __init__(
@@ -147,14 +158,18 @@ class CudaRunner:
         self.mixed_rows = sorted({min(32, rows), rows})
         self.tokens = token_buckets(max(tokens, rows))
         self.graphs = graphs
-        self.captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.captured: dict[tuple[Bucket, int], torch.cuda.CUDAGraph] = {}  # int: over which input and draws
         self.pool: Any = None  # the memory pool that all graphs share
         self.side = torch.cuda.Stream(self.device)  # of captures: one, because cuBLAS keeps a workspace for each stream
+        self.coming, self.going = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         last = packed_layout(self.tokens[-1], rows, width, adapter_slots)[-1]
         size = last.start + last.size + 64
         self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.out = [torch.zeros(2 * rows, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self.input = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self.input = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        self.drawn = [torch.zeros(2 * rows, dtype=torch.int32, device=self.device) for _ in range(2)]
+        self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over this input has
+        self.sent = [torch.cuda.Event() for _ in range(2)]  # the draws are on the host
         self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.turn = 0
         self.before: Callable[[], list[int]] = list  # gives the tokens of the step before; may wait
@@ -209,19 +224,20 @@ class CudaRunner:
         torch.cuda.synchronize(self.device)
         for bucket in self.all_buckets():
             if bucket.graph:
-                self._capture(bucket)
+                for which in (0, 1) if short(bucket) else (0,):
+                    self._capture(bucket, which)
         return kv
 
     def _warm(self, bucket: Bucket) -> None:
         slots = self.adapter_slots if bucket.adapters else 0
-        self._run(bucket, self._stage(warm_staged(bucket.tokens, bucket.rows, self.width, slots), bucket))
+        self._run(bucket, 0, self._stage(warm_staged(bucket.tokens, bucket.rows, self.width, slots), bucket, 0))
 
     def _layout(self, bucket: Bucket) -> list[Slot]:
         slots = self.adapter_slots if bucket.adapters else 0
         return packed_layout(bucket.tokens, bucket.rows, self.width, slots)
 
-    def _stage(self, staged: Staged, bucket: Bucket) -> list[Slot]:
-        """Packs a step into this turn's pinned buffer, padded, and starts its copy to the device."""
+    def _stage(self, staged: Staged, bucket: Bucket, which: int) -> list[Slot]:
+        """Packs a step into this turn's pinned buffer, padded, and starts its copy to the device's input `which`."""
         layout = self._layout(bucket)
         host = self.host[self.turn]
         for slot, target, source in zip(layout, views(host, layout), staged, strict=True):
@@ -233,30 +249,33 @@ class CudaRunner:
             pad = {"q_start_B": staged.token_T.shape[0], "temperature_R": 1, "top_p_R": 1, "top_k_R": 1}
             array[source.shape[0] :] = pad.get(slot.name, 0)
         end = layout[-1].start + layout[-1].size
-        self.input[:end].copy_(host[:end], non_blocking=True)
+        self.coming.wait_event(self.ended[which])
+        with torch.cuda.stream(self.coming):
+            self.input[which][:end].copy_(host[:end], non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self.coming)
         return layout
 
-    def _run(self, bucket: Bucket, layout: list[Slot]) -> Tensor:
-        """One step over the static input; returns [2, R] int32: tokens, and the bits of the logprobs."""
-        batch, sampling, feed = inputs(views(self.input, layout), self.last_token_R)
+    def _run(self, bucket: Bucket, which: int, layout: list[Slot]) -> None:
+        """One step over static buffers."""
+        batch, sampling, feed = inputs(views(self.input[which], layout), self.last_token_R)
         mark_sizes(batch, sampling, feed)
         _, out = self.step(self.params, self.kv[0], batch, sampling, feed)
-        return self._pack(out, bucket.rows)
+        self._hand_on(out, which)
 
-    def _pack(self, out: StepOut, rows: int) -> Tensor:
-        self.last_token_R[:rows].copy_(out.token_R)
-        return torch.stack((out.token_R, out.logprob_R.view(torch.int32)))
+    def _hand_on(self, out: StepOut, which: int) -> None:
+        rows = out.token_R.shape[0]
+        edges.hand_on(out.token_R, out.logprob_R, self.last_token_R, self.drawn[which][: 2 * rows].view(2, rows))
 
-    def _capture(self, bucket: Bucket) -> None:
+    def _capture(self, bucket: Bucket, which: int) -> None:
         """Nothing runs: the graph reads whatever is staged when it is replayed."""
         layout, graph = self._layout(bucket), torch.cuda.CUDAGraph()
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):  # not `torch.cuda.graph`, which collects garbage for each of many graphs
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
-            out = self._run(bucket, layout)
+            self._run(bucket, which, layout)
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.side)
-        self.captured[bucket] = (graph, out)
+        self.captured[bucket, which] = graph
 
     def launch(self, kv: KVState, staged: Staged | ExtendedStaged) -> tuple[KVState, Flight]:
         """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on."""
@@ -266,20 +285,24 @@ class CudaRunner:
             staged, wants = staged
         rows = staged.kv_len_R.shape[0]
         bucket = self.bucket(staged.token_T.shape[0], rows, len(staged.adapter_start_S) > 0)
-        layout = self._stage(staged, bucket)
+        which = self.turn if short(bucket) else 0
+        layout = self._stage(staged, bucket, which)
+        torch.cuda.current_stream().wait_event(self.sent[which])
         if wants is not None:
-            arguments = inputs(views(self.input, layout), self.last_token_R)
+            arguments = inputs(views(self.input[which], layout), self.last_token_R)
             _, out, findings = self.extended(self.params, kv, *arguments, wants, self.before)
-            out = self._pack(out, bucket.rows)
+            self._hand_on(out, which)
         elif bucket.graph:
-            graph, out = self.captured[bucket]  # never captured here: the run before a capture would overwrite the feed
-            graph.replay()
+            self.captured[bucket, which].replay()  # captured before: a run would overwrite the feed
         else:
-            out = self._run(bucket, layout)
-        target = self.out[self.turn][: 2 * bucket.rows]
-        target.copy_(out.view(-1), non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+            self._run(bucket, which, layout)
+        self.ended[which].record()
+        target, done = self.out[self.turn][: 2 * bucket.rows], torch.cuda.Event()
+        self.going.wait_event(self.ended[which])
+        with torch.cuda.stream(self.going):
+            target.copy_(self.drawn[which][: 2 * bucket.rows], non_blocking=True)
+            self.sent[which].record()
+            done.record()
         self.turn ^= 1
 
         def result() -> tuple[list[int], list[float]]:

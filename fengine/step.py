@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fengine.models import lookup
+from fengine.ops import edges
 from fengine.sampler import sample
 from fengine.spec import ModelSpec
 from fengine.state import KVState, Params, SamplingBatch, StepBatch, StepOut
@@ -34,8 +35,7 @@ class Feed(NamedTuple):
 
 def resolve_feed(batch: StepBatch, feed: Feed) -> StepBatch:
     """The batch with fed tokens filled in. Pure."""
-    fed_T = feed.last_token_R.index_select(0, feed.index_T)
-    return batch._replace(token_T=torch.where(feed.from_T, fed_T, batch.token_T))
+    return batch._replace(token_T=edges.feed(batch.token_T, feed.last_token_R, feed.index_T, feed.from_T))
 
 
 def step(
@@ -47,7 +47,7 @@ def step(
     """
     model = lookup(spec.architecture)
     kv, hidden_TD = model.forward(params, spec, kv, batch)
-    logits_RV = model.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
+    logits_RV = model.unembed(params, spec, edges.take(hidden_TD, batch.logit_index_R))
     return kv, sample(logits_RV, sampling)
 
 

@@ -179,7 +179,8 @@ def test_compiled_and_eager_steps_give_the_same_bits_and_compile_once(
         compiles = llm.stats()["compiles"]
         assert batch(llm, work()) == reference
         assert alone(llm, work()) == reference
-        assert llm.stats()["compiles"] == compiles == 1
+        # On CUDA the first is for the small state that memory is measured with, before there are pages.
+        assert llm.stats()["compiles"] == compiles == (2 if checkpoint.device == "cuda" else 1)
 
 
 def test_a_linear_op_that_depends_on_the_batch_is_caught(

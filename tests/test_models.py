@@ -153,7 +153,7 @@ def run_paged(
             while len(row.pages) * page_size < len(row.logits) + count:
                 row.pages.append(free.pop())
         batch = batch_of(chunks, page_size, padding=rng.choice((0, 0, 3)))
-        batch = StepBatch(*(tensor.to(norm_D.device) for tensor in batch))
+        batch = StepBatch(*(tensor.to(norm_D.device) for tensor in batch[:-1]))  # no row has an adapter
         kv, hidden_TD = model.forward(params, spec, kv, batch)
         logits_TV = model.unembed(params, spec, hidden_TD).cpu()
         for r, (row, _) in enumerate(chunks):
@@ -266,7 +266,7 @@ def compiled_code(params: Params, spec: ModelSpec, batches: list[StepBatch]) -> 
     def all_batches() -> list[Tensor]:
         kv, logits = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu"), []
         for batch in batches:
-            for tensor in batch:
+            for tensor in batch[:-1]:
                 torch._dynamo.decorators.mark_unbacked(tensor, 0)
             torch._dynamo.decorators.mark_unbacked(batch.page_table_RN, 1)
             kv, logits_RV = compiled(params, kv, batch)
@@ -317,13 +317,13 @@ def test_compiled_step_copies_no_pages_and_gives_the_same_bits(qwen: tuple[Param
 def test_the_search_for_page_copies_finds_them(qwen: tuple[Params, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a KV write that is pure in the naive way, into copies."""
     params, spec = qwen
-    write = llama.rope.rope_kv_write
+    write = llama.qkv.qkv_rope_write
 
     def copying(qkv_TC: Tensor, *args: Any) -> Any:
         rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, *rest = args
         q_THK, k_new, v_new = write(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK.clone(), v_PSGK.clone(), *rest)
         return q_THK, k_new, v_new
 
-    monkeypatch.setattr(llama.rope, "rope_kv_write", copying)
+    monkeypatch.setattr(llama.qkv, "qkv_rope_write", copying)
     code, _ = compiled_code(params, spec, some_batches())
     assert kv_sized(code, spec) != []

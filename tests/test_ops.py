@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import attention, linear, rms_norm, rope, sampling, silu_mul
+from fengine.ops import attention, edges, linear, qkv, rms_norm, rope, sampling, silu_mul
 from fengine.spec import ModelSpec, RopeSpec
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
@@ -166,7 +166,21 @@ def test_linear(dtype: torch.dtype, rows: int, n: int, k: int):
 def test_rows_of_a_packed_weight(dtype: torch.dtype):
     w = normal(70, 24).to(dtype)
     index = torch.tensor([0, 69, 31, 32, 5, 5], dtype=torch.int32)
-    assert linear.rows(linear.pack(w), index).equal(w[index])
+    weight = normal(24, seed=1)
+    normed, rows = rms_norm.rows_rms_norm(linear.pack(w), index, weight, 1e-6)
+    assert rows.equal(w[index].float()) and normed.equal(rms_norm.rms_norm(rows, weight, 1e-6))
+
+
+def test_what_enters_and_leaves_a_step():
+    token, last = torch.tensor([5, 6, 7, 8]).int(), torch.tensor([50, 60, 70]).int()
+    index, fed = torch.tensor([0, 2, 0, 1]).int(), torch.tensor([False, True, True, False])
+    assert edges.feed(token, last, index, fed).tolist() == [5, 70, 50, 8]
+    x = normal(5, 9)
+    assert edges.take(x, torch.tensor([4, 0, 4]).int()).equal(x[[4, 0, 4]])
+    out = torch.zeros(2, 2).int()
+    edges.hand_on(token[:2], torch.tensor([-0.5, -2.0]), last, out)
+    assert out[0].tolist() == [5, 6] and out[1].view(torch.float32).tolist() == [-0.5, -2.0]
+    assert last.tolist() == [5, 6, 70]
 
 
 @pytest.mark.parametrize("width", [8, 36, 896])
@@ -265,6 +279,25 @@ def test_draw_frequencies_follow_the_distribution():
 # -- registration and compilation -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_qkv_rope_write_is_the_product_and_rope_kv_write(norm: bool):
+    heads, groups, width, hidden = 4, 2, 16, 24
+    table = rope.rope_table(spec(heads, groups, width), 50)
+    x, w, bias = normal(5, hidden), normal(128, hidden), normal(128)
+    k, v = normal(4, 3, groups, width), normal(4, 3, groups, width, seed=1)
+    position, slot = torch.tensor([4, 49, 0, 7, 8]).int(), torch.tensor([3, 11, 6, 5, 10]).int()
+    norms = (normal(width), normal(width, seed=1), 1e-6) if norm else (None, None, 0.0)
+    want_k, want_v = k.clone(), v.clone()
+    product = linear.linear(x, linear.pack(w), 128, bias)
+    want = rope.rope_kv_write(product, table, position, slot, want_k, want_v, heads, *norms)
+    for exact in (True, False):
+        got_k, got_v = k.clone(), v.clone()
+        got = qkv.qkv_rope_write(
+            x, linear.pack(w), bias, table, position, slot, got_k, got_v, heads, *norms, exact=exact
+        )  # fmt: skip
+        assert got[1] is got_k and all(a.equal(b) for a, b in zip(got, want, strict=True))
+
+
 def op_samples() -> dict[str, tuple]:
     x, pages = normal(5, 32), normal(4, 3, 2, 16)
     slot = torch.tensor([3, 11, 6, 5, 10]).int()
@@ -273,8 +306,14 @@ def op_samples() -> dict[str, tuple]:
         "linear": (x, linear.pack(normal(40, 32)), 40, None, torch.float32),
         "rms_norm": (x, normal(32), 1e-5),
         "add_rms_norm": (x, normal(5, 32), normal(32), 1e-5),
+        "rows_rms_norm": (linear.pack(normal(40, 32)), slot, normal(32), 1e-5),
         "silu_mul": (x,),
+        "gated_linear": (x, linear.pack(normal(40, 32)), 20, None),
         "rope_kv_write_": (*write, normal(16), normal(16), 1e-5),
+        "qkv_rope_write_": (x, linear.pack(normal(128, 32)), None, *write[1:], normal(16), normal(16), 1e-5),
+        "feed": (slot, slot, slot % 5, slot > 5),
+        "take": (x, slot % 5),
+        "hand_on_": (slot, normal(5), torch.zeros(8).int(), torch.zeros(2, 5).int()),
         "attention": paged_case([7, 4], [3, 1], 4, 2, 16, 4),
         "draw": tuple(draw_case(3, 50).values()),
     }
@@ -291,13 +330,12 @@ def small_model(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One layer and a draw, through every face."""
     y = rms_norm.rms_norm(x, w["norm"], 1e-5)
-    qkv = linear.linear(y, w["qkv"], 8 * 16, w["bias"])
-    q, k, v = rope.rope_kv_write(qkv, w["rope"], pos, slot, k, v, 4)
+    q, k, v = qkv.qkv_rope_write(y, w["qkv"], w["bias"], w["rope"], pos, slot, k, v, 4)
     o = attention.attention(q, k, v, start, kv_len, table, 0.25)
     y, x = rms_norm.add_rms_norm(linear.linear(o.flatten(1), w["o"], 64), x, w["norm"], 1e-5)
     x = x + linear.linear(silu_mul.silu_mul(linear.linear(y, w["gate_up"], 48)), w["down"], 64)
     logits = linear.linear(x[last], w["embed"], 96, out_dtype=torch.float32)
-    return *sampling.draw(logits, **drawing), linear.rows(w["embed"], last), k
+    return *sampling.draw(logits, **drawing), edges.take(x, last), k
 
 
 def small_model_case(lengths: list[int], tokens: list[int]) -> tuple:

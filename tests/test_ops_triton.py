@@ -16,7 +16,8 @@ from test_lora_ops import lora_case
 from test_ops import mixed_rows, normal, paged_case, spec
 from torch import Tensor
 
-from fengine.ops import attention, linear, lora, rms_norm, rope, sampling, silu_mul
+from fengine.ops import attention, edges, linear, linear_hopper, lora, qkv, rms_norm, rope, sampling, silu_mul
+from fengine.ops import linear_schedules as tables
 from fengine.ops.registration import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -61,10 +62,10 @@ def test_every_schedule_of_linear():
         pytest.skip("on a device the schedules are compared bit by bit, below")
     x, w = put((normal(150, 200), normal(300, 200)), torch.float32)
     want = linear.reference(x, w, 300, None, None)
-    for schedule in (*(entry[-1] for entry in linear.FEW_ROWS), *linear.MANY_ROWS, *linear.FLOAT32):
+    for schedule in (*(entry[-1] for entry in tables.FEW_ROWS), *tables.MANY_ROWS, *tables.FLOAT32):
         assert_close(linear.run(x, w, 300, None, None, schedule), want, torch.float16)
     want = silu_mul.launch(want)
-    for *_, schedule in linear.GATED:
+    for *_, schedule in tables.GATED:
         assert_close(linear.run(x, w, 150, None, None, schedule, gated=True), want, torch.float16)
 
 
@@ -83,6 +84,23 @@ def test_norms(dtype: torch.dtype, width: int):
     x, delta, weight = put((normal(7, width), normal(7, width, seed=1), normal(width)), dtype)
     assert_close(rms_norm.launch(x, weight, 1e-6), rms_norm.reference(x, weight, 1e-6), dtype)
     assert_close(rms_norm.add_launch(delta, x, weight, 1e-6), rms_norm.add_reference(delta, x, weight, 1e-6), dtype)
+    index = torch.tensor([6, 0, 6]).int().to(DEVICE)
+    normed, rows = rms_norm.rows_launch(x, index, weight, 1e-6)
+    assert rows.equal(x[index]) and normed.equal(rms_norm.launch(x, weight, 1e-6)[index])
+
+
+@kernel_test
+def test_edges(dtype: torch.dtype):
+    token, last, index = (normal(1500, seed=s).mul(50).abs().int().to(DEVICE) for s in range(3))
+    fed = token % 3 == 0
+    assert edges.feed_launch(token, last, index, fed).equal(torch.where(fed, last[index], token))
+    x = put(normal(200, 1030), dtype)
+    assert edges.take_launch(x, index[:9]).equal(x[index[:9]])
+    logprob, before = normal(1500).to(DEVICE), torch.cat((last, last))
+    out = torch.zeros(2, 1500).int().to(DEVICE)
+    edges.hand_on_launch(token, logprob, before, out)
+    assert out[0].equal(token) and out[1].view(torch.float32).equal(logprob)
+    assert before[:1500].equal(token) and before[1500:].equal(last)
 
 
 @kernel_test
@@ -105,6 +123,41 @@ def test_rope_kv_write(dtype: torch.dtype, heads: int, groups: int, width: int, 
     want = rope.reference(x, table, position, slot, k, v, heads, *norms)
     got = rope.launch(x, table, position, slot, k, v, heads, *norms)
     assert_close((got, k, v), want, dtype)
+
+
+@kernel_test
+def test_rope_kv_write_of_many_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Several tokens a program, and a last program that is not full, give the bits of one token a program."""
+    table = rope.rope_table(spec(6, 2, 64), 50).to(DEVICE)
+    x, k, v = put((normal(9, 10 * 64), normal(5, 4, 2, 64), normal(5, 4, 2, 64)), dtype)
+    position, slot = torch.arange(9).int().to(DEVICE), torch.randperm(16).int()[:9].to(DEVICE) + 4
+    found = []
+    for many in (100, 9):
+        monkeypatch.setattr(rope, "MANY", many)
+        pages = k.clone(), v.clone()
+        found.append((rope.launch(x, table, position, slot, *pages, 6, None, None, 0.0), *pages))
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+@kernel_test
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("heads,groups,width,block", [(2, 1, 64, 64), (3, 1, 128, 32)])
+def test_qkv(dtype: torch.dtype, heads: int, groups: int, width: int, block: int, swap: bool):
+    """The one kernel against the product and rope_kv_write; rows that are not asked for stay as they were."""
+    channels, rows = (heads + 2 * groups) * width, 11
+    table = rope.rope_table(spec(heads, groups, width), 50).to(DEVICE)
+    x, w, bias, k, v = put(
+        (normal(rows, 64) / 8, normal(channels, 64), normal(channels), *(normal(5, 4, groups, width) for _ in "kv")),
+        dtype,
+    )  # fmt: skip
+    position, slot = torch.arange(rows).int().to(DEVICE) * 3, torch.randperm(16).int()[:rows].to(DEVICE) + 4
+    s = tables.Schedule(16, block, 32, swap, 4, 2)
+    for added in (None, bias):
+        want_k, want_v, got_k, got_v = k.clone(), v.clone(), k.clone(), v.clone()
+        product = linear.reference(x, w, channels, added, None)
+        want = rope.reference(product, table, position, slot, want_k, want_v, heads, None, None, 0.0)
+        got = qkv.run(x, w, added, table, position, slot, got_k, got_v, heads, s)
+        assert_close((got, got_k, got_v), want, dtype)
 
 
 @kernel_test
@@ -161,8 +214,36 @@ def test_linear_bits_follow_no_schedule():
     whole = linear.launch(x, w, 1152, None, None)
     for rows in (1, 7, 16, 17, 33, 64, 65, 128, 129, 299):
         assert linear.launch(x[:rows], w, 1152, None, None).equal(whole[:rows])
-    for schedule in (*(entry[-1] for entry in linear.FEW_ROWS), *linear.MANY_ROWS):
+    for schedule in (*(entry[-1] for entry in tables.FEW_ROWS), *tables.MANY_ROWS):
         assert linear.run(x, w, 1152, None, None, schedule).equal(whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 128, 200, 640])
+def test_linear_for_hopper_has_the_bits_of_the_reference(rows: int):
+    """Ragged rows, columns and K; every kind of tile; with a bias and gated."""
+    x, w, bias = put((normal(rows, 200), normal(2 * 1192, 200) / 14, normal(2 * 1192)), torch.bfloat16)
+    if not linear_hopper.usable(x, w):
+        pytest.skip("the kernel is for compute capability 9")
+    for added in (None, bias):
+        want = linear.run(x, w, 2384, added, None, linear.REFERENCE)
+        for m, n, stages, _ in tables.HOPPER:
+            s = tables.Schedule(m, n, 64, False, 4, stages, hopper=True)
+            assert linear.run(x, w, 2384, added, None, s).equal(want)
+        for m, n, stages, _ in tables.HOPPER_GATED:
+            s = tables.Schedule(m, n, 64, False, 4, stages, hopper=True)
+            assert linear.run(x, w, 1192, added, None, s, gated=True).equal(silu_mul.launch(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 16, 32, 48, 64])
+@pytest.mark.parametrize("heads,groups,width,hidden", [(14, 2, 64, 896), (32, 8, 128, 4096)])
+def test_qkv_in_one_kernel_is_proved_and_used(rows: int, heads: int, groups: int, width: int, hidden: int):
+    channels = (heads + 2 * groups) * width
+    x, w, pages = put((normal(rows, hidden), normal(channels, hidden) / hidden**0.5, normal(3, 64, groups, width)),
+                      torch.bfloat16)  # fmt: skip
+    s = qkv.choose(x, w, None, pages, heads)
+    assert s is not None and qkv._compare(x, w, None, pages, heads, s)
 
 
 @pytest.mark.gpu

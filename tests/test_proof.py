@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fengine.ops import linear, proof
-from fengine.ops.linear import LIBRARY, REFERENCE, schedules
+from fengine.ops.linear_schedules import LIBRARY, REFERENCE, gated_schedules, schedules
 from fengine.ops.proof import Proofs
 
 
@@ -70,10 +70,12 @@ def test_the_library_serves_many_rows_only_and_the_reference_what_is_not_proved(
     n: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for m in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 512, 513, 8192):
-        found = schedules(m, n, k, torch.bfloat16)
-        assert (found[0] == LIBRARY) <= (m > 64) and LIBRARY not in found[1:] and len(found) == len(set(found))
-        if m <= linear.GATED[-1][0]:
-            assert LIBRARY not in schedules(m, n, k, torch.bfloat16, gated=True)
+        for processors in (None, 132):
+            found = schedules(m, n, k, torch.bfloat16, processors)
+            assert (LIBRARY in found) <= (m > 64) and len(found) == len(set(found))
+            assert processors or not any(s.hopper for s in found)
+            gated = gated_schedules(m, n, torch.bfloat16, processors)
+            assert LIBRARY not in gated and len(gated) <= 1 and (m > 64 or len(gated) == 1)
     assert LIBRARY not in schedules(4096, n, k, torch.float32)
     x, w = torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)
     asked = []

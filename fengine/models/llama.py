@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import attention, linear, lora, rms_norm, rope, silu_mul
+from fengine.ops import attention, linear, lora, qkv, rms_norm, rope, silu_mul
 from fengine.spec import Config, ModelSpec, bias_flag, decoder_spec
 from fengine.state import AdapterBatch, KVState, Params, StepBatch
 
@@ -32,8 +32,9 @@ def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> t
     """
     layers = params["layers"]
     norms = [layer["attn_norm_D"] for layer in layers[1:]] + [params["final_norm_D"]]
-    residual_TD = linear.rows(params["embed"], batch.token_T).to(params["final_norm_D"].dtype)
-    normed_TD = rms_norm.rms_norm(residual_TD, layers[0]["attn_norm_D"], spec.rms_eps)
+    normed_TD, residual_TD = rms_norm.rows_rms_norm(
+        params["embed"], batch.token_T, layers[0]["attn_norm_D"], spec.rms_eps
+    )
     k_layers, v_layers = [], []
     for layer, next_norm_D, k_PSGK, v_PSGK in zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True):
         delta_TD, k_PSGK, v_PSGK = _attend(layer, spec, params["rope_MK"], k_PSGK, v_PSGK, batch, normed_TD)
@@ -55,25 +56,21 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one layer: its residual delta_TD and the written pages.
 
-    Attention reads the pages that `rope_kv_write` returned: read the old names, and the compiler must copy every page.
+    Attention reads the pages that `qkv_rope_write` returned: read the old names, and the compiler must copy every page.
     """
-    heads, kv_heads, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    qkv_TC = linear.linear(x_TD, layer["wqkv"], (heads + 2 * kv_heads) * width, layer.get("bqkv_C"), exact=spec.exact)
-    qkv_TC = _adapted(qkv_TC, x_TD, layer, "wqkv", batch.adapters)
-    q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(
-        qkv_TC,
-        rope_MK,
-        batch.pos_T,
-        batch.slot_T,
-        k_PSGK,
-        v_PSGK,
-        heads,
-        layer.get("q_norm_K"),
-        layer.get("k_norm_K"),
-        spec.rms_eps,
-    )
+    where = (rope_MK, batch.pos_T, batch.slot_T, k_PSGK, v_PSGK, spec.num_heads)
+    norms = (layer.get("q_norm_K"), layer.get("k_norm_K"), spec.rms_eps)
+    if batch.adapters is None:
+        q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
+            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, *norms, exact=spec.exact
+        )
+    else:  # the same bits where no adapter is added
+        channels = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        qkv_TC = linear.linear(x_TD, layer["wqkv"], channels, layer.get("bqkv_C"), exact=spec.exact)
+        qkv_TC = _adapted(qkv_TC, x_TD, layer, "wqkv", batch.adapters)
+        q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(qkv_TC, *where, *norms)
     out_THK = attention.attention(
-        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, width**-0.5
+        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, spec.head_dim**-0.5
     )
     out_TC = out_THK.flatten(1)
     delta_TD = linear.linear(out_TC, layer["wo"], spec.hidden_size, layer.get("bo_D"), exact=spec.exact)

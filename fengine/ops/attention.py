@@ -25,7 +25,17 @@ from torch import Tensor
 from fengine.ops import attention_hopper
 from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
 from fengine.ops.proof import proofs
-from fengine.ops.registration import dependent_launch, multiprocessors, plain, register, shared_memory, triton, wide
+from fengine.ops.registration import (
+    EARLY,
+    MIDDLE,
+    dependent_launch,
+    multiprocessors,
+    plain,
+    register,
+    shared_memory,
+    triton,
+    wide,
+)
 
 CHUNK = 1024  # part of the tree
 MERGE_AHEAD = 4  # chunk results loaded together by the merge
@@ -171,7 +181,8 @@ def run(
         q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, m_part, sum_part, acc_part,
         kv_len_R if arrived is None else arrived, c, tokens, rows, table_width, chunks, limit, heads, groups, width,
         padded_width, size, padded, s.rows.tile, CHUNK, block, splits > 1, MERGE_AHEAD, num_warps=s.rows.warps,
-        num_stages=s.rows.stages, **dependent_launch(q_THK.device.index)
+        num_stages=s.rows.stages,
+        **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
     )  # fmt: skip
     if s.tiles is None:
         return o_THK

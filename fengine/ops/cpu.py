@@ -25,6 +25,7 @@ FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / "cpu_kernels.c", FOLDER / "cpu_attention.c", FOLDER / "cpu_draw.c", FOLDER / "cpu_lora.c"]
 HEADERS = [FOLDER / "cpu_vector.h"]
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LANES = 32  # outputs side by side in a packed weight
 SHORT = 1 << 19
 """Work (multiply-adds or elements) below which a call stays in the calling thread and keeps the GIL: some 10 µs."""
 
@@ -126,6 +127,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
+def rows_rms_norm(packed: Tensor, index: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(rows), rows) for rows `index` of a packed weight [ceil(n/32), K, 32], widened."""
+    rows = packed[index // LANES, :, index % LANES].to(torch.float32)
+    return rms_norm(rows, weight, eps), rows
+
+
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(residual + delta), residual + delta)."""
     delta, residual = _plain(delta, "add_rms_norm's delta"), _plain(residual, "add_rms_norm's residual")
@@ -166,6 +173,16 @@ def rope_kv_write_(
         v_pages.data_ptr(), q_norm_at, k_norm_at, tokens, num_heads, groups, width, kind, eps, threads,
     )  # fmt: skip
     return q
+
+
+def qkv_rope_write_(
+    x: Tensor, packed: Tensor, bias: Tensor | None, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor,
+    v_pages: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
+    """`linear` to the (H + 2G) K channels of q, k and v, then `rope_kv_write_`."""
+    groups, width = k_pages.shape[2:]
+    qkv = linear(x, packed, (num_heads + 2 * groups) * width, bias, None)
+    return rope_kv_write_(qkv, rope, pos, slot, k_pages, v_pages, num_heads, q_norm, k_norm, eps)
 
 
 def attention(
@@ -280,3 +297,19 @@ def apply_bitmask_(logits: Tensor, row: Tensor, mask: Tensor) -> None:
     library.fengine_apply_bitmask(
         logits.data_ptr(), row.data_ptr(), mask.data_ptr(), row.shape[0], logits.shape[1], 1e30
     )
+
+
+def feed(token: Tensor, last_token: Tensor, index: Tensor, from_: Tensor) -> Tensor:
+    """`token`, or where `from_` says so last_token[index]."""
+    return torch.where(from_, last_token.index_select(0, index), token)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` of x."""
+    return x.index_select(0, index)
+
+
+def hand_on_(token: Tensor, logprob: Tensor, last_token: Tensor, out: Tensor) -> None:
+    """Modifies: the first R of last_token; out [2, R]: tokens and the bits of the logprobs."""
+    last_token[: token.shape[0]] = token
+    out.copy_(torch.stack((token, logprob.view(torch.int32))))

@@ -5,26 +5,36 @@ one rounding to the output dtype. On the tensor cores every tile shape, operand 
 tree bit for bit as long as K is not split, so the schedule may follow the number of rows M. In fp32 the tree is a chain
 of fused multiply-adds. The gated product rounds both sums to the output dtype first, as two ops would.
 
-Schedules: our kernel under a table of tile shapes, and the library (cuBLAS), which computes the same tree for many
-sizes. One is chosen at run time, by M, and used only where it was proved equal on this machine (see proof.py); where
-none was, the reference schedule computes.
+Schedules: our kernel under a table of tile shapes, its specialised form for Hopper (linear_hopper.py), and the library
+(cuBLAS), which computes the same tree for many sizes. One is chosen at run time, by M, and used only where it was
+proved equal on this machine (see proof.py); where none was, the reference schedule computes.
 
 Packed weights: CUDA keeps w_NK as stored. The CPU wants blocks of 32 outputs side by side (its lanes run over n):
 `[ceil(N/32), K, 32]`, zero padded.
 """
 # pyright: reportInvalidTypeForm=false
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from fengine.ops import silu_mul
+from fengine.ops import linear_hopper, silu_mul
+from fengine.ops.cpu import LANES
+from fengine.ops.linear_schedules import LIBRARY, REFERENCE, Schedule, gated_schedules, schedules
 from fengine.ops.proof import proofs
-from fengine.ops.registration import begin, dependent_launch, plain, register, shared_memory, tl, triton, wait, wide
+from fengine.ops.registration import (
+    begin,
+    dependent_launch,
+    end,
+    multiprocessors,
+    plain,
+    register,
+    shared_memory,
+    tl,
+    triton,
+    wait,
+    wide,
+)
 from fengine.ops.silu_mul import silu_product
-
-LANES = 32  # outputs per CPU block
 
 
 def reference(x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -49,15 +59,13 @@ def fetch(rows_ptr, AHEAD: tl.constexpr, PIECES: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   SWAP: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, EVEN: tl.constexpr,
-                  GATED: tl.constexpr, AHEAD: tl.constexpr, PIECES: tl.constexpr, LATE: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  GATED: tl.constexpr, AHEAD: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One BM x BN tile of y. SWAP makes the weights the M side of the MMA, which suits few rows.
 
     GATED: w has 2N rows, gate above up, and y is their gated product. AHEAD: so many columns of each weight row are
-    fetched into L2 while the kernel in front still runs. LATE: the next kernel may start only when the sums are done;
-    for very few rows its early programs would take room, and memory bandwidth, from this one's.
+    fetched into L2 while the kernel in front still runs.
     """
-    begin(PDL and not LATE)
+    begin(PDL)
     pid = tl.program_id(0)
     blocks_m = tl.cdiv(M, BM)
     # GROUP row blocks walk the columns together, so the weights they share are still in L2.
@@ -102,7 +110,7 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: 
             up_tile += BK
         x_tile += BK
         w_tile += BK
-    begin(PDL and LATE)
+    end(PDL)
     if SWAP:
         acc = acc.T
     if BIAS:
@@ -118,78 +126,6 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: 
     tl.store(y_tile, out, mask=(row < M)[:, None] & (col < N)[None, :])
 
 
-class Schedule(NamedTuple):
-    """How the tree is computed; free to differ per call, because the bits do not depend on it."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    swap: bool
-    warps: int
-    stages: int
-    ahead: int = 0  # columns of each weight row fetched while the kernel in front runs; a power of two, or 0
-
-
-LIBRARY = Schedule(0, 0, 0, False, 0, 0)  # cuBLAS
-REFERENCE = Schedule(64, 64, 64, False, 4, 3)
-# Found on an H200. The first entry with m <= largest M, n >= least N and k >= least K is taken.
-FEW_ROWS = (
-    (16, 100000, 0, Schedule(16, 64, 128, True, 4, 3, 256)),
-    (16, 20000, 0, Schedule(16, 64, 128, True, 4, 4, 256)),
-    (16, 2000, 4096, Schedule(16, 64, 128, True, 4, 8, 256)),
-    (16, 0, 4096, Schedule(16, 32, 256, True, 4, 4)),
-    (16, 5000, 0, Schedule(16, 64, 128, True, 4, 6, 256)),
-    (16, 0, 0, Schedule(16, 64, 128, True, 4, 6)),
-    (32, 150000, 0, Schedule(32, 64, 64, True, 4, 8, 256)),
-    (32, 20000, 0, Schedule(32, 64, 128, True, 4, 4, 256)),
-    (32, 2000, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
-    (32, 0, 4096, Schedule(32, 16, 256, False, 2, 5, 256)),
-    (32, 0, 0, Schedule(32, 64, 128, True, 4, 6, 256)),
-    (64, 20000, 4096, Schedule(64, 128, 64, True, 4, 6, 256)),
-    (64, 5000, 4096, Schedule(64, 64, 128, True, 4, 5, 256)),
-    (64, 5000, 0, Schedule(64, 64, 64, True, 4, 6, 256)),
-    (64, 2000, 0, Schedule(64, 32, 128, False, 4, 6, 256)),
-    (64, 0, 0, Schedule(64, 16, 128, False, 4, 6, 256)),
-    (128, 9000, 0, Schedule(128, 128, 64, True, 8, 5)),
-    (128, 5000, 0, Schedule(128, 64, 64, True, 4, 6)),
-    (128, 2000, 0, Schedule(64, 64, 128, True, 4, 4)),
-    (128, 0, 0, Schedule(64, 32, 128, False, 4, 6)),
-    (256, 2000, 4096, Schedule(128, 64, 64, True, 4, 5)),
-    (512, 2000, 4096, Schedule(128, 128, 64, False, 4, 4)),
-    (512, 0, 4096, Schedule(64, 64, 128, False, 4, 4)),
-)
-# More rows: from large tiles to small, the first with enough tiles for the device.
-MANY_ROWS = (
-    Schedule(256, 128, 64, True, 8, 3),
-    Schedule(128, 128, 64, False, 4, 3),
-    Schedule(64, 128, 64, False, 4, 5),
-    Schedule(64, 64, 128, False, 4, 4),
-)
-FLOAT32 = (Schedule(16, 64, 32, False, 4, 2), Schedule(64, 64, 32, False, 4, 2))
-FULL_DEVICE = 90  # tiles
-GATED = (  # largest M, least N
-    (16, 9000, Schedule(16, 32, 128, False, 2, 6, 256)),
-    (16, 0, Schedule(16, 64, 64, True, 4, 4)),
-    (32, 0, Schedule(32, 64, 128, True, 4, 3, 256)),
-    (64, 0, Schedule(64, 32, 128, False, 4, 3, 256)),
-)
-LIBRARY_ROWS = 65  # fewer rows are as fast or faster with our kernel
-
-
-def schedules(m: int, n: int, k: int, dtype: torch.dtype, gated: bool = False) -> list[Schedule]:
-    """Schedules for m rows of k inputs and n outputs, fastest first. Pure."""
-    if dtype == torch.float32:
-        return [FLOAT32[m > 16]]
-    if gated:
-        return [next(s for largest_m, least_n, s in GATED if m <= largest_m and n >= least_n)]
-    few = [s for largest_m, least_n, least_k, s in FEW_ROWS if m <= largest_m and n >= least_n and k >= least_k]
-    tiles = [s for s in MANY_ROWS if triton.cdiv(m, s.block_m) * triton.cdiv(n, s.block_n) >= FULL_DEVICE]
-    ours = [*few, *tiles, MANY_ROWS[-1]][0]
-    if m < LIBRARY_ROWS or (m <= 128 and n < 2000 and k < 4096):
-        return [ours]
-    return [LIBRARY, ours]
-
-
 def run(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
         s: Schedule, gated: bool = False) -> Tensor:  # fmt: skip
     """Computes the product under schedule `s`. Pure."""
@@ -197,6 +133,9 @@ def run(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: to
         return library(x_TK, w_NK, bias_N, out_dtype)
     m, k = x_TK.shape
     y_TN = torch.empty(m, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    if s.hopper:
+        linear_hopper.launch(x_TK, w_NK, bias_N, y_TN, gated, s.block_m, s.block_n, s.stages)
+        return y_TN
     stages = s.stages
     if x_TK.is_cuda:
         per_stage = (s.block_m + s.block_n * (1 + gated)) * s.block_k * x_TK.element_size()
@@ -205,8 +144,8 @@ def run(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: to
     ahead = s.ahead if s.ahead <= k and k % 8 == 0 else 0  # the copy engine wants 16-byte aligned rows
     linear_kernel[grid](
         x_TK, w_NK, bias_N, y_TN, m, n, k, s.block_m, s.block_n, s.block_k, s.swap, 8, bias_N is not None,
-        m < s.block_m, k % s.block_k == 0, gated, ahead, max(32 * s.warps // s.block_n, 1), s.block_m <= 16,
-        num_warps=s.warps, num_stages=stages, **dependent_launch(x_TK.device.index)
+        m < s.block_m, k % s.block_k == 0, gated, ahead, max(32 * s.warps // s.block_n, 1),
+        num_warps=s.warps, num_stages=stages, **dependent_launch(x_TK.device.index, s.trigger)
     )  # fmt: skip
     return y_TN
 
@@ -229,7 +168,16 @@ def proved(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype:
     key = f"linear {x_TK.dtype} {out_dtype} {bias_N is not None} {gated} {m}x{n}x{k} {tuple(s)}"
     if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
         return known.known.get(key, False)
-    return known.holds(key, lambda: _compare(x_TK, w_NK, n, bias_N, out_dtype, s, gated))
+
+    def compare() -> bool:
+        try:
+            return _compare(x_TK, w_NK, n, bias_N, out_dtype, s, gated)
+        except Exception:
+            if s.hopper:  # an experimental compiler: whatever it says, the schedule is not for this machine
+                return False
+            raise
+
+    return known.holds(key, compare)
 
 
 COMPARED = 1 << 16  # elements at least: where K is split otherwise, some in 1,000 differ after rounding
@@ -262,12 +210,18 @@ def _compare(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtyp
     return torch.equal(want_XTN, captured_XTN) and reacts
 
 
-def choose(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-           gated: bool = False) -> Schedule:  # fmt: skip
+def hopper_processors(x_TK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None) -> int | None:
+    """Number of multiprocessors of x's device if the Hopper kernel can run there."""
+    if out_dtype in (None, x_TK.dtype) and linear_hopper.usable(x_TK, w_NK):
+        return multiprocessors(x_TK.device.index)
+    return None
+
+
+def choose(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Schedule:
     """The first schedule in order of speed that is proved on this device."""
     m, k = x_TK.shape
-    for s in schedules(m, n, k, x_TK.dtype, gated):
-        if proved(x_TK, w_NK, n, bias_N, out_dtype, s, gated):
+    for s in schedules(m, n, k, x_TK.dtype, hopper_processors(x_TK, w_NK, out_dtype)):
+        if proved(x_TK, w_NK, n, bias_N, out_dtype, s):
             return s
     return REFERENCE
 
@@ -293,12 +247,12 @@ def fast_launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_d
 
 
 def gated_launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None) -> Tensor:
-    """One kernel for few rows; more rows are faster as a product and silu_mul."""
+    """One kernel where that is faster than a product and silu_mul, and proved."""
     x_TK = plain(x_TK)
-    if 0 < x_TK.shape[0] <= GATED[-1][0] and x_TK.dtype != torch.float32:
-        s = choose(x_TK, w_NK, n, bias_N, None, gated=True)
-        if s != REFERENCE:
-            return run(x_TK, w_NK, n, bias_N, None, s, gated=True)
+    if x_TK.shape[0]:
+        for s in gated_schedules(x_TK.shape[0], n, x_TK.dtype, hopper_processors(x_TK, w_NK, None)):
+            if proved(x_TK, w_NK, n, bias_N, None, s, gated=True):
+                return run(x_TK, w_NK, n, bias_N, None, s, gated=True)
     return silu_mul.launch(launch(x_TK, w_NK, 2 * n, bias_N, None))
 
 
@@ -322,13 +276,6 @@ def pack(w_NK: Tensor) -> Tensor:
     packed = w_NK.new_zeros(blocks * LANES, k)
     packed[:n] = w_NK
     return packed.reshape(blocks, LANES, k).transpose(1, 2).contiguous()
-
-
-def rows(packed: Tensor, index_T: Tensor) -> Tensor:
-    """Rows of the weight that `packed` was made from, [T, K] in its dtype: tied embeddings are stored once. Pure."""
-    if packed.dim() == 2:
-        return packed[index_T]
-    return packed[index_T // LANES, :, index_T % LANES]
 
 
 def linear(

@@ -59,13 +59,16 @@ def plain(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+# When a kernel lets the next one start (programmatic dependent launch), as the constexpr PDL of its launch: at its own
+# start, once the kernels in front of it have ended, or when its sums are done. NEVER: launched as any other kernel.
+NEVER, EARLY, MIDDLE, LATE = 0, 1, 2, 3
+
+
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """First words of a kernel that may start before the one in front of it has ended (programmatic dependent launch).
-
-    Lets the next kernel start as soon as there is room for it. Until `wait`, a kernel reads weights only.
-    """
-    if PDL:
+    """First words of a kernel that may start before the one in front of it has ended. Until `wait` it reads weights
+    only."""
+    if PDL == 1:
         gdc_launch_dependents()
 
 
@@ -74,16 +77,25 @@ def wait(PDL: tl.constexpr):
     """Waits for the end of every kernel in front: before the first read of activations and before any write."""
     if PDL:
         gdc_wait()
+    if PDL == 2:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def end(PDL: tl.constexpr):
+    """Behind the sums, of kernels that know LATE."""
+    if PDL == 3:
+        gdc_launch_dependents()
 
 
 @cache
-def dependent_launch(device: int | None) -> dict[str, bool]:
-    """Options of a launch whose kernel calls `begin` and `wait`: they overlap its start with the end of the one before.
+def dependent_launch(device: int | None, trigger: int = EARLY) -> dict[str, int]:
+    """Options of a launch whose kernel calls `begin`, `wait` and perhaps `end`: it may overlap its neighbours.
 
     Needs a device of compute capability 9 or more (NVIDIA Hopper).
     """
     able = device is not None and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+    return {"PDL": trigger, "launch_pdl": True} if able and trigger else {"PDL": NEVER}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""RMS norm, alone or fused with the residual addition before it.
+"""RMS norm, alone or fused with what comes before it: the residual addition, or the look-up of embeddings.
 
 y = weight * (x * rsqrt(mean(x^2) + eps)), fp32 inside, with Hugging Face's two roundings: the normalized row to x's
 dtype, then the product. The fused form first does residual' = residual + delta, rounded to x's dtype.
@@ -28,15 +28,19 @@ def add_reference(delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: 
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, y_ptr, sum_ptr, D, eps, ADD: tl.constexpr, BLOCK: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
-    """One row; with ADD, x + delta goes to `sum` and is what gets normalized."""
+def rms_norm_kernel(x_ptr, delta_ptr, index_ptr, weight_ptr, y_ptr, sum_ptr, D, eps, ADD: tl.constexpr,
+                    INDEX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One row of x; ADD: of x + delta; INDEX: row index[i] of x. The latter two also go to `sum`."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * D
     col = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + col, mask=col < D, other=0.0).to(tl.float32)
     wait(PDL)
+    if INDEX:
+        x_ptr += tl.load(index_ptr + tl.program_id(0)).to(tl.int64) * D - row
     x = tl.load(x_ptr + row + col, mask=col < D, other=0.0).to(tl.float32)
+    if INDEX:
+        tl.store(sum_ptr + row + col, x.to(sum_ptr.dtype.element_ty), mask=col < D)
     if ADD:
         x += tl.load(delta_ptr + row + col, mask=col < D, other=0.0).to(tl.float32)
         x = x.to(sum_ptr.dtype.element_ty)
@@ -47,27 +51,33 @@ def rms_norm_kernel(x_ptr, delta_ptr, weight_ptr, y_ptr, sum_ptr, D, eps, ADD: t
     tl.store(y_ptr + row + col, (weight * normed).to(y_ptr.dtype.element_ty), mask=col < D)
 
 
-def _launch(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _launch(
+    x_TD: Tensor, delta_TD: Tensor | None, index_T: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     x_TD = plain(x_TD)
-    y_TD = torch.empty_like(x_TD)
-    sum_TD = x_TD if delta_TD is None else torch.empty_like(x_TD)
-    tokens, width = x_TD.shape
+    tokens, width = x_TD.shape if index_T is None else (len(index_T), x_TD.shape[1])
+    y_TD = x_TD.new_empty((tokens, width))
+    sum_TD = x_TD if delta_TD is None and index_T is None else torch.empty_like(y_TD)
     block = triton.next_power_of_2(width)
     warps = min(max(block // 512, 1), 16)
     if tokens:
         rms_norm_kernel[(tokens,)](
-            x_TD, None if delta_TD is None else plain(delta_TD), plain(weight_D), y_TD, sum_TD, width, eps,
-            delta_TD is not None, block, num_warps=warps, **dependent_launch(x_TD.device.index)
+            x_TD, None if delta_TD is None else plain(delta_TD), index_T, plain(weight_D), y_TD, sum_TD, width, eps,
+            delta_TD is not None, index_T is not None, block, num_warps=warps, **dependent_launch(x_TD.device.index)
         )  # fmt: skip
     return y_TD, sum_TD
 
 
 def launch(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return _launch(x_TD, None, weight_D, eps)[0]
+    return _launch(x_TD, None, None, weight_D, eps)[0]
 
 
 def add_launch(delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _launch(residual_TD, delta_TD, weight_D, eps)
+    return _launch(residual_TD, delta_TD, None, weight_D, eps)
+
+
+def rows_launch(table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _launch(table_VD, None, index_T, weight_D, eps)
 
 
 def fake(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -78,11 +88,20 @@ def add_fake(delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     return residual_TD.new_empty(residual_TD.shape), residual_TD.new_empty(residual_TD.shape)
 
 
+def rows_fake(table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    shape = (index_T.shape[0], weight_D.shape[0])
+    return table_VD.new_empty(shape, dtype=weight_D.dtype), table_VD.new_empty(shape, dtype=weight_D.dtype)
+
+
 _op = register("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", launch, fake)
 _add_op = register(
     "add_rms_norm(Tensor delta, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     add_launch, add_fake,
 )  # fmt: skip
+
+_rows_op = register(
+    "rows_rms_norm(Tensor table, Tensor index, Tensor weight, float eps) -> (Tensor, Tensor)", rows_launch, rows_fake
+)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -93,3 +112,11 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normalized rows of residual + delta, residual + delta), both in the residual's dtype. Pure."""
     return _add_op(delta_TD, residual_TD, weight_D, eps)
+
+
+def rows_rms_norm(packed: Tensor, index_T: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normalized rows, rows) of the embeddings that `linear.pack` made `packed` of, both in the weight's dtype. Pure.
+
+    index_T int32.
+    """
+    return _rows_op(packed, index_T, weight_D, eps)

@@ -18,6 +18,8 @@ from fengine.ops.registration import begin, dependent_launch, plain, register, t
 from fengine.spec import ModelSpec, RopeSpec
 
 HEADS = 8  # heads per program
+TOKENS, MANY = 4, 512  # tokens per program, in a step of so many tokens or more; one token with the norm, whose sum's
+#                        thread layout must not change
 
 
 def _inverse_frequencies(rope: RopeSpec, width: int) -> Tensor:
@@ -71,20 +73,28 @@ def reference(
 
 
 @triton.jit
+def rotated(x1, x2, cos, sin):
+    """The two halves of heads after rotation, in float32. Spelt out, so that every kernel rounds alike."""
+    return tl.fma(x1, cos, -(x2 * sin)), tl.fma(x2, cos, x1 * sin)
+
+
+@triton.jit(do_not_specialize=["T"])
 def rope_kv_write_kernel(
-    qkv_ptr, rope_ptr, pos_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
+    qkv_ptr, rope_ptr, pos_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads (of q, k and v alike) of one token, as two half-heads."""
+    """HEADS heads (of q, k and v alike) of TOKENS tokens, as two half-heads."""
     begin(PDL)
     wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, TOKENS * HEADS)
+    token = (tl.program_id(0) * TOKENS + i // HEADS).to(tl.int64)
+    head = tl.program_id(1) * HEADS + i % HEADS
     d = tl.arange(0, HALF)
-    inside = (head < H + 2 * G)[:, None] & (d < K // 2)[None, :]
+    here = token < T
+    inside = (here & (head < H + 2 * G))[:, None] & (d < K // 2)[None, :]
+    row = qkv_ptr + (token * (H + 2 * G) * K)[:, None]
     at = head[:, None] * K + d[None, :]
-    row = qkv_ptr + token * (H + 2 * G) * K
     raw1 = tl.load(row + at, mask=inside, other=0.0)
     raw2 = tl.load(row + at + K // 2, mask=inside, other=0.0)
     x1 = raw1.to(tl.float32)
@@ -100,23 +110,25 @@ def rope_kv_write_kernel(
         k2 = tl.load(k_norm_ptr + K // 2 + d[None, :], mask=is_k, other=0.0).to(tl.float32)
         x1 = ((q1 + k1) * (x1 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         x2 = ((q2 + k2) * (x2 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    angle = rope_ptr + tl.load(pos_ptr + token).to(tl.int64) * K + d
-    cos = tl.load(angle, mask=d < K // 2, other=0.0)[None, :]
-    sin = tl.load(angle + K // 2, mask=d < K // 2, other=0.0)[None, :]
-    y1 = x1 * cos - x2 * sin
-    y2 = x2 * cos + x1 * sin
-    slot = tl.load(slot_ptr + token).to(tl.int64) * G * K
+    pos = tl.load(pos_ptr + token, mask=here, other=0).to(tl.int64)
+    slot = (tl.load(slot_ptr + token, mask=here, other=0).to(tl.int64) * G * K)[:, None]
+    angle = rope_ptr + (pos * K)[:, None] + d[None, :]
+    turned = inside & (head < H + G)[:, None]
+    cos = tl.load(angle, mask=turned, other=0.0)
+    sin = tl.load(angle + K // 2, mask=turned, other=0.0)
+    y1, y2 = rotated(x1, x2, cos, sin)
+    out = q_ptr + (token * H * K)[:, None] + at
     mask = inside & (head < H)[:, None]
-    tl.store(q_ptr + token * H * K + at, y1.to(q_ptr.dtype.element_ty), mask=mask)
-    tl.store(q_ptr + token * H * K + at + K // 2, y2.to(q_ptr.dtype.element_ty), mask=mask)
-    mask = inside & (head >= H)[:, None] & (head < H + G)[:, None]
-    at -= H * K
-    tl.store(k_ptr + slot + at, y1.to(k_ptr.dtype.element_ty), mask=mask)
-    tl.store(k_ptr + slot + at + K // 2, y2.to(k_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, y1.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + K // 2, y2.to(q_ptr.dtype.element_ty), mask=mask)
+    out = k_ptr + slot + at - H * K
+    mask = turned & (head >= H)[:, None]
+    tl.store(out, y1.to(k_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + K // 2, y2.to(k_ptr.dtype.element_ty), mask=mask)
+    out = v_ptr + slot + at - (H + G) * K
     mask = inside & (head >= H + G)[:, None]
-    at -= G * K
-    tl.store(v_ptr + slot + at, raw1.to(v_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_ptr + slot + at + K // 2, raw2.to(v_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, raw1.to(v_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + K // 2, raw2.to(v_ptr.dtype.element_ty), mask=mask)
 
 
 def launch(
@@ -129,11 +141,13 @@ def launch(
     qkv_TC = plain(qkv_TC)
     groups, width = k_PSGK.shape[2:]
     q_THK = qkv_TC.new_empty((qkv_TC.shape[0], num_heads, width))
-    if len(qkv_TC):
-        rope_kv_write_kernel[(len(qkv_TC), triton.cdiv(num_heads + 2 * groups, HEADS))](
-            qkv_TC, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, q_norm_K, k_norm_K, eps, num_heads, groups, width,
-            triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, num_warps=2,
-            **dependent_launch(qkv_TC.device.index),
+    count = len(qkv_TC)
+    tokens = TOKENS if count >= MANY and q_norm_K is None else 1
+    if count:
+        rope_kv_write_kernel[(triton.cdiv(count, tokens), triton.cdiv(num_heads + 2 * groups, HEADS))](
+            qkv_TC, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, q_norm_K, k_norm_K, eps, count, num_heads, groups,
+            width, triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, tokens,
+            num_warps=2 if tokens == 1 else 4, **dependent_launch(qkv_TC.device.index),
         )  # fmt: skip
     return q_THK
 

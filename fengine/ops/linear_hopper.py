@@ -1,0 +1,197 @@
+"""The products of linear.py on NVIDIA Hopper with warps specialised: one warp copies tiles (TMA) into a ring in shared
+memory, groups of four warps multiply 64 rows each. A program stays and takes tile after tile, so that the copies of the
+next tile, and the other group's products, run under the end of one.
+
+The same tree as linear.py's (left to right over K), hence the same bits; used where that was proved. The gated form
+never writes the 2N columns of its sums to memory. After CUTLASS's persistent cooperative kernels.
+
+Gluon, the language of this kernel, comes with Triton and is experimental: where it is missing or has changed, `usable`
+says no or the launch raises, and other schedules compute.
+"""
+# pyright: reportInvalidTypeForm=false
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine.ops.registration import multiprocessors
+
+gluon: Any
+gl: Any
+TensorDescriptor: Any
+fence_async_shared: Any
+mbarrier: Any
+async_load: Any
+async_store: Any
+store_wait: Any
+warpgroup_mma: Any
+warpgroup_mma_wait: Any
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its older name
+    async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+    store_wait = tma.store_wait
+except (ImportError, AttributeError):
+    TensorDescriptor = None
+    gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
+    gl = SimpleNamespace(constexpr=object)
+
+BK = 64  # columns of x and w in one piece: 128 bytes
+
+
+def usable(x_TK: Tensor, w_NK: Tensor) -> bool:
+    """Whether the kernel is written for these types and shapes and this device."""
+    return (
+        TensorDescriptor is not None
+        and x_TK.is_cuda
+        and x_TK.dtype in (torch.bfloat16, torch.float16)
+        and w_NK.dtype == x_TK.dtype
+        and x_TK.shape[1] % 8 == 0
+        and w_NK.data_ptr() % 16 == 0
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(x_TK.device)[0] == 9
+    )
+
+
+def launch(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor, gated: bool, block_m: int, block_n: int,
+           stages: int) -> None:  # fmt: skip
+    """y = x @ w.T + bias, or the gated product of w's two halves. Modifies: y_TN."""
+    m, k = x_TK.shape
+    n = y_TN.shape[1]
+
+    def describe(t: Tensor, *block: int) -> Any:
+        return TensorDescriptor.from_tensor(
+            t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)  # two bytes, fp16 alike
+        )  # fmt: skip
+
+    tiles = -(-m // block_m) * -(-n // block_n)
+    hopper_kernel[(min(tiles, multiprocessors(x_TK.device.index)),)](
+        describe(x_TK, 64, BK), describe(w_NK, block_n, BK), describe(y_TN, 64, block_n), bias_N, m, n, k,
+        bias_N is not None, gated, block_m, block_n, BK, stages, 8, num_warps=4
+    )  # fmt: skip
+
+
+@gluon.jit
+def place(tile, M, N, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr):
+    """(first row, first column) of a tile: GROUP row blocks walk the columns together, as in linear.py."""
+    blocks_m = gl.cdiv(M, BM)
+    width = GROUP * gl.cdiv(N, BN)
+    first = tile // width * GROUP
+    high = gl.minimum(blocks_m - first, GROUP)
+    local = tile % width
+    return (first + local % high) * BM, local // high * BN
+
+
+@gluon.jit
+def copy_tiles(x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED: gl.constexpr, BM: gl.constexpr,
+               BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """The copying warp: all tiles of this program, piece after piece, as the ring has room."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    PARTS: gl.constexpr = BM // 64
+    n = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN), gl.num_programs(0)):
+        row, col = place(tile, M, N, BM, BN, GROUP)
+        for k in range(0, K, BK):
+            slot = n % STAGES
+            mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), (BM + BN * HALVES) * BK * 2)
+            for part in gl.static_range(PARTS):
+                async_load(x_desc, [row + part * 64, k], full.index(slot), x_ring.index(slot * PARTS + part))
+            for half in gl.static_range(HALVES):
+                async_load(w_desc, [col + half * N, k], full.index(slot), w_ring.index(slot * HALVES + half))
+            n += 1
+
+
+@gluon.jit
+def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS: gl.constexpr,
+             GATED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+             GROUP: gl.constexpr):  # fmt: skip
+    """A group of four warps: 64 rows of every tile."""
+    DTYPE: gl.constexpr = y_desc.dtype
+    WIDTH: gl.constexpr = BN * 2 if GATED else BN
+    PARTS: gl.constexpr = BM // 64
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, BK], DTYPE)
+    weights = w_ring._reinterpret(DTYPE, [STAGES, WIDTH, BK], W)
+    y_tile = y_tiles.index(WHO)
+    n = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN), gl.num_programs(0)):
+        row, col = place(tile, M, N, BM, BN, GROUP)
+        acc = gl.zeros([64, WIDTH], gl.float32, SUMS)
+        for k in range(0, K, BK):
+            slot = n % STAGES
+            mbarrier.wait(full.index(slot), (n // STAGES) & 1)
+            acc = warpgroup_mma(x_ring.index(slot * PARTS + WHO), weights.index(slot).permute((1, 0)), acc,
+                                is_async=True)  # fmt: skip
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if k > 0:
+                mbarrier.arrive(empty.index((n - 1) % STAGES))
+            n += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((n - 1) % STAGES))
+        if BIAS:
+            i = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUMS))
+            bias = gl.load(bias_ptr + i // BN * N + col + i % BN, mask=col + i % BN < N, other=0.0)
+            acc += bias.to(gl.float32)[None, :]
+        if GATED:
+            gate, up = acc.to(DTYPE).reshape((64, 2, BN)).permute((0, 2, 1)).split()
+            wide = gate.to(gl.float32)
+            silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
+            y = (silu * up.to(gl.float32)).to(DTYPE)
+        else:
+            y = acc.to(DTYPE)
+        store_wait(0)
+        y_tile.store(y)
+        fence_async_shared()
+        async_store(y_desc, [row + WHO * 64, col], y_tile)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def hopper_kernel(x_desc, w_desc, y_desc, bias_ptr, M, N, K, BIAS: gl.constexpr, GATED: gl.constexpr,
+                  BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+                  GROUP: gl.constexpr):  # fmt: skip
+    """BM x BN tiles of y, one after another; BM is 64 or 128."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    PARTS: gl.constexpr = BM // 64
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * PARTS, 64, BK], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * HALVES, BN, BK], w_desc.layout)
+    y_tiles = gl.allocate_shared_memory(x_desc.dtype, [PARTS, 64, BN], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=PARTS)
+    fence_async_shared()
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, BM, BN,
+                            BK, STAGES, GROUP)),
+                (multiply, (y_desc, bias_ptr, 1, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, BM, BN,
+                            BK, STAGES, GROUP)),
+                (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED, BM, BN, BK, STAGES, GROUP)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, BM, BN,
+                            BK, STAGES, GROUP)),
+                (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED, BM, BN, BK, STAGES, GROUP)),
+            ],
+            [1], [24],
+        )  # fmt: skip
