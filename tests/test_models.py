@@ -319,10 +319,9 @@ def test_the_search_for_page_copies_finds_them(qwen: tuple[Params, ModelSpec], m
     params, spec = qwen
     write = llama.qkv.qkv_rope_write
 
-    def copying(qkv_TC: Tensor, *args: Any) -> Any:
-        rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, *rest = args
-        q_THK, k_new, v_new = write(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK.clone(), v_PSGK.clone(), *rest)
-        return q_THK, k_new, v_new
+    def copying(*args: Any, **options: Any) -> Any:
+        *front, k_PSGK, v_PSGK = args[:8]
+        return write(*front, k_PSGK.clone(), v_PSGK.clone(), *args[8:], **options)
 
     monkeypatch.setattr(llama.qkv, "qkv_rope_write", copying)
     code, _ = compiled_code(params, spec, some_batches())
