@@ -20,7 +20,11 @@ const el = (tag, props, ...children) => put(document.createElement(tag), props, 
 const svg = (tag, props, ...children) => put(document.createElementNS(SVG, tag), props, children);
 
 const MINUS = "\u2212";
-const fixed = (x, digits = 4) => (x === null || x === undefined ? "–" : x.toFixed(digits).replace(/^-/, MINUS));
+const fixed = (x, digits = 4) => {
+  if (x === null || x === undefined) return "–";
+  const text = x.toFixed(digits);
+  return text.replace(/^-/, Number(text) === 0 ? "" : MINUS); // no minus zero
+};
 const signed = (x, digits = 4) => (x === null ? "–" : (x > 0 ? "+" : "") + fixed(x, digits));
 const whole = (x) => (x === null || x === undefined ? "–" : Number(x).toLocaleString("en-US"));
 const short = (x) =>
@@ -54,6 +58,11 @@ function table(heads, rows) {
     ),
   );
   return el("div", { cls: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
+}
+function wideTable(heads, rows) {
+  const node = table(heads, rows);
+  node.classList.add("wide");
+  return node;
 }
 const pill = (kind, text) =>
   el("span", { cls: `pill k${kind}` }, el("span", { "aria-hidden": "true" }, SIGNS[kind]), text ?? KINDS[kind]);

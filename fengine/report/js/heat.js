@@ -99,7 +99,7 @@ function peekInto(box, ctx, a, i) {
 function heatmap(ctx, a, marks = {}) {
   const peek = el(
     "div",
-    { cls: "peek", "aria-live": "polite" },
+    { cls: "peek", "aria-live": "polite", hidden: marks.quiet },
     el("span", { cls: "muted" }, "Choose a token to look into it; arrow keys go on."),
   );
   const flow = el("div", { cls: "heat", role: "group", "aria-label": "Tokens of the answer" });
@@ -116,6 +116,7 @@ function heatmap(ctx, a, marks = {}) {
     spans[i].classList.add("at");
     spans[i].tabIndex = 0;
     if (focus) spans[i].focus();
+    peek.hidden = false;
     peekInto(peek, ctx, a, i);
   };
   const more = button("", () => draw(), { style: { "margin-top": "8px" } });
@@ -125,9 +126,10 @@ function heatmap(ctx, a, marks = {}) {
     for (let i = drawnTokens; i < end; i++) {
       const text = tokenText(ctx, a.k[i]),
         known = text !== undefined;
+      const blank = known && /^\s*$/.test(text);
       const parts = !known
         ? `#${a.k[i]}`
-        : /^\s+$/.test(text) || text === ""
+        : blank
           ? el("span", { cls: "ws" }, visible(text).replace("(nothing)", "∅"))
           : SPECIAL.test(text)
             ? el("span", { cls: "sp" }, text)
@@ -145,7 +147,7 @@ function heatmap(ctx, a, marks = {}) {
       span.style.setProperty("--h", MEASURES[measure].of(a, i).toFixed(3));
       spans.push(span);
       batch.append(span);
-      if (known && /\n$/.test(text)) batch.append("\n");
+      if (blank && text.includes("\n")) batch.append("\n");
     }
     drawnTokens = end;
     flow.append(batch);

@@ -8,7 +8,7 @@ function answerHead(a, i, row) {
     many(a.m || a.k.length, "token"),
     n > 0 && `Σ logprob ${fixed(sum, 3)}`,
     n > 1 && `perplexity ${short(Math.exp(-sum / n))}`,
-    a.f,
+    !a.kind && a.f, // what is only read always ends by its length
     a.seed && `seed ${a.seed}`,
   ].filter(Boolean);
   const name =
@@ -104,7 +104,7 @@ function rowView(ctx, row, extra) {
       ),
   );
   for (const [i, a] of row.a.entries()) {
-    const heat = a.k.length ? heatmap(ctx, a) : null;
+    const heat = a.k.length ? heatmap(ctx, a, { quiet: row.a.length > 1 && i > 0 }) : null;
     if (heat) heats.push(heat);
     blocks.push(
       el(

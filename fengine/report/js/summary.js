@@ -1,25 +1,34 @@
 // What a run found, whether it is whole, what it depends on, and how to repeat it.
-function verdictNote(run) {
+function verdictCard(run) {
   const told = run.verify;
-  if (!told)
-    return el(
-      "div",
-      { cls: "note plain" },
-      "Not verified: ",
-      el("code", {}, "fengine verify"),
-      " computes rows again under other schedules and compares every bit.",
-    );
-  const word = String(told.verdict ?? "?"),
-    good = told.identical === true || word === "identical";
-  const counts = Object.entries(told)
-    .filter(([, v]) => typeof v === "number" || typeof v === "boolean")
-    .map(([k, v]) => `${k.replace(/_/g, " ")} ${typeof v === "number" ? whole(v) : v}`);
-  return el(
+  if (!told) {
+    const words = " computes rows again under other schedules and compares every bit.";
+    return el("div", { cls: "note plain" }, "Not verified: ", el("code", {}, "fengine verify"), words);
+  }
+  const stale = told.outputs_sha256 && told.outputs_sha256 !== run.totals.outputs_sha256;
+  const good = told.identical === true && !stale;
+  const sample = isNumber(told.sample?.rows) ? ` ${whole(told.sample.rows)} of ${many(told.sample.of, "row")}.` : "";
+  const head = el(
     "div",
     { cls: `note ${good ? "good" : "bad"}` },
-    el("b", {}, `Verify: ${word}`),
-    counts.length > 0 && ` · ${counts.join(" · ")}`,
+    el("b", {}, `${good ? "✓" : "✕"} ${told.verdict ?? "no verdict"}.`),
+    sample,
+    stale && " It is the verdict of another outputs.jsonl, not of this one.",
   );
+  const layouts = (Array.isArray(told.layouts) ? told.layouts : []).filter((one) => one && typeof one === "object");
+  const heads = [
+    "schedule",
+    "",
+    ...["rows", "tokens", "logprobs", "differ"].map((text) => ({ text, num: true })),
+    "verdict",
+  ];
+  const rows = layouts.map((one) => [
+    el("b", {}, one.layout),
+    el("span", {}, `${one.what}`, el("div", { cls: "muted small" }, one.evidence)),
+    ...[one.rows, one.tokens, one.logprobs, one.differing_logprobs].map(whole),
+    one.verdict,
+  ]);
+  return card("Verified under other schedules", head, rows.length > 0 && wideTable(heads, rows));
 }
 function countsCard(run, onpick) {
   const entries = KINDS.map((name, kind) => [kind, name, run.counts[name]]).filter(([, , n]) => n > 0);
@@ -191,7 +200,7 @@ function summaryView(run, onpick) {
           ),
         ),
     ),
-    verdictNote(run),
+    verdictCard(run),
     card(
       "Repeat it",
       run.commands.map(([what, command]) => el("div", { cls: "cmdline" }, el("h3", {}, what), copyable(command))),

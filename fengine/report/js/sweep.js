@@ -1,9 +1,4 @@
 // Several runs: their metrics with error bars, paired differences, and which rows change.
-function wideTable(heads, rows) {
-  const node = table(heads, rows);
-  node.classList.add("wide");
-  return node;
-}
 function sweepTable(sweep) {
   const names = [...new Set(sweep.points.flatMap((p) => p.metrics.map((m) => m.name)))];
   const heads = [
@@ -166,7 +161,7 @@ function gridView(sweep) {
       el(
         "p",
         { cls: "muted small", style: { margin: "4px 0 8px" } },
-        `${grid.task}: ${whole(same)} of ${many(rows, "row")} are the same in all ${grid.points.length} points${grid.rows > rows ? `; the first ${whole(rows)} of ${whole(grid.rows)} are drawn` : ""}.`,
+        `${grid.task}: ${whole(same)} of ${many(rows, "row")} are the same in ${grid.points.length === 2 ? "both" : `all ${grid.points.length}`} points${grid.rows > rows ? `; the first ${whole(rows)} of ${whole(grid.rows)} are drawn` : ""}.`,
       ),
       canvas,
     );
