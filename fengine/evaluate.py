@@ -148,9 +148,9 @@ def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Pat
         manifest.refuse_differences(known, what, folder.path, allow_code_change=allow)
         return record
     record = manifest.record(what, manifest.origin(point, base))
-    folder.write("config.yaml", yaml.safe_dump(nested(point.config), sort_keys=False, allow_unicode=True))
-    folder.write("overrides.yaml", yaml.safe_dump(list(point.overrides), allow_unicode=True))
-    folder.write(MANIFEST, record)
+    config = yaml.safe_dump(nested(point.config), sort_keys=False, allow_unicode=True)
+    words = yaml.safe_dump(list(point.overrides), allow_unicode=True)
+    folder.write_several({"config.yaml": config, "overrides.yaml": words, MANIFEST: record})
     return record
 
 
@@ -191,9 +191,9 @@ class Part:
         sessions[-1] |= {"ended": now(), "seconds": round(time.perf_counter() - begun, 3)}
         sessions[-1] |= {"how": outcome.ended or "all rows", "engine": engine.stats()}
         sessions[-1]["proofs"] = machine.proved(engine.config.model.device)
-        self.folder.write(MANIFEST, self.record)
         if not outcome.ended:
-            return OK
+            return OK  # the manifest is written with the result
+        self.folder.write(MANIFEST, self.record)
         there = len(self.table.known) - self.table.known.count(0)
         screen.note(f"{outcome.ended}; {there:,} of {count(self.rows.rows, 'row')} are journaled")
         return (TERMINATED if outcome.terminated else INTERRUPTED) if outcome.ended == loop.INTERRUPTED else FAILED

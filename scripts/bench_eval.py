@@ -235,10 +235,10 @@ sys.exit(code)
 """
 
 
-def sweep(runs: int) -> dict[str, Any]:
+def sweep(runs: int, task: str) -> dict[str, Any]:
     """One load; then every point's rows. `ratio`: all seconds of the command but those of opening the engine, over
     those of decoding. Importing Python modules precedes both."""
-    words = ["task=addition", "sampling.temperature=0,0.5,0.7,1", "seed=1,2,3", "view=quiet", "model.device=cpu"]
+    words = [f"task={task}", "sampling.temperature=0,0.5,0.7,1", "seed=1,2,3", "view=quiet", "model.device=cpu"]
     found = []
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as top:
@@ -261,7 +261,7 @@ def main() -> None:
     elif args.what == "cost":
         figures = cost(args.rows or 10_000)
     elif args.what == "sweep":
-        figures = sweep(args.runs)
+        figures = {task: sweep(args.runs, task) for task in ("addition", "json_filling")}
     else:
         figures = finished(args.rows or 100_000)
     measure.save(f"bench_eval_{args.what}", figures, args.out)

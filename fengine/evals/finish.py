@@ -54,11 +54,10 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: Table, task: Task
         "metrics": {name: metric.as_dict() for name, metric in figures.items()},
     }
     folder.install(OUTPUTS, TIMINGS)
-    folder.write(METRICS, metrics)
     ok = len(table.known) - table.failed
     more = {"bits_sha256": bits.hexdigest(), "journal_bytes": (folder.path / JOURNAL).stat().st_size}
     manifest["result"] = {"rows": len(table.known), "ok": ok, "failed": table.failed} | sums | more
-    folder.write(MANIFEST, manifest)
+    folder.write_several({METRICS: metrics, MANIFEST: manifest})
     return metrics
 
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,12 @@ def read_if_there(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise StorageError(f"{path} holds no object; restore it, or choose another out=DIR")
     return value
+
+
+def _encoded(content: bytes | str | dict[str, Any]) -> bytes:
+    if isinstance(content, dict):
+        content = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
 
 
 class RunFolder:
@@ -86,24 +93,31 @@ class RunFolder:
 
     def write(self, name: str, content: bytes | str | dict[str, Any]) -> None:
         """A whole file, durable, or the one that was there before. Errors: StorageError."""
-        if isinstance(content, dict):
-            content = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        self.write_several({name: content})
+
+    def write_several(self, files: Mapping[str, bytes | str | dict[str, Any]], *, durable: bool = True) -> None:
+        """Whole files, which get their names one after another; with `durable` they also outlive a power failure.
+
+        Errors: StorageError.
+        """
         try:
-            with (self.path / f".{name}.tmp").open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            for name, content in files.items():
+                with (self.path / f".{name}.tmp").open("wb") as file:
+                    file.write(_encoded(content))
+                    file.flush()
+                    if durable:
+                        os.fsync(file.fileno())
         except OSError as error:
             raise self.failed(error) from error
-        self.install(name)
+        self.install(*files, durable=durable)
 
-    def install(self, *names: str) -> None:
+    def install(self, *names: str, durable: bool = True) -> None:
         """Gives the finished, synced files `.<name>.tmp` their names, durably. Errors: StorageError."""
         try:
             for name in names:
                 os.replace(self.path / f".{name}.tmp", self.path / name)
-            self.sync()
+            if durable:
+                self.sync()
         except OSError as error:
             raise self.failed(error) from error
 

@@ -105,8 +105,8 @@ class Sweep:
     def write(self) -> None:
         """Errors: StorageError."""
         points = [asdict(one) for one in self.told]
-        self.folder.write(SWEEP, {"fengine_sweep": SCHEMA, "points": points})
-        self.folder.write(TABLE, markdown(self.told))
+        files = {SWEEP: {"fengine_sweep": SCHEMA, "points": points}, TABLE: markdown(self.told)}
+        self.folder.write_several(files, durable=False)  # all of it is in the points' folders
 
 
 def _begin(job: Point | BadPoint, number: int, home: Path) -> Told:
