@@ -447,12 +447,6 @@ def test_one_writer(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str
     assert cli("out=a") == evaluate.OK
 
 
-def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    for word in run.UNBUILT:
-        assert run.main([word, "a"]) == run.USAGE
-        assert f"fengine {word} is not built" in capsys.readouterr().err
-
-
 # -- asks --------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 A fact that cannot be had is null; none of these raises.
 """
 
+import functools
 import hashlib
 import os
 import subprocess
@@ -15,6 +16,7 @@ import fengine
 GIT_SECONDS = 5.0
 
 
+@functools.cache  # the code that this process runs is that of its beginning
 def checkout() -> dict[str, Any] | None:
     """The git commit of the checkout that fengine runs from, and the SHA-256 of what was changed since, None where
     nothing was. None for an installed fengine, or where git is missing or slow."""
