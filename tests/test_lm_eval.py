@@ -353,6 +353,15 @@ def test_wrong_requests(box: FengineLM, gen_kwargs: dict[str, Any], error: type[
     assert box.generate_until(requests("generate_until", good))[0]
 
 
+def test_texts_that_are_none(box: FengineLM) -> None:
+    assert box.loglikelihood(requests("loglikelihood", ("a", ""))) == [(0.0, True)]
+    for pair, said in ((("", ""), "nothing to score"), (("a\ud800", " b"), "lone surrogate")):
+        with pytest.raises(InvalidRequestError, match=said):
+            box.loglikelihood(requests("loglikelihood", pair))
+    with pytest.raises(InvalidRequestError, match="a text must be a string, got int"):
+        box.generate_until(requests("generate_until", (5, {})))
+
+
 def test_thinking_models_score_no_continuations(box: FengineLM) -> None:
     model = FengineLM(box.engine, enable_thinking=True, think_end_token="</think>")
     with pytest.raises(InvalidRequestError, match="enable_thinking=True is for tasks that generate"):

@@ -153,6 +153,10 @@ class FengineLM(TemplateLM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         if self.enable_thinking:
             raise InvalidRequestError("enable_thinking=True is for tasks that generate; it cannot score continuations")
+        for i, request in enumerate(requests):
+            context, continuation = request.args
+            if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
+                raise InvalidRequestError(f"request {i}: there is nothing to score in {continuation!r}")
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(

@@ -51,6 +51,8 @@ class Texts:
         """Ids of a text. Unless told, with the tokenizer's special tokens, or as `add_bos` says, but none before a text
         that begins with such a token, as rendered chats do. Errors: InvalidRequestError."""
         hf = self.hf
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"a text must be a string, got {type(text).__name__}")
         if add_special_tokens is not None:
             return hf.encode(text, add_special_tokens=add_special_tokens)
         begins = self._begin is not None and text.startswith(self._begin)
