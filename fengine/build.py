@@ -162,7 +162,7 @@ def assemble(
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(params)
     stepped = replace(spec, exact=config.numerics is Numerics.exact)
     step, extended = make_step(stepped, compiled=bool(config.compile.enabled)), make_extended(stepped)
-    speculation = speculation_of(config.speculation, spec.vocab_size, bool(config.scheduler.overlap))
+    speculation = speculation_of(config.speculation, spec.vocab_size)
     draws = rows if speculation is None else max(rows, speculation.step_tokens)
     adapters, adapter_memory = open_adapters(config.lora, spec, params, str(model_dir))
     slots = 0 if adapters is None else adapters.slots

@@ -36,7 +36,7 @@ class Ask(NamedTuple):
     most: int
 
 
-FEW = 4  # more than a first try of a short copy
+FEW = 4  # beside other rows, which wait for the drafts: more than the first try of a short copy
 
 Proposer = Callable[[Sequence[Ask]], Sequence[Sequence[int]]]  # one proposal for each ask; any length, any ids
 
@@ -49,7 +49,6 @@ class Speculation:
     most: int  # drafts of a row in one step
     step_tokens: int  # drafts fill a step up to so many tokens; fuller steps have none
     vocab_size: int
-    overlap: bool = False  # a row with drafts in flight misses a step, which is worth more than one guess to others
 
 
 def drafting_of(request: Request) -> Drafting | None:
@@ -65,7 +64,7 @@ def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
     """Adds drafts to decoding rows of a plan that is complete otherwise. Modifies: the plan, rows, their requests."""
     if len(plan.requests) >= speculation.step_tokens or (left := speculation.step_tokens - sum(plan.counts)) < 1:
         return
-    least = FEW if speculation.overlap and len(plan.requests) > 1 else 1
+    least = 1 if len(plan.requests) == 1 else min(FEW, speculation.most)
     found = [(i, ask) for i in range(len(plan.requests)) if (ask := _ask(plan, i, least, speculation.most)) is not None]
     proposals = speculation.propose([ask for _, ask in found]) if found else []
     wanting = sum(map(bool, proposals))

@@ -154,10 +154,10 @@ def ngram_proposer(least: int, most: int) -> Proposer:
     return propose
 
 
-def speculation_of(config: SpeculationConfig, vocab_size: int, overlap: bool) -> Speculation | None:
+def speculation_of(config: SpeculationConfig, vocab_size: int) -> Speculation | None:
     """What a resolved configuration asks for; None: no drafts. Pure."""
     if config.algorithm is Algorithm.none:
         return None
     assert config.num_draft_tokens is not None and config.step_tokens is not None, "`resolve` has run"
     propose = ngram_proposer(config.ngram_min_match, config.ngram_max_match)
-    return Speculation(propose, config.num_draft_tokens - 1, config.step_tokens, vocab_size, overlap)
+    return Speculation(propose, config.num_draft_tokens - 1, config.step_tokens, vocab_size)
