@@ -6,6 +6,7 @@ step n+1 is scheduled and launched before the result of step n is read (depth 1)
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -261,7 +262,12 @@ class Driver:
         self.output_tokens += sum(plan.samples)
         for watcher in self.watchers:
             watcher.landed(plan)
-        live = [(t, t.request.num_output) for t in self.live.values() if t.request.num_output > t.num_tokens]
+        now = time.perf_counter()
+        live = [
+            (t, t.request.num_output)
+            for t in self.live.values()
+            if t.request.num_output > t.num_tokens and t.quiet_until <= now
+        ]
         if live or finished:
             self.text.news.put(News(live, [self._forget(request) for request in finished]))
 

@@ -22,7 +22,7 @@ class Ticket:
     detokenizer: Detokenizer | None
     live: bool
     notify: Callable[["Ticket"], None]
-    quiet_until: float = 0.0  # perf_counter: its reader wants no chunk before, nor a text if that can end nothing
+    quiet_until: float = 0.0  # perf_counter: nobody wants to know of its tokens before, unless it has ended
     seen: tuple[str, int] = ("", 0)  # text, and number of output tokens, that the caller may see; replaced as one
     finish: Finish | None = None
     error: FengineError | None = None
@@ -104,9 +104,8 @@ class TextLoop:
     def run(self) -> None:
         """The thread's body: until None comes."""
         while (news := self.news.get()) is not None:
-            now = time.perf_counter()
             for ticket, known in news.live:
-                if not ticket.done and (now >= ticket.quiet_until or ticket.stops_in_text):
+                if not ticket.done:
                     self._push(ticket, known)
             for ticket in news.finished:
                 if ticket.finish is None:

@@ -1,12 +1,12 @@
 """What HTTP costs on a CPU: output tokens/s of the model in the box, offline and through the server, in one process.
 
-64 connections ask at once for a streamed completion each (prompts of 8-200 token ids, 64-256 new tokens, greedy,
+64 connections ask at once for a streamed completion each (prompts of 8-200 token ids, 256-512 new tokens, greedy,
 end-of-text ignored); a client in another process on the same cores reads them. Offline is `Engine.generate` of the same
 requests. The two take turns; the share is the ratio of the medians. Beside it the seconds between the reads of a
 stream, and the seconds that each of the process's threads had a core. `--chunks` lists values of
 serve.chunks_per_second.
 
-    python scripts/bench_serve.py --runs 5 --chunks 500,inf
+    python scripts/bench_serve.py --runs 5 --chunks 250,inf
 """
 
 import json
@@ -38,7 +38,7 @@ Work = list[tuple[list[int], int]]
 def requests(count: int, vocab: int, seed: int = 0) -> Work:
     draw = random.Random(seed)
     return [
-        ([draw.randrange(10, vocab - 10) for _ in range(draw.randint(8, 200))], draw.randint(64, 256))
+        ([draw.randrange(10, vocab - 10) for _ in range(draw.randint(8, 200))], draw.randint(256, 512))
         for _ in range(count)
     ]
 
@@ -164,7 +164,7 @@ def start(engine: Engine, chunks: float) -> tuple[int, Callable[[], None]]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--chunks", default="500,inf")
+    options.add_argument("--chunks", default="250,inf")
     args = options.parse_args()
     budgets = [float(word) for word in args.chunks.split(",")]
     names = ["offline", *(f"server, {budget:g} chunks/s" for budget in budgets)]

@@ -277,3 +277,30 @@ def test_events_are_as_openai_sends_them(server: Live) -> None:
     assert events[-1] == "data: [DONE]"
     assert all(json.loads(e[6:])["object"] == "chat.completion.chunk" for e in events[:-1])
     assert "usage" not in json.loads(events[0][6:])
+
+
+def test_grammars_and_adapters_are_named_as_openai_names_them(engine: Engine, client: Any) -> None:
+    """What the engine has of them is the engine's; here they only get there."""
+    pytest.importorskip("llguidance", reason="the extra grammar")
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    asked = {"model": "box", "messages": CHAT, "temperature": 0, "max_tokens": 40}
+    (choice,) = client.chat.completions.create(**asked, response_format=form).choices
+    meant = {"temperature": 0, "max_new_tokens": 40, "json_schema": json.dumps(schema)}
+    expected: Any = engine.chat(CHAT, meant)
+    assert choice.message.content == expected["text"] and choice.finish_reason == "stop"
+    assert isinstance(json.loads(choice.message.content)["n"], int)
+    (choice,) = client.completions.create(
+        model="box", prompt="a", extra_body={"regex": "(ab)+c"}, temperature=0
+    ).choices
+    assert choice.finish_reason == "length" or choice.text.endswith("c")
+    with pytest.raises(openai.BadRequestError, match="regex"):
+        client.completions.create(model="box", prompt="a", extra_body={"regex": "(ab"})
+    with pytest.raises(openai.BadRequestError):
+        both = {**form, "type": "json_object"}
+        client.chat.completions.create(**asked, response_format=both, extra_body={"ebnf": 'root ::= "a"'})

@@ -29,8 +29,8 @@ class Call:
         post: Post | None = None,
     ) -> None:  # fmt: skip
         """Queues the requests. A stream's chunks hold what is new if `deltas`, or the engine's settings, say so; those
-        of one request come at least `pace()` seconds apart, but for the first and the last. `post` replaces
-        `loop.call_soon_threadsafe`.
+        of one request, but for the first and the last, come not before the moment (perf_counter) that `pace` told when
+        the one before was read. `post` replaces `loop.call_soon_threadsafe`.
 
         Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
         SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
@@ -40,6 +40,7 @@ class Call:
         self.incremental = stream and (deltas or door.args.incremental_streaming_output or door.args.stream_output)
         self.mail: Any = asyncio.Queue() if loop else queue.SimpleQueue()
         self.post, self.pace = post or (loop and loop.call_soon_threadsafe), pace
+        self.not_before = [0.0] * len(admitted)
         self.dirty = [False] * len(admitted)
         self.sent = [("", 0)] * len(admitted)
         self.open = set(range(len(admitted)))
@@ -90,7 +91,7 @@ class Call:
         """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k; and whether it is
         time for it."""
         every, had = ticket.request.params.stream_interval or self.door.args.stream_interval, self.sent[index][1]
-        if had and self.pace and time.perf_counter() < ticket.quiet_until:
+        if had and self.pace is not None and time.perf_counter() < self.not_before[index]:
             return False  # the next news, or the last, brings these tokens along
         return had == 0 or every == 1 or ticket.num_tokens - had >= every
 
@@ -134,7 +135,9 @@ class Call:
         (text, count), (had_text, had) = ticket.seen, self.sent[index] if self.incremental else ("", 0)
         self.sent[index] = ticket.seen
         if self.pace is not None:
-            ticket.quiet_until = time.perf_counter() + self.pace()
+            self.not_before[index] = moment = self.pace()
+            if not ticket.stops_in_text:
+                ticket.quiet_until = moment
         return output_of(
             ticket,
             Seen(text, count, len(had_text), had, done),

@@ -177,8 +177,9 @@ class Service:
                 task.cancel()
 
     def _pace(self) -> float:
-        """Seconds from one chunk of a stream to the next."""
-        return min(self.rows / self.config.chunks_per_second, SLOWEST)
+        """The moment (perf_counter) for the next chunks: the same for all streams, so that they leave in one go."""
+        every, now = min(self.rows / self.config.chunks_per_second, SLOWEST), time.perf_counter()
+        return now - now % every + every if every else now
 
     # -- what the server tells about itself ----------------------------------------------------------------------------
 
