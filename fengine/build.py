@@ -308,7 +308,7 @@ def pool_pages(
     else:
         free, total = torch.cuda.mem_get_info(device_of(config))
         fraction = config.cache.mem_fraction_static
-        margin = CUDA_MARGIN * (1 + config.lora.enabled)  # with adapters there are twice as many graphs
+        margin = CUDA_MARGIN * (1 + config.lora.on)  # with adapters there are twice as many graphs
         reserve = 2 * activations + margin if fraction is None else int((1 - fraction) * total)
         fit = (free - reserve) // per_page
     if fit < 1:

@@ -120,14 +120,14 @@ class CompileConfig:
 @dataclass(frozen=True)
 class LoraConfig:
     """LoRA adapters. `paths` are those loaded at the start, each "name=path", or a path that is its own name; the names
-    in `pinned` keep their slot.
+    in `pinned` keep their slot. `enabled` None: if there are any.
 
     Device memory is set aside for `max_loras_per_batch` adapters of rank `max_lora_rank` (None: the largest rank of
     those in `paths`; without any, DEFAULT_RANK) over `target_modules` (None: every kind that the model has). At most
     `max_loaded_loras` are kept in CPU memory; None: all.
     """
 
-    enabled: bool = False
+    enabled: bool | None = None
     paths: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
     max_loras_per_batch: int = 8
@@ -140,6 +140,10 @@ class LoraConfig:
         for name in ("paths", "pinned", "target_modules"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def on(self) -> bool:
+        return bool(self.paths) if self.enabled is None else self.enabled
 
     def named(self) -> list[tuple[str, str]]:
         """(name, path) of `paths`. Pure."""
@@ -226,6 +230,14 @@ def check(config: EngineConfig) -> list[str]:
     return problems + _check_lora(config.lora)
 
 
+def check_adapter(name: str | None, lora: LoraConfig) -> list[str]:
+    """Problems with the name of the adapter that a run's rows have. Pure."""
+    names = [known for known, _ in lora.named()]
+    if name is None or name in names:
+        return []
+    return [f"adapter={name!r} is not in lora.paths, which has {', '.join(map(repr, names)) or 'none'}"]
+
+
 def _check_lora(lora: LoraConfig) -> list[str]:
     problems = []
     if not 1 <= lora.max_loras_per_batch <= MAX_ADAPTERS:
@@ -243,7 +255,7 @@ def _check_lora(lora: LoraConfig) -> list[str]:
     problems += [f"lora.paths has {name!r} twice" for name in sorted(set(names)) if names.count(name) > 1]
     problems += [f"lora.paths has {n!r}={p!r}; neither may be empty" for n, p in lora.named() if not (n and p)]
     problems += [f"lora.pinned has {n!r}, which is not in lora.paths" for n in lora.pinned if n not in names]
-    if lora.paths and not lora.enabled:
+    if lora.paths and not lora.on:
         problems.append("lora.paths is given, but lora.enabled is false")
     return problems
 

@@ -69,7 +69,7 @@ class Adapter:
 
     name: str
     number: int  # of the load: what was computed under one is not reused under another
-    image: Any  # its bytes, as lora/layout.py lays them out in a slot
+    image: Any  # its bytes in pieces, as lora/layout.py lays them out in a slot
     pinned: bool = False  # its slot is not given to another
 
 

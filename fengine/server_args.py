@@ -156,7 +156,7 @@ class ServerArgs(_Foreign):
         if paths and self.enable_lora is False:
             raise ConfigError("lora_paths is given, but enable_lora=False; leave one of them out")
         return LoraConfig(
-            enabled=bool(paths) if self.enable_lora is None else self.enable_lora,
+            enabled=self.enable_lora,
             paths=tuple(f"{name}={path}" for name, path in paths.items()),
             pinned=pinned,
             max_loras_per_batch=self.max_loras_per_batch,

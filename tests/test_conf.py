@@ -64,6 +64,7 @@ def test_every_file_is_an_option() -> None:
         "scheduler",
         "compile",
         "speculation",
+        "lora",
         "sampling",
         "experiment",
     }
@@ -282,3 +283,17 @@ def test_flags_that_could_load_code_are_refused() -> None:
     for flag in ("--config-path", "--experimental-rerun"):
         with pytest.raises(ConfigError, match="refused"):
             parse([flag, "x"])
+
+
+def test_adapters_of_a_run() -> None:
+    config = load_config(['lora.paths=["sql=adapters/sql", other]', "adapter=sql"])
+    assert config.engine.lora.named() == [("sql", "adapters/sql"), ("other", "other")] and config.engine.lora.on
+    assert not load_config().engine.lora.on
+    for words, told in (
+        (["adapter=sql"], "adapter='sql' is not in lora.paths"),
+        (['lora.paths=["a=x", "a=y"]'], "lora.paths has 'a' twice"),
+        (["lora.paths=[a]", "lora.enabled=false"], "lora.enabled is false"),
+        (["lora.pinned=[a]"], "lora.pinned has 'a'"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load_config(words)

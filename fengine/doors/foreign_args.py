@@ -214,7 +214,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 ALSO_OFF: dict[str, tuple[Any, ...]] = {
     "elastic_ep_backend": ("none",),
     "model_impl": ("sglang",),
-    "enable_lora": (False,),
     "enable_multimodal": (False,),
     "allowed_media_domains": ([],),
     "encoder_urls": ([],),

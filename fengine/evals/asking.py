@@ -21,12 +21,18 @@ class Scored:
 
 class Asker:
     """Asks one engine. `max_input` is the longest prompt that it takes, in tokens; `top_logprobs`, how many of the
-    likeliest tokens are wanted beside each one."""
+    likeliest tokens are wanted beside each one; `adapter`, the LoRA adapter of all asks."""
 
-    def __init__(self, engine: Any, top_logprobs: int = 0, max_input: int | None = None) -> None:
+    def __init__(
+        self, engine: Any, top_logprobs: int = 0, max_input: int | None = None, adapter: str | None = None
+    ) -> None:
         """`max_input` None: the engine's."""
         self.engine, self.tokenizer = engine, engine.tokenizer
-        self._logprobs = {"return_logprob": True} | ({"top_logprobs_num": top_logprobs} if top_logprobs else {})
+        self._options: dict[str, Any] = {"return_logprob": True} | (
+            {"top_logprobs_num": top_logprobs} if top_logprobs else {}
+        )
+        if adapter is not None:
+            self._options["lora_path"] = adapter
         self._max_input = max_input
 
     async def ask(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
@@ -49,7 +55,7 @@ class Asker:
 
     async def _generate(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
         prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
-        output = await self.engine.async_generate(sampling_params=sampling, **self._logprobs, **prompt)
+        output = await self.engine.async_generate(sampling_params=sampling, **self._options, **prompt)
         meta = output["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]][: len(output["output_ids"])]
         top = _pairs(meta.get("output_top_logprobs", [])[: len(logprobs)])
@@ -58,7 +64,7 @@ class Asker:
     async def read(self, part: Scored) -> dict[str, Any]:
         """The engine's output for ids that are only read; those scored are `input_token_logprobs` from its second."""
         return await self.engine.async_generate(
-            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **self._logprobs
+            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **self._options
         )
 
     def _joined(self, ask: Ask) -> Scored:

@@ -10,6 +10,7 @@ from fengine.config import (
     CacheConfig,
     CompileConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     Numerics,
     SchedulerConfig,
@@ -61,10 +62,12 @@ class EvalConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     numerics: Numerics = Numerics.exact
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     seed: int = 0
+    adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
     top_logprobs: int = 0
     out: str | None = None
     run: PartConfig = field(default_factory=PartConfig)
@@ -84,6 +87,7 @@ class EvalConfig:
             scheduler=self.scheduler,
             compile=self.compile,
             speculation=self.speculation,
+            lora=self.lora,
             numerics=self.numerics,
         )
 
@@ -95,6 +99,7 @@ FREE = ("out", "resume", "journal", "trace", "max_errors", "show", "view")
 def check(config: EvalConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
     problems = engine_config.check(config.engine) + task_config.check(config.task)
+    problems += engine_config.check_adapter(config.adapter, config.lora)
     try:
         SamplingParams.of(config.sampling.as_dict())
     except FengineError as error:

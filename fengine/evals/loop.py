@@ -123,7 +123,7 @@ class _Loop:
 
     def __init__(self, job: Job, engine: Any, view: QuietView) -> None:
         self.job, self.view, self.engine = job, view, engine
-        self.asker = Asker(engine, job.config.top_logprobs)
+        self.asker = Asker(engine, job.config.top_logprobs, adapter=job.config.adapter)
         self.meter = Meter(engine.stats)
         self.window = WINDOW * engine.config.scheduler.max_running_requests
         self.flight: set[asyncio.Task[None]] = set()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fengine
-from fengine.config import EngineConfig, ModelConfig
+from fengine.config import EngineConfig, LoraConfig, ModelConfig
 from fengine.errors import CacheSecurityError, ConfigError, ResumeMismatchError, StorageError
 from fengine.evals import machine
 from fengine.evals.config import FREE, EvalConfig, flat
@@ -64,6 +64,7 @@ def identity(config: EvalConfig, task: Task, rows: Survey) -> dict[str, Any]:
         "versions": versions(),
         "code_sha256": code_digest(),
         "model": model_digests(config.model),
+        **({"adapters": adapter_digests(config.lora)} if config.lora.paths else {}),
     }
 
 
@@ -144,6 +145,15 @@ def model_digests(config: ModelConfig) -> dict[str, Any]:
         directory = None if path is None else local_directory(path)
         if directory is not None:
             digests[part] = file_digests(directory)
+    return digests
+
+
+def adapter_digests(config: LoraConfig) -> dict[str, Any]:
+    """By name: an adapter's path, and file → SHA-256. A hub id stands for itself. Errors: StorageError."""
+    digests: dict[str, Any] = {}
+    for name, path in config.named():
+        directory = local_directory(path)
+        digests[name] = {"path": path} | ({} if directory is None else {"files": file_digests(directory)})
     return digests
 
 

@@ -28,6 +28,7 @@ from fengine.spec import ModelSpec
 from fengine.state import Params
 
 MAX_NAME = 512
+PIECE = 4 << 20  # bytes: pinning more at once would keep steps from being launched meanwhile
 
 
 def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str) -> tuple["Adapters | None", Tensor]:
@@ -35,7 +36,7 @@ def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str
 
     Modifies: params, whose layers get the slots' stacks. Errors: ConfigError, AdapterError, OutOfMemoryError.
     """
-    if not config.enabled:
+    if not config.on:
         return None, torch.empty(0)
     weight = params["final_norm_D"]  # in the activations' dtype
     known = kinds_of(spec)
@@ -74,7 +75,8 @@ def _largest_rank(config: LoraConfig) -> int:
 
 def write_slot(memory: Tensor, slot: int, adapter: Adapter) -> None:
     """Copies an adapter to a slot, on CUDA behind the steps that were launched. Modifies: memory."""
-    memory[slot].copy_(adapter.image, non_blocking=True)
+    for place, piece in zip(memory[slot].split(PIECE), adapter.image, strict=True):
+        place.copy_(piece, non_blocking=True)
 
 
 def adapter_directory(path: str) -> Path:
@@ -235,7 +237,10 @@ class Adapters:
                     f"LoRA adapter {name!r} has values in {', '.join(m.name for m in site.modules)} that are too large "
                     f"for {self.layout.dtype}."
                 )
-        return Adapter(name, next(self._numbers), image, pinned)
+        pieces = image.split(PIECE)
+        if self.layout.device.type == "cuda":
+            pieces = [piece.pin_memory() for piece in pieces]
+        return Adapter(name, next(self._numbers), pieces, pinned)
 
     def _enter(self, name: str, entry: Entry) -> None:
         with self._lock:

@@ -117,8 +117,7 @@ class Layout:
 
     def image(self, updates: Mapping[str, Update]) -> Tensor:
         """The bytes of an adapter on the CPU, from what it adds to modules by name. They are no more than `ranks`."""
-        pinned = self.device.type == "cuda"
-        memory = torch.zeros(1, self.size, dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.zeros(1, self.size, dtype=torch.uint8)
         for site, stack in self.stacks(memory):
             first = 0
             for part, module in enumerate(site.modules):

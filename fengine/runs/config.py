@@ -11,6 +11,7 @@ from fengine.config import (
     CacheConfig,
     CompileConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     Numerics,
     SchedulerConfig,
@@ -68,12 +69,14 @@ class RunConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     numerics: Numerics = Numerics.exact
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompts: Any = None  # None: built in; a list of prompts; or the name of a .txt or .jsonl file
     chat: bool = False
     out: str | None = None
     seed: int = 0
+    adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
     return_logprob: bool = False
     max_errors: int | None = None
     show: int = 32
@@ -88,6 +91,7 @@ class RunConfig:
             scheduler=self.scheduler,
             compile=self.compile,
             speculation=self.speculation,
+            lora=self.lora,
             numerics=self.numerics,
         )
 
@@ -130,7 +134,7 @@ class Schema:
 
 def check(config: RunConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
-    problems = engine_config.check(config.engine)
+    problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.lora)
     try:
         SamplingParams.of(config.sampling.as_dict())
     except FengineError as error:

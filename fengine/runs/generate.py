@@ -207,6 +207,7 @@ class _Run:
         call = {
             "sampling_params": sampling_of(self.config, row.index),
             "return_logprob": self.config.return_logprob,
+            "lora_path": self.config.adapter,
             **self.prompt_of(row),
         }
         if self.view.streams and row.index % self.stride == 0:

@@ -82,7 +82,7 @@ class Case:
     max_input: int
 
     def asker(self, engine: Any) -> Asker:
-        return Asker(engine, self.config.top_logprobs, self.max_input)
+        return Asker(engine, self.config.top_logprobs, self.max_input, self.config.adapter)
 
 
 def replay(case: Case, order: Sequence[int], engine: Any, task: Task, rescore: bool = False) -> Found:
