@@ -18,34 +18,37 @@ function pagesPlot(session, state) {
   const high = highestPage(session),
     tall = Math.max(90, Math.min(320, high * 6)),
     dim = (place) => state.request !== null && state.request !== place;
-  const { canvas, draw } = surface(tall, (pen, width, height) => {
-    const { axis } = state,
-      unit = height / high,
-      pattern = hatched(pen);
-    pen.fillStyle = colour("--sunk");
-    pen.fillRect(0, 0, width, height);
-    for (const [page, count, s0, s1, place, hit] of session.holds) {
-      const a = axis.px(axis.left(s0), width),
-        b = axis.px(axis.left(s1), width);
-      if (b < 0 || a > width) continue;
-      const box = [a, (page - 1) * unit, Math.max(0.8, b - a), Math.max(0.8, count * unit - (unit > 4 ? 1 : 0))];
-      pen.globalAlpha = dim(place) ? 0.18 : 0.92;
-      if (!hit) {
-        pen.fillStyle = ofRequest(place);
-        pen.fillRect(...box);
+  const { canvas, draw } = surface(
+    tall,
+    (pen, width, height) => {
+      const { axis } = state,
+        unit = height / high,
+        pattern = hatched(pen);
+      pen.fillStyle = colour("--sunk");
+      pen.fillRect(0, 0, width, height);
+      for (const [page, count, s0, s1, place, hit] of session.holds) {
+        const a = axis.px(axis.left(s0), width),
+          b = axis.px(axis.left(s1), width);
+        if (b < 0 || a > width) continue;
+        const box = [a, (page - 1) * unit, Math.max(0.8, b - a), Math.max(0.8, count * unit - (unit > 4 ? 1 : 0))];
+        pen.globalAlpha = dim(place) ? 0.18 : 0.92;
+        if (!hit) {
+          pen.fillStyle = ofRequest(place);
+          pen.fillRect(...box);
+        }
+        if (hit) {
+          pen.fillStyle = ofRequest(place);
+          pen.globalAlpha *= 0.5;
+          pen.fillRect(...box);
+          pen.globalAlpha = dim(place) ? 0.2 : 1;
+          pen.fillStyle = pattern;
+          pen.fillRect(...box);
+        }
       }
-      if (hit) {
-        pen.fillStyle = ofRequest(place);
-        pen.globalAlpha *= 0.5;
-        pen.fillRect(...box);
-        pen.globalAlpha = dim(place) ? 0.2 : 1;
-        pen.fillStyle = pattern;
-        pen.fillRect(...box);
-      }
-    }
-    pen.globalAlpha = 1;
-    cursorLine(pen, state, width, height);
-  });
+      pen.globalAlpha = 1;
+    },
+    state,
+  );
   canvas.addEventListener("mousemove", (e) => {
     const s = state.axis.at(e.offsetX, canvas.clientWidth),
       page = 1 + Math.floor((e.offsetY / canvas.clientHeight) * high);

@@ -4,20 +4,35 @@ const ofRequest = (place) => TRACE_COLOURS[place % TRACE_COLOURS.length];
 const STEP_NAMES = ["decode", "prefill", "mixed"],
   STEP_INKS = ["--decode", "--prefill", "--mixed"];
 
-function surface(height, paint) {
-  // a canvas that is sharp, and painted again when its size or the colours change
-  const canvas = el("canvas", { height });
+// A canvas that is sharp, and painted again when its size or the colours change. With `state`, what is painted is kept
+// until the part of the axis that it shows changes, and only the cursor is drawn anew.
+function surface(height, paint, state) {
+  const canvas = el("canvas", { height }),
+    kept = document.createElement("canvas");
+  let known = "";
   const draw = () => {
     const width = canvas.clientWidth,
-      scale = devicePixelRatio || 1;
+      scale = devicePixelRatio || 1,
+      tall = typeof height === "function" ? height() : height;
     if (!width || !canvas.isConnected) return;
-    const tall = typeof height === "function" ? height() : height;
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(tall * scale);
+    const sized = (node) => {
+      node.width = Math.round(width * scale);
+      node.height = Math.round(tall * scale);
+      const pen = node.getContext("2d");
+      pen.scale(scale, scale);
+      return pen;
+    };
     canvas.style.height = `${tall}px`;
-    const pen = canvas.getContext("2d");
-    pen.scale(scale, scale);
-    paint(pen, width, tall);
+    const pen = sized(canvas);
+    if (!state) return paint(pen, width, tall);
+    const { axis } = state,
+      now = [width, tall, scale, document.documentElement.dataset.theme, axis.by, axis.from, axis.to, state.request];
+    if (known !== now.join()) {
+      known = now.join();
+      paint(sized(kept), width, tall);
+    }
+    pen.drawImage(kept, 0, 0, width, tall);
+    cursorLine(pen, state, width, tall);
   };
   new ResizeObserver(draw).observe(canvas);
   drawn.add(draw);
@@ -83,18 +98,21 @@ function cursorLine(pen, state, width, height) {
 function stepsPlot(session, state) {
   const { tok, k } = session.steps,
     most = Math.max(1, ...tok);
-  const { canvas, draw } = surface(84, (pen, width, height) => {
-    const inks = STEP_INKS.map(colour),
-      { axis } = state;
-    for (let s = axis.at(0, width); s < axis.n && axis.left(s) <= axis.to; s++) {
-      const a = axis.px(axis.left(s), width),
-        b = axis.px(axis.right(s), width),
-        tall = Math.max(2, (tok[s] / most) * (height - 4));
-      pen.fillStyle = inks[k[s]];
-      pen.fillRect(a, height - tall, Math.max(0.7, b - a - (b - a > 4 ? 1 : 0)), tall);
-    }
-    cursorLine(pen, state, width, height);
-  });
+  const { canvas, draw } = surface(
+    84,
+    (pen, width, height) => {
+      const inks = STEP_INKS.map(colour),
+        { axis } = state;
+      for (let s = axis.at(0, width); s < axis.n && axis.left(s) <= axis.to; s++) {
+        const a = axis.px(axis.left(s), width),
+          b = axis.px(axis.right(s), width),
+          tall = Math.max(2, (tok[s] / most) * (height - 4));
+        pen.fillStyle = inks[k[s]];
+        pen.fillRect(a, height - tall, Math.max(0.7, b - a - (b - a > 4 ? 1 : 0)), tall);
+      }
+    },
+    state,
+  );
   state.parts.push(draw);
   return plot(
     `Tokens of each step, up to ${whole(most)}`,
@@ -112,21 +130,24 @@ function gaugesPlot(session, state) {
     ["pages held", held, pool, "--right"],
     ["pages only cached", idle, pool, "--scored"],
   ];
-  const { canvas, draw } = surface(84, (pen, width, height) => {
-    const { axis } = state;
-    for (const [, values, top, ink] of lines) {
-      pen.strokeStyle = colour(ink);
-      pen.lineWidth = 1.6;
-      pen.beginPath();
-      for (let s = axis.at(0, width); s < axis.n && axis.left(s) <= axis.to; s++) {
-        const y = height - 3 - (values[s] / top) * (height - 8);
-        pen.lineTo(axis.px(axis.left(s), width), y);
-        pen.lineTo(axis.px(axis.right(s), width), y);
+  const { canvas, draw } = surface(
+    84,
+    (pen, width, height) => {
+      const { axis } = state;
+      for (const [, values, top, ink] of lines) {
+        pen.strokeStyle = colour(ink);
+        pen.lineWidth = 1.6;
+        pen.beginPath();
+        for (let s = axis.at(0, width); s < axis.n && axis.left(s) <= axis.to; s++) {
+          const y = height - 3 - (values[s] / top) * (height - 8);
+          pen.lineTo(axis.px(axis.left(s), width), y);
+          pen.lineTo(axis.px(axis.right(s), width), y);
+        }
+        pen.stroke();
       }
-      pen.stroke();
-    }
-    cursorLine(pen, state, width, height);
-  });
+    },
+    state,
+  );
   state.parts.push(draw);
   return plot(
     `Requests, up to ${whole(most)}, and pages, of ${whole(session.pool)}`,

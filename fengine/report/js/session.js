@@ -16,28 +16,32 @@ function stepFacts(session, state, onrow) {
       ["pages held", whole(steps.held[s])],
       ["pages cached", whole(steps.idle[s])],
     ];
-    const rows = [];
+    const rows = [],
+      pages = new Map(); // request -> [hits, new ones] of this step
+    for (const [, count, from, , place, hit] of session.holds) {
+      if (from !== s) continue;
+      const both = pages.get(place) || [0, 0];
+      both[hit ? 0 : 1] += count;
+      pages.set(place, both);
+    }
+    let more = 0;
     session.requests.forEach((one, i) => {
-      const part = one.seg.find(([, a, b]) => a <= s && s <= b),
+      const part = one.seg.find(([, from, to]) => from <= s && s <= to),
         out = one.pre.includes(s);
-      const fresh = session.holds.filter(([, , a, , place]) => place === i && a === s),
-        hits = fresh.filter((h) => h[5]).reduce((n, h) => n + h[1], 0),
-        grown = fresh.reduce((n, h) => n + h[1], 0) - hits;
-      if (part || out)
-        rows.push([
-          el(
-            "span",
-            { cls: "lk nowrap" },
-            el("i", { style: { background: ofRequest(i) }, "aria-hidden": "true" }),
-            one.id === undefined
-              ? `request ${one.n}`
-              : el("button", { type: "button", cls: "quiet", onclick: () => onrow(one.id) }, one.id),
-          ),
-          out ? "preempted" : segmentWords(part, s),
-          [hits && `${hits} hit`, grown && `${grown} new`].filter(Boolean).join(", ") || "–",
-        ]);
+      if (!part && !out) return;
+      if (rows.length >= 40) return void more++;
+      const [hits, grown] = pages.get(i) || [0, 0],
+        sign = el("i", { style: { background: ofRequest(i) }, "aria-hidden": "true" });
+      const name =
+        one.id === undefined
+          ? `request ${one.n}`
+          : el("button", { type: "button", cls: "quiet", onclick: () => onrow(one.id) }, one.id);
+      rows.push([
+        el("span", { cls: "lk nowrap" }, sign, name),
+        out ? "preempted" : segmentWords(part, s),
+        [hits && `${hits} hit`, grown && `${grown} new`].filter(Boolean).join(", ") || "–",
+      ]);
     });
-    const more = rows.length > 40 ? rows.length - 40 : 0;
     box.replaceChildren(
       el(
         "dl",
@@ -47,7 +51,7 @@ function stepFacts(session, state, onrow) {
       el(
         "div",
         { style: { "max-height": "330px", "overflow-y": "auto", "margin-top": "12px" }, tabindex: "0" },
-        table(["request", "does", "pages"], rows.slice(0, 40)),
+        table(["request", "does", "pages"], rows),
         more > 0 && el("p", { cls: "muted small" }, `and ${more} more`),
       ),
     );
