@@ -86,7 +86,7 @@ def _write_rows(folder: RunFolder, table: Table) -> dict[str, Any]:
 def _scores(file: BinaryIO, bits: Any) -> Iterator[Scores]:
     """Of the rows that have not failed, in input order. Modifies: the digest `bits`, by `bits_of` every row."""
     for line in file:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8", "surrogatepass"))
         bits.update(bits_of(record))
         if "error" not in record:
             yield record["scores"]

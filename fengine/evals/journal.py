@@ -89,7 +89,7 @@ def _entry(line: bytes, offset: int) -> Entry | None:
     if len(body) != length or line[:PREFIX] != b"%08x %08x " % (zlib.crc32(body), length):
         return None
     head, tab, record = body.partition(b"\t")
-    return Entry(offset, json.loads(head), record) if tab else None
+    return Entry(offset, json.loads(head.decode()), record) if tab else None
 
 
 def _split(line: bytes, offset: int) -> Iterator[Entry | Damage]:

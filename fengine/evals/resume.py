@@ -20,6 +20,7 @@ from fengine.evals.journal import KIND, VERSION, Damage, Entry, encode, header, 
 from fengine.evals.task import BadRow, Row, Task
 
 NOTHING, FAILED, OK = 0, 1, 2  # what is known of a row
+COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Survey:
 def row_digest(row: Row | BadRow) -> bytes:
     """SHA-256 of a row's content. Pure."""
     content = [row.id, row.data] if isinstance(row, Row) else [row.id, row.line, row.type, row.message]
-    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).digest()
+    return hashlib.sha256(COMPACT.encode(content).encode()).digest()
 
 
 def row_key(row: Row | BadRow) -> int:

@@ -192,7 +192,7 @@ def _wrong_id(column: str, found: Any) -> str | None:
         return f"{column!r} must be a text or an integer, got {type(found).__name__}"
     if not 0 < len(str(found)) <= MAX_ID_CHARS:
         return f"{column!r} must have 1 to {MAX_ID_CHARS} characters, got {len(str(found))}"
-    if any("\ud800" <= c <= "\udfff" for c in str(found)):
+    if not str(found).isascii() and any("\ud800" <= c <= "\udfff" for c in str(found)):
         return f"{column!r} holds half a surrogate pair, which is no character"
     return None
 
