@@ -40,6 +40,11 @@ def complement(ranges: Ranges) -> Ranges:
     return (*out, (start, LAST)) if start <= LAST else tuple(out)
 
 
+def common(a: Ranges, b: Ranges) -> Ranges:
+    """What is in both. Pure."""
+    return complement(union(complement(a), complement(b)))
+
+
 def without_surrogates(ranges: Ranges) -> Ranges:
     """Pure."""
     return complement(complement(ranges))
@@ -58,8 +63,7 @@ def folded(ranges: Ranges, test: re.Pattern[str]) -> Ranges:
 
     Only characters that have cases make a difference. Pure.
     """
-    apart = complement(union(complement(ranges), of(_cased())))
-    return union(apart, of("".join(test.findall(_cased()))))
+    return union(common(ranges, complement(of(_cased()))), of("".join(test.findall(_cased()))))
 
 
 PLANES = 0x40000  # further up there is no letter, digit or space

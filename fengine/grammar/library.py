@@ -116,6 +116,8 @@ class Grammar:
 def reason(matcher: Any) -> str:
     """The first line of what the matcher says is wrong."""
     line = matcher.get_error().partition("\n")[0]
+    if line.startswith("NoExtension"):
+        return "no token of this vocabulary can come next"
     return line.rpartition("failed to compile JSON schema: ")[2][:500]
 
 

@@ -74,9 +74,13 @@ class _Writer:
 
     def one(self, kind: str, value: Any, flags: int) -> Ranges:
         """The characters that an item for one character stands for. Errors: InvalidRequestError for any other item."""
-        test = one_character(self.whole, kind, value, flags)
+        readings = [
+            one_character(self.whole, kind, value, f) for f in (flags & ~re.ASCII, flags & ~re.UNICODE | re.ASCII)
+        ]
         ranges = self.plain(kind, value, flags)
-        return characters.folded(ranges, test) if flags & re.IGNORECASE else ranges
+        if flags & re.IGNORECASE:
+            return characters.common(*(characters.folded(ranges, test) for test in readings))
+        return ranges
 
     def plain(self, kind: str, value: Any, flags: int) -> Ranges:
         """`one` but for case. Pure."""

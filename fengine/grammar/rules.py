@@ -180,6 +180,8 @@ def _as_rule(node: Node, word: dict[str, str]) -> str:
             return " ".join(_as_rule(item, word) for item in items) or '""'
         case Alt(items):
             return f"({' | '.join(_as_rule(item, word) for item in items)})"
+        case Repeat(_, _, 0):
+            return '""'
         case Repeat(item, least, most):
             return f"({_as_rule(item, word)}){_count(least, most)}"
 
@@ -193,6 +195,6 @@ def _as_terminal(node: Node, word: dict[str, str]) -> str:
             return " ".join(_as_terminal(item, word) for item in items) or '""'
         case Alt(items):
             return f"({' | '.join(_as_terminal(item, word) for item in items)})"
-        case Repeat(item, least, most):
+        case Repeat(item, least, most) if most != 0:
             return f"({_as_terminal(item, word)}){_count(least, most)}"
     return _as_rule(node, word)

@@ -4,7 +4,7 @@ A keyword that were ignored would let through what the schema forbids. So every 
 what the matcher reads in another way than a validator does is rewritten or refused:
 - strings are written without \\u and \\/, so that a key cannot stand in an object twice in two spellings;
 - patterns are written out (`regex.py`): `\\d`, `\\w` and `.` mean what both Python and JavaScript read;
-- a date exists: 29 February in leap years only;
+- a date exists: 29 February in leap years only, and no year 0;
 - with `properties` and no word about other ones an object has no others, as SGLang has it. Where allOf puts objects
   together, that would contradict itself: there, others stay allowed.
 """
@@ -36,7 +36,8 @@ _VALUES = {"type", "enum", "const", "required", "minProperties", "maxProperties"
            "$ref", "$schema", "$id"}  # fmt: skip
 KEYWORDS = _ONE | _LISTS | _NAMED | _VALUES
 _LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
-_DATE = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])-|[0-9]{{4}}-02-(?:[01]|2[0-8])|{_LEAP})"
+_YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_DATE = rf"^(?:{_YEAR}-(?:(?:0[13-9]|1[0-2])-|02-(?:[01]|2[0-8]))|{_LEAP})"
 
 
 class Whitespace(NamedTuple):

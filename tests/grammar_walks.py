@@ -1,0 +1,85 @@
+"""Random texts of a grammar, without a model: what the tests of grammars share."""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from fengine.grammar.cursor import Cursor
+from fengine.grammar.library import Grammar, Grammars, Source
+from fengine.grammar.masks import Filled, MaskRow, fill
+from fengine.grammar.schema import Whitespace
+
+PIECES = [
+    '{"',
+    '":',
+    '": ',
+    '", "',
+    '"}',
+    '"a"',
+    " b",
+    "ab",
+    "abc",
+    "12",
+    "00",
+    "true",
+    "null",
+    "[[",
+    "]]",
+    "  ",
+    "é",
+    "日本",
+]
+TOKENS: list[bytes | None] = [*(bytes([b]) for b in range(256)), *(p.encode() for p in PIECES), None, None]
+END = len(TOKENS) - 1
+CLOSERS = [TOKENS.index(c) for c in (b'"', b"}", b"]", b")")]
+
+
+DEFAULT = Whitespace()
+
+
+@cache
+def grammars(whitespace: Whitespace) -> Grammars:
+    return Grammars(lambda: (TOKENS, False), whitespace)
+
+
+def compiled(kind: str, text: str, whitespace: Whitespace = DEFAULT) -> Grammar:
+    return grammars(whitespace).compile(Source(kind, text))
+
+
+def cursor_of(grammar: Grammar, *, barred: Sequence[int] = (), eager: bool = True) -> Cursor:
+    return Cursor(grammar, [END], barred, [], eager)
+
+
+def masks(cursors: Sequence[Cursor], fresh: Sequence[list[int]], early: bool = False) -> Filled:
+    rows = [
+        MaskRow(i, c, t, None, frozenset([END]), early) for i, (c, t) in enumerate(zip(cursors, fresh, strict=True))
+    ]
+    return fill(rows, list)
+
+
+def allowed(mask_W: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask_W.view(np.uint8), bitorder="little")).tolist()
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether the text, byte by byte, is complete."""
+    matcher = grammar.matcher()
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+def walk(grammar: Grammar, seed: int, most: int = 300) -> str | None:
+    """A random text of the grammar; None if it has not come to its end after `most` tokens."""
+    rng, cursor, fresh, out = random.Random(seed), cursor_of(grammar), [], b""
+    for _ in range(most):
+        filled = masks([cursor], [fresh])
+        if filled.errors:
+            raise filled.errors[0]
+        ids = allowed(filled.mask_MW[0])
+        ending = [i for i in (END, *CLOSERS) if i in ids]
+        token = rng.choice(ending if ending and rng.random() < 0.3 else ids)
+        if token == END:
+            return out.decode()
+        out, fresh = out + (TOKENS[token] or b""), [token]
+    return None

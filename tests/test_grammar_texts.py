@@ -1,0 +1,485 @@
+"""Grammars without a model: every text that they allow is right, by `re`, by jsonschema, by a recogniser of EBNF."""
+
+import itertools
+import json
+import random
+import re
+import sys
+import time
+from typing import Any
+
+import jsonschema
+import pytest
+import tokenizer_cases
+from grammar_walks import END, TOKENS, accepts, allowed, compiled, cursor_of, masks, walk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
+from fengine.grammar.library import Grammar, Grammars, Source, Vocabulary
+from fengine.grammar.schema import Whitespace
+from fengine.text.token_texts import token_texts
+from fengine.tokenizer import Tokenizer
+
+# -- regular expressions -----------------------------------------------------------------------------------------------
+
+CHARACTERS = [
+    "a",
+    "b",
+    "[ab]",
+    "[^a]",
+    "c",
+    r"\d",
+    r"\w",
+    ".",
+    r"\s",
+    "é",
+    "[a-c]",
+    r"\.",
+    r"\S",
+    r"\W",
+    "(?i:k)",
+    r"[^\w]",
+]
+PATTERNS = st.recursive(
+    st.sampled_from(CHARACTERS),
+    lambda inner: st.one_of(
+        st.builds("{}{}".format, inner, inner),
+        st.builds("(?:{}|{})".format, inner, inner),
+        st.builds("(?:{}){}".format, inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "*?"])),
+    ),
+    max_leaves=8,
+)
+SHORT = ["".join(x) for n in range(4) for x in itertools.product("abc1 _K", repeat=n)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(PATTERNS, st.integers(0, 1000))
+def test_a_text_of_a_regex_matches_it_in_every_reading(pattern: str, seed: int) -> None:
+    grammar, draw = compiled("regex", pattern), random.Random(seed)
+    text = walk(grammar, seed, 60)
+    for flags in (0, re.ASCII):
+        assert text is None or re.fullmatch(pattern, text, flags), (pattern, text)
+    for short in draw.sample(SHORT, 25):
+        assert accepts(grammar, short) == bool(re.fullmatch(pattern, short)), (pattern, short)
+
+
+@pytest.mark.parametrize(
+    "pattern,right,wrong",
+    [
+        ("^abc$", "abc", "abcd"),
+        ("(^a|b)c$", "bc", "cb"),
+        ("a*a", "aaa", "ab"),
+        ("(?:ab|abc)c", "abc", "ab"),
+        ("", "", "a"),
+        ("(a+)+b", "aaab", "aaa"),
+        ("[^\\n]{3}", "é日本", "ab"),
+        ("(?P<x>[a-z]+)\\.\\/", "ab./", "ab.\\"),
+    ],
+)
+def test_regexes_by_example(pattern: str, right: str, wrong: str) -> None:
+    grammar = compiled("regex", pattern)
+    assert accepts(grammar, right) and not accepts(grammar, wrong)
+
+
+# -- EBNF --------------------------------------------------------------------------------------------------------------
+
+
+def matches(rules: dict[str, Any], node: Any, text: str, at: int) -> set[int]:
+    """Where `node` can end that begins at `at`: the definition, spelt out. Rules here never begin with themselves."""
+    kind, *rest = node
+    if kind == "text":
+        return {at + len(rest[0])} if text.startswith(rest[0], at) else set()
+    if kind == "class":
+        return {at + 1} if at < len(text) and text[at] in rest[0] else set()
+    if kind == "rule":
+        return matches(rules, rules[rest[0]], text, at)
+    if kind == "or":
+        return set().union(*(matches(rules, item, text, at) for item in rest))
+    ends = {at}
+    if kind == "then":
+        for item in rest:
+            ends = set().union(*(matches(rules, item, text, end) for end in ends))
+        return ends
+    item, least, most = rest  # "many"
+    found, seen = set(ends) if least == 0 else set(), {at}
+    for n in range(1, most + 1):
+        ends = set().union(*(matches(rules, item, text, end) for end in ends))
+        found |= ends if n >= least else set()
+        if not (ends := ends - seen) and n >= least:
+            break
+        seen |= ends if n >= least else set()
+    return found
+
+
+def written(node: Any) -> str:
+    kind, *rest = node
+    if kind == "text":
+        return json.dumps(rest[0])
+    if kind in ("class", "rule"):
+        return f"[{rest[0]}]" if kind == "class" else rest[0]
+    if kind == "many":
+        return f"({written(rest[0])}){{{rest[1]},{rest[2]}}}"
+    return "(" + (" | " if kind == "or" else " ").join(map(written, rest)) + ")"
+
+
+LEAVES = st.one_of(
+    st.builds(lambda t: ("text", t), st.text("ab", min_size=1, max_size=3)),
+    st.builds(lambda t: ("class", "".join(sorted(t))), st.sets(st.sampled_from("abc"), min_size=1)),
+)
+NODES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: ("or", a, b), inner, inner),
+        st.builds(lambda a, b: ("then", a, b), inner, inner),
+        st.builds(lambda a, low, more: ("many", a, low, low + more), inner, st.integers(0, 2), st.integers(0, 2)),
+    ),
+    max_leaves=6,
+)
+WORDS = ["".join(x) for n in range(7) for x in itertools.product("abc", repeat=n)]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(NODES, NODES, st.booleans(), st.integers(0, 1000))
+def test_ebnf_is_what_it_says(first: Any, second: Any, recursive: bool, seed: int) -> None:
+    """Ambiguity and all: in a recursive grammar, too, where one word is the beginning of another."""
+    more = ("or", second, ("then", ("class", "abc"), ("rule", "root"))) if recursive else second
+    rules = {"root": ("then", first, ("many", ("rule", "r_2"), 0, 2)), "r_2": more}
+    text = "\n".join(f"{name} ::= {written(node)} # a rule" for name, node in rules.items())
+    if recursive and 0 in matches(rules, first, "", 0):
+        return  # it might begin with itself
+    grammar = compiled("ebnf", text)
+    for word in random.Random(seed).sample(WORDS, 40):
+        assert accepts(grammar, word) == (len(word) in matches(rules, rules["root"], word, 0)), (text, word)
+    if (found := walk(grammar, seed, 40)) is not None:
+        assert len(found) in matches(rules, rules["root"], found, 0)
+
+
+@pytest.mark.parametrize(
+    "text,right,wrong",
+    [
+        ('root ::= "(" root ")" | [0-9]+', "((12))", "((12)"),
+        ('root ::= item ("," item)*\nitem ::= [a-z]+', "ab,c", "ab,"),
+        ("root ::= 'a\\'b' [\\x41-\\u0043] . # end", "a'bB!", "a'bD!"),
+        ("root ::= [^a-c\\]\\n]{2,3}", "é€", "]x"),
+        ('root ::= "a"? root2\nroot2 ::= "b" | "a" root2', "aaab", "aaa"),
+        ('root ::= "\\"" ([^"\\\\] | "\\\\" ["\\\\/bfnrt])* "\\""', '"a\\n"', '"a\\x"'),
+    ],
+)
+def test_ebnf_by_example(text: str, right: str, wrong: str) -> None:
+    grammar = compiled("ebnf", text)
+    assert accepts(grammar, right) and not accepts(grammar, wrong)
+
+
+# -- JSON schemas ------------------------------------------------------------------------------------------------------
+
+SCALARS = st.one_of(
+    st.builds(lambda a, b: {"type": "integer", "minimum": a, "maximum": a + b}, st.integers(-99, 99),
+              st.integers(0, 999)),
+    st.builds(lambda a, b: {"type": "number", "exclusiveMinimum": a / 4, "maximum": a / 4 + b}, st.integers(-9, 9),
+              st.integers(1, 99)),
+    st.builds(lambda a, b: {"type": "string", "minLength": a, "maxLength": a + b}, st.integers(0, 3),
+              st.integers(0, 5)),
+    st.sampled_from([
+        {"type": "integer", "multipleOf": 7}, {"type": "boolean"}, {"type": ["null", "string"], "maxLength": 3},
+        {"enum": [1, "é\"\n", None, {"k": [2.5]}]}, {"const": {"a": [1, False]}}, {}, True,
+        *({"type": "string", "pattern": p} for p in ("^[a-z]+$", r"\d{2}", "^a|b$", r"^[^a-z\s]{1,4}$", r"^\w.\w$")),
+        *({"type": "string", "format": f} for f in ("date", "ipv4", "ipv6", "uuid", "email", "date-time")),
+    ]),
+)  # fmt: skip
+NAMES = st.sampled_from(["a", "b", "c d", 'q"', "é", "x1"])
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def build(properties: dict[str, Any], needed: int, others: Any, pattern: bool) -> dict[str, Any]:
+        out = {"type": "object", "properties": properties, "required": list(properties)[:needed]}
+        out |= {} if others is None else {"additionalProperties": others}
+        return out | ({"patternProperties": {"^x[0-9]+$": {"type": "integer"}}} if pattern else {})
+
+    named = st.dictionaries(NAMES, inner, max_size=3)
+    return st.builds(build, named, st.integers(0, 3), st.one_of(st.none(), st.booleans(), inner), st.booleans())
+
+
+SCHEMAS = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        objects(inner),
+        st.builds(lambda i, a, b: {"type": "array", "items": i, "minItems": a, "maxItems": a + b}, inner,
+                  st.integers(0, 2), st.integers(0, 2)),
+        st.builds(lambda i, j: {"type": "array", "prefixItems": [i], "items": j}, inner,
+                  st.one_of(inner, st.just(False))),
+        st.builds(lambda i, j: {"anyOf": [i, j]}, inner, inner),
+        st.builds(lambda i, j: {"allOf": [i, j]}, inner, inner),
+        st.builds(lambda i: {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {
+            "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}, "v": i}, "required": ["next"]}}}, SCALARS),
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(SCHEMAS, st.integers(0, 1000))
+def test_a_text_of_a_schema_satisfies_it(schema: Any, seed: int) -> None:
+    if not isinstance(schema, dict) or (set(schema) != {"$ref", "$defs"} and "$ref" in json.dumps(schema)):
+        return  # definitions stand at the top only
+    try:
+        grammar = compiled("json_schema", json.dumps(schema))
+    except GrammarError:
+        return  # unsatisfiable; `test_most_schemas_can_be_held` sees that it does not happen often
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    for i in range(3):
+        if (text := walk(grammar, seed + i)) is not None:
+            validator.validate(json.loads(text))
+
+
+def test_most_schemas_can_be_held() -> None:
+    schemas = [{"type": "object", "properties": {"a": {"type": "string"}, "b": {"enum": [1, 2]}}, "required": ["b"]},
+               {"type": "array", "items": {"$ref": "#/$defs/p"}, "$defs": {"p": {"type": "number"}}}, {},
+               {"title": "T", "description": "d", "type": "integer", "default": 3, "examples": [1], "$comment": "c"},
+               {"oneOf": [{"type": "object", "properties": {"k": {"const": c}}, "required": ["k"]}
+                          for c in "ab"]}]  # fmt: skip
+    for schema in schemas:
+        texts = [walk(compiled("json_schema", json.dumps(schema)), seed) for seed in range(10)]
+        assert any(texts)
+        for text in filter(None, texts):
+            jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    "schema,right,wrong",
+    [
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, '{"a":1}', '{"a":1,"c":2}'),
+        ({"properties": {"a": {"type": "integer"}}, "additionalProperties": True}, '{"c":2}', '{"\\u0061":"x"}'),
+        ({"type": "string", "format": "date"}, '"2000-02-29"', '"1900-02-29"'),
+        ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", "[1,  2]"),
+        ({"type": "array", "items": {"type": "integer"}}, "[\n  1\n]", "[1] "),
+        ({"type": "string", "maxLength": 2}, '"é日"', '"abc"'),
+    ],
+)
+def test_schemas_by_example(schema: Any, right: str, wrong: str) -> None:
+    grammar = compiled("json_schema", json.dumps(schema))
+    assert accepts(grammar, right) and not accepts(grammar, wrong)
+
+
+def test_whitespace_is_a_policy() -> None:
+    schema = json.dumps({"type": "array", "items": {"type": "integer"}})
+    one, tabs = (compiled("json_schema", schema, Whitespace(pattern)) for pattern in (None, "\\t"))
+    assert accepts(one, "[1, 2]") and not accepts(one, "[1,2]") and not accepts(one, "[1,\n2]")
+    assert accepts(tabs, "[1,\t2]") and accepts(tabs, "[1,2]") and not accepts(tabs, "[1, 2]")
+    anything = compiled("json_schema", "$$ANY$$")
+    assert accepts(anything, '[{"a": [null]}, 1.5e3]') and not accepts(anything, "[1")
+
+
+def test_structural_tags() -> None:
+    tags = [{"begin": "<f=add>", "schema": {"type": "object", "properties": {"a": {"type": "integer"}},
+             "required": ["a"]}, "end": "</f>"},
+            {"begin": "<f=no>", "schema": {"type": "null"}, "end": ""}]  # fmt: skip
+    grammar = compiled("structural_tag", json.dumps({"structures": tags, "triggers": ["<f="]}))
+    for right in ("hello", 'x <f=add>{"a":1}</f> bye', '<f=no>null<f=add>{"a": 3}</f>', ""):
+        assert accepts(grammar, right), right
+    for wrong in ("<f=x", "<f=add>{}</f>", '<f=add>{"a":1}', "hi <f="):
+        assert not accepts(grammar, wrong), wrong
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+NESTED = json.dumps({"type": "array"})[:-1] + ', "items": '
+BAD = [
+    ("json_schema", "not json", "is not JSON"),
+    ("json_schema", "[1]", "must be a JSON object"),
+    ("json_schema", '{"a": 1, "a": 2}', "twice"),
+    ("json_schema", '{"minimum": NaN}', "NaN"),
+    ("json_schema", "[" * 10_000, "nested deeper|is not JSON"),
+    ("json_schema", NESTED * 10_000 + "{}" + "}" * 10_000, "more than the limit|nested deeper"),
+    ("json_schema", NESTED * 200 + "{}" + "}" * 200, "nested deeper"),
+    ("json_schema", " " * 10_000_000 + "{}", "more than the limit"),
+    *(("json_schema", json.dumps({"type": "object", key: value}), f"keyword '{key}' at # is not supported")
+      for key, value in {"uniqueItems": True, "not": {}, "if": {}, "contains": {}, "propertyNames": {},
+                         "dependentRequired": {}, "unevaluatedProperties": False, "x-guidance": {"lenient": True},
+                         "contentEncoding": "base64", "nullable": True, "minLenght": 3}.items()),
+    ("json_schema", '{"properties": {"a": {"items": {"uniqueItems": true}}}}', "'uniqueItems' at #/properties/a/items"),
+    ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "Unsatisfiable"),
+    ("json_schema", "false", "nothing satisfies"),
+    ("json_schema", '{"enum": []}', "1 to 10000"),
+    ("json_schema", json.dumps({"enum": list(range(20_000))}), "1 to 10000"),
+    ("json_schema", '{"$ref": "http://example.com/x.json"}', "nothing is ever fetched"),
+    ("json_schema", '{"$ref": "file:///etc/passwd"}', "nothing is ever fetched"),
+    ("json_schema", '{"$ref": "#/$defs/none"}', "does not exist"),
+    ("json_schema", '{"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}', "no token|ircular"),
+    ("json_schema", '{"type": "strin"}', "Invalid type"),
+    ("json_schema", '{"type": "string", "format": "regex"}', "format 'regex'"),
+    ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+    ("json_schema", '{"type": "integer", "multipleOf": 999983}', "multipleOf"),
+    ("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+    ("json_schema", '{"minProperties": 2}', "minProperties"),
+    ("json_schema", '{"const": "\\ud800"}', "json grammar"),
+    ("json_schema", '{"$schema": "http://example.com"}', r"\$schema"),
+    ("regex", "(?=a)b", "look-around"),
+    ("regex", "(a)\\1", "back-reference"),
+    ("regex", "[", "unterminated"),
+    ("regex", "(" * 5000 + ")" * 5000, "regular expression"),
+    ("regex", ".{1,1000000}", "repeats 1000000 times"),
+    ("regex", r"a\b", "anchor"),
+    ("regex", "[^\\s\\S]", "no character"),
+    ("regex", "a" * 20_000, "more than the limit"),
+    ("ebnf", "", "no rule `root`"),
+    ("ebnf", 'start ::= "a"', "no rule `root`"),
+    ("ebnf", "root ::= missing", "does not define: missing"),
+    ("ebnf", 'root ::= root "a" | "b"', "left-recursive"),
+    ("ebnf", 'root ::= a? b\na ::= "x"\nb ::= root', "no finite text"),
+    ("ebnf", 'root ::= b "y" | "x"\nb ::= "z"? root', "left-recursive"),
+    ("ebnf", 'root ::= "a" root', "no finite text"),
+    ("ebnf", 'root ::= "a"\nroot ::= "b"', "twice"),
+    ("ebnf", 'root ::= ("a"', "line 1: a parenthesis"),
+    ("ebnf", 'root ::= "a"\n @', "line 2"),
+    ("ebnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "parentheses"),
+    ("ebnf", "root ::= [z-a]", "range"),
+    ("ebnf", 'root ::= "a"{3,2}', "m <= n"),
+    ("ebnf", "root ::= r39\n" + "\n".join(f"r{i} ::= r{i - 1} r{i - 1}" for i in range(1, 40)) + '\nr0 ::= "a"',
+     "too big"),
+    ("structural_tag", "[]", "structural_tag must be"),
+    ("structural_tag", '{"format": {}}', "other forms"),
+    ("structural_tag", '{"structures": [], "triggers": ["<"]}', "1 to 256"),
+    ("structural_tag", '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}', "no trigger"),
+    ("structural_tag", '{"structures": [{"begin": "a", "schema": {"not": {}}, "end": ""}], "triggers": ["a"]}',
+     "'not'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind,text,told", BAD, ids=[f"{kind}-{i}" for i, (kind, _, _) in enumerate(BAD)])
+def test_what_cannot_be_held_is_refused_in_time(kind: str, text: str, told: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(GrammarError, match=told) as caught:
+        compiled(kind, text)
+    assert time.perf_counter() - started < 6 and len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "kind,text",
+    [
+        ("regex", "(a+)+b"), ("regex", "(x+x+)+y"), ("regex", "((a{1,99}){1,99}){1,99}"), ("regex", "(a|b)*a(a|b){60}"),
+        ("regex", "a{100000}"), ("regex", ".*" * 60 + "x"), ("regex", "a?" * 400 + "a" * 400),
+        ("ebnf", 'root ::= e\ne ::= t | t "+" e\nt ::= "a" | t2 | "(" e ")"\nt2 ::= "a" "a"'),
+        ("json_schema", json.dumps({"type": "string", "maxLength": 1_000_000})),
+        ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(5000)]})),
+        ("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(500)}})),
+    ],
+)  # fmt: skip
+def test_no_pattern_runs_away(kind: str, text: str) -> None:
+    """It is linear, or ends with a typed error; each mask in bounded time."""
+    try:
+        grammar = compiled(kind, text)
+    except GrammarError:
+        return
+    cursor, draw, fresh = cursor_of(grammar), random.Random(0), []
+    started = time.perf_counter()
+    for _ in range(60):
+        filled = masks([cursor], [fresh])
+        if filled.errors:
+            assert isinstance(filled.errors[0], GrammarError)
+            break
+        fresh = [draw.choice(allowed(filled.mask_MW[0]))]
+        if fresh == [END]:
+            break
+    assert time.perf_counter() - started < 10
+
+
+# -- cursors and vocabularies ------------------------------------------------------------------------------------------
+
+
+def test_a_shared_automaton_that_is_full_fails_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request's states fill it; the next one begins again with its own, and gets the very same masks."""
+    text, limits = "(a|b)*a(a|b){9}", dict(compiled("regex", "a").vocabulary.library.__dict__)
+    assert "LLParserLimits" in limits
+    vocabulary = Vocabulary(TOKENS, False)
+    vocabulary.limits = vocabulary.library.LLParserLimits(max_lexer_states=150, verbose_errors=False)
+    small, large = (
+        Grammar(v, Source("regex", text), f"text: /{text}/") for v in (vocabulary, Vocabulary(TOKENS, False))
+    )
+    failed = 0
+    for seed in range(30):
+        draw = random.Random(seed)
+        taken = [draw.choice([97, 98]) for _ in range(20)]
+        one, other = cursor_of(small), cursor_of(large)
+        for token in taken:
+            got, want = masks([one], [[token]]), masks([other], [[token]])
+            if got.errors:
+                failed += 1
+                break
+            assert (got.mask_MW == want.mask_MW).all()
+    assert failed < 30  # a request that is too much by itself may fail, but not for what others did
+
+
+def test_ends_bars_and_dead_ends() -> None:
+    word = compiled("regex", "[ab]{2,3}")
+    cursor = cursor_of(word)
+    assert allowed(masks([cursor], [[]]).mask_MW[0])[:2] == [97, 98]
+    assert END in allowed(masks([cursor], [[97, 98]]).mask_MW[0])
+    assert END not in allowed(masks([cursor], [[]], early=True).mask_MW[0])
+    assert allowed(masks([cursor], [[97]]).mask_MW[0]) == [END]
+    stuck = masks([cursor], [[]], early=True)
+    assert "min_new_tokens" in str(stuck.errors[0]) and not stuck.mask_MW.any()
+    lazy = cursor_of(word, eager=False)
+    assert END not in allowed(masks([lazy], [[97, 98]]).mask_MW[0])
+    assert allowed(masks([lazy], [[97]]).mask_MW[0]) == [END]
+    barred = cursor_of(compiled("regex", "a"), barred=[97])
+    assert "logit_bias" in str(masks([barred], [[]]).errors[0])
+    few = Grammars(lambda: ([b"a", b"c", None], False), Whitespace())
+    with pytest.raises(GrammarError, match="no token of this vocabulary"):
+        few.compile(Source("regex", "b"))
+    late = few.compile(Source("regex", "ab"))  # begins well, and then there is no b
+    one = cursor_of(late)
+    assert "no token of this vocabulary" in str(masks([one], [[0]]).errors[0])
+    few.close()
+
+
+def test_neighbours_in_one_fill_do_not_meet() -> None:
+    texts = ["[a-z]+", "(a|b)*", "[0-9]{3}", "((a{1,99}){1,99}){1,99}"] * 4
+    alone = [masks([cursor_of(compiled("regex", text))], [[]]).mask_MW[0] for text in texts]
+    together = masks([cursor_of(compiled("regex", text)) for text in texts], [[]] * len(texts)).mask_MW
+    assert all((a == b).all() for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("make", ["byte_level", "qwen2", "llama2", "unigram"])
+def test_texts_of_tokens_are_those_of_the_tokenizer(make: str, tmp_path: Any) -> None:
+    """What a walk draws reads, decoded, as the grammar wants it: bytes, byte fallback, and the space in front."""
+    tokenizer = Tokenizer.from_directory(tokenizer_cases.save(tmp_path, getattr(tokenizer_cases, make)()))
+    texts = token_texts(tokenizer, tokenizer.vocab_size)
+    grammars = Grammars(lambda: texts, Whitespace())
+    tried = 0
+    for pattern in ("[a-z]+", " ?[a-z]{1,9}( [a-z]+)*", "[^a-z]{2,5}", "é+[a-z]", " [a-z]"):
+        try:
+            grammar = grammars.compile(Source("regex", pattern))
+        except GrammarError:
+            continue  # not with these few tokens
+        for seed in range(6):
+            draw, cursor, ids = random.Random(seed), None, []
+            cursor = type(cursor_of(grammar))(grammar, [], [], [], True)
+            for _ in range(12):
+                filled = masks([cursor], [ids[-1:] if ids else []])
+                if draw.random() < 0.3 or filled.errors:
+                    cursor.matcher.compute_bitmask()
+                    if ids and cursor.matcher.is_accepting():
+                        tried += 1
+                        text = tokenizer.decode(ids)
+                        assert re.fullmatch(pattern, text), (pattern, text, ids)
+                        break
+                if filled.errors:
+                    break
+                ids.append(draw.choice(allowed(filled.mask_MW[0])))
+    assert tried > 3
+    special = [i for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special]
+    assert special and all(texts.tokens[i] is None for i in special)
+    grammars.close()
+
+
+def test_a_tokenizer_whose_texts_do_not_join_is_refused(tmp_path: Any) -> None:
+    tokenizer = Tokenizer.from_directory(tokenizer_cases.save(tmp_path, tokenizer_cases.no_decoder()))
+    with pytest.raises(UnsupportedFeatureError, match="join to a text"):
+        token_texts(tokenizer, 10)
+
+
+def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'fengine\[grammar\]'"):
+        Grammars(lambda: (TOKENS, False), Whitespace()).compile(Source("regex", "a"))
