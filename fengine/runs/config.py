@@ -47,6 +47,10 @@ class SamplingConfig:
     no_stop_trim: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
     sampling_seed: int | None = None
 
     def __post_init__(self) -> None:
