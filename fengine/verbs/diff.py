@@ -65,7 +65,8 @@ def _paired(a: list[Path], b: list[Path]) -> list[tuple[Path, Path]]:
 def causes(a: Records, b: Records) -> list[str]:
     """Lines "key: in A → in B" of what results depend on: config, input, versions, code, weights, hardware. Pure."""
     found = differences(a.identity, b.identity)
-    return found + differences(a.manifest.get("in_force"), b.manifest.get("in_force"), "in_force")
+    found += differences(a.manifest.get("in_force"), b.manifest.get("in_force"), "in_force")
+    return list(dict.fromkeys(found))
 
 
 def facts(run: Records) -> dict[str, Any]:
@@ -106,6 +107,8 @@ def lines(a: Records, b: Records, found: Comparison, show: int) -> list[str]:
 def _verdict(found: Comparison) -> str:
     if found.same:
         return f"the same: {count(found.rows, 'row')}, {count(found.tokens, 'token')}, every bit of every logprob"
+    if not found.rows:
+        return "no row is in both"
     with_ = ", ".join(f"{name} in {number:,}" for name, number in found.rows_with.items())
     return f"{found.differing_rows:,} of {count(found.rows, 'row')} that both have differ{': ' if with_ else ''}{with_}"
 

@@ -30,10 +30,10 @@ class Words:
 
 def run(usage: str, argv: Sequence[str], work: Callable[[Sequence[str]], int]) -> int:
     """`work(argv)`, its errors told and turned into exit codes; `--help` prints `usage` instead."""
-    if "-h" in argv or "--help" in argv:
-        print(usage.strip())
-        return OK
     try:
+        if "-h" in argv or "--help" in argv:
+            print(usage.strip(), flush=True)
+            return OK
         return work(argv)
     except KeyboardInterrupt:
         print("fengine: interrupted", file=sys.stderr)
