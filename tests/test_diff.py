@@ -232,6 +232,10 @@ def test_every_flipped_byte_of_outputs_is_told_and_the_rest_is_read(make: Run) -
         Path("a/outputs.jsonl").write_bytes(good[:cut])
         with Records(Path("a")) as found:
             assert found.damaged and [found.record(i) for i in range(len(found))] == wanted, "the journal has the rest"
+    for wrong in (b"NaN", b"-Infinity", b"1e999", b"true", b"null", b'"x"', b"9" * 400):
+        Path("a/outputs.jsonl").write_bytes(good.replace(b"-0.25", wrong, 1))
+        with Records(Path("a")) as found:
+            assert [found.record(i) for i in range(len(found))] == wanted, wrong
     Path("a/journal.log").unlink()
     lines = good.splitlines(keepends=True)
     Path("a/outputs.jsonl").write_bytes(lines[0] + b"{broken\n" + b"".join(lines[2:]))

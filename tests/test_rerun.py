@@ -14,7 +14,7 @@ from eval_fakes import ROWS, FakeEngine, Run, fake_runs, rewrite, write_rows
 from fengine import evaluate, run
 from fengine.errors import EngineDeadError
 from fengine.evals import manifest
-from fengine.verbs import rerun
+from fengine.verbs import rerun, verify
 
 
 @pytest.fixture
@@ -134,3 +134,39 @@ def test_mistakes(make: Run, capsys: Any) -> None:
     assert run.main(["rerun", "a", "out=b"]) == 2 and "seed: 3 → 0" in capsys.readouterr().err
     rewrite(Path("a"), lambda rows: rows[0]["answers"][0].update(text="other"))
     assert run.main(["rerun", "a", "out=e"]) == 1, "what was tampered with is not what comes out"
+
+
+JUNK = [None, 0, -1, 10**30, 1.5, "", "x", [], {}, [1], {"a": 1}, True, "\ud800"]
+
+
+@pytest.mark.parametrize("place", [
+    ("identity",), ("identity", "config", "model.tokenizer_path"), ("identity", "config", "task.stop"),
+    ("identity", "config", "numerics"), ("identity", "input"), ("identity", "input", "rows"), ("identity", "model"),
+    ("identity", "versions"), ("in_force",), ("in_force", "engine"), ("in_force", "engine", "cache.page_size"),
+    ("in_force", "hardware"), ("in_force", "max_input"), ("origin",), ("origin", "base"), ("origin", "choices"),
+    ("origin", "overrides"), ("result",), ("result", "outputs_sha256"), ("result", "prompt_tokens"), ("sessions",),
+], ids=".".join)  # fmt: skip
+def test_junk_in_a_manifest_ends_typed(
+    make: Run, place: tuple[str, ...], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a manifest holds: `diff`, `verify` and `rerun` end with an exit code and say why."""
+    monkeypatch.setattr(verify, "open_engine", FakeEngine)
+    make("a")
+    text = Path("a/manifest.json").read_text()
+    for junk in JUNK:
+        record: Any = json.loads(text)
+        inner = record
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = junk
+        if place[:2] == ("identity", "config"):
+            record["identity"]["config_sha256"] = manifest.canonical(record["identity"]["config"])
+        Path("a/manifest.json").write_text(json.dumps(record))
+        for words in (
+            ["diff", "a", "a"],
+            ["verify", "a", "verify.layouts=[permuted,preempted]"],
+            ["rerun", "a", "out=z"],
+        ):
+            assert run.main(words) in (0, 1, 2)
+            capsys.readouterr()
+        shutil.rmtree("z", ignore_errors=True)

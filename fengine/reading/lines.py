@@ -2,12 +2,20 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from fengine.errors import StorageError
 
-_ID, _decode = b'{"id": ', json.JSONDecoder().raw_decode
+_ID = b'{"id": '
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
 def parsed(line: bytes, folder: Path) -> dict[str, Any]:
@@ -21,7 +29,7 @@ def parsed(line: bytes, folder: Path) -> dict[str, Any]:
 def record_of(line: bytes) -> dict[str, Any] | None:
     """None for what is no record: another shape, or logprobs that are no numbers. Pure."""
     try:
-        record = json.loads(line)
+        record = _JSON.decode(line.decode())
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("id"), str):
@@ -31,7 +39,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     answers, scores = record.get("answers"), record.get("scores")
     if not isinstance(answers, list) or not isinstance(scores, dict):
         return None
-    if not {*map(type, scores.values())} <= {float, int, bool, str}:
+    if not all(_is_number(value) or isinstance(value, (bool, str)) for value in scores.values()):
         return None
     return record if all(map(_is_answer, answers)) else None
 
@@ -43,16 +51,18 @@ def _is_answer(value: Any) -> bool:
     ids, logprobs = value.get("output_ids"), value.get("logprobs")
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         return False
-    if not {*map(type, ids)} <= {int} or not {*map(type, logprobs)} <= {float, int}:
-        return False
-    return all(type(value) is float or abs(value) < 2**53 for value in logprobs)
+    return {*map(type, ids)} <= {int} and all(map(_is_number, logprobs))
+
+
+def _is_number(value: Any) -> bool:
+    return math.isfinite(value) if type(value) is float else type(value) is int and abs(value) < 2**53
 
 
 def id_of(line: bytes) -> str:
     """The id of a line that begins as records do; of another one, if there is any. Pure."""
     if line.startswith(_ID):
         try:
-            value, _ = _decode(line[len(_ID) : len(_ID) + 8192].decode("utf-8", "ignore"))
+            value, _ = _JSON.raw_decode(line[len(_ID) : len(_ID) + 8192].decode("utf-8", "ignore"))
             return value if isinstance(value, str) else ""
         except ValueError:
             pass

@@ -8,6 +8,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -22,6 +23,9 @@ from fengine.evals.resume import NOTHING, Table
 from fengine.reading.lines import id_key, id_of, parsed, record_of
 
 OF_OUTPUTS, OF_JOURNAL = 0, 1
+SECTIONS = ("in_force", "origin", "result")  # of a manifest: an object, or null
+MAX_LINE = 256 << 20  # bytes; a longer line is no record
+MAX_ROWS = 1 << 32
 
 
 def runs_of(path: Path) -> list[Path]:
@@ -65,8 +69,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     config = identity.get("config")
     if not isinstance(config, dict) or canonical(config) != identity.get("config_sha256"):
         raise StorageError(f"{folder / MANIFEST} is damaged: its config is not that of its config_sha256")
-    rows = identity.get("input", {}).get("rows")
-    if type(rows) is not int or rows < 0:
+    for name, value in [*((name, manifest.get(name)) for name in SECTIONS), ("model", identity.get("model"))]:
+        if not isinstance(value, dict | None):
+            raise StorageError(f"{folder / MANIFEST} is damaged: {name} is {value!r:.40}, no object")
+    given = identity.get("input")
+    rows = given.get("rows") if isinstance(given, dict) else None
+    if type(rows) is not int or not 0 <= rows <= MAX_ROWS:
         raise StorageError(f"{folder / MANIFEST} is damaged: input.rows is {rows!r:.40}")
     return manifest
 
@@ -109,7 +117,7 @@ class Records:
             if self._sources[number] == OF_JOURNAL:
                 return read_at(file, offset).record
             file.seek(offset)
-            return file.readline().removesuffix(b"\n")
+            return file.readline(MAX_LINE).removesuffix(b"\n")
         except OSError as error:
             raise error if isinstance(error, StorageError) else _unreadable(self.folder, error) from error
 
@@ -158,7 +166,7 @@ class Records:
     def _index(self, file: BinaryIO) -> str:
         """Takes every line for a record; returns the file's SHA-256."""
         digest, offset = hashlib.sha256(), 0
-        for line in file:
+        for line in _lines(file):
             digest.update(line)
             self._put(id_key(id_of(line)), offset, OF_OUTPUTS)
             offset += len(line)
@@ -169,7 +177,7 @@ class Records:
         self.keys, self._offsets, self._sources = array("Q"), array("q"), bytearray()
         good, offset, bad = {}, 0, []
         file.seek(0)
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(_lines(file), 1):
             record = record_of(line)
             key = None if record is None else id_key(record["id"])
             if key is None or key in good:
@@ -224,6 +232,11 @@ class Records:
         self.keys.append(key)
         self._offsets.append(offset)
         self._sources.append(source)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Its lines; one that is too long comes in pieces."""
+    return iter(partial(file.readline, MAX_LINE), b"")
 
 
 def _unreadable(folder: Path, error: OSError) -> StorageError:

@@ -70,4 +70,4 @@ def report(error: FengineError) -> None:
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-    print(f"fengine: {kind}{error}", file=sys.stderr)
+    print(f"fengine: {kind}{error}".encode(errors="backslashreplace").decode(), file=sys.stderr)

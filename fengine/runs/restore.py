@@ -1,13 +1,15 @@
-"""A config that was recorded, with changes, as a checked value. With compose.py the only users of Hydra and OmegaConf.
+"""A config that was recorded, with changes, as a checked value. Uses Hydra's grammar of overrides, and OmegaConf.
 
 Recorded values are taken literally: no interpolation, no group, nothing of today's YAML files. Changes are written as
 on the command line, one key each.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
@@ -51,8 +53,23 @@ def _build(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
             given[f.name] = _build(f.type, values, f"{name}.")
         elif name in values:
             value, enum = values[name], f.type
-            given[f.name] = enum(value) if isinstance(enum, type) and issubclass(enum, Enum) else value
+            if isinstance(enum, type) and issubclass(enum, Enum):
+                value = enum(value)
+            elif not _fits(value, f.type):
+                raise ValueError(f"{name} is {value!r:.80}")
+            given[f.name] = value
     return kind(**given)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of a field's type: a scalar, a tuple of one kind of scalars, or a union of such. Pure."""
+    if get_origin(kind) is UnionType:
+        return any(_fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, (list, tuple)) and all(_fits(one, get_args(kind)[0]) for one in value)
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return kind is Any or type(value) is kind
 
 
 def _leaves(kind: Any, prefix: str = "") -> list[str]:

@@ -10,7 +10,7 @@ from fengine.evals.manifest import differences
 from fengine.reading.compare import Comparison, compare, edges
 from fengine.reading.records import Records, pairs_of, runs_of
 from fengine.reading.texts import row_lines
-from fengine.runs.figures import clean, count, place
+from fengine.runs.figures import count, place
 from fengine.verbs import frame
 from fengine.verbs.frame import DIFFERS, OK
 
@@ -46,9 +46,9 @@ def _work(argv: Sequence[str]) -> int:
             if "--json" in words.flags:
                 told.append(as_dict(mine, its, found))
             else:
-                print("\n".join(lines(mine, its, found, show)), flush=True)
+                frame.say(*lines(mine, its, found, show))
     if told:
-        print(json.dumps(told[0] if len(told) == 1 else {"points": told}, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(told[0] if len(told) == 1 else {"points": told}, allow_nan=False))
     return code
 
 
@@ -101,7 +101,7 @@ def lines(a: Records, b: Records, found: Comparison, show: int) -> list[str]:
         told += row_lines(one, ("A", "B"))
     if found.differing_rows > show:
         told.append(f"... and {count(found.differing_rows - show, 'more row')} that differ")
-    return [clean(line) for line in told]
+    return told
 
 
 def _verdict(found: Comparison) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, StorageError
 from fengine.runs.engines import report
+from fengine.runs.figures import clean
 
 OK, DIFFERS, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -89,6 +90,12 @@ def _unknown(word: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"there {'are' if len(known) > 1 else 'is'} {', '.join(known)}"
     return f"unknown word {word}; {hint if known else 'this verb takes no key=value'}"
+
+
+def say(*lines: str) -> None:
+    """Lines for readers on standard output; what a terminal would obey, or an encoding lacks, is shown escaped."""
+    text, encoding = "\n".join(map(clean, lines)), getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def check_writable(path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fengine.config import Algorithm, EngineConfig
+from fengine.config import MAX_ROWS, Algorithm, EngineConfig
 
 # name -> what is other than in the run, for readers
 LAYOUTS = {
@@ -62,9 +62,10 @@ class Sizes:
 
 def sizes_of(in_force: Mapping[str, Any] | None, requests: int, prompt: int, longest: int) -> Sizes:
     """From a manifest's `in_force`; the CPU's defaults where it is not known. Pure."""
-    engine = (in_force or {}).get("engine") or {}
+    engine = (in_force or {}).get("engine")
     keys = ("cache.page_size", "scheduler.max_running_requests", "scheduler.max_step_tokens")
-    page, rows, step = (engine.get(key) for key in keys)
+    known = [engine.get(key) if isinstance(engine, dict) else None for key in keys]
+    page, rows, step = (value if type(value) is int and 0 < value <= MAX_ROWS else None for value in known)
     return Sizes(page or 16, rows or 64, step or 512, requests, max(1, prompt), max(2, longest))
 
 

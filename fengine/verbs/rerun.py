@@ -74,11 +74,12 @@ def _again(folder: Path, own: Path, words: frame.Words, engines: EngineCache, ar
         raise StorageError(f"out={own} is the run itself; choose another folder")
     old = read_manifest(folder)
     said = old.get("origin") or {}
+    overrides, choices = said.get("overrides"), said.get("choices")
     point = Point(
         restore(old["identity"]["config"], words.overrides, EVAL),
         own,
-        overrides=tuple(said.get("overrides", ())),
-        choices=tuple(said.get("choices", {}).items()),
+        overrides=tuple(map(str, overrides)) if isinstance(overrides, list) else (),
+        choices=tuple((k, str(v)) for k, v in choices.items()) if isinstance(choices, dict) else (),
     )
     base = base_of(said, words.overrides)
     screen = view.choose(point.config.view)
@@ -96,7 +97,10 @@ def base_of(said: dict[str, Any], overrides: Sequence[str]) -> Path:
     """What a relative `task.data` is under: the working directory where the words give it, else the recorded one."""
     if any(word.startswith("task.data=") for word in overrides):
         return Path.cwd()
-    return Path(said.get("base") or Path.cwd())
+    base = said.get("base")
+    if not isinstance(base, str) or not base or any("\ud800" <= c <= "\udbff" or c == "\0" for c in base):
+        return Path.cwd()
+    return Path(base)
 
 
 def _changes(point: Point, base: Path, old: dict[str, Any], folder: Path, allowed: bool) -> list[str]:
@@ -126,10 +130,10 @@ def _verdict(old: dict[str, Any], new: dict[str, Any], folder: Path, own: Path) 
     wanted, got = (old.get("result") or {}).get("outputs_sha256"), new["result"]["outputs_sha256"]
     there, here = place(str(folder)), place(str(own))
     if wanted == got:
-        print(f"outputs.jsonl is byte-identical to that of {there} (sha256 {got})")
+        frame.say(f"outputs.jsonl is byte-identical to that of {there} (sha256 {got})")
         return OK
     if wanted is None:
-        print(f"{there} has not come to its end; fengine diff {there} {here} compares what it has")
+        frame.say(f"{there} has not come to its end; fengine diff {there} {here} compares what it has")
     else:
-        print(f"outputs.jsonl differs from that of {there}; see fengine diff {there} {here}")
+        frame.say(f"outputs.jsonl differs from that of {there}; see fengine diff {there} {here}")
     return DIFFERS

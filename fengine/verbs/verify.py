@@ -16,7 +16,7 @@ from fengine.evaluate import now
 from fengine.reading.records import Records, runs_of
 from fengine.reading.texts import row_lines
 from fengine.runs.engines import EngineCache, model_directory, open_engine
-from fengine.runs.figures import clean, count, place
+from fengine.runs.figures import count, place
 from fengine.runs.restore import restore
 from fengine.verbs import frame
 from fengine.verbs.frame import DIFFERS, OK
@@ -99,18 +99,18 @@ class Verification:
     def run(self) -> int:
         """Every layout; shows and writes the verdict. Returns the exit code. Errors: FengineError."""
         drawn = "" if len(self.numbers) == len(self.records) else f" of {len(self.records):,}, drawn by verify.seed"
-        _say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{drawn}")
+        frame.say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{drawn}")
         for note in self.notes:
-            _say(f"note: {note}")
+            frame.say(f"note: {note}")
         started = now()
         for name in self.names:
             self.rows.append(self._layout(name))
-            _say(self.rows[-1].line())
+            frame.say(self.rows[-1].line())
             if self.rows[-1].found.first is not None:
-                _say(*row_lines(self.rows[-1].found.first, ("recorded", "computed")))
+                frame.say(*row_lines(self.rows[-1].found.first, ("recorded", "computed")))
         verdict, good = whole(self.rows, self.records.damaged)
         frame.write_json(self.out, self.as_dict(verdict, good, started))
-        _say(f"verdict: {verdict}; in {place(str(self.out))}")
+        frame.say(f"verdict: {verdict}; in {place(str(self.out))}")
         return OK if good else DIFFERS
 
     def as_dict(self, verdict: str, good: bool, started: str) -> dict[str, Any]:
@@ -150,7 +150,8 @@ class Verification:
 
     def _planned(self, name: str) -> Layout:
         result = self.records.manifest.get("result") or {}
-        prompt = self.prompt or result.get("prompt_tokens", 0) // max(1, len(self.records))
+        known = result.get("prompt_tokens")
+        prompt = self.prompt or (known if type(known) is int else 0) // max(1, len(self.records))
         sizes = sizes_of(self.in_force, len(self.numbers), prompt, self.longest or self._longest_recorded())
         return layout(name, self.config.engine, sizes)
 
@@ -216,8 +217,9 @@ class Verification:
         lines = manifest.differences(self.in_force.get("hardware"), here["hardware"], "hardware")
         for line in lines if self.in_force else ():
             self.notes.append(f"{line}: {LEGITIMATE}")
-            _say(f"note: {self.notes[-1]}")
-        self.case = Case(self.records, self.config, self.in_force.get("max_input") or here["max_input"])
+            frame.say(f"note: {self.notes[-1]}")
+        known = self.in_force.get("max_input")
+        self.case = Case(self.records, self.config, known if type(known) is int else here["max_input"])
 
 
 def drawn(count: int, fraction: float, seed: int) -> list[int]:
@@ -226,7 +228,3 @@ def drawn(count: int, fraction: float, seed: int) -> list[int]:
         return list(range(count))
     part = min(count, max(1, math.ceil(fraction * count)))
     return sorted(random.Random(f"verify {seed}").sample(range(count), part))
-
-
-def _say(*lines: str) -> None:
-    print("\n".join(map(clean, lines)), flush=True)
