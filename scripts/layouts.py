@@ -138,6 +138,15 @@ def preempted(llm: Engine, case: Case) -> Outcome:
     return Outcome([r for _, r in rows], got, f"{count} preemptions of {len(rows)} requests", count > 0)
 
 
+def guessed(llm: Engine, case: Case) -> Outcome:
+    """With tokens guessed ahead, batched and alone."""
+    few = slice(0, 8)
+    got = shuffled(llm, case.asks, 24) + alone(llm, case.asks[few])
+    stats = llm.stats()
+    told = f"{stats['correct_draft_tokens']} of {stats['draft_tokens']} guesses drawn"
+    return Outcome(case.reference + case.reference[few], got, told, stats["draft_tokens"] > 0)
+
+
 # -- the negative control ---------------------------------------------------------------------------------------------
 
 
@@ -197,5 +206,6 @@ def layouts(case: Case) -> list[Layout]:
         Layout("re-scored as a prompt", rescored),
         Layout("control: split sums", control, few | {"enable_torch_compile": False}, control=True),
         Layout("preempted", preempted, tight),
+        Layout("guessing ahead", guessed, {"speculative_algorithm": "NGRAM"}),
         *chunks, flipped, *graphs,
     ]  # fmt: skip
