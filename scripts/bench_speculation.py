@@ -3,9 +3,10 @@
     python scripts/bench_speculation.py                    # the model in the box, on a GPU where there is one
     python scripts/bench_speculation.py --device cpu
 
-Two engines in one process take turns, with few requests each time: a machine that is slower for a second is so for
-both. A ratio is the median over all turns of on / off, with its quartiles; `bits` counts tokens and logprob bits that
-differ between the two, which must be 0.
+Engines in one process take turns, with few requests each time: a machine that is slower for a second is so for all. A
+ratio is the median over all turns of on / off, with its quartiles, by the clock and by the processor's time (on a CPU
+the steadier one); `again / off` is a second engine without speculation, and so the noise. `bits` counts tokens and
+logprob bits that differ between on and off, which must be 0.
 """
 
 import random
@@ -65,12 +66,13 @@ def groups(work: Work) -> list[dict[str, Any]]:
     return calls
 
 
-def run(llm: Engine, call: dict[str, Any]) -> tuple[float, list[Any]]:
-    """Output tokens per second, and the outputs."""
-    start = time.perf_counter()
+def run(llm: Engine, call: dict[str, Any]) -> tuple[float, float, list[Any]]:
+    """Output tokens per second, also of the processor's time, and the outputs."""
+    start, busy = time.perf_counter(), time.process_time()
     outputs: Any = llm.generate(return_logprob=True, **call)
-    seconds = time.perf_counter() - start
-    return sum(output["meta_info"]["completion_tokens"] for output in outputs) / seconds, outputs
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    tokens = sum(output["meta_info"]["completion_tokens"] for output in outputs)
+    return tokens / seconds, tokens / busy, outputs
 
 
 def bits(value: float) -> int:
@@ -101,22 +103,31 @@ def accepted(outputs: list[Any]) -> dict[str, float]:
     }
 
 
-def compared(off: Engine, on: Engine, work: Work, runs: int) -> dict[str, Any]:
-    """The engines in turn for every group, each first in every other turn."""
-    rates: dict[str, list[float]] = {"off": [], "on": []}
+def compared(engines: dict[str, Engine], work: Work, runs: int) -> dict[str, Any]:
+    """The engines "off", "on" and "again" in turn for every group, in the reverse order every other turn."""
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    busy: dict[str, list[float]] = {name: [] for name in engines}
     wrong, last = 0, []
     for turn in range(runs + 1):
         last = []
         for call in groups(work):
             found = {}
-            for name, llm in sorted({"off": off, "on": on}.items(), reverse=turn % 2 == 0):
-                rate, found[name] = run(llm, call)
+            for name in sorted(engines, reverse=turn % 2 == 0):
+                rate, by_processor, found[name] = run(engines[name], call)
                 if turn:  # the first turn warms up
                     rates[name].append(rate)
+                    busy[name].append(by_processor)
             wrong += differing(found["off"], found["on"])
             last += found["on"]
+
+    def ratio(of: dict[str, list[float]], name: str) -> dict[str, Any]:
+        return spread([b / a for a, b in zip(of["off"], of[name], strict=True)])
+
     return {
-        "on / off": spread([b / a for a, b in zip(rates["off"], rates["on"], strict=True)]),
+        "on / off": ratio(rates, "on"),
+        "again / off": ratio(rates, "again"),
+        "on / off by processor time": ratio(busy, "on"),
+        "again / off by processor time": ratio(busy, "again"),
         **{name: spread(values) for name, values in rates.items()},
         "bits": wrong,
         "accepted": accepted(last),
@@ -137,16 +148,17 @@ def main() -> None:
     args = p.parse_args()
     scale = 4 if args.device.startswith("cuda") else 1
     cases: dict[str, Callable[[], Work]] = {
-        "copy 12 words, batch 1": lambda: copying(24 * scale, 13),
+        "copy 12 words, batch 1": lambda: copying(16 * scale, 13),
         "stories, batch 1": lambda: telling(6 * scale, 200),
-        "unpredictable, batch 1": lambda: unpredictable(8 * scale, 128, 1),
+        "unpredictable, batch 1": lambda: unpredictable(6 * scale, 128, 1),
         "unpredictable, batch 4": lambda: unpredictable(16 * scale, 128, 4),
         "unpredictable, batch 32": lambda: unpredictable(64 * scale, 128, 32),
     }
     options: dict[str, Any] = {"model_path": args.model, "device": args.device, "disable_radix_cache": True}
     drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": args.num_draft_tokens}
-    with Engine(**options) as off, Engine(**options, **drafts) as on:
-        table = {n: compared(off, on, make(), args.runs) for n, make in cases.items() if args.only in n}
+    with Engine(**options) as off, Engine(**options, **drafts) as on, Engine(**options) as again:
+        engines = {"off": off, "on": on, "again": again}
+        table = {n: compared(engines, make(), args.runs) for n, make in cases.items() if args.only in n}
     settings = {name: getattr(args, name) for name in ("model", "device", "num_draft_tokens", "runs")}
     kind = args.device.split(":")[0]
     if args.out is None and args.only:
