@@ -57,7 +57,7 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
     parts = door.parts
     _refuse_without_text(parts, params)
     ids, turn = _ids(door, item)
-    ids = _fitting(door, ids, params.max_new_tokens == 0)
+    ids = _fitting(door, ids, params.max_new_tokens == 0 and item.return_logprob is True)
     explicit = isinstance(item.sampling, SamplingParams) or "max_new_tokens" in (item.sampling or {})
     most = _room(door, params, len(ids), explicit)
     return_logprob = flag("return_logprob", item.return_logprob)
