@@ -18,3 +18,12 @@ def test_no_step_needs_a_bucket_that_warm_up_left_out(rows: int, tokens: int) ->
         for total in range(count, min(tokens, 1200) + 1):
             for adapters in (False, True):
                 assert runner.bucket(total, count, adapters) in known, (total, count)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 48, 64, 65, 100, 512])
+def test_decode_buckets_hold_every_step_and_waste_no_tile(rows: int) -> None:
+    sizes = decode_buckets(rows)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == rows
+    for step in range(1, rows + 1):
+        size = next(s for s in sizes if s >= step)
+        assert size - step < (64 if step > 64 else 8)
