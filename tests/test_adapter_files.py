@@ -10,10 +10,12 @@ import tiny_adapters
 import torch
 from tiny_checkpoints import SIZES
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fengine.errors import AdapterError, UnsupportedFormatError
 from fengine.loader import spec_from_config
-from fengine.lora.layout import all_sites, kinds_of
+from fengine.lora.adapters import Adapters
+from fengine.lora.layout import ALONE, Layout, all_finite, all_sites, kinds_of
 from fengine.lora.peft_config import parse_config
 from fengine.lora.peft_files import Limits, from_tensors, read_adapter
 
@@ -184,3 +186,49 @@ def test_patterns_take_linear_time() -> None:
     )  # in Python's re: for ever
     with pytest.raises(AdapterError, match="match no linear layer"):
         config.targeted([module.name for site in LIMITS.sites for module in site.modules])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_not_finite_are_found_wherever_they_stand(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([0.0, -0.0, largest, -largest, torch.finfo(dtype).tiny / 2], dtype=dtype)
+    values = values.repeat(ALONE // 2).view(5, -1)
+    assert all_finite(values) and all_finite(values.T) and all_finite(values[:0]) and all_finite(values[0, 0])
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        for at in (0, ALONE - 1, ALONE, values.numel() - 1):
+            wrong = values.clone()
+            wrong.view(-1)[at] = bad
+            assert not all_finite(wrong) and not all_finite(wrong.T)
+
+
+class Work(TorchDispatchMode):
+    """Notes the elements that torch computed at once."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and not str(func).startswith(("aten.empty", "aten.detach", "aten.split")):
+            self.most = max([self.most, *(value.numel() for value in (result, *args) if isinstance(value, Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: laid out as on CUDA
+def test_a_load_never_calls_for_the_threads_that_steps_need(device: str) -> None:
+    sizes = {"hidden_size": 512, "num_hidden_layers": 1, "intermediate_size": 5000}
+    spec = spec_from_config(SIZES | CONFIG | sizes)
+    limits, kinds = Limits(all_sites(spec), kinds_of(spec), 40), kinds_of(spec)
+    values = tiny_adapters.tensors(spec, 40)
+    adapters = Adapters(Layout.of(spec, 40, kinds, torch.bfloat16, torch.device(device)), limits, 2, None, "")
+    config = {"peft_type": "LORA", "r": 40, "lora_alpha": 8, "target_modules": list(kinds)}
+    with Work() as work:
+        adapters.load_tensors("a", values, config)
+    assert max(value.numel() for value in values.values()) > 3 * ALONE and 0 < work.most <= ALONE
+    image = torch.cat(adapters.resolve("a").image)[None]
+    for site, stack in adapters.layout.stacks(image):
+        first = 0
+        for part, module in enumerate(site.modules):
+            a, b = (values[f"base_model.model.{module.name}.lora_{side}.weight"].bfloat16() for side in "AB")
+            assert torch.equal(stack.a_SPRK[0, part, :40], a) and not stack.a_SPRK[0, part, 40:].any()
+            assert torch.equal(stack.b_SNR[0, first : first + module.outputs, :40], b)
+            first += module.outputs

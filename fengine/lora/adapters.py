@@ -20,7 +20,7 @@ from torch import Tensor
 from fengine.checkpoint.hub import resolve_model
 from fengine.config import DEFAULT_RANK, MAX_RANK, LoraConfig
 from fengine.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError, OutOfMemoryError
-from fengine.lora.layout import Layout, all_sites, kinds_of
+from fengine.lora.layout import PIECE, Layout, Update, all_finite, all_sites, fits, kinds_of, rest
 from fengine.lora.peft_config import read_config
 from fengine.lora.peft_files import Limits, Read, from_tensors, read_adapter, sha256_of
 from fengine.request import Adapter
@@ -28,7 +28,6 @@ from fengine.spec import ModelSpec
 from fengine.state import Params
 
 MAX_NAME = 512
-PIECE = 4 << 20  # bytes: pinning more at once would keep steps from being launched meanwhile
 
 
 def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str) -> tuple["Adapters | None", Tensor]:
@@ -223,24 +222,34 @@ class Adapters:
             warnings.warn(f"LoRA adapter {name!r} was made for {base}, the model is {self.base}", stacklevel=4)
 
     def _laid_out(self, name: str, read: Read, pinned: bool) -> Adapter:
+        self._check_size(name, read.updates)
         try:
-            image = self.layout.image(read.updates)
+            pieces = self._pieces(self.layout.image(read.updates))
         except (RuntimeError, MemoryError) as error:
             size = self.layout.size / 2**20
             raise OutOfMemoryError(
                 f"no CPU memory for LoRA adapter {name!r} ({size:.0f} MiB): {str(error).partition('.')[0]}. Unload "
                 "another one, or lower max_loaded_loras or max_lora_rank."
             ) from None
-        for site, stack in self.layout.stacks(image[None]):
-            if not all(bool(torch.isfinite(part).all()) for part in (stack.a_SPRK, stack.b_SNR, stack.scale_SP)):
-                raise AdapterError(
-                    f"LoRA adapter {name!r} has values in {', '.join(m.name for m in site.modules)} that are too large "
-                    f"for {self.layout.dtype}."
-                )
-        pieces = image.split(PIECE)
-        if self.layout.device.type == "cuda":
-            pieces = [piece.pin_memory() for piece in pieces]
         return Adapter(name, next(self._numbers), pieces, pinned)
+
+    def _check_size(self, name: str, updates: Mapping[str, Update]) -> None:
+        """Errors: AdapterError for values that are finite no more in the activations' dtype."""
+        dtype = self.layout.dtype
+        for module, update in updates.items():
+            scale = torch.tensor(update.scale, dtype=torch.float32)
+            if not (fits(update.a, dtype) and fits(update.b, dtype) and all_finite(scale)):
+                raise AdapterError(f"LoRA adapter {name!r} has values in {module} that are too large for {dtype}.")
+
+    def _pieces(self, image: Tensor) -> list[Tensor]:
+        """Pieces of PIECE bytes, pinned where they are to be copied while steps run."""
+        pieces = list(image.split(PIECE))
+        if self.layout.device.type == "cuda":
+            for i, piece in enumerate(pieces):
+                pieces[i] = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True)
+                pieces[i].numpy()[:] = piece.numpy()
+                rest()
+        return pieces
 
     def _enter(self, name: str, entry: Entry) -> None:
         with self._lock:

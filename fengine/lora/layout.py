@@ -3,16 +3,23 @@
     slot 0  | layer 0: wqkv  A B scale rank | wo  A B … | wgate_up … | wdown … | layer 1: … |     one image
     slot 1  | …                                                                             |
 
-So an adapter is laid out once, when it is loaded, and comes to a slot by a single copy. Ranks are padded with zeros to
-those of the largest adapter. The stacks that steps read (`ops.lora.Stack`) are views of all slots at once.
+So an adapter is laid out once, when it is loaded, and comes to a slot as it is. Ranks are padded with zeros to those of
+the largest adapter. The stacks that steps read (`ops.lora.Stack`) are views of all slots at once.
+
+While an adapter is read and laid out another thread launches steps. So it is done in short pieces with rests between:
+of threads that need the interpreter again and again, one that does not rest makes the others wait 5 ms each time. And
+torch is given no more at once than it computes in the calling thread: its team, which spins for a while after each
+part, would take the cores of the loop.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +29,14 @@ from fengine.spec import ModelSpec
 from fengine.state import Params
 
 ALIGNMENT = 128  # bytes
+ALONE = 32768 - 1  # elements: what is not more torch computes in the calling thread (at::internal::GRAIN_SIZE)
+REST = 0.0005  # seconds
+PIECE = 1 << 20  # bytes; while the driver pins some it launches nothing
+EXPONENT = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
 
 
 class Module(NamedTuple):
@@ -49,6 +64,32 @@ class Update(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+
+
+def rest() -> None:
+    """Lets the loop go on, after some tenths of a millisecond of work."""
+    time.sleep(REST)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no value of a CPU tensor, in a dtype of EXPONENT, is infinite or NaN. Pure."""
+    kind, mask = EXPONENT[tensor.dtype]
+    bits = tensor.contiguous().view(-1).view(kind).numpy()
+    return not any(((bits[at : at + ALONE] & mask) == mask).any() for at in range(0, len(bits), ALONE))
+
+
+def fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether finite values stay finite in `dtype`. Pure."""
+    if tensor.dtype == dtype or dtype == torch.float32:
+        return True
+    return all(all_finite(piece.to(dtype)) for piece in tensor.contiguous().view(-1).split(ALONE))
+
+
+def place(target_NK: Tensor, source_NK: Tensor) -> None:
+    """Modifies: target_NK."""
+    count = max(1, ALONE // max(1, source_NK.shape[1]))
+    for target, source in zip(target_NK.split(count), source_NK.split(count), strict=True):
+        target.copy_(source)
 
 
 def all_sites(spec: ModelSpec) -> list[Site]:
@@ -117,14 +158,19 @@ class Layout:
 
     def image(self, updates: Mapping[str, Update]) -> Tensor:
         """The bytes of an adapter on the CPU, from what it adds to modules by name. They are no more than `ranks`."""
-        memory = torch.zeros(1, self.size, dtype=torch.uint8)
+        empty = np.empty(self.size, np.uint8)
+        for at in range(0, self.size, PIECE):
+            empty[at : at + PIECE].fill(0)
+            rest()
+        memory = torch.from_numpy(empty)[None]
         for site, stack in self.stacks(memory):
             first = 0
             for part, module in enumerate(site.modules):
                 if update := updates.get(module.name):
                     rank = len(update.a)
-                    stack.a_SPRK[0, part, :rank] = update.a
-                    stack.b_SNR[0, first : first + module.outputs, :rank] = update.b
+                    place(stack.a_SPRK[0, part, :rank], update.a)
+                    place(stack.b_SNR[0, first : first + module.outputs, :rank], update.b)
+                    rest()
                     stack.scale_SP[0, part] = update.scale
                     stack.rank_SP[0, part] = rank
                 first += module.outputs

@@ -11,12 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fengine.checkpoint.safetensors_file import DTYPES, listing, open_file, read_header, read_tensor
 from fengine.errors import AdapterError, ModelLoadError, UnsupportedFormatError
-from fengine.lora.layout import Module, Site, Update
+from fengine.lora.layout import Module, Site, Update, all_finite, rest
 from fengine.lora.peft_config import CONFIG, PeftConfig, parse_config, read_config
 
 WEIGHTS = "adapter_model.safetensors"
@@ -139,6 +138,7 @@ def collect(
     for module in dict.fromkeys(module for module, _ in names):
         a, b = (_finite(read(names[module, side]), names[module, side], what) for side in "AB")
         updates[module] = Update(a, b, config.scale_of(module))
+        rest()
     return updates
 
 
@@ -163,12 +163,12 @@ def _mismatches(
     shapes: Mapping[str, tuple[int, ...]], limits: Limits,
 ) -> list[str]:  # fmt: skip
     """Tensors against the config's targets, ranks and the model's shapes."""
-    problems = []
+    problems, modules, known = [], limits.modules, frozenset(targeted)
     for module, side in names:
-        if module not in targeted:
+        if module not in known:
             problems.append(f"tensor {names[module, side]!r}: {CONFIG} does not target its module")
     for module in targeted:
-        rank, size = config.rank_of(module), limits.modules[module]
+        rank, size = config.rank_of(module), modules[module]
         if size.kind not in limits.kinds:
             problems.append(
                 f"module {module!r}: this engine adapts {', '.join(limits.kinds)} only; add {size.kind!r} to its "
@@ -186,6 +186,6 @@ def _mismatches(
 
 
 def _finite(tensor: Tensor, name: str, what: str) -> Tensor:
-    if not bool(torch.isfinite(tensor).all()):
+    if not all_finite(tensor):
         raise AdapterError(f"{what}: tensor {name!r} holds NaN or infinite values.")
     return tensor
