@@ -181,6 +181,9 @@ def test_where_a_text_ends(llm: Engine) -> None:
     assert re.fullmatch("[a-c]{2}", text) and finish == {"type": "stop", "matched": comma}
 
 
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "object", "properties": {"q": {}}} for i in range(900)}}
+
+
 @pytest.mark.parametrize(
     "params,error,told",
     [
@@ -188,6 +191,7 @@ def test_where_a_text_ends(llm: Engine) -> None:
         ({"regex": "(a+)+b", "logit_bias": {"2": -1e30}, "stop": "x"}, InvalidRequestError, "cannot be combined"),
         ({"regex": "a", "stop_regex": "x"}, InvalidRequestError, "cannot be combined"),
         ({"regex": "(a{1,99}){90,99}b", "max_new_tokens": 400}, GrammarError, "too many|too complex"),
+        ({"json_schema": WIDE}, GrammarError, "after 1 tokens.*items"),  # between two steps
         ({"regex": "a", "json_schema": "{}"}, InvalidRequestError, "Only one of"),
         ({"regex": 5}, InvalidRequestError, "regex must be a string"),
         ({"regex": ["a"]}, InvalidRequestError, "regex must be a string"),

@@ -312,7 +312,12 @@ BAD = [
     ("json_schema", '{"type": "integer", "multipleOf": 999983}', "multipleOf"),
     ("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
     ("json_schema", '{"minProperties": 2}', "minProperties"),
-    ("json_schema", '{"const": "\\ud800"}', "json grammar"),
+    ("json_schema", '{"const": "\\ud800"}', "json_schema holds a lone surrogate"),
+    ("json_schema", '{"const": "\ud800"}', "json_schema holds a lone surrogate"),
+    ("json_schema", '{"properties": {"\\udfff": {"x": 1}}}', "json_schema holds a lone surrogate"),
+    ("json_schema", "{" + ",".join(f'"{i}":0' for i in range(14_000)) + ', "0": 0}', "the key '0' twice"),
+    ("regex", "\ud800", "regex holds a lone surrogate, which .* at character 0"),
+    ("ebnf", 'root ::= "\ud800"', "ebnf holds a lone surrogate, which .* at character 10"),
     ("json_schema", '{"$schema": "http://example.com"}', r"\$schema"),
     ("regex", "(?=a)b", "look-around"),
     ("regex", "(a)\\1", "back-reference"),
@@ -431,6 +436,13 @@ def test_ends_bars_and_dead_ends() -> None:
     one = cursor_of(late)
     assert "no token of this vocabulary" in str(masks([one], [[0]]).errors[0])
     few.close()
+
+
+def test_a_step_in_which_all_have_failed_has_nothing_to_draw() -> None:
+    cursor = cursor_of(compiled("regex", "ab"))
+    cursor.fail("it has failed before")
+    filled = masks([cursor], [[97]])
+    assert filled.errors == {0: cursor.error} and not filled.mask_MW.any()
 
 
 def test_neighbours_in_one_fill_do_not_meet() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,14 @@ COMPLETIONS = [  # (what is changed in a good body, the field to blame, the stat
     ({"regex": "a", "ebnf": "b"}, "regex", 400),
     ({"response_format": {"type": "xml"}}, "response_format", 400),
     ({"response_format": {"type": "json_schema"}}, "response_format", 400),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format", 400),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stict": 1}}}, "response_format", 400),
+    ({"\ud800": 1}, "\\ud800", 400),
+    ({"stream": True, "stream_options": {"\udfff": 1}}, "\\udfff", 400),
+    ({"json_schema": {"properties": {"\ud800" + "k" * 9000: {"typ": 1}}}}, "json_schema", 400),
+    ({"json_schema": {"properties": {"k" * 9000: {"typ": 1}}}}, "json_schema", 400),
+    ({"ebnf": 'root ::= "\ud800"'}, "ebnf", 400),
+    ({"seed": 10**4000}, "seed", 400),
     ({"lora_path": "nowhere"}, "lora_path", 400),
     ({"custom_logit_processor": "gASVfile"}, "custom_logit_processor", 400),
     ({"custom_logit_processor": {"a": 1}}, "custom_logit_processor", 400),
@@ -128,7 +137,7 @@ def test_bad_completions_are_named(change: Any, param: str | None, status: int, 
     answer = server.ask("POST", "/v1/completions", {**GOOD, **change})
     assert answer.status == status, answer.body
     assert answer.error["param"] == param
-    assert len(answer.error["message"]) < 1000 and answer.error["type"] in ("invalid_request_error", "not_found_error")
+    assert len(answer.error["message"]) < 2500 and answer.error["type"] in ("invalid_request_error", "not_found_error")
 
 
 USER = {"role": "user", "content": "a"}
@@ -214,7 +223,7 @@ def test_bodies_that_are_no_request(body: bytes, status: int, path: str, server:
 
 def test_a_body_too_large_without_a_length(server: Live) -> None:
     chunk = b"2710\r\n" + b"a" * 10_000 + b"\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = server.send(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 20 + b"0\r\n\r\n")
     assert answer.status == 413 and answer.error["code"] == "body_too_large"
 
@@ -245,13 +254,13 @@ BROKEN = [
     b"nonsense\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 60,  # TLS
     b"GET /health HTTP/1.1\r\n\r\n",  # no Host
-    b"GET /health HTTP/x\r\nHost: a\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
-    b"GET /health HTTP/1.1\r\nHost: a\r\nbad header\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000,
-    b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET /health HTTP/x\r\nHost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000,
+    b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
 ]  # fmt: skip
 
 
@@ -275,7 +284,8 @@ def test_several_requests_on_a_connection(server: Live) -> None:
 
 
 def test_slow_clients_are_cut_off(engine: Engine) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 100\r\n\r\n{"
     with live(engine, read_seconds=0.3, keep_alive_seconds=1) as server:
         for data in (b"", b"POST /v1/comple", request("GET", "/health") + b"GET /he"):
             with server.connect() as link:
@@ -300,6 +310,60 @@ def test_a_client_that_takes_nothing_is_cut_off(engine: Engine) -> None:
         until(lambda: server.service.rows == 0, 60)
         until(server.quiet)
         assert b"[DONE]" not in read(link).body  # cut off
+
+
+def test_a_body_that_is_answered_before_its_end_is_no_way_to_stay(engine: Engine) -> None:
+    head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+    with live(engine, read_seconds=0.3) as server, server.connect() as link:
+        link.sendall(head)
+        assert read(link).status == 404
+        with pytest.raises(OSError):
+            while True:  # each byte would put off the end of an idle connection
+                link.sendall(b"x")
+                select.select([link], [], [], 0.02)
+
+
+def test_a_request_that_came_before_its_turn_is_answered_to_its_end(engine: Engine) -> None:
+    """The time of an idle connection is not counted while it is answered."""
+    body = {"model": "box", "prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with live(engine, keep_alive_seconds=1) as server, server.connect() as link:
+        link.sendall(request("GET", "/health") + request("POST", "/v1/completions", body))
+        assert read(link).status == 200  # of the first
+        service, data = server.service, b""
+        until(lambda: service.rows == 1)
+        service.engine.pause_generation("in_place")
+        end = threading.Timer(1.5, service.engine.continue_generation)
+        end.start()
+        while not data.endswith(b"0\r\n\r\n") and (piece := link.recv(1 << 16)):
+            data += piece
+        end.join()
+        assert b"[DONE]" in data
+
+
+@pytest.mark.parametrize(
+    "host", ["example.com", "example.com:8000", "127.0.0.1.example.com", "localhost.a", "10.0.0.1"]
+)
+def test_a_web_page_cannot_speak_to_the_loopback(host: str, server: Live) -> None:
+    """DNS rebinding: the name of the page stands in Host."""
+    answer = server.ask("POST", "/v1/completions", GOOD, Host=host)
+    assert (answer.status, answer.error["code"]) == (403, "foreign_host")
+
+
+@pytest.mark.parametrize("host", ["LOCALHOST:80", "127.0.0.1:1", "127.1.2.3", "[::1]:8000", "box.localhost"])
+def test_names_of_the_loopback_are_answered(host: str, server: Live) -> None:
+    assert server.ask("GET", "/v1/models", Host=host).status == 200
+
+
+def test_connections_have_an_end(engine: Engine) -> None:
+    with live(engine, max_connections=2) as server:
+        with server.connect() as one, server.connect() as two:
+            for link in (one, two):
+                link.sendall(request("GET", "/health"))
+                assert read(link).status == 200
+            answer = server.ask("GET", "/health")
+            assert (answer.status, answer.error["code"]) == (503, "too_many_connections")
+        until(lambda: not server.server.server_state.connections)
+        assert server.ask("GET", "/health").status == 200
 
 
 # -- clients that go ---------------------------------------------------------------------------------------------------
@@ -424,6 +488,16 @@ def test_a_signal_lets_answers_end(engine: Engine) -> None:
         assert server.server.stopped_by is None
 
 
+def test_answers_that_last_too_long_are_cut_off_and_told(engine: Engine) -> None:
+    body = {**GOOD, "prompt": [5], "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
+    with live(engine, drain_seconds=0) as server, server.connect() as link:
+        link.sendall(request("POST", "/v1/completions", body))
+        assert select.select([link], [], [], 30)[0]
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert b"[DONE]" not in read(link).body
+        until(lambda: server.server.stopped_by == signal.SIGTERM and server.quiet())
+
+
 def test_a_second_signal_cuts_answers_off() -> None:
     process, port = spawn("serve.model_name=mine")
     body = {"model": "mine", "prompt": [5], "max_tokens": 1000, "ignore_eos": True, "n": 64, "stream": True}
@@ -466,6 +540,8 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_configuration() -> None:
     (point,) = points(parse([], SERVE.program), SERVE)
     assert point.config == ServerConfig() and check(ServerConfig()) == []
+    (point,) = points(parse(['lora.paths=["sql=adapters/sql"]'], SERVE.program), SERVE)
+    assert point.config.lora.on and point.config.lora.named() == [("sql", "adapters/sql")]
     text = (ROOT / "conf" / "serve.yaml").read_text()
     assert all(f"\n  {name}:" in text for name in ServeConfig.__dataclass_fields__)
     for name in ServeConfig.__dataclass_fields__:

@@ -10,6 +10,7 @@ from functools import cache
 Ranges = tuple[tuple[int, int], ...]  # inclusive, in order, apart from one another
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # no text that can be encoded holds them
+SURROGATE = "a lone surrogate, which no UTF-8 text can hold"  # in messages
 LINE_ENDS = "\n\r\u2028\u2029"  # that `.` leaves out, here or there
 _ASCII = {"DIGIT": "0123456789", "SPACE": " \t\n\r\f\v", "WORD": "0123456789_abcdefghijklmnopqrstuvwxyz"}
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from fengine.errors import EngineClosedError, FengineError, GrammarError, MissingExtraError
 from fengine.grammar import ebnf, regex, rules, schema, structural_tag
+from fengine.grammar.characters import SURROGATE
 from fengine.grammar.schema import Whitespace
 
 MAX_BYTES = {"json_schema": 1 << 17, "structural_tag": 1 << 17, "ebnf": 1 << 15, "regex": 1 << 14}
@@ -159,7 +160,10 @@ class Grammars:
         """Waits until it is compiled. Errors: GrammarError, MissingExtraError, UnsupportedFeatureError."""
         if self._whitespace is None:
             raise GrammarError(f"{source.kind} was given, but grammars are off: the engine has grammar_backend='none'")
-        size, most = len(source.text.encode("utf-8", "surrogatepass")), MAX_BYTES[source.kind]
+        try:
+            size, most = len(source.text.encode()), MAX_BYTES[source.kind]
+        except UnicodeEncodeError as error:
+            raise GrammarError(f"{source.kind} holds {SURROGATE}, at character {error.start}") from None
         if size > most:
             raise GrammarError(f"{source.kind} has {size} bytes, more than the limit of {most}")
         failed = f"Failed to compile {WORDS[source.kind]} grammar: "

@@ -91,7 +91,8 @@ def _allowed(cursors: Sequence[Cursor]) -> tuple[np.ndarray, list[bool]]:
     size, words = vocabulary.size, -(-(vocabulary.size + 1) // 32)
     mask_MW = np.zeros((len(cursors), words), np.int32)
     live = [(cursor.matcher, i) for i, cursor in enumerate(cursors) if cursor.error is None]
-    vocabulary.executor.unsafe_compute_mask_ptr(live, mask_MW.ctypes.data, 4 * words, len(cursors))
+    if live:
+        vocabulary.executor.unsafe_compute_mask_ptr(live, mask_MW.ctypes.data, 4 * words, len(cursors))
     for matcher, i in live:
         if matcher.is_error():
             cursors[i].renew()

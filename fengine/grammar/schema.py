@@ -11,11 +11,13 @@ what the matcher reads in another way than a validator does is rewritten or refu
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
 from fengine.errors import GrammarError
+from fengine.grammar.characters import SURROGATE
 from fengine.grammar.regex import explicit
 
 ANY = "$$ANY$$"  # SGLang's word for any JSON
@@ -85,8 +87,8 @@ def strict_json(text: str, what: str) -> Any:
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(items)) < len(items):
-            keys = [key for key, _ in items]
-            raise GrammarError(f"{what} has the key {next(k for k in keys if keys.count(k) > 1)!r:.80} twice")
+            ((key, _),) = Counter(key for key, _ in items).most_common(1)
+            raise GrammarError(f"{what} has the key {key!r:.80} twice")
         return found
 
     try:
@@ -99,6 +101,10 @@ def strict_json(text: str, what: str) -> Any:
         raise GrammarError(f"{what} is not JSON: {error!s:.200}") from None
     if any(level > MAX_DEPTH for level in _levels(value)):
         raise GrammarError(f"{what} is nested deeper than {MAX_DEPTH} levels")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise GrammarError(f"{what} holds {SURROGATE}") from None
     return value
 
 

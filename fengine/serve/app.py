@@ -3,7 +3,9 @@
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -72,8 +74,9 @@ class Routes:
 
     async def _complete(self, request: Request, kind: str) -> Response:
         service = self.service
-        ask, call = await service.generate(await read_json(request, service.config), kind)
-        frame = Frame.of(ask.form, ask.wishes.stream, service.model, service.fingerprint)
+        body = await read_json(request, service.config)
+        ask, call = await service.generate(body, kind)
+        frame = Frame.of(ask.form, ask.wishes.stream, body["model"], service.fingerprint)
         if ask.wishes.stream:
             return EventStream(Events(call, ask, frame), service)
         try:
@@ -85,12 +88,13 @@ class Routes:
 
     async def embeddings(self, request: Request) -> Response:
         service = self.service
-        call, as_base64 = await service.encode(await read_json(request, service.config))
+        body = await read_json(request, service.config)
+        call, as_base64 = await service.encode(body)
         try:
             outputs = await service.outputs(call.wait_async(), gone(request.receive))
         finally:
             service.end(call.call)
-        return JSONResponse(embeddings.answer(outputs, service.model, as_base64))
+        return JSONResponse(embeddings.answer(outputs, body["model"], as_base64))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(self.service.cards().values())})
@@ -151,8 +155,32 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse(refusal.body(), refusal.status, headers=dict(refusal.headers))
 
 
+def misdirected(scope: Scope) -> Refusal | None:
+    """What came over the loopback must be meant for it. A web page whose name was pointed here (DNS rebinding) may send
+    what it likes, but its own name stands in Host. Pure."""
+    arrived, _ = scope.get("server") or ("", None)
+    for _, value in [pair for pair in scope["headers"] if pair[0] == b"host"]:
+        name = re.sub(r":[0-9]*$", "", value.decode("latin-1")).strip("[]").lower()
+        if is_loopback(arrived) and not (is_loopback(name) or f".{name}".endswith(".localhost")):
+            told = (
+                f"Host is {name!r:.200}, not localhost: refused, as a web page may have sent it; to serve such names, "
+            )
+            return Refusal(403, f"{told}set an API key.", None, "foreign_host")
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Pure."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
 class Gate:
-    """Before every route: asks for the API key, counts answers. Pure ASGI, so that streams pass untouched."""
+    """Before every route: asks for the API key, or, if there is none, for a Host of this machine; counts answers.
+    Pure ASGI, so that streams pass untouched."""
 
     def __init__(self, app: ASGIApp, meter: Meter, key: str | None) -> None:
         self.app, self.meter = app, meter
@@ -171,12 +199,19 @@ class Gate:
                 self.meter.answers[path, message["status"]] += 1
             await send(message)
 
-        if self.digest is None or scope["path"] in OPEN or self._has_key(scope):
+        refusal = self._refusal(scope)
+        if refusal is None:
             await self.app(scope, receive, counted)
             return
-        refusal = Refusal(401, "the API key is missing or wrong: send Authorization: Bearer KEY.", None,
-                          "invalid_api_key", {"WWW-Authenticate": "Bearer"})  # fmt: skip
-        await JSONResponse(refusal.body(), 401, headers=dict(refusal.headers))(scope, receive, counted)
+        await JSONResponse(refusal.body(), refusal.status, headers=dict(refusal.headers))(scope, receive, counted)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        if self.digest is None:
+            return misdirected(scope)
+        if scope["path"] in OPEN or self._has_key(scope):
+            return None
+        return Refusal(401, "the API key is missing or wrong: send Authorization: Bearer KEY.", None,
+                       "invalid_api_key", {"WWW-Authenticate": "Bearer"})  # fmt: skip
 
     def _has_key(self, scope: Scope) -> bool:
         """Compared in constant time, by digests of one length."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -56,7 +57,7 @@ async def _read(request: Request, most: int) -> bytes:
 def parse(raw: bytes) -> dict[str, Any]:
     """Pure. Errors: Refusal."""
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply.", code="invalid_json") from None
     except ValueError as error:
@@ -64,6 +65,14 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refusal(400, f"the body must be a JSON object, got {type(value).__name__}.", code="invalid_json")
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different: which of two values is meant would be a guess."""
+    if len(found := dict(pairs)) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r:.80} is there twice")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -5,7 +5,7 @@ A field that is null is as good as absent, as in OpenAI's API. Values that the e
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,12 @@ NO_EFFECT = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention".split()
 )
 SHARED = frozenset({"model", "stream", "stream_options", "return_token_ids"}) | SAMPLING.keys() | CALL.keys()
+FORMATS = {  # response_format's types -> their fields
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+    "structural_tag": {"type", "structures", "triggers"},
+}
 STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})
 MAX_TEXTS = 65536  # prompts of one body
 
@@ -123,6 +129,8 @@ def _response_format(value: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     name = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind in FORMATS:
+        _check_inside(name, value, FORMATS[kind])
     if kind == "text":
         return {}
     if kind == "json_object":
@@ -131,6 +139,7 @@ def _response_format(value: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
         outer = value.get("json_schema")
         if not isinstance(outer, dict) or not isinstance(outer.get("schema"), (dict, bool)):
             raise invalid(name, 'response_format must have {"json_schema": {"schema": {…}}}.')
+        _check_inside(f"{name}.json_schema", outer, {"name", "description", "schema", "strict"})
         grammar = {"json_schema": json.dumps(outer["schema"])}
     elif kind == "structural_tag":
         grammar = {"structural_tag": json.dumps(value)}
@@ -141,6 +150,14 @@ def _response_format(value: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
     if taken := [key for key in ("json_schema", "regex", "ebnf", "structural_tag") if key in sampling]:
         raise invalid(name, f"response_format and {taken[0]} are two grammars; give one.")
     return grammar
+
+
+def _check_inside(where: str, value: Mapping[str, Any], known: Set[str]) -> None:
+    """Errors: Refusal for a field of a response_format that would otherwise be ignored."""
+    for name, inner in value.items():
+        if inner is not None and name not in known:
+            told = f"{where} has the unknown field {name!r:.80}; known are {', '.join(sorted(known))}."
+            raise Refusal(400, told, "response_format", "unknown_parameter")
 
 
 def call_arguments(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,14 @@ from fengine.errors import (
 
 UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError)
 OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
-TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
 
 
 class Refusal(Exception):
@@ -29,12 +36,19 @@ class Refusal(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
+        self.status, self.code, self.headers = status, code, headers or {}
+        self.message, self.param = _told(message, MAX_MESSAGE), None if param is None else _told(param, MAX_PARAM)
 
     def body(self) -> dict[str, Any]:
         """{"error": {"message", "type", "param", "code"}}. Pure."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _told(text: str, most: int) -> str:
+    """As much of a text as an answer may hold; what UTF-8 cannot is written as escapes. Pure."""
+    text = text if len(text) <= most else f"{text[:most]}…"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def refusal_of(error: BaseException, body: Container[str] = (), words: Mapping[str, str] | None = None) -> Refusal:

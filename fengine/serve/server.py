@@ -16,6 +16,7 @@ from typing import Any
 import h11
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fengine.engine import Engine
@@ -38,6 +39,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self.app = crowded
         self._start("head", self.limits.read_seconds)
 
     def data_received(self, data: bytes) -> None:
@@ -46,6 +49,14 @@ class Connection(H11Protocol):
             self._stop("head")
         elif "head" not in self._timers:  # of the next request, which has begun
             self._start("head", self.limits.read_seconds)
+        if self.conn.our_state is not h11.DONE:
+            self._stop("rest")
+        elif "rest" not in self._timers:  # of a body that was answered before its end
+            self._start("rest", self.limits.read_seconds)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # and not a request that came before that answer's end
+            super().timeout_keep_alive_handler()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -81,16 +92,24 @@ class Connection(H11Protocol):
             timer.cancel()
 
 
+async def crowded(scope: Any, receive: Any, send: Any) -> None:
+    """The app of a connection that is one too many."""
+    refusal = Refusal(503, "there are too many connections (serve.max_connections); try again later.", None,
+                      "too_many_connections", {"Connection": "close", "Retry-After": "1"})  # fmt: skip
+    await JSONResponse(refusal.body(), refusal.status, dict(refusal.headers))(scope, receive, send)
+
+
 class Server(uvicorn.Server):
-    """Runs until SIGINT or SIGTERM, then answers what it has; a second signal stops at once. `stopped_by` tells which
-    signal cut answers off."""
+    """Runs until SIGINT or SIGTERM, then answers what it has, within `drain_seconds`; a second signal stops at once.
+    `stopped_by` tells which signal cut answers off."""
 
     stopped_by: int | None = None
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, ready: Callable[[], None] = lambda: None) -> None:
         """`ready` is called once connections are taken."""
         super().__init__(config)
-        self._ready = ready
+        self._drain_seconds, self._ready = drain_seconds, ready
+        self._signal: int | None = None  # the last one
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -110,10 +129,20 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.stopped_by = sig
-            self.stop()
-        self.should_exit = True
+        if self._signal is not None:
+            self._cut(sig)
+        self._signal, self.should_exit = sig, True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._cut, self._signal)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cut(self, sig: int | None) -> None:
+        self.stopped_by = sig
+        self.stop()
 
     def stop(self) -> None:
         """Cuts all connections off; what ran for them is aborted."""
@@ -164,10 +193,9 @@ def server_of(app: FastAPI, config: ServeConfig, ready: Callable[[], None] = lam
             proxy_headers=False,
             server_header=False,
             h11_max_incomplete_event_size=config.max_header_bytes,
-            limit_concurrency=config.max_connections,
             timeout_keep_alive=config.keep_alive_seconds,
-            timeout_graceful_shutdown=config.drain_seconds,
         ),
+        config.drain_seconds,
         ready,
     )
 
