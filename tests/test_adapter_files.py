@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fengine.errors import AdapterError, UnsupportedFormatError
 from fengine.loader import spec_from_config
-from fengine.lora.adapters import Adapters
+from fengine.lora.adapters import Adapters, adapter_directory
 from fengine.lora.layout import ALONE, Layout, all_finite, all_sites, kinds_of
 from fengine.lora.peft_config import parse_config
 from fengine.lora.peft_files import Limits, from_tensors, read_adapter
@@ -28,6 +28,7 @@ LIMITS = Limits(all_sites(SPEC), kinds_of(SPEC), 16)
 NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
 A, B = NAME.format("A"), NAME.format("B")
 Tensors = dict[str, Tensor]
+GIVEN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(LIMITS.kinds)}
 
 
 def whole(rank: int = 4) -> Tensors:
@@ -232,3 +233,41 @@ def test_a_load_never_calls_for_the_threads_that_steps_need(device: str) -> None
             assert torch.equal(stack.a_SPRK[0, part, :40], a) and not stack.a_SPRK[0, part, 40:].any()
             assert torch.equal(stack.b_SNR[0, first : first + module.outputs, :40], b)
             first += module.outputs
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a.to("meta"), "must be dense, and have values"),
+        (lambda a: a.to_sparse(), "must be dense"),
+        (lambda a: a.to_sparse_csr(), "must be dense"),
+        (lambda a: a.double(), "must be a float32, bfloat16 or float16 tensor"),
+        (lambda a: a.numpy(), "must be a float32"),
+    ],
+)
+def test_tensors_without_plain_values_are_refused(change: Callable[[Tensor], Any], words: str) -> None:
+    with pytest.raises(AdapterError, match=f"{A}.*{words}"):
+        from_tensors(changed(A, change)(whole()), GIVEN, "a", LIMITS)
+
+
+def test_views_are_read_as_what_they_show() -> None:
+    values = whole()
+    for view in (torch._neg_view(-values[A]), values[A].T.contiguous().T, torch.nn.Parameter(values[A])):
+        read = from_tensors(values | {A: view}, GIVEN, "a", LIMITS)
+        assert torch.equal(read.updates["model.layers.1.self_attn.q_proj"].a, values[A])
+
+
+@pytest.mark.parametrize("values", [
+    {"lora_alpha": 10**400}, {"alpha_pattern": {"q_proj": 10**400}}, {"lora_alpha": 10**400, "use_rslora": True},
+    {"rank_pattern": {3: 4}}, {"alpha_pattern": {None: 4.0}},
+])  # fmt: skip
+def test_numbers_beyond_floats_and_keys_that_are_none_are_told(values: dict[str, Any]) -> None:
+    with pytest.raises(AdapterError, match=next(iter(values))):
+        parse_config(GIVEN | values, "config")
+    parse_config(GIVEN | {"lora_alpha": 10**38}, "config")
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "\ud800"])
+def test_paths_that_no_file_can_have_are_refused(path: str) -> None:
+    with pytest.raises(AdapterError):
+        adapter_directory(path)

@@ -6,6 +6,7 @@ is off (null, false, 0, empty). Matching follows PEFT 0.21 (`check_target_module
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ def parse_config(values: Mapping[str, Any], path: str) -> PeftConfig:
         fault("use_rslora", "true or false")
     for name, good in (("rank_pattern", _is_rank), ("alpha_pattern", _is_alpha)):
         pattern = values.get(name) or {}
-        if not isinstance(pattern, dict) or not all(map(good, pattern.values())):
+        if not isinstance(pattern, dict) or not all(isinstance(key, str) and good(pattern[key]) for key in pattern):
             fault(name, f"an object from names to values as of {'r' if good is _is_rank else 'lora_alpha'}")
     targets, exclude = _names(values.get("target_modules")), _names(values.get("exclude_modules") or ())
     if not targets:
@@ -168,7 +169,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_alpha(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 def _names(value: Any) -> tuple[str, ...] | str | None:

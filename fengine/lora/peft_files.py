@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fengine.checkpoint.safetensors_file import DTYPES, listing, open_file, read_header, read_tensor
@@ -104,8 +105,12 @@ def from_tensors(tensors: Mapping[str, Tensor], values: Mapping[str, Any], name:
     for key, tensor in tensors.items():
         if not isinstance(key, str) or not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES.values():
             raise AdapterError(f"tensor {key!r:.80} of {name!r} must be a float32, bfloat16 or float16 tensor.")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise AdapterError(f"tensor {key!r:.80} of {name!r} must be dense, and have values.")
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    updates = collect(config, shapes, lambda key: tensors[key].detach().cpu(), f"the tensors of {name!r}", limits)
+    updates = collect(
+        config, shapes, lambda key: tensors[key].detach().cpu().resolve_neg(), f"the tensors of {name!r}", limits
+    )
     return Read(config, updates, "")
 
 
