@@ -311,6 +311,12 @@ BAD = [
     ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
     ("json_schema", '{"type": "integer", "multipleOf": 999983}', "multipleOf"),
     ("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+    *(("json_schema", schema, "13 different patterns")  # the matcher's work would double with each
+      for schema in (
+          json.dumps({"allOf": [{"pattern": f"a.*{i}.*b"} for i in range(13)]}),
+          json.dumps({"$ref": "#/$defs/0", "$defs": {
+              str(i): {"pattern": f"a.*{i}.*b", "$ref": f"#/$defs/{(i + 1) % 13}"} for i in range(13)}}),
+      )),
     ("json_schema", '{"minProperties": 2}', "minProperties"),
     ("json_schema", '{"const": "\\ud800"}', "json_schema holds a lone surrogate"),
     ("json_schema", '{"const": "\ud800"}', "json_schema holds a lone surrogate"),

@@ -23,6 +23,7 @@ from fengine.grammar.regex import explicit
 ANY = "$$ANY$$"  # SGLang's word for any JSON
 MAX_DEPTH = 96  # of values inside one another; the matcher's own limit is 128
 MAX_ENUM = 10_000
+MAX_JOINED = 12  # patterns that may meet in one string: the matcher's work doubles with each
 MAX_LENGTH = 1_000_000  # of strings and arrays
 MAX_MULTIPLE = 1_000  # an automaton has a state for each remainder
 
@@ -36,6 +37,8 @@ _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas 
 _VALUES = {"type", "enum", "const", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minLength",
            "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
            "$ref", "$schema", "$id"}  # fmt: skip
+_JOINING = {"anyOf", "oneOf", "$ref"}  # hold together with what stands beside them
+_JOINED = _ONE | _JOINING | {"properties", "patternProperties", "prefixItems", "pattern", "format"}
 KEYWORDS = _ONE | _LISTS | _NAMED | _VALUES
 _LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
 _YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -65,6 +68,7 @@ def as_rule(schema: Any, whitespace: Whitespace) -> str:
     """A checked schema as a part of a Lark rule. Errors: GrammarError. Pure."""
     if schema is False:
         raise GrammarError("json_schema is false, which nothing satisfies")
+    _check_joined(schema)
     checked = {} if schema is True else _Checker(schema).schema(schema, "#")
     return "%json " + json.dumps(checked | {"x-guidance": options(whitespace)})
 
@@ -115,6 +119,18 @@ def _levels(value: Any) -> Iterator[int]:
         yield level
         if isinstance(value, (dict, list)):
             todo += [(item, level + 1) for item in (value.values() if isinstance(value, dict) else value)]
+
+
+def _check_joined(document: Any) -> None:
+    """Errors: GrammarError if more than MAX_JOINED patterns and formats might have to hold of one string. Pure."""
+    nodes = list(_objects(document))
+    if any("allOf" in node or (_JOINING & node.keys() and len(_JOINED & node.keys()) > 1) for node in nodes):
+        patterns = {node[key] for node in nodes for key in ("pattern", "format") if isinstance(node.get(key), str)}
+        if len(patterns) > MAX_JOINED:
+            raise GrammarError(
+                f"json_schema has {len(patterns)} different patterns and formats; beside allOf, or anyOf, oneOf or "
+                f"$ref with other keywords next to them, at most {MAX_JOINED} are supported"
+            )
 
 
 class _Checker:
