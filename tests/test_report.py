@@ -223,12 +223,7 @@ def big_run(folder: Path, source: Path, count: int, tokens: int, huge: int = 0) 
         )
     if huge:
         lines[1]["answers"][0]["text"] = "<" * huge
-    body = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    (folder / "outputs.jsonl").write_bytes(body)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["identity"]["input"]["rows"] = count
-    manifest["result"] |= {"outputs_sha256": hashlib.sha256(body).hexdigest(), "rows": count}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    put_records(folder, lines)
 
 
 def test_a_thousand_rows_are_a_few_megabytes(cli: Any) -> None:
@@ -242,6 +237,72 @@ def test_a_thousand_rows_are_a_few_megabytes(cli: Any) -> None:
     assert cut["a"][0]["m"] == 250 > len(cut["a"][0]["k"]) and "more characters" in cut["a"][0]["t"]
     whole = report_data([Path("long")], most_rows=20)["run"]["rows_here"]["items"]
     assert len(whole[5]["a"][0]["k"]) == 250 and "cut" not in whole[5]
+
+
+@pytest.mark.parametrize("megabytes", [0.5, 1.5, 2.0, 20.0])
+def test_pages_keep_to_their_bytes_whatever_fills_them(cli: Any, megabytes: float) -> None:
+    shutil.copytree("a", "b")
+    top = [[[-1.2345678 * k - 0.0001, 4095 - k] for k in range(1, 6)] for _ in range(60)]
+    ids, logprobs = list(range(4000, 4060)), [-12.3456789] * 60
+    answer = {"text": "&" * 400, "output_ids": ids, "logprobs": logprobs, "top_logprobs": top}
+    fills = [
+        {"prompt": "\u2028" * 700},
+        {"prompt": ids * 9},
+        {"prompt": "é" * 900},
+        {"prompt": "a", "text": "\0" * 3000},
+    ]
+    lines = [
+        {"id": f"{i}", "data": {"x": "\ud800" * i}, "answers": [answer | fills[i % 4]] * (1 + i % 3), "scores": {}}
+        for i in range(300)
+    ]
+    put_records(Path("b"), lines)
+    data = report_data([Path("b")], megabytes=megabytes)
+    written, items = len(page(data)), data["run"]["rows_here"]["items"]
+    assert (
+        written <= megabytes * 1e6
+        and len(items) == 300
+        and (megabytes < 20) == any("cut" in i or "lost" in i for i in items)
+    )
+    assert sum(map(size, items)) <= 0.68 * megabytes * 1e6
+    assert megabytes in (0.5, 20.0) or sum(map(size, items)) >= 0.5 * megabytes * 1e6  # and the room is used
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_logprobs": 7},
+        {"top_logprobs": [None]},
+        {"top_logprobs": [[[1]]]},
+        {"top_logprobs": [[["x", "y"]]]},
+        {"prompt": 7},
+        {"prompt": [float("nan")]},
+        {"prompt": None},
+        {"output_ids": [-1], "logprobs": [-1e308]},
+        {"output_ids": [2**70], "logprobs": [float("nan")]},
+        {"output_ids": [], "logprobs": [0.0] * 5},
+        {"finish_reason": [1], "sampling_seed": None, "kind": {}},
+    ],
+)
+def test_records_with_parts_that_no_run_writes(cli: Any, change: dict[str, Any]) -> None:
+    lines = records(Path("a/outputs.jsonl"))
+    lines[0]["answers"][0] |= change
+    lines[1]["data"] = [1]
+    lines[2] = {"id": "r2", "error": {"type": 7}, "answers": "?"}
+    put_records(Path("a"), lines)
+    assert run.main(["report", "a"]) == run.main(["report", "a", "a"]) == 0
+    items = data_in(Path("a/report.html"))["run"]["rows_here"]["items"]
+    assert len(items) == 15 and [i["n"] for i in items] == list(range(15))
+    assert items[1]["strange"] and "strange" not in items[3]
+
+
+def put_records(folder: Path, lines: list[dict[str, Any]]) -> None:
+    """Makes a finished run's records others, as if it had had them."""
+    body = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    (folder / "outputs.jsonl").write_bytes(body)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["identity"]["input"]["rows"] = len(lines)
+    manifest["result"] |= {"outputs_sha256": hashlib.sha256(body).hexdigest(), "rows": len(lines)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_more_rows_than_a_page_holds(cli: Any) -> None:

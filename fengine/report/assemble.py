@@ -13,7 +13,7 @@ from fengine.reading.records import Records, read_object, runs_of
 from fengine.report import comparison, facts, pieces, rows, schedule, sweep
 from fengine.report.plain import cut, number
 
-ROWS, SCHEDULE, PAIRS = 0.68, 0.22, 0.85  # parts of a page's bytes
+ROWS, SCHEDULE, PAIRS, PIECES = 0.68, 0.22, 0.85, 0.06  # parts of a page's bytes
 
 
 def report_data(places: Sequence[Path], *, most_rows: int = 1000, megabytes: float = 5.0) -> dict[str, Any]:
@@ -34,7 +34,8 @@ def _one(folder: Path, most_rows: int, budget: int) -> dict[str, Any]:
         told = facts.overview(records, seen)
         kept = rows.chosen(seen.kinds, most_rows)
         found = rows.items(records, seen, kept, int(budget * ROWS))
-        vocab, missing = pieces.texts(records.identity, records.manifest.get("in_force"), rows.token_ids(found))
+        ids, in_force = rows.token_ids(found), records.manifest.get("in_force")
+        vocab, missing = pieces.texts(records.identity, in_force, ids, int(budget * PIECES))
         seconds = _seconds(folder / TIMINGS, set(kept)) if records.finished else {}
         for one in found:
             one |= {"sec": seconds[one["n"]]} if one["n"] in seconds else {}
@@ -56,7 +57,8 @@ def _two(a: Path, b: Path, budget: int) -> dict[str, Any]:
         told = [facts.overview(records, rows.survey(records)) for records in (mine, its)]
         found = comparison.compared(mine, its, int(budget * PAIRS))
         shown = [one for first in found["firsts"] for one in first["pair"] or ()]
-        vocab, missing = pieces.texts(mine.identity, mine.manifest.get("in_force"), rows.token_ids(shown))
+        ids, in_force = rows.token_ids(shown), mine.manifest.get("in_force")
+        vocab, missing = pieces.texts(mine.identity, in_force, ids, int(budget * PIECES))
     title = f"{told[0]['name']} ↔ {told[1]['name']}"
     return {"kind": "diff", "title": title, "runs": told, "diff": found, "vocab": vocab, "tokens": missing}
 

@@ -5,8 +5,8 @@ from typing import Any
 from fengine.reading.compare import RowDifference, compare, edges
 from fengine.reading.records import Records, pairs_of
 from fengine.report.facts import causes
-from fengine.report.plain import cut, number, plain, size
-from fengine.report.rows import item
+from fengine.report.plain import cut, number, plain
+from fengine.report.rows import STRANGE, item, rounded, weight
 
 MOST = 200  # differing rows that are shown
 CAPS = (None, 4096, 512, 64, 16)
@@ -53,7 +53,10 @@ def _first(one: RowDifference, pair: list[dict[str, Any]] | None) -> dict[str, A
 def _pair(a: dict[str, Any], b: dict[str, Any], allowance: int) -> list[dict[str, Any]] | None:
     """Both records, cut alike; None if they do not fit."""
     for cap in CAPS:
-        found = [item(a, 0, cap), item(b, 0, cap)]
-        if size(found) <= allowance:
-            return found
+        try:
+            found = [item(a, 0, cap), item(b, 0, cap)]
+            if sum(map(weight, found)) <= allowance:
+                return list(map(rounded, found))
+        except STRANGE:
+            return None
     return None

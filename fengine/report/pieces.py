@@ -10,13 +10,16 @@ from typing import Any
 
 from fengine.errors import FengineError
 from fengine.evals.manifest import local_directory
-from fengine.report.plain import mapping
+from fengine.report.plain import mapping, size
 
 FILE = "tokenizer.json"
 
 
-def texts(identity: dict[str, Any], in_force: Any, ids: Iterable[int]) -> tuple[dict[str, str], str | None]:
-    """Id (as a text) → what it adds to the text; and if there are none, why not."""
+def texts(
+    identity: dict[str, Any], in_force: Any, ids: Iterable[int], budget: int
+) -> tuple[dict[str, str], str | None]:
+    """Id (as a text) → what it adds to the text, of the first ids, in all of about `budget` bytes; and if there are
+    none, why not."""
     from fengine.tokenizer import Tokenizer
 
     config, model = mapping(identity.get("config")), mapping(identity.get("model"))
@@ -34,7 +37,14 @@ def texts(identity: dict[str, Any], in_force: Any, ids: Iterable[int]) -> tuple[
     except (OSError, FengineError) as error:
         return {}, f"the tokenizer of {path!r} cannot be read, so that tokens are shown by their ids: {error}"
     table = tokenizer.decoding.tables[False]
-    return {str(i): shown(table[i]) for i in sorted(ids) if 0 <= i < 2**32}, None
+    found: dict[str, str] = {}
+    for i in ids:
+        if type(i) is int and 0 <= i < 2**32:
+            found[str(i)] = piece = shown(table[i])
+            budget -= size(piece) + len(str(i)) + 4
+            if budget < 0:
+                break
+    return found, None
 
 
 def shown(piece: bytes | str | int | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 # What would end a script element or a line of JavaScript, or is no text in UTF-8.
 _UNSAFE = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
+_WIDE = re.compile("[\u2028\u2029\ud800-\udfff]")  # of these, the ones of three bytes
 EXACT = 2**53  # above it a number of JavaScript is not exact
 
 
@@ -15,13 +16,18 @@ def script_json(value: Any) -> str:
 
     Errors: ValueError for NaN and infinities.
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", _json(value))
 
 
 def size(value: Any) -> int:
-    """Bytes of `script_json`. Pure."""
-    return len(script_json(value).encode())
+    """Bytes of `script_json`, which it does not make. Pure."""
+    text = _json(value)
+    raw = text.encode("utf-8", "surrogatepass")
+    return len(raw) + 5 * sum(map(raw.count, (b"<", b">", b"&", b"\x7f"))) + 3 * len(_WIDE.findall(text))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def cut(text: str, most: int | None) -> str:
@@ -36,7 +42,7 @@ def number(value: Any, digits: int = 4) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     found = round(value, digits)
-    return int(found) if found == int(found) else found
+    return int(found) if abs(found) < EXACT and found == int(found) else found
 
 
 def told(value: Any) -> str:

@@ -20,9 +20,11 @@ PRIMARY = (
     "json_match",
     "acc",
 )  # scores that say right or wrong, the first that is there
-LEAST, CHARS = 16, 6  # tokens of an answer that are kept of the largest rows; characters of a text for each of them
+LEAST, CHARS = 4, 6  # tokens of an answer that are kept of the largest rows; characters of a text for each of them
 MAX_LINE = 64 << 20  # a longer line is not parsed
 ID, TOP = 200, 20  # characters of an id; likeliest tokens beside one
+LOGPROB = len("-12.3456,")
+STRANGE = (TypeError, ValueError, KeyError, IndexError, AttributeError)  # a record has parts that no run writes
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,29 @@ def why(kinds: Sequence[int], kept: Sequence[int]) -> str | None:
 def items(records: Records, seen: Seen, kept: Sequence[int], budget: int) -> list[dict[str, Any]]:
     """The kept rows, in all of at most about `budget` bytes: the largest ones are cut, all to the same size. Errors:
     StorageError."""
-    allowance = 2 * level([seen.sizes[place] for place in kept], budget)  # a line is about twice what is kept of it
-    found = [fitted(records, place, seen, allowance) for place in kept]
-    sizes = [size(one) for one in found]
-    if sum(sizes) > budget:
-        allowance = level(sizes, budget)
-        found = [
-            fitted(records, place, seen, allowance) if large > allowance else one
-            for one, place, large in zip(found, kept, sizes, strict=True)
-        ]
+    weights = []
+    for place in kept:
+        try:
+            record = _small(records, seen, place)
+            weights.append(0 if record is None else weight(item(record, place)))
+        except STRANGE:
+            weights.append(0)
+    allowance, found = level(weights, budget), []
+    for place in kept:
+        stub = {"n": place, "s": seen.kinds[place], "lost": seen.sizes[place], "i": f"row {place + 1}"}
+        try:
+            record = _small(records, seen, place)
+            stub["i"] = stub["i"] if record is None else cut(record["id"], 40)
+            one = None if record is None else fitted(record, place, allowance)
+            found.append(stub if one is None else rounded(one))
+        except STRANGE:
+            found.append(stub | {"strange": 1})
     return found
+
+
+def _small(records: Records, seen: Seen, place: int) -> dict[str, Any] | None:
+    """The record, unless its line is too long to be parsed. Errors: StorageError."""
+    return records.record(place) if seen.sizes[place] <= MAX_LINE else None
 
 
 def level(sizes: Sequence[int], budget: int) -> int:
@@ -129,21 +144,43 @@ def level(sizes: Sequence[int], budget: int) -> int:
     return max([budget, *ordered])
 
 
-def fitted(records: Records, place: int, seen: Seen, allowance: int) -> dict[str, Any]:
-    """One row, cut as little as the allowance asks for. Errors: StorageError."""
-    stub = {"n": place, "s": seen.kinds[place], "lost": seen.sizes[place]}
-    if seen.sizes[place] > MAX_LINE:
-        return stub | {"i": f"row {place + 1}"}
-    record, cap = records.record(place), None
-    while True:
+def fitted(record: dict[str, Any], place: int, allowance: int) -> dict[str, Any] | None:
+    """One row, cut as little as the allowance asks for, with numbers as they are; None if it cannot be cut enough.
+    Pure. Errors: one of STRANGE."""
+    found = item(record, place)
+    if (large := weight(found)) <= allowance:
+        return found
+    cap, least = _longest(found), item(record, place, LEAST)
+    if (small := weight(least)) > allowance:
+        return None
+    while cap > LEAST:  # a row grows by its cap ever more slowly, so that the chord leads to its place from above
+        chord = LEAST + (cap - LEAST) * (allowance - small) // (large - small)
+        cap = min(chord, cap * 31 // 32)
         found = item(record, place, cap)
-        large = size(found)
-        if large <= allowance:
+        if (large := weight(found)) <= allowance:
             return found
-        if cap == LEAST:
-            return stub | {"i": cut(record["id"], 40)}
-        longest = _longest(found) if cap is None else cap
-        cap = max(LEAST, min(longest * allowance * 9 // (large * 10), longest * 3 // 4))
+    return least
+
+
+def weight(found: dict[str, Any]) -> int:
+    """Bytes of a `rounded` item in a page, found without rounding: texts are measured, numbers counted as the longest
+    that are usual. Pure."""
+    bare = [{key: value for key, value in answer.items() if key not in ("k", "l", "top")} for answer in found["a"]]
+    total = size(found | {"a": bare})
+    for answer in found["a"]:
+        digits = len(str(max(answer["k"], default=0)))
+        total += len(answer["k"]) * (digits + 1) + len(answer["l"]) * LOGPROB + 20
+        total += sum(map(len, answer.get("top", ()))) * (LOGPROB + max(digits, 5) + 3) + 2 * len(answer.get("top", ()))
+    return total
+
+
+def rounded(found: dict[str, Any]) -> dict[str, Any]:
+    """An item with logprobs as a page has them. Modifies: found."""
+    for answer in found.get("a", ()):
+        answer["l"] = [number(value) for value in answer["l"]]
+        if "top" in answer:
+            answer["top"] = [[[number(lp), token] for lp, token in top] for top in answer["top"]]
+    return found
 
 
 def _longest(found: dict[str, Any]) -> int:
@@ -154,8 +191,9 @@ def _longest(found: dict[str, Any]) -> int:
 
 
 def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str, Any]:
-    """A record with short keys: n place, s kind, i id, d columns, e error, p prompts, a answers, sc scores; `cut`: not
-    all of it. `cap` bounds answers, tokens of each, and (times CHARS) characters of each text. Pure."""
+    """A record with short keys and its own numbers: n place, s kind, i id, d columns, e error, p prompts, a answers,
+    sc scores; `cut`: not all of it. `cap` bounds answers, tokens of each, and (times CHARS) characters of each text.
+    Pure. Errors: one of STRANGE."""
     most = None if cap is None else CHARS * cap
     prompts: list[Any] = []
     answers = [_answer(one, prompts, cap) for one in record.get("answers", ())[:cap]]
@@ -190,7 +228,7 @@ def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict
         "p": prompts.index(prompt),
         "t": cut(answer["text"], None if cap is None else CHARS * cap),
         "k": ids[:cap],
-        "l": [number(value) for value in answer["logprobs"][:cap]],
+        "l": answer["logprobs"][:cap],
         "f": _finish(answer.get("finish_reason")),
     }
     if cap is not None and len(ids) > cap:
@@ -200,7 +238,7 @@ def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict
     if "kind" in answer:
         found["kind"] = cut(told(answer["kind"]), ID)
     if answer.get("top_logprobs"):
-        found["top"] = [[[number(lp), token] for lp, token in top[:TOP]] for top in answer["top_logprobs"][:cap]]
+        found["top"] = [top if len(top) <= TOP else top[:TOP] for top in answer["top_logprobs"][:cap]]
     return found
 
 
@@ -219,14 +257,13 @@ def _score(value: Any, most: int | None) -> Any:
     return cut(found, most) if isinstance(found, str) else found
 
 
-def token_ids(found: Sequence[dict[str, Any]]) -> set[int]:
-    """Of prompts, answers and likeliest tokens. Pure."""
-    ids: set[int] = set()
-    for row in found:
-        for prompt in row.get("p", ()):
-            if not isinstance(prompt, str):
-                ids.update(prompt)
-        for answer in row.get("a", ()):
-            ids.update(answer["k"])
-            ids.update(token for top in answer.get("top", ()) for _, token in top)
-    return ids
+def token_ids(found: Sequence[dict[str, Any]]) -> list[int]:
+    """Each once: those of answers and prompts, then those of likeliest tokens only. Pure."""
+    ids: dict[int, None] = {}
+    answers = [answer for row in found for answer in row.get("a", ())]
+    for answer in answers:
+        ids.update(dict.fromkeys(answer["k"]))
+    for prompt in (prompt for row in found for prompt in row.get("p", ()) if not isinstance(prompt, str)):
+        ids.update(dict.fromkeys(prompt))
+    ids.update({token: None for answer in answers for top in answer.get("top", ()) for _, token in top})
+    return list(ids)

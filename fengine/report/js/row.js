@@ -72,7 +72,9 @@ function rowView(ctx, row, extra) {
         el(
           "p",
           {},
-          `This row alone has ${whole(row.lost)} bytes, too many for this file. It is in outputs.jsonl, record ${row.n + 1}; megabytes=M makes room for more.`,
+          row.strange
+            ? `This record has parts that no run writes. It is in outputs.jsonl, record ${row.n + 1}.`
+            : `This row alone has ${whole(row.lost)} bytes, too many for this file. It is in outputs.jsonl, record ${row.n + 1}; megabytes=M makes room for more.`,
         ),
       ),
     );

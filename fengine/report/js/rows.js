@@ -50,7 +50,7 @@ function rowsView(run) {
       el(
         "span",
         { cls: "say" },
-        row.lost !== undefined ? "too large for this file" : row.say.trim().replace(/\s+/g, " ") || "–",
+        row.strange ? "no record of a run" : row.lost !== undefined ? "too large for this file" : row.say.trim().replace(/\s+/g, " ") || "–",
       ),
     );
     node.style.transform = `translateY(${at * LINE}px)`;
