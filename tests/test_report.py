@@ -425,6 +425,12 @@ def test_a_long_or_damaged_trace_is_drawn_in_part(tmp_path: Path, monkeypatch: p
     (drawn,), notes = schedule.timeline(tmp_path / "t", 10**6)
     assert len(drawn["steps"]["n"]) == 97 and "3 of its events are left out" in notes[0]
     assert {len(values) for values in drawn["steps"].values()} == {97}
+    for pages in ("1-99999999", "10", "-", "9-9999999999999999999999"):
+        lines[40] = re.sub(rb'"pages":"[^"]*"', f'"pages":"1:0:0:{pages}"'.encode(), lines[40])
+        (tmp_path / "t").write_bytes(b"\n".join(lines))
+        assert len(schedule.timeline(tmp_path / "t", 10**6)[0][0]["steps"]["n"]) == 96
+    (tmp_path / "t").write_bytes(b"\0" * 10_000)
+    assert schedule.timeline(tmp_path / "t", 10**6) == ([], ["trace.json has no event that can be drawn"])
 
 
 # -- sweeps and differences --------------------------------------------------------------------------------------------
@@ -448,6 +454,15 @@ def test_a_sweep_and_its_paired_differences(cli: Any) -> None:
     (grid,) = sweep["grid"]
     kinds = ["".join("0" if s is None else "21"[not s["prefix_match"]] for s in one.values()) for one in rows]
     assert grid["kinds"] == kinds and grid["points"] == [0, 1]
+
+
+def test_points_without_a_run_are_told(cli: Any) -> None:
+    assert cli("-m", "sampling.top_p=0.9,7", "out=s") == 2
+    sweep = report_data([Path("s")])["sweep"]
+    assert len(sweep["points"]) == 1 and "(0, 1]" in sweep["missing"][0] and "top_p=7" in sweep["missing"][0]
+    for damage in ('{"points": 7}', '{"points": [{}]}', "["):
+        Path("s/sweep.json").write_text(damage)
+        assert report_data([Path("s")])["sweep"]["missing"] == []
 
 
 def test_points_that_share_only_some_rows(cli: Any) -> None:

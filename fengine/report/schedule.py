@@ -15,7 +15,7 @@ from fengine.evals.trace import events
 
 DECODE, PREFILL = 0, 1
 STEP_KINDS = {"decode": 0, "prefill": 1, "mixed": 2}
-MAX_STEPS, MAX_SPANS = 20_000, 5_000
+MAX_STEPS, MAX_SPANS, MAX_POOL = 20_000, 5_000, 10_000_000
 STEP_BYTES, SEGMENT_BYTES, HOLD_BYTES, SPAN_BYTES = 60, 22, 26, 90  # about, in a page
 _ROW = re.compile(r"(\d+)@(\d+)\+(\d+)")
 _PAGES = re.compile(r"(\d+):(\d+):(\d+):([\d,-]*)")
@@ -63,7 +63,9 @@ def timeline(path: Path, budget: int) -> tuple[list[dict[str, Any]], list[str]]:
         notes.append(
             f"the first {there:,} of {there + dropped:,} steps are drawn; trace.json has all (ui.perfetto.dev)"
         )
-    if not any(session.steps["n"] for session in found):
+    if not found and not reader.damaged:
+        notes.append("trace.json has no event that can be drawn")
+    elif not any(session.steps["n"] for session in found):
         notes.append("the trace tells of requests only; a run with trace=steps also shows steps and pages")
     return [session.as_dict() for session in found], notes
 
@@ -102,7 +104,8 @@ class _Reader:
         decodes = set(map(int, args["decode"].split()))
         released, preempted = (list(map(int, args[key].split())) for key in ("released", "preempted"))
         new = [
-            (int(n), int(first), int(hits), _expanded(runs)) for n, first, hits, runs in _PAGES.findall(args["pages"])
+            (int(n), int(first), int(hits), _expanded(runs, values[-1]))
+            for n, first, hits, runs in _PAGES.findall(args["pages"])
         ]
         kind, now = STEP_KINDS[event["name"]], len(steps["n"])  # all that can be wrong has been read
         session.origin = start if session.origin is None else session.origin
@@ -189,12 +192,12 @@ def _release(session: Session, place: int, now: int) -> None:
         session.holds[hold][3] = max(now, session.holds[hold][2] + 1)
 
 
-def _expanded(runs: str) -> list[int]:
-    """ "17-19,40" → 17, 18, 19, 40. Pure. Errors: ValueError."""
+def _expanded(runs: str, pool: int) -> list[int]:
+    """ "17-19,40" → 17, 18, 19, 40. Pure. Errors: ValueError for pages that a pool of this size has not."""
     pages: list[int] = []
     for run in filter(None, runs.split(",")):
         a, _, b = run.partition("-")
-        if int(b or a) - int(a) > 10_000_000:
+        if int(b or a) > min(pool, MAX_POOL):
             raise ValueError(run)
         pages.extend(range(int(a), int(b or a) + 1))
     return pages

@@ -39,7 +39,13 @@ function diffSummary(data) {
     : el(
         "div",
         { cls: "note bad" },
-        el("b", {}, `${whole(diff.differing_rows)} of ${many(diff.rows, "row")} that both have differ`),
+        el(
+          "b",
+          {},
+          diff.rows
+            ? `${whole(diff.differing_rows)} of ${many(diff.rows, "row")} that both have differ`
+            : "The runs have no row in common.",
+        ),
         whatDiffers.length > 0 && `: ${whatDiffers.join(", ")}.`,
         only.map((o) => el("div", {}, o)),
       );
@@ -252,5 +258,5 @@ function diffRows(data) {
           ),
         browse,
       )
-    : el("p", { cls: "muted" }, "No row differs.");
+    : el("p", { cls: "muted" }, data.diff.rows ? "No row differs." : "The runs have no row in common.");
 }

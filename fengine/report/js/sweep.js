@@ -41,7 +41,7 @@ function metricPlots(sweep) {
         value: m.value,
         low: m.low,
         high: m.high,
-        ink: TRACE_COLOURS[tasks.indexOf(p.task) % TRACE_COLOURS.length],
+        ink: tasks.length > 1 && TRACE_COLOURS[tasks.indexOf(p.task) % TRACE_COLOURS.length],
         figure: `${short(m.value)}${m.stderr === null ? "" : ` ± ${short(m.stderr)}`}`,
         title: `${short(m.value)}, standard error ${short(m.stderr)}, ${many(m.n, "row")}`,
       }));
@@ -184,7 +184,7 @@ function gridView(sweep) {
   );
 }
 function sweepView(sweep) {
-  const notes = sweep.points.flatMap((p) => p.notes.map((n) => `${p.name}: ${n}`));
+  const notes = [...sweep.missing, ...sweep.points.flatMap((p) => p.notes.map((n) => `${p.name}: ${n}`))];
   return el(
     "div",
     { cls: "stack" },
