@@ -3,8 +3,9 @@
     python scripts/bench_report.py [--rows 1000] [--tokens 120] [--times 5]       needs: pip install 'fengine[browser]'
 
 The run is made up: its records, with 5 likeliest tokens beside each token, and its trace of steps have the form and the
-size of real ones. Writing: the whole command. Ready: from the start of navigation until the first view can be used. Rows: a click on the tab until
-the next frame. Scrolling: 3 seconds of wheel through all rows; a frame is late when it took over 33 ms.
+size of real ones. Writing: the whole command.
+Ready: from the start of navigation until the first view can be used. Rows: a click on the tab until the next frame.
+Scrolling: 3 seconds of wheel through all rows; a frame is late when it took over 33 ms.
 """
 
 import argparse
