@@ -5,9 +5,11 @@ import base64
 import json
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_adapters
 
 pytest.importorskip("fastapi", reason="the extra serve")
 openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
@@ -15,6 +17,8 @@ openai = pytest.importorskip("openai", reason="openai's client, of the extra dev
 from serving import Live, live, until  # noqa: E402
 
 from fengine.engine import Engine  # noqa: E402
+
+BOX = Path(__file__).resolve().parent.parent / "fengine" / "models" / "box"
 
 PROMPTS = ["Once upon a time", "The capital of France is", "2 + 3 =", "Ünïcödé ☃ 🐉"]
 
@@ -208,6 +212,25 @@ def test_models(client: Any) -> None:
     assert client.models.retrieve("box").id == "box"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("a/b")
+
+
+def test_an_adapter_is_a_model_and_answers_by_its_name(tmp_path: Path) -> None:
+    adapter = tiny_adapters.random_adapter(tmp_path / "sql", BOX, 2)
+    asked: Any = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}
+    with Engine(model_path="box", enable_torch_compile=False, lora_paths={"sql": str(adapter)}) as engine:
+        expected: Any = [
+            engine.generate(asked["prompt"], {"temperature": 0, "max_new_tokens": 6}, lora_path=name)["text"]
+            for name in ("sql", None)
+        ]
+        assert expected[0] != expected[1]
+        with live(engine) as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            assert [card.id for card in client.models.list().data] == ["box", "sql"]
+            for name, text in zip(("sql", "box"), expected, strict=True):
+                answer = client.completions.create(model=name, **asked)
+                chunks = list(client.completions.create(model=name, stream=True, **asked))
+                assert answer.choices[0].text == text == "".join(chunk.choices[0].text for chunk in chunks)
+                assert {answer.model, *(chunk.model for chunk in chunks)} == {name}
+            until(server.quiet)
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------
