@@ -25,7 +25,7 @@ from fengine.errors import EngineClosedError, EngineDeadError, FengineError, Sto
 from fengine.evals import loop, machine, manifest
 from fengine.evals.config import EVAL, EvalConfig, flat, parse_shard
 from fengine.evals.config import Trace as TraceKind
-from fengine.evals.finish import METRICS, finish, is_finished
+from fengine.evals.finish import finish, is_finished, read_metrics
 from fengine.evals.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.evals.journal import Journal
 from fengine.evals.kinds import open_task
@@ -202,7 +202,7 @@ class Part:
         """Writes the files of a finished run, unless they are there, and shows its figures. Errors: StorageError."""
         if not is_finished(self.folder, self.record, self.table):
             finish(self.folder, self.record, self.table, task)
-        metrics = self.folder.read(METRICS)
+        metrics = read_metrics(self.folder, self.record)
         assert metrics is not None
         failed = f", {metrics['failed']:,} failed" if metrics["failed"] else ""
         rows = ("rows", f"{metrics['rows']:,}{failed}")

@@ -267,6 +267,50 @@ def test_a_flipped_byte_is_named_and_the_rest_saved(
     assert cli(f"out={folder}", "view=plain") == evaluate.OK and "damaged" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["metrics.json", "outputs.jsonl"])
+def test_a_changed_file_of_a_finished_run_is_written_again(
+    whole: tuple[Point, Path], tmp_path: Path, name: str
+) -> None:
+    for number, change in enumerate((lambda b: b[:-9], lambda b: b"{}", lambda b: b.replace(b"1", b"7"))):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole[1], folder)
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+        assert cli(f"out={folder}") == evaluate.OK
+        assert sha(folder / name) == sha(whole[1] / name)
+
+
+@pytest.mark.parametrize("key", ["in_force", "result", "sessions", "origin"])
+def test_a_manifest_that_is_none_is_refused(
+    whole: tuple[Point, Path], tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "f"
+    shutil.copytree(whole[1], folder)
+    record = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(record | {key: 3}))
+    assert cli(f"out={folder}") == 2 and f"damaged: {key} is 3" in capsys.readouterr().err
+
+
+def test_a_row_whose_record_is_too_long_fails_alone(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fengine.evals.loop.MAX_RECORD", 2000)
+    write_rows(tmp_path / "rows.jsonl", 2, {"id": "long", "prompt": "x" * 2000, "answer": "y"})
+    assert cli("out=f") == evaluate.FAILED
+    (failed,) = [row for row in records(Path("f/outputs.jsonl")) if "error" in row]
+    assert failed["id"] == "long" and "at most 2,000 are kept" in failed["error"]["message"]
+
+
+def test_a_journal_of_line_ends_is_one_damage(whole: tuple[Point, Path], tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "f"
+    shutil.copytree(whole[1], folder)
+    with (folder / "journal.log").open("ab") as file:
+        start = file.tell()
+        file.write(b"\n" * 5000)
+    assert cli(f"out={folder}", "view=plain", "show=0") == evaluate.OK
+    assert f"at byte {start:,}-{start + 4999:,}:" in capsys.readouterr().err
+    assert sha(folder / "outputs.jsonl") == sha(whole[1] / "outputs.jsonl")
+
+
 def test_interrupt_and_terminate(engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = FakeEngine.async_generate
     for which, code in ((signal.SIGINT, evaluate.INTERRUPTED), (signal.SIGTERM, evaluate.TERMINATED)):

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,3 +126,21 @@ def test_the_limit_of_a_files_size(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "j").read_bytes() == WHOLE[: STARTS[2]]
+
+
+def test_the_length_of_a_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without line ends is read in pieces, and costs no line behind it."""
+    monkeypatch.setattr("fengine.evals.journal.MAX_LINE", 100)
+    junk = b"\0" * 1050
+    found = scanned(tmp_path / "j", WHOLE + junk + b"\n" + LINES[1])
+    damage = [f for f in found if isinstance(f, Damage)]
+    assert all(d.length <= 100 for d in damage) and sum(d.length for d in damage) == len(junk) + 1
+    assert not damage[-1].torn and [e.record for e in entries(found)] == [b"{}", *RECORDS, RECORDS[0]]
+    torn = [f for f in scanned(tmp_path / "j", WHOLE + junk) if isinstance(f, Damage)]
+    assert torn[0].offset == len(WHOLE) and all(d.torn for d in torn)
+
+
+@pytest.mark.parametrize("head", [[], [0], 7, {"a": 1}, None])
+def test_a_head_that_is_none_is_damage(tmp_path: Path, head: Any) -> None:
+    found = scanned(tmp_path / "j", LINES[0] + encode(head, b"{}") + LINES[1])
+    assert [type(f) for f in found] == [Entry, Damage, Entry]

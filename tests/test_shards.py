@@ -118,6 +118,22 @@ def test_an_interrupted_shard_and_an_interrupted_merge(monkeypatch: pytest.Monke
     assert Path("m/outputs.jsonl").read_bytes() == Path("whole/outputs.jsonl").read_bytes()
 
 
+def test_junk_beside_a_shards_identity_and_a_changed_result(
+    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    split(1)
+    good = read("s1/manifest.json")
+    for number, junk in enumerate((None, 7, [None], [{}], ["run.shard=1/1", 3])):
+        Path("s1/manifest.json").write_text(json.dumps(good | {"origin": good["origin"] | {"overrides": junk}}))
+        assert run.main(["merge", f"m{number}", "s1"]) == evaluate.FAILED, "merged, with the rows that failed"
+    metrics = Path("m4/metrics.json").read_bytes()
+    for change in (b"{}", b"", metrics.replace(b"1", b"2")):
+        Path("m4/metrics.json").write_bytes(change)
+        capsys.readouterr()
+        assert run.main(["merge", "m4", "s1"]) == run.USAGE and "metrics.json is damaged" in capsys.readouterr().err
+    assert cli("out=m4") == evaluate.FAILED and Path("m4/metrics.json").read_bytes() == metrics
+
+
 def test_shards_that_make_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     split(3)
     assert cli("out=other", "run.shard=2/3", "seed=5") == evaluate.FAILED

@@ -70,6 +70,22 @@ def test_errors_become_exit_codes(raised: BaseException, code: int, capsys: Any)
     assert capsys.readouterr().out == "how to use it\n"
 
 
+def test_the_first_help_tells_of_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--help"]) == 0
+    said = capfd.readouterr().out.split("Verbs")[1].split("Groups")[0].split()
+    assert set(run.VERBS) <= set(said)
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match="Not a directory"):
+        frame.write_file(tmp_path / "file" / "x.html", b"x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError, match="Is a directory"):
+        frame.write_json(tmp_path / "folder", {})
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "folder"}
+
+
 def test_help_of_every_verb_needs_no_torch() -> None:
     code = (
         "import sys\n"

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from fengine.evals.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder
+from fengine.evals.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded
 from fengine.evals.journal import read_at
 from fengine.evals.resume import Table
 from fengine.evals.task import Scores, Task
@@ -23,7 +23,7 @@ TIMING = b'{"row": %d, "session": %d, "started": %.6f, "seconds": %.6f, "prompt_
 def is_finished(folder: RunFolder, manifest: dict[str, Any], table: Table) -> bool:
     """Whether the files are there already, as the manifest has them. Errors: StorageError."""
     result, path = manifest.get("result"), folder.path / OUTPUTS
-    if table.left or not isinstance(result, dict) or not path.is_file() or not (folder.path / METRICS).is_file():
+    if table.left or not isinstance(result, dict) or not path.is_file() or read_metrics(folder, manifest) is None:
         return False
     try:
         if result.get("journal_bytes") != (folder.path / JOURNAL).stat().st_size:
@@ -32,6 +32,18 @@ def is_finished(folder: RunFolder, manifest: dict[str, Any], table: Table) -> bo
             return result.get("outputs_sha256") == hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise folder.failed(error) from error
+
+
+def read_metrics(folder: RunFolder, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """metrics.json's content, if it is the very file that the manifest tells. Errors: StorageError."""
+    try:
+        content = (folder.path / METRICS).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise folder.failed(error) from error
+    wanted = (manifest.get("result") or {}).get("metrics_sha256")
+    return json.loads(content) if hashlib.sha256(content).hexdigest() == wanted else None
 
 
 def finish(folder: RunFolder, manifest: dict[str, Any], table: Table, task: Task) -> dict[str, Any]:
@@ -57,6 +69,7 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: Table, task: Task
     ok = len(table.known) - table.failed
     more = {"bits_sha256": bits.hexdigest(), "journal_bytes": (folder.path / JOURNAL).stat().st_size}
     manifest["result"] = {"rows": len(table.known), "ok": ok, "failed": table.failed} | sums | more
+    manifest["result"]["metrics_sha256"] = hashlib.sha256(encoded(metrics)).hexdigest()
     folder.write_several({METRICS: metrics, MANIFEST: manifest})
     return metrics
 

@@ -28,7 +28,8 @@ def read_if_there(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _encoded(content: bytes | str | dict[str, Any]) -> bytes:
+def encoded(content: bytes | str | dict[str, Any]) -> bytes:
+    """What a file of a run's folder holds of it. Pure."""
     if isinstance(content, dict):
         content = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
@@ -103,7 +104,7 @@ class RunFolder:
         try:
             for name, content in files.items():
                 with (self.path / f".{name}.tmp").open("wb") as file:
-                    file.write(_encoded(content))
+                    file.write(encoded(content))
                     file.flush()
                     if durable:
                         os.fsync(file.fileno())

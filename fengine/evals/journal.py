@@ -5,7 +5,8 @@
 Length and CRC-32 are of the bytes between the second blank and the newline; JSON holds neither a raw tab nor a raw
 newline. The record is the row's line of `outputs.jsonl`, byte for byte; the head is what must not be in there (times).
 A line without its newline at the end of the file is a torn tail: the crash came while it was written. Any other line
-that is not what its length and checksum say is damage, which costs that line and no other.
+that is not what its length and checksum say is damage, which costs that line and no other. No line is longer than
+MAX_LINE, so that whatever the file holds, no more than that of it is in memory; of a longer one each piece is damage.
 
 Every line is written by one `write` without a buffer, so that the death of the process loses nothing that was appended.
 `fsync` follows when `sync_seconds` have passed or `sync_rows` lines have come since the last one: that much a power
@@ -27,6 +28,7 @@ from fengine.errors import StorageError
 
 PREFIX = 18  # bytes before the head
 KIND, VERSION = "fengine-journal", 1
+MAX_LINE = 256 << 20  # bytes, with the newline
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def scan(path: Path) -> Iterator[Entry | Damage]:
     try:
         with path.open("rb", buffering=1 << 20) as file:
             offset = 0
-            for line in file:
+            while line := file.readline(MAX_LINE):
                 yield from _split(line, offset)
                 offset += len(line)
     except OSError as error:
@@ -73,7 +75,7 @@ def scan(path: Path) -> Iterator[Entry | Damage]:
 def read_at(file: BinaryIO, offset: int) -> Entry:
     """The good line at `offset`. Errors: StorageError if it is good no more."""
     file.seek(offset)
-    found = _entry(file.readline(), offset)
+    found = _entry(file.readline(MAX_LINE), offset)
     if found is None:
         raise StorageError(f"journal {file.name} changed at byte {offset} while it was read; run the command again")
     return found
@@ -89,7 +91,13 @@ def _entry(line: bytes, offset: int) -> Entry | None:
     if len(body) != length or line[:PREFIX] != b"%08x %08x " % (zlib.crc32(body), length):
         return None
     head, tab, record = body.partition(b"\t")
-    return Entry(offset, json.loads(head.decode()), record) if tab else None
+    if not tab:
+        return None
+    try:
+        found = json.loads(head)
+    except (ValueError, RecursionError):
+        return None
+    return Entry(offset, found, record) if isinstance(found, list) and len(found) > 2 else None
 
 
 def _split(line: bytes, offset: int) -> Iterator[Entry | Damage]:

@@ -16,7 +16,7 @@ from typing import Any
 from fengine.errors import EngineClosedError, EngineDeadError, InputFileError, StorageError
 from fengine.evals.asking import Asker
 from fengine.evals.config import EvalConfig
-from fengine.evals.journal import Journal, encode
+from fengine.evals.journal import MAX_LINE, Journal, encode
 from fengine.evals.manifest import row_seed
 from fengine.evals.resume import OK, Survey, Table, row_key
 from fengine.evals.task import Answer, Ask, BadRow, Row, Task
@@ -28,6 +28,7 @@ from fengine.runs.output_file import encode_record
 from fengine.runs.view import QuietView
 
 INTERRUPTED = "interrupted"
+MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
 FATAL = (EngineDeadError, EngineClosedError, StorageError)  # not a row's own
 
 
@@ -106,7 +107,11 @@ async def answer_row(
     metas += [meta for _, several in results for meta in several]
     answers = [answer for answer, _ in results]
     record = row_record(row, asks, answers, [p["sampling_seed"] for p in params], task.score(row, answers))
-    encode_record(record)  # a score that is no JSON is the row's failure
+    size = len(encode_record(record))  # a score that is no JSON is the row's failure
+    if size > MAX_RECORD:
+        raise InputFileError(
+            f"the row's record would have {size:,} bytes, at most {MAX_RECORD:,} are kept; ask for less"
+        )
     return record
 
 

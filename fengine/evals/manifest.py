@@ -291,8 +291,17 @@ def record(what: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The identity in a manifest that was read. Errors: ResumeMismatchError if it is not one of this version."""
+    """The identity in a manifest that was read. Errors: ResumeMismatchError if it is not one of this version;
+    StorageError if what stands beside the identity is not what fengine writes."""
     found = manifest.get("identity")
     if manifest.get("fengine_manifest") != SCHEMA or not isinstance(found, dict):
         raise ResumeMismatchError(f"{folder}/manifest.json is of another version of fengine; choose another out=DIR")
+    wrong = [name for name in ("in_force", "origin", "result") if not isinstance(manifest.get(name, 0), dict | None)]
+    sessions = manifest.get("sessions")
+    if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
+        wrong.append("sessions")
+    if wrong:
+        raise StorageError(
+            f"{folder}/manifest.json is damaged: {wrong[0]} is {manifest.get(wrong[0])!r:.40}; restore it"
+        )
     return found

@@ -141,20 +141,34 @@ def _read(path: Path, rows: Survey, identity: str) -> tuple[Table, list[Damage]]
     table, damage = Table(rows.rows), []
     for found in scan(path):
         if isinstance(found, Damage):
-            damage.append(found)
+            _add(damage, found)
         elif found.head[0] == KIND:
             if found.head[1:] != [VERSION, identity]:
                 raise ResumeMismatchError(f"{path} is the journal of another run; choose another out=DIR")
         elif not _is_row(found, rows):
-            damage.append(Damage(found.offset, len(encode(found.head, found.record))))
+            _add(damage, Damage(found.offset, len(encode(found.head, found.record))))
         else:
             table.put(found.head[0], bool(found.head[1]), found.offset)
     return table, damage
 
 
+def _add(damage: list[Damage], found: Damage) -> None:
+    """Damage behind damage is one place, so that there are no more of them than good lines. Modifies: damage."""
+    if damage and damage[-1].offset + damage[-1].length == found.offset:
+        before = damage.pop()
+        found = Damage(before.offset, before.length + found.length, before.torn and found.torn)
+    damage.append(found)
+
+
 def _is_row(entry: Entry, rows: Survey) -> bool:
-    index, key = entry.head[0], entry.head[2]
-    return isinstance(index, int) and 0 <= index < rows.rows and rows.keys[index] == key
+    return is_head(entry.head, rows.rows) and rows.keys[entry.head[0]] == entry.head[2]
+
+
+def is_head(head: list[Any], rows: int) -> bool:
+    """Whether it is that of one of `rows` rows: index, ok, key, session, started, seconds, tokens in and out. Pure."""
+    if len(head) != 8 or not {*map(type, head)} <= {int, float} or not all(-(1 << 63) <= x < 1 << 64 for x in head):
+        return False
+    return type(head[0]) is int and 0 <= head[0] < rows
 
 
 def _salvage(folder: RunFolder, path: Path, rows: Survey, identity: str) -> str:

@@ -17,14 +17,12 @@ import numpy as np
 
 from fengine.errors import StorageError
 from fengine.evals.folder import JOURNAL, MANIFEST, OUTPUTS
-from fengine.evals.journal import KIND, Damage, read_at, scan
+from fengine.evals.journal import KIND, MAX_LINE, Damage, read_at, scan
 from fengine.evals.manifest import canonical, recorded
-from fengine.evals.resume import NOTHING, Table
+from fengine.evals.resume import NOTHING, Table, is_head
 from fengine.reading.lines import id_key, id_of, parsed, record_of
 
 OF_OUTPUTS, OF_JOURNAL = 0, 1
-SECTIONS = ("in_force", "origin", "result")  # of a manifest: an object, or null
-MAX_LINE = 256 << 20  # bytes; a longer line is no record
 MAX_ROWS = 1 << 32
 
 
@@ -69,9 +67,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     config = identity.get("config")
     if not isinstance(config, dict) or canonical(config) != identity.get("config_sha256"):
         raise StorageError(f"{folder / MANIFEST} is damaged: its config is not that of its config_sha256")
-    for name, value in [*((name, manifest.get(name)) for name in SECTIONS), ("model", identity.get("model"))]:
-        if not isinstance(value, dict | None):
-            raise StorageError(f"{folder / MANIFEST} is damaged: {name} is {value!r:.40}, no object")
+    if not isinstance(identity.get("model"), dict | None):
+        raise StorageError(f"{folder / MANIFEST} is damaged: model is {identity['model']!r:.40}, no object")
     given = identity.get("input")
     rows = given.get("rows") if isinstance(given, dict) else None
     if type(rows) is not int or not 0 <= rows <= MAX_ROWS:
@@ -219,7 +216,7 @@ class Records:
                 if found.head[-1] != canonical(self.identity):
                     self.damaged = True
                     self.notes.append(f"{JOURNAL} and {MANIFEST} are not of the same run, or one was changed")
-            elif type(found.head[0]) is int and 0 <= found.head[0] < self.rows and record_of(found.record):
+            elif is_head(found.head, self.rows) and record_of(found.record):
                 table.put(found.head[0], bool(found.head[1]), found.offset)
             else:
                 damage += 1

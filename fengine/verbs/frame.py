@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,16 +107,22 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """As `write_file`."""
+    write_file(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def write_file(path: Path, content: bytes) -> None:
     """A whole file, durable, or the one that was there before. Errors: StorageError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, allow_nan=False)
-            file.write("\n")
+        with partial.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
+        with suppress(OSError):  # of a full disk, which it would keep full
+            partial.unlink()
         raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose out=FILE") from error
 
 

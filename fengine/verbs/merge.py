@@ -17,11 +17,11 @@ import yaml
 from fengine.errors import InputFileError, ResumeMismatchError, StorageError
 from fengine.evals import manifest
 from fengine.evals.config import EVAL, parse_shard
-from fengine.evals.finish import METRICS, finish
+from fengine.evals.finish import METRICS, finish, read_metrics
 from fengine.evals.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.evals.journal import KIND, Damage, encode, header, read_at, scan
 from fengine.evals.kinds import open_task
-from fengine.evals.resume import NOTHING, Table
+from fengine.evals.resume import NOTHING, Table, is_head
 from fengine.reading.records import read_manifest, runs_of
 from fengine.runs.figures import count, place
 from fengine.runs.restore import restore
@@ -78,8 +78,8 @@ class Shard:
             if found.head[0] == KIND:
                 if found.head[-1] != manifest.canonical(self.identity):
                     raise StorageError(f"{path} is not the journal of {MANIFEST} beside it")
-            elif not 0 <= found.head[0] < self.rows:
-                raise StorageError(f"{path} has a row {found.head[0]}, of {self.rows}, at byte {found.offset:,}")
+            elif not is_head(found.head, self.rows):
+                raise StorageError(f"{path} has no row of this shard at byte {found.offset:,}{again}")
             else:
                 table.put(found.head[0], bool(found.head[1]), found.offset)
         if NOTHING in table.known:
@@ -143,8 +143,8 @@ def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
     ]
     record = folder.read(MANIFEST)
     if record is None:
-        said = {"overrides": [], **shards[0].manifest.get("origin", {}), "run_id": uuid.uuid4().hex, "swept": []}
-        said["overrides"] = _unsharded(said["overrides"])
+        said = (shards[0].manifest["origin"] or {}) | {"run_id": uuid.uuid4().hex, "swept": []}
+        said["overrides"] = _unsharded(said.get("overrides"))
         record = manifest.record(identity, said) | {"merged": parts}
         record["in_force"] = next((s.manifest["in_force"] for s in shards if s.manifest["in_force"]), None)
         record["sessions"] = [session | {"shard": s.name} for s in shards for session in s.manifest["sessions"]]
@@ -152,8 +152,13 @@ def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
         folder.write(MANIFEST, record)
     elif record.get("merged") != parts or record.get("identity") != identity:
         raise ResumeMismatchError(f"{folder.path} holds another run; choose another folder to merge into")
-    elif record["result"] is not None and (metrics := folder.read(METRICS)) is not None:
-        return metrics  # merged before; rows that failed may have been computed since
+    elif record.get("result") is not None:  # merged before; rows that failed may have been computed since
+        if (metrics := read_metrics(folder, record)) is None:
+            raise StorageError(
+                f"{folder.path / METRICS} is damaged or missing; the unsharded command with its folder as out=DIR "
+                "writes it again"
+            )
+        return metrics
     table = _weave(folder, shards, manifest.canonical(identity))
     task = open_task(restore(identity["config"], (), EVAL).task, Path())
     return finish(folder, record, table, task)
@@ -196,7 +201,7 @@ def _write_config(folder: RunFolder, shard: Shard) -> None:
     folder.write("overrides.yaml", yaml.safe_dump(kept, allow_unicode=True))
 
 
-def _unsharded(words: Sequence[str]) -> list[str]:
-    """The words of a command without those that make it one of a shard. Pure."""
+def _unsharded(words: Any) -> list[str]:
+    """The words of a command without those that make it one of a shard; none if they are no list. Pure."""
     ours = ("run.shard=", "out=", "hydra/launcher", "hydra.launcher")
-    return [word for word in words if not word.startswith(ours)]
+    return [str(word) for word in words if not str(word).startswith(ours)] if isinstance(words, list) else []

@@ -1,10 +1,9 @@
 """`fengine report`: a run, a sweep, or two runs as one HTML file that opens offline. No torch."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fengine.errors import ConfigError, StorageError
+from fengine.errors import ConfigError
 from fengine.reading.records import runs_of
 from fengine.report.assemble import report_data
 from fengine.report.page import page
@@ -45,21 +44,10 @@ def _work(argv: Sequence[str]) -> int:
     data = report_data(
         folders, most_rows=words.options.get("rows", 1000), megabytes=words.options.get("megabytes", 5.0)
     )
-    written = write(out, page(data))
-    print(f"{place(str(out))}: {written / 1e6:.1f} MB; open it in a browser")
+    content = page(data)
+    frame.write_file(out, content)
+    print(f"{place(str(out))}: {len(content) / 1e6:.1f} MB; open it in a browser")
     return OK
-
-
-def write(path: Path, content: bytes) -> int:
-    """The whole file, or the one that was there before. Returns its bytes. Errors: StorageError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose out=FILE") from error
-    return len(content)
 
 
 def _file(text: str) -> Path:

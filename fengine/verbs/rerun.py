@@ -42,7 +42,7 @@ DECISIVE = ("input", "model", "task")  # parts of the identity without which it 
 
 
 def main(argv: Sequence[str]) -> int:
-    return frame.run(USAGE, argv, lambda words: _work(words))
+    return frame.run(USAGE, argv, _work)
 
 
 def _work(argv: Sequence[str]) -> int:
