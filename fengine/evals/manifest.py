@@ -296,7 +296,8 @@ def recorded(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
     found = manifest.get("identity")
     if manifest.get("fengine_manifest") != SCHEMA or not isinstance(found, dict):
         raise ResumeMismatchError(f"{folder}/manifest.json is of another version of fengine; choose another out=DIR")
-    wrong = [name for name in ("in_force", "origin", "result") if not isinstance(manifest.get(name, 0), dict | None)]
+    wrong = [name for name in ("in_force", "origin", "result") if not isinstance(manifest.get(name), dict | None)]
+    wrong += ["in_force"] * ("in_force" not in manifest)
     sessions = manifest.get("sessions")
     if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
         wrong.append("sessions")

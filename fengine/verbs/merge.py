@@ -143,7 +143,7 @@ def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
     ]
     record = folder.read(MANIFEST)
     if record is None:
-        said = (shards[0].manifest["origin"] or {}) | {"run_id": uuid.uuid4().hex, "swept": []}
+        said = (shards[0].manifest.get("origin") or {}) | {"run_id": uuid.uuid4().hex, "swept": []}
         said["overrides"] = _unsharded(said.get("overrides"))
         record = manifest.record(identity, said) | {"merged": parts}
         record["in_force"] = next((s.manifest["in_force"] for s in shards if s.manifest["in_force"]), None)
