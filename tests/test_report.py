@@ -289,7 +289,9 @@ def test_records_with_parts_that_no_run_writes(cli: Any, change: dict[str, Any])
     lines[1]["data"] = [1]
     lines[2] = {"id": "r2", "error": {"type": 7}, "answers": "?"}
     put_records(Path("a"), lines)
-    assert run.main(["report", "a"]) == run.main(["report", "a", "a"]) == 0
+    assert run.main(["report", "a"]) == 0
+    nan = "NaN" in Path("a/outputs.jsonl").read_text()  # is no JSON, so that such a line is no record to be compared
+    assert run.main(["report", "a", "a"]) == (2 if nan else 0)
     items = data_in(Path("a/report.html"))["run"]["rows_here"]["items"]
     assert len(items) == 15 and [i["n"] for i in items] == list(range(15))
     assert items[1]["strange"] and "strange" not in items[3]
