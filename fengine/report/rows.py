@@ -129,8 +129,13 @@ def items(records: Records, seen: Seen, kept: Sequence[int], budget: int) -> lis
 
 
 def _small(records: Records, seen: Seen, place: int) -> dict[str, Any] | None:
-    """The record, unless its line is too long to be parsed. Errors: StorageError."""
-    return records.record(place) if seen.sizes[place] <= MAX_LINE else None
+    """The record, unless its line is too long to be parsed. Errors: StorageError; ValueError if the line is none."""
+    if seen.sizes[place] > MAX_LINE:
+        return None
+    record = record_of(records.line(place))
+    if record is None:
+        raise ValueError(f"row {place} is no record")
+    return record
 
 
 def level(sizes: Sequence[int], budget: int) -> int:
