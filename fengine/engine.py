@@ -14,7 +14,7 @@ from fengine.doors.sessions import Sessions
 from fengine.doors.tokenizer_manager import TokenizerManager
 from fengine.doors.upkeep import Upkeep
 from fengine.errors import EngineDeadError, InvalidRequestError, UnsupportedFeatureError
-from fengine.grammar.library import Grammars
+from fengine.grammar.backend import Grammars
 from fengine.server_args import ServerArgs
 from fengine.text.token_texts import token_texts
 from fengine.tokenizer import Tokenizer

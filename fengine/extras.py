@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fengine.errors import FengineError
+from fengine.grammar.backend import Grammar
 from fengine.grammar.cursor import Cursor
-from fengine.grammar.library import Grammar
 
 
 @dataclass(frozen=True, slots=True)

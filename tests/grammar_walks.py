@@ -6,8 +6,8 @@ from functools import cache
 
 import numpy as np
 
+from fengine.grammar.backend import Grammar, Grammars, Source
 from fengine.grammar.cursor import Cursor
-from fengine.grammar.library import Grammar, Grammars, Source
 from fengine.grammar.masks import Filled, MaskRow, fill
 from fengine.grammar.schema import Whitespace
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
-from fengine.grammar.library import Grammar, Grammars, Source, Vocabulary
+from fengine.grammar.backend import Grammar, Grammars, Source, Vocabulary
 from fengine.grammar.schema import Whitespace
 from fengine.text.token_texts import token_texts
 from fengine.tokenizer import Tokenizer
@@ -400,10 +400,10 @@ def test_no_pattern_runs_away(kind: str, text: str) -> None:
 
 def test_a_shared_automaton_that_is_full_fails_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request's states fill it; the next one begins again with its own, and gets the very same masks."""
-    text, limits = "(a|b)*a(a|b){9}", dict(compiled("regex", "a").vocabulary.library.__dict__)
+    text, limits = "(a|b)*a(a|b){9}", dict(compiled("regex", "a").vocabulary.llguidance.__dict__)
     assert "LLParserLimits" in limits
     vocabulary = Vocabulary(TOKENS, False)
-    vocabulary.limits = vocabulary.library.LLParserLimits(max_lexer_states=150, verbose_errors=False)
+    vocabulary.limits = vocabulary.llguidance.LLParserLimits(max_lexer_states=150, verbose_errors=False)
     small, large = (
         Grammar(v, Source("regex", text), f"text: /{text}/") for v in (vocabulary, Vocabulary(TOKENS, False))
     )

@@ -9,7 +9,7 @@ from fengine.doors.arguments import Item
 from fengine.doors.sessions import Sessions
 from fengine.errors import FengineError, GrammarError, InvalidRequestError
 from fengine.extras import Extras
-from fengine.grammar.library import Grammar, Grammars, Source
+from fengine.grammar.backend import Grammar, Grammars, Source
 from fengine.request import Adapter, SamplingParams
 from fengine.sampling_params import json_like
 from fengine.scalars import exact_int, integer

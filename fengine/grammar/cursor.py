@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fengine.errors import GrammarError
-from fengine.grammar.library import Grammar, reason
+from fengine.grammar.backend import Grammar, reason
 
 
 class Bits:

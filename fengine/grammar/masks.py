@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fengine.errors import GrammarError
+from fengine.grammar.backend import reason
 from fengine.grammar.cursor import Bits, Cursor
-from fengine.grammar.library import reason
 
 
 class MaskRow(NamedTuple):

@@ -59,7 +59,7 @@ class Vocabulary:
         self.eos_token_id, self.bos_token_id = self.size, None
         self.tokens = [token or b"" for token in tokens] + [b""]
         self.special_token_ids = [i for i, token in enumerate(self.tokens) if not token]
-        self.library: Any = llguidance
+        self.llguidance: Any = llguidance
         self.tokenizer: Any = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
         self.limits: Any = llguidance.LLParserLimits(**LIMITS)
         self.executor: Any = llguidance.LLExecutor(MASK_THREADS)
@@ -71,8 +71,8 @@ class Vocabulary:
     def matcher(self, lark: str) -> Any:
         """A new matcher, which may be in error."""
         text = f'%llguidance {{"no_forcing": true}}\n{lark}'
-        library = self.library.LLMatcher
-        return library(self.tokenizer, library.grammar_from_lark(text), log_level=0, limits=self.limits)
+        matcher = self.llguidance.LLMatcher
+        return matcher(self.tokenizer, matcher.grammar_from_lark(text), log_level=0, limits=self.limits)
 
 
 class Grammar:
