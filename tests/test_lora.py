@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fengine import Engine
-from fengine.errors import AdapterError, ConfigError, InvalidRequestError
+from fengine.errors import AdapterError, ConfigError, InvalidRequestError, UnsupportedFeatureError
 
 Result = list[tuple[list[int], list[float]]]
 RANKS = (1, 4, 8, 16, 24, 32, 2, 3)
@@ -432,7 +432,7 @@ def test_nothing_is_left_of_a_closed_engine(model: Path, paths: dict[str, str]) 
     ],
 )
 def test_bad_settings_are_told_before_weights_are_read(model: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises((ConfigError, NotImplementedError), match=words):
+    with pytest.raises((ConfigError, UnsupportedFeatureError), match=words):
         engine(model, **({"enable_lora": True} | options))
 
 
