@@ -21,6 +21,7 @@ FOLDERS: dict[str, list[str]] = {
         "proof",
         "silu_mul",
         "linear_schedules",
+        "gluon",
         "linear_hopper",
         "linear",
         "lora",

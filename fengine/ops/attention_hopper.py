@@ -9,37 +9,19 @@ says no or the launch raises, and the Triton kernel computes.
 """
 # pyright: reportInvalidTypeForm=false
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 from torch import Tensor
 
-gluon: Any
-gl: Any
-TensorDescriptor: Any
-fence_async_shared: Any
-mbarrier: Any
-async_load: Any
-warpgroup_mma: Any
-warpgroup_mma_wait: Any
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its older name
-except (ImportError, AttributeError):
-    TensorDescriptor = None
-    gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
-    gl = SimpleNamespace(constexpr=object)
+from fengine.ops.gluon import (
+    TensorDescriptor,
+    async_load,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 BM = 128  # rows of a tile: tokens times query heads
 PIECE = 64  # keys that are copied and multiplied together; a block of the tree is one or two

@@ -10,43 +10,24 @@ says no or the launch raises, and other schedules compute.
 """
 # pyright: reportInvalidTypeForm=false
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fengine.ops.gluon import (
+    TensorDescriptor,
+    async_load,
+    async_store,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from fengine.ops.registration import multiprocessors
-
-gluon: Any
-gl: Any
-TensorDescriptor: Any
-fence_async_shared: Any
-mbarrier: Any
-async_load: Any
-async_store: Any
-store_wait: Any
-warpgroup_mma: Any
-warpgroup_mma_wait: Any
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its older name
-    async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-    store_wait = tma.store_wait
-except (ImportError, AttributeError):
-    TensorDescriptor = None
-    gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
-    gl = SimpleNamespace(constexpr=object)
 
 BK = 64  # columns of x and w in one piece: 128 bytes
 
