@@ -1,0 +1,39 @@
+"""The one place where Gluon is imported: the language of the kernels for NVIDIA Hopper.
+
+Gluon comes with Triton and is experimental. Where it is missing or has changed, TensorDescriptor is None: a kernel
+stays a plain function that nobody calls, as each op's `usable` says no.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+gluon: Any
+gl: Any
+TensorDescriptor: Any
+fence_async_shared: Any
+mbarrier: Any
+async_load: Any
+async_store: Any
+store_wait: Any
+warpgroup_mma: Any
+warpgroup_mma_wait: Any
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its older names
+    async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+    store_wait = tma.store_wait
+except (ImportError, AttributeError):
+    TensorDescriptor = None
+    gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
+    gl = SimpleNamespace(constexpr=object)
+    fence_async_shared = mbarrier = async_load = async_store = store_wait = warpgroup_mma = warpgroup_mma_wait = None
