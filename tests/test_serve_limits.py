@@ -432,6 +432,7 @@ def test_a_failing_engine_is_told() -> None:
         for link, stream in zip(links, (False, True), strict=True):
             link.sendall(request("POST", "/v1/completions", {**GOOD, "stream": stream}))
         until(lambda: server.service.rows == 2)
+        links[1].recv(1, socket.MSG_PEEK)  # the stream's status has been sent
 
         def fail() -> None:
             raise RuntimeError("the device is gone")
