@@ -94,6 +94,7 @@ class Request:
     finish: Finish | None = None
     row: int | None = None  # row slot in the batch's tables while running
     pages: list[int] = field(default_factory=list)
+    reached: Any = None  # how far they are in the prefix cache, in the cache's own terms
     num_computed: int = 0
     num_pending: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission

@@ -237,6 +237,8 @@ BAD_BATCHES = [
     ({"sampling_params": {"n": 2}, "logprob_start_len": [0, 0]}, "Cannot use list logprob_start_len with parallel"),
     ({"sampling_params": {"n": 2}, "top_logprobs_num": [1, 1]}, "Cannot use list top_logprobs_num with parallel"),
     ({"sampling_params": {"n": 2}, "token_ids_logprob": [[1], [2]]}, "Cannot use list token_ids_logprob with parallel"),
+    ({"sampling_params": [{"top_k": 1}, {"top_k": True}]}, "^prompt 1: top_k must be an integer, got True"),
+    ({"sampling_params": [{"top_k": 1}, {"top_k": 1.0}]}, "^prompt 1: top_k must be an integer, got 1.0"),
     ({"sampling_params": [{}]}, "sampling_params has 1 entries for 2 prompts"),
     ({"top_logprobs_num": [1, 2, 3]}, "top_logprobs_num has 3 entries for 2 prompts"),
     ({"token_ids_logprob": [[1]]}, "token_ids_logprob has 1 entries for 2 prompts"),

@@ -6,7 +6,7 @@ import pytest
 
 from fengine.errors import InvariantError
 from fengine.host.pages import PagePool
-from fengine.host.prefix_cache import PrefixCache
+from fengine.host.prefix_cache import PrefixCache, Reached
 
 
 def build(page_size: int = 2, pages: int = 20) -> tuple[PagePool, PrefixCache]:
@@ -232,3 +232,48 @@ def test_random_use_agrees_with_the_model(seed: int) -> None:
         assert sorted(cache.pages()) == sorted(model.pages.values())
         cache.check()
         pool.check([], cache.pages())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_insertion_goes_on_where_the_last_one_ended(seed: int) -> None:
+    """Two caches, the same use: one is told where the holder's last insertion ended, one walks from the root."""
+    rng = random.Random(seed)
+    pairs = [build(2, 60), build(2, 60)]
+    holders: list[tuple[list[int], str | None, list[list[int]], list[Reached | None]]] = []
+    for _ in range(120):
+        kind, n = rng.random(), rng.randrange(3)
+        if kind < 0.1:
+            drop = [rng.randrange(2), rng.randrange(2)]
+            for _, cache in pairs:
+                cache.drop(drop) if n == 0 else cache.evict(n)
+        elif kind < 0.13:
+            for _, cache in pairs:
+                cache.flush()
+        elif kind < 0.3 or not holders:
+            tokens = [rng.randrange(2) for _ in range(rng.randrange(12))]
+            salt = rng.choice([None, "a"])
+            hits = [cache.match(tokens, len(tokens), salt) for _, cache in pairs]
+            holders.append((tokens[: 2 * len(hits[0])], salt, hits, [None, None]))
+        else:
+            at = rng.randrange(len(holders))
+            tokens, salt, pages, reached = holders[at]
+            more = [pool.allocate(n) for pool, _ in pairs]
+            assert (more[0] is None) == (more[1] is None)
+            leaving = more[0] is None or rng.random() < 0.3
+            if not leaving:
+                tokens += [rng.randrange(2) for _ in range(2 * n)]
+            for i, (pool, cache) in enumerate(pairs):
+                pages[i] += more[i] or []
+                whole = pages[i][: len(tokens) // 2]
+                reached[i] = cache.insert(tokens, whole, leaving, salt, after=reached[i] if i else None)
+                if leaving:
+                    pool.release(pages[i])
+            if leaving:
+                del holders[at]
+        for pool, cache in pairs:
+            cache.check()
+            pool.check([pages[pool is pairs[1][0]] for _, _, pages, _ in holders], cache.pages())
+        assert pairs[0][1].pages() == pairs[1][1].pages()
+    while pairs[0][1].num_pages and pairs[0][1].evictable:
+        assert pairs[0][1].evict(1) == pairs[1][1].evict(1)
+        assert pairs[0][1].pages() == pairs[1][1].pages()

@@ -4,8 +4,9 @@ Nothing is queued here. Every error names value, limit and remedy; those of seve
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fengine.build import Parts
 from fengine.doors.arguments import Item
@@ -16,6 +17,8 @@ from fengine.extras import Extras, Record
 from fengine.request import Request, SamplingParams, derive_seed
 from fengine.sampling_params import GRAMMARS
 from fengine.scalars import flag
+
+PLAIN = frozenset((int, float, bool, str, type(None)))  # equal values of one of these types mean the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,10 @@ def admit_all(door: Door, items: Sequence[Item], first_index: int) -> list[Admit
     """Checks every prompt before any is queued and reports all that fail, with their index. Prompt-major samples."""
     admitted: list[Admitted] = []
     errors: list[tuple[int, FengineError]] = []
-    checked: dict[int, SamplingParams] = {}  # by identity: most calls give all prompts the same ones
+    checked: dict[Hashable, SamplingParams] = {}  # most calls give all prompts the same ones
     for i, item in enumerate(items):
         try:
-            if (key := id(item.sampling)) not in checked:
+            if (key := _key(item.sampling)) not in checked:
                 checked[key] = SamplingParams.of(item.sampling, door.parts.spec.vocab_size)
             admitted += admit(door, item, checked[key], first_index + i)
         except FengineError as error:
@@ -47,6 +50,13 @@ def admit_all(door: Door, items: Sequence[Item], first_index: int) -> list[Admit
         shown = [f"prompt {i}: {error}" for i, error in errors[:20]] + ["..."] * (len(errors) > 20)
         raise kind("\n".join(shown))
     return admitted
+
+
+def _key(sampling: Any) -> Hashable:
+    """Equal only for sampling parameters that come to the same. Pure."""
+    if type(sampling) is dict and PLAIN.issuperset(map(type, sampling.values())):
+        return tuple((name, type(value), value) for name, value in sampling.items())
+    return id(sampling)
 
 
 def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Admitted]:
@@ -71,7 +81,7 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
             Request(
                 rid=rid,
                 prompt_len=len(ids),
-                token_ids=list(ids),
+                token_ids=list(ids) if sample else ids,
                 params=params,
                 seed=_seed(parts.config.random_seed, params, index, sample),
                 max_new_tokens=most,

@@ -1,8 +1,12 @@
 """What a call's options come to for one request: `Extras`, cache salt, priority; and the `Door` they are checked at."""
 
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import countOf
 from typing import Any
+
+import numpy as np
 
 from fengine.build import Parts
 from fengine.doors.arguments import Item
@@ -44,14 +48,18 @@ def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
         raise InvalidRequestError(f"{name} must be a list of token ids, got {type(ids).__name__}.")
     if not ids:
         raise InvalidRequestError(f"{name} cannot be empty.")
-    if set(map(type, ids)) != {int}:
+    if countOf(map(type, ids), int) != len(ids):
         exact = [exact_int(value) for value in ids]
         if None in exact:
             i = exact.index(None)
             kind = type(ids[i]).__name__
             raise InvalidRequestError(f"{name}[{i}] must be an integer, got {ids[i]!r:.80} ({kind}).")
         ids = exact
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    try:  # a call may bring a million ids, before which no step can start: one pass over the objects, not two
+        fit = np.frombuffer(array("I", ids), np.uintc).max() < vocab_size
+    except OverflowError:
+        fit = False
+    if not fit:
         i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidRequestError(f"{name}[{i}] is {bad}; token ids must be in [0, {vocab_size - 1}].")
     return list(ids)

@@ -20,6 +20,7 @@ first case it goes next, as it should. The heap of leaves is put right when an e
 
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from fengine.errors import InvariantError
 from fengine.host.pages import PagePool
@@ -37,6 +38,14 @@ class _Node:
         self.children: dict[_Key, _Node] = {}
         self.used = 0
         self.queued = False  # has an entry in the heap
+
+
+class Reached(NamedTuple):
+    """How far a holder's pages are in the cache: `insert` goes on from there. For the cache's own eyes."""
+
+    node: _Node
+    depth: int  # pages from the root to the node
+    foreign: bool  # some node of the path has another page than the holder's
 
 
 class PrefixCache:
@@ -96,15 +105,21 @@ class PrefixCache:
         return count * self.page_size
 
     def insert(
-        self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salt: Hashable | None = None
-    ) -> None:
+        self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salt: Hashable | None = None,
+        after: Reached | None = None,
+    ) -> Reached:  # fmt: skip
         """Remembers `pages`, which the caller holds, as the KV of the first `len(pages) * page_size` tokens.
 
         Nodes that exist stay as they are. `leaving`: the caller releases all these pages next, so those that it alone
-        holds may be put below a node with another page (see the invariant above).
+        holds may be put below a node with another page (see the invariant above). `after` is what the caller's last
+        insertion returned, of the same tokens and pages as far as it went: only those behind are looked at.
         """
-        node, foreign = self._root, False
-        for tokens, page in zip(self._path(token_ids, len(pages) * self.page_size, salt), pages, strict=True):
+        node, depth, foreign = after or (self._root, 0, False)
+        if node.parent is None:  # the root; or taken out since, and perhaps what is above it, too
+            node, depth, foreign = self._root, 0, False
+        start, end = depth * self.page_size, len(pages) * self.page_size
+        keys = self._keys(token_ids[start:end], end - start) if depth else self._path(token_ids, end, salt)
+        for tokens, page in zip(keys, pages[depth:], strict=True):
             child = node.children.get(tokens)
             if child is None:
                 if foreign and not (leaving and self.pool.num_holders(page) == 1):
@@ -114,10 +129,11 @@ class PrefixCache:
                 self.num_pages += 1
             elif child.page != page:
                 foreign = True
-            node = child
+            node, depth = child, depth + 1
         if node is not self._root:
             self._touch(node)
             self._queue(node)
+        return Reached(node, depth, foreign)
 
     def evict(self, count: int) -> int:
         """Frees up to `count` pages, least recently used leaves first. Returns how many."""

@@ -101,7 +101,7 @@ class Rows:
         """Gives row slot and pages back. With `cached` the full pages of known tokens go to the prefix cache first."""
         if self.cache is not None and cached:
             full = min(request.num_computed, len(request.token_ids)) // self.page_size
-            self.cache.insert(request.token_ids, request.pages[:full], leaving=True, salt=request.salt)
+            self.cache.insert(request.token_ids, request.pages[:full], True, request.salt, request.reached)
         self.pool.release(request.pages)
         if request.row is not None:
             heappush(self._free, request.row)
@@ -110,6 +110,7 @@ class Rows:
             self.adapters.leave(request.adapter_slot)
         self._take_out(request)
         request.row, request.adapter_slot, request.pages, request.num_computed = None, None, [], 0
+        request.reached = None
         if request.drafting is not None:
             request.drafting.memo = None  # as large as the tokens
 

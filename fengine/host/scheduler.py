@@ -182,7 +182,8 @@ class Scheduler:
             rows.move(request)
         full = end // rows.page_size
         if self.cache is not None and full > start // rows.page_size:
-            self.cache.insert(request.token_ids, request.pages[:full], salt=request.salt)
+            pages, salt = request.pages[:full], request.salt
+            request.reached = self.cache.insert(request.token_ids, pages, salt=salt, after=request.reached)
 
     def _admit(self, plan: Plan, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
