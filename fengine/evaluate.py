@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError, StorageError
-from fengine.evals import loop, machine, manifest
+from fengine.evals import digests, loop, machine, manifest
 from fengine.evals.config import EVAL, EvalConfig, flat, parse_shard
 from fengine.evals.config import Trace as TraceKind
 from fengine.evals.finish import finish, is_finished, read_metrics
@@ -112,7 +112,7 @@ def run_point(
     with RunFolder(point.directory) as folder:
         rows = survey(whole).shard(shard)
         record = open_record(folder, point, manifest.identity(config, whole, rows), base)
-        table = reopen(folder, rows, manifest.canonical(record["identity"]), screen.note)
+        table = reopen(folder, rows, digests.canonical(record["identity"]), screen.note)
         if table.left < rows.rows:
             there = rows.rows - table.left
             screen.note(f"{place(str(folder.path))}: {there:,} of {count(rows.rows, 'row')} are there already")
@@ -168,8 +168,8 @@ class Part:
         """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
         model = self.config.model
         found = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
-        if manifest.local_directory(model.path) is None:
-            found["model_files"] = manifest.file_digests(model_directory(model))
+        if digests.local_directory(model.path) is None:
+            found["model_files"] = digests.file_digests(model_directory(model))
         known = self.record["in_force"]
         if known is not None:
             manifest.refuse_differences({"in_force": known}, {"in_force": found}, self.folder.path)

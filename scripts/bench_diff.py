@@ -22,7 +22,7 @@ from typing import Any
 import measure
 
 from fengine.evals.config import EvalConfig, flat
-from fengine.evals.manifest import canonical
+from fengine.evals.digests import canonical
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ("equal", "all differ", "another order")

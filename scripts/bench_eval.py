@@ -137,21 +137,39 @@ def lines(path: Path) -> int:
 TIMED = """
 import sys, time, json, resource
 from fengine import evaluate
-from fengine.evals import journal, folder, finish, resume, manifest, trace, loop
+from fengine.evals import answering, folder, journal, loop, trace
+journals = int(sys.argv.pop(1))
 spent, waited = {}, {}  # CPU seconds of the thread; wall, in which other threads (the engine's steps) go on
-def timed(owner, name, key):
-    call = getattr(owner, name)
+inner = [[0.0, 0.0]]  # what timed calls inside a timed call took: each second counts once
+def timed(key, owner, *names):
+    for name in names:
+        setattr(owner, name, wrapped(key, getattr(owner, name)))
+def wrapped(key, call):
     def one(*a, **k):
+        inner.append([0.0, 0.0])
         t, w = time.thread_time(), time.perf_counter()
         try: return call(*a, **k)
         finally:
-            spent[key] = spent.get(key, 0.0) + time.thread_time() - t
-            waited[key] = waited.get(key, 0.0) + time.perf_counter() - w
-    setattr(owner, name, one)
-timed(journal.Journal, "append", "journal"); timed(journal.Journal, "sync_if_due", "journal (tick and inside append)")
-timed(loop, "encode", "journal encode"); timed(evaluate, "survey", "survey"); timed(evaluate, "reopen", "reopen")
-timed(evaluate.manifest, "identity", "manifest"); timed(evaluate, "open_record", "manifest")
-timed(evaluate, "finish", "finish"); timed(trace.Trace, "row", "trace"); timed(trace.Trace, "gauges", "trace")
+            took, within = (time.thread_time() - t, time.perf_counter() - w), inner.pop()
+            for kept, total, less in ((spent, took[0], within[0]), (waited, took[1], within[1])):
+                kept[key] = kept.get(key, 0.0) + total - less
+            inner[-1] = [x + y for x, y in zip(inner[-1], took)]
+    return one
+keep, others = loop._Loop.keep, []
+def keep_often(self, done):
+    own = self.job.journal
+    if not others:
+        others.extend(journal.Journal(own.path.with_name(f"journal-{i}")) for i in range(1, journals))
+    for self.job.journal in others: keep(self, done)
+    self.job.journal = own
+    return keep(self, done)
+loop._Loop.keep = keep_often if journals > 1 else keep
+timed("journal", journal.Journal, "__init__", "sync_if_due", "sync", "close")
+timed("journal", loop._Loop, "keep"); timed("journal", evaluate, "reopen")
+timed("manifest", evaluate.manifest, "identity", "session", "in_force"); timed("manifest", evaluate, "open_record")
+timed("manifest", evaluate.Part, "check_engine"); timed("manifest", folder.RunFolder, "write_several")
+timed("records as JSON", answering, "line_of"); timed("records as JSON", loop, "line_of")
+timed("survey", evaluate, "survey"); timed("finish", evaluate, "finish"); timed("trace", trace.Trace, "row", "gauges")
 from fengine.run import main
 started = time.perf_counter()
 code = main(sys.argv[1:])
@@ -162,24 +180,44 @@ sys.exit(code)
 """
 
 
-def cost(count: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    for number in (count // 5, count):
-        with tempfile.TemporaryDirectory() as top:
-            rows(Path(top) / "rows.jsonl", number)
-            words = ["sampling.max_new_tokens=16"]
-            done = subprocess.run(
-                command(Path(top), *words, code=TIMED), env=environment(), check=True, capture_output=True
-            )
-            told = json.loads(done.stdout.splitlines()[-1])
-            spent = told["spent"]
-            of_record = sum(spent[k] for k in ("journal", "journal encode", "manifest", "reopen"))
-            told["journal_and_manifest_share"] = of_record / told["wall"]
-            told["with_survey_finish_trace_share"] = (
-                of_record + spent["survey"] + spent["finish"] + spent["trace"]
-            ) / told["wall"]
-            figures[f"{number} rows"] = told
-    return figures
+# The text of a record is that of its line in outputs.jsonl, which a run without a journal would have to make as well.
+SHARES = {
+    "journal and manifest": ["journal", "manifest"],
+    "with records as JSON": ["journal", "manifest", "records as JSON"],
+    "with survey, finish, trace": ["journal", "manifest", "records as JSON", "survey", "finish", "trace"],
+}
+
+
+JOURNALS = 11  # in the runs that show by their wall time what ten of them cost
+
+
+def cost(count: int, runs: int) -> dict[str, Any]:
+    """Parts of the wall time of a run: by the CPU seconds of the calls, by their seconds on the clock (in which other
+    threads compute), and of the journal by how much longer a run takes that writes JOURNALS of them."""
+    once, often = [], []
+    for _ in range(runs):
+        once.append(timed_run(count, 1))
+        often.append(timed_run(count, JOURNALS))
+    shares = {
+        f"{name}, {kind}": measure.summary([sum(one[kind][key] for key in keys) / one["wall"] for one in once])
+        for name, keys in SHARES.items()
+        for kind in ("spent", "wall_in_calls")
+    }
+    longer = [
+        (many["wall"] - one["wall"]) / (JOURNALS - 1) / one["wall"] for one, many in zip(once, often, strict=True)
+    ]
+    shares["journal, by the wall of runs that write more of them"] = measure.summary(longer)
+    rss = {n: one["peak_rss_mib"] for n, one in ((count // 5, timed_run(count // 5, 1)), (count, once[0]))}
+    return {"rows": count, "shares": shares, "peak_rss_mib": rss, "runs": once, f"runs with {JOURNALS} journals": often}
+
+
+def timed_run(count: int, journals: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as top:
+        rows(Path(top) / "rows.jsonl", count)
+        argv = command(Path(top), "sampling.max_new_tokens=16", code=TIMED)
+        argv.insert(3, str(journals))
+        done = subprocess.run(argv, env=environment(), check=True, capture_output=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # -- resume ------------------------------------------------------------------------------------------------------------
@@ -267,7 +305,7 @@ def main() -> None:
     if args.what == "kill":
         figures = kill(args.trials, args.rows or 500)
     elif args.what == "cost":
-        figures = cost(args.rows or 10_000)
+        figures = cost(args.rows or 10_000, args.runs)
     elif args.what == "sweep":
         figures = {task: sweep(args.runs, task) for task in ("addition", "json_filling")}
     else:

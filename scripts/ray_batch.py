@@ -26,13 +26,13 @@ from typing import Any
 
 from fengine import evaluate
 from fengine.errors import FengineError, MissingExtraError
-from fengine.evals import manifest
+from fengine.evals import digests, manifest
+from fengine.evals.answering import FATAL, answer_row, error_record, line_of
 from fengine.evals.asking import Asker
 from fengine.evals.config import EVAL, EvalConfig, parse_shard
 from fengine.evals.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.evals.journal import Journal, encode
 from fengine.evals.kinds import open_task
-from fengine.evals.loop import FATAL, answer_row, error_record
 from fengine.evals.resume import OK, Survey, Table, reopen, survey
 from fengine.evals.shards import shard_of
 from fengine.evals.task import BadRow, Row, Task
@@ -40,7 +40,6 @@ from fengine.evals.task_config import base_directory
 from fengine.runs import view
 from fengine.runs.compose import points
 from fengine.runs.engines import model_directory, open_engine, report
-from fengine.runs.output_file import encode_record
 from fengine.runs.words import parse
 
 try:
@@ -58,8 +57,8 @@ class EngineActor:
         self.task = open_task(config.task, base, self.engine.tokenizer.encode_chat)
         self.asker = Asker(self.engine)
         found = manifest.in_force(self.engine.config, self.asker.max_input)
-        if manifest.local_directory(config.model.path) is None:
-            found["model_files"] = manifest.file_digests(model_directory(config.model))
+        if digests.local_directory(config.model.path) is None:
+            found["model_files"] = digests.file_digests(model_directory(config.model))
         self.in_force = json.dumps(found)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -81,14 +80,14 @@ class EngineActor:
         """As `fengine eval` computes a row: what fails that is the row's own becomes its record."""
         started, clock, metas = time.time(), time.perf_counter(), []
         try:
-            record = await answer_row(self.asker, self.config, self.task, row, metas)
+            record, line = await answer_row(self.asker, self.config, self.task, row, metas)
         except FATAL:
             raise
         except Exception as error:
-            record = error_record(row, error)
+            line = line_of(record := error_record(row, error))
         tokens = [sum(meta[key] for meta in metas) for key in ("prompt_tokens", "completion_tokens")]
         head = [int("error" not in record), round(started, 6), round(time.perf_counter() - clock, 6), *tokens]
-        return json.dumps(head), encode_record(record)[:-1]
+        return json.dumps(head), line
 
 
 def arguments() -> argparse.Namespace:
@@ -147,7 +146,7 @@ def work(args: argparse.Namespace) -> int:
     with RunFolder(folder) as opened:
         rows = survey(whole).shard(shard)
         record = evaluate.open_record(opened, point, manifest.identity(config, whole, rows), base)
-        table = reopen(opened, rows, manifest.canonical(record["identity"]), screen.note)
+        table = reopen(opened, rows, digests.canonical(record["identity"]), screen.note)
         part = evaluate.Part(config, opened, record, rows, table)
         if table.left:
             screen.note(f"{rows.rows - table.left:,} of {rows.rows:,} rows are there; a folder to go on with: {folder}")
@@ -176,7 +175,7 @@ def compute(args: argparse.Namespace, part: evaluate.Part, task: Task, base: Pat
                     index,
                     len(part.record["sessions"]),
                     head,
-                    encode_record(error_record(row))[:-1],
+                    line_of(error_record(row)),
                 )
             else:
                 left.append({"index": index, "row": json.dumps([row.id, row.data])})

@@ -224,7 +224,7 @@ def test_death_at_every_system_call_resumes(
     job, reference = whole
     wanted, number, alive = sha(reference / "outputs.jsonl"), 0, False
     original = evaluate.Journal
-    monkeypatch.setattr(evaluate.manifest, "_DigestCache", FakeDigests)
+    monkeypatch.setattr(evaluate.digests, "_DigestCache", FakeDigests)
     while not alive:
         folder = tmp_path / f"c{number}"
         for second in (None, number % 7):
@@ -293,7 +293,7 @@ def test_a_manifest_that_is_none_is_refused(
 def test_a_row_whose_record_is_too_long_fails_alone(
     engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fengine.evals.loop.MAX_RECORD", 2000)
+    monkeypatch.setattr("fengine.evals.answering.MAX_RECORD", 2000)
     write_rows(tmp_path / "rows.jsonl", 2, {"id": "long", "prompt": "x" * 2000, "answer": "y"})
     assert cli("out=f") == evaluate.FAILED
     (failed,) = [row for row in records(Path("f/outputs.jsonl")) if "error" in row]

@@ -76,8 +76,8 @@ FOLDERS: dict[str, list[str]] = {
     "command __main__".split(),
     "runs": "words config vet explain hydra_state compose restore launch "
     "output_file prompts builtin figures meter view generate engines".split(),
-    "evals": "task extract scoring task_config tables openai_batch statistics rows kinds "
-    "config journal folder resume machine manifest trace shards asking loop finish sweep points".split(),
+    "evals": "task extract scoring task_config tables openai_batch statistics rows kinds config journal folder resume "
+    "machine digests manifest trace shards asking answering loop finish sweep points".split(),
     "reading": "lines records compare texts".split(),
     "report": "plain rows pieces schedule facts comparison sweep assemble page".split(),
     "harness": "gen_kwargs reads texts chats tool_calls inspect_config identity opening lm_eval_model "

@@ -61,8 +61,22 @@ def test_every_flipped_bit_is_found_and_costs_one_line_at_most(tmp_path: Path) -
             assert all(e.record in WHOLE for e in entries(found))
 
 
+def test_lines_that_come_together_are_one_write(tmp_path: Path) -> None:
+    writes: list[bytes] = []
+
+    def write(file: int, data: bytes) -> int:
+        writes.append(data)
+        return os.write(file, data)
+
+    with Journal(tmp_path / "j", write=write) as journal:
+        assert journal.extend(LINES[:4]) == STARTS[:4] and journal.extend([]) == []
+        assert journal.append(LINES[4]) == STARTS[4] and journal.size == STARTS[5]
+    assert writes == [WHOLE[: STARTS[4]], LINES[4]]
+
+
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("room", range(0, STARTS[3] + 30, 13))
-def test_a_full_disk_leaves_whole_lines(tmp_path: Path, room: int) -> None:
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, room: int, together: bool) -> None:
     """Writes that take only a part, then none: what is in the file stays good, and the writer says no from then on."""
     path, left = tmp_path / "j", [room]
 
@@ -75,8 +89,8 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, room: int) -> None:
 
     journal = Journal(path, write=write)
     with pytest.raises(StorageError, match="No space left") as caught:
-        for line in LINES:
-            journal.append(line)
+        for lines in [LINES] if together else [[line] for line in LINES]:
+            journal.extend(lines)
     assert caught.value.errno == errno.ENOSPC and "same command" in str(caught.value)
     left[0] = 10_000
     with pytest.raises(StorageError):

@@ -20,7 +20,8 @@ from fengine.config import ModelConfig
 from fengine.errors import ResumeMismatchError
 from fengine.evals import machine, manifest
 from fengine.evals.config import FREE, EvalConfig, JournalConfig, Trace, check, flat
-from fengine.evals.manifest import canonical, differences, model_digests, settings
+from fengine.evals.digests import canonical, model_digests
+from fengine.evals.manifest import differences, settings
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from eval_fakes import ROWS, FakeEngine, Run, fake_runs, rewrite, write_rows
 
 from fengine import evaluate, run
 from fengine.errors import EngineDeadError
-from fengine.evals import manifest
+from fengine.evals import digests, manifest
 from fengine.verbs import rerun, verify
 
 
@@ -160,7 +160,7 @@ def test_junk_in_a_manifest_ends_typed(
             inner = inner[key]
         inner[place[-1]] = junk
         if place[:2] == ("identity", "config"):
-            record["identity"]["config_sha256"] = manifest.canonical(record["identity"]["config"])
+            record["identity"]["config_sha256"] = digests.canonical(record["identity"]["config"])
         Path("a/manifest.json").write_text(json.dumps(record))
         for words in (
             ["diff", "a", "a"],

@@ -1,5 +1,6 @@
 """A run's folder: claimed by one writer at a time, its files complete or absent. No torch."""
 
+import errno
 import fcntl
 import json
 import os
@@ -131,9 +132,9 @@ class RunFolder:
             os.close(folder)
 
     def failed(self, error: OSError) -> StorageError:
-        told = StorageError(
-            f"{self.word} folder {self.path} cannot be written: {error.strerror or error}; choose out=DIR"
-        )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "make room, then run the same command again" if full else "choose another out=DIR"
+        told = StorageError(f"{self.word} folder {self.path} cannot be written: {error.strerror or error}; {remedy}")
         told.errno = error.errno
         return told
 

@@ -8,7 +8,8 @@ A line without its newline at the end of the file is a torn tail: the crash came
 that is not what its length and checksum say is damage, which costs that line and no other. No line is longer than
 MAX_LINE, so that whatever the file holds, no more than that of it is in memory; of a longer one each piece is damage.
 
-Every line is written by one `write` without a buffer, so that the death of the process loses nothing that was appended.
+Lines that are appended together are one `write` without a buffer, so that the death of the process loses nothing that
+was appended; one that was torn off costs the lines that it lacks.
 `fsync` follows when `sync_seconds` have passed or `sync_rows` lines have come since the last one: that much a power
 failure can cost, and the rows are computed again. A failed write or fsync ends the writer: it is not tried again.
 """
@@ -18,8 +19,9 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -29,6 +31,7 @@ from fengine.errors import StorageError
 PREFIX = 18  # bytes before the head
 KIND, VERSION = "fengine-journal", 1
 MAX_LINE = 256 << 20  # bytes, with the newline
+_HEAD = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Damage:
 
 def encode(head: list[Any], record: bytes) -> bytes:
     """One line. Pure."""
-    body = json.dumps(head, separators=(",", ":")).encode() + b"\t" + record
+    body = _HEAD.encode(head).encode() + b"\t" + record
     return b"%08x %08x %b\n" % (zlib.crc32(body), len(body), body)
 
 
@@ -143,9 +146,17 @@ class Journal:
 
     def append(self, line: bytes) -> int:
         """Writes one line of `encode` and returns its offset. Errors: StorageError, and then the line is not kept."""
+        return self.extend([line])[0]
+
+    def extend(self, lines: Sequence[bytes]) -> list[int]:
+        """Writes lines by one `write`, and returns their offsets.
+
+        Errors: StorageError, and then those that are whole in the file are kept, of the others nothing.
+        """
         if self._failed is not None:
             raise self._failed
-        offset, left = self.size, line
+        ends = list(accumulate(map(len, lines), initial=self.size))
+        left = b"".join(lines)
         try:
             while left:
                 count = self._write(self._file, left)  # less than asked for where the disk fills up
@@ -153,15 +164,15 @@ class Journal:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 left = left[count:]
         except OSError as error:
-            self._cut(offset)
+            self._cut(max(end for end in ends if end <= ends[-1] - len(left)))
             raise self._fail(error) from error
-        self.size += len(line)
-        self._unsynced += 1
+        self.size = ends[-1]
+        self._unsynced += len(lines)
         if self._unsynced >= self.sync_rows:
             self.sync()
         else:
             self.sync_if_due()
-        return offset
+        return ends[:-1]
 
     def sync_if_due(self) -> None:
         """`sync` if the last one is `sync_seconds` ago. Call it now and then. Errors: StorageError."""
@@ -209,8 +220,8 @@ class Journal:
 
     def _fail(self, error: OSError) -> StorageError:
         self._failed = StorageError(
-            f"journal {self.path} cannot be written: {error.strerror or error}. What it holds is good: make room and "
-            "run the same command again"
+            f"journal {self.path} cannot be written: {error.strerror or error}. What it holds is good: make "
+            "room, then run the same command again"
         )
         self._failed.errno = error.errno
         return self._failed

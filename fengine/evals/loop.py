@@ -1,4 +1,4 @@
-"""Sends a task's rows through an engine that is batching all the while, and journals each as it finishes. No torch.
+"""Sends a task's rows through an engine that is batching all the while, and journals them as they finish. No torch.
 
 A bounded window of rows is in flight, so memory does not grow with the input. A row's record holds only what belongs to
 its requests, and its seeds derive from the run's seed and the row's id, so it does not matter when it is computed, in
@@ -13,23 +13,21 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from fengine.errors import EngineClosedError, EngineDeadError, InputFileError, StorageError
+from fengine.errors import InputFileError, StorageError
+from fengine.evals.answering import FATAL, answer_row, error_record, line_of
 from fengine.evals.asking import Asker
 from fengine.evals.config import EvalConfig
-from fengine.evals.journal import MAX_LINE, Journal, encode
-from fengine.evals.manifest import row_seed
+from fengine.evals.journal import Journal, encode
 from fengine.evals.resume import OK, Survey, Table, row_key
-from fengine.evals.task import Answer, Ask, BadRow, Row, Task
+from fengine.evals.task import BadRow, Row, Task
 from fengine.evals.trace import Trace
 from fengine.runs.figures import Shown, count
-from fengine.runs.generate import DEFAULT_MAX_NEW_TOKENS, TICK_SECONDS, WINDOW
+from fengine.runs.generate import TICK_SECONDS, WINDOW
 from fengine.runs.meter import Meter
-from fengine.runs.output_file import encode_record
 from fengine.runs.view import QuietView
 
 INTERRUPTED = "interrupted"
-MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
-FATAL = (EngineDeadError, EngineClosedError, StorageError)  # not a row's own
+TOGETHER = 1 << 20  # bytes of records from which on a write of several rows takes no further one
 
 
 @dataclass
@@ -58,61 +56,14 @@ class _Done:
     index: int
     row: Row | BadRow
     record: dict[str, Any]
+    line: bytes  # the record, as it is written
     metas: list[dict[str, Any]] = field(default_factory=list)
     started: float = 0.0
     seconds: float = 0.0
 
-
-def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[str, Any]:
-    """The sampling parameters of one ask: the run's, the ask's over them, and the seed. Pure.
-
-    The default of max_new_tokens is left to the engine, which then fits it to the context; another value is a demand.
-    """
-    params = config.sampling.as_dict()
-    if params["max_new_tokens"] == DEFAULT_MAX_NEW_TOKENS:
-        del params["max_new_tokens"]
-    params |= ask.sampling
-    if params.get("sampling_seed") is None:
-        params["sampling_seed"] = row_seed(config.seed, row_id, sample)
-    return params
-
-
-def error_record(row: Row | BadRow, error: BaseException | None = None) -> dict[str, Any]:
-    """The line of a row that failed; `error` is None for a BadRow, which tells itself. Pure."""
-    if isinstance(row, BadRow):
-        return {"id": row.id, "error": {"type": row.type, "message": row.message}}
-    return {"id": row.id, "data": row.data, "error": {"type": type(error).__name__, "message": str(error)}}
-
-
-def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int], scores: Any) -> dict[str, Any]:
-    """The line of a row that was scored: nothing in it depends on time or batch. Pure."""
-    told = []
-    for ask, answer, seed in zip(asks, answers, seeds, strict=True):
-        one: dict[str, Any] = {"prompt": ask.prompt, "text": answer.text, "output_ids": answer.token_ids}
-        one |= {"logprobs": answer.logprobs, "finish_reason": answer.finish}
-        if answer.top_logprobs is not None:
-            one["top_logprobs"] = answer.top_logprobs
-        told.append(one | ({"sampling_seed": seed} if ask.kind == "generate" else {"kind": ask.kind}))
-    return {"id": row.id, "data": row.data, "answers": told, "scores": scores}
-
-
-async def answer_row(
-    asker: Asker, config: EvalConfig, task: Task, row: Row, metas: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """The row's record, asked and scored. Modifies: metas, to the `meta_info` of every call. Errors: those of the
-    engine, and whatever the task makes of the row."""
-    asks = task.asks(row)
-    params = [sampling_of(config, ask, row.id, i) for i, ask in enumerate(asks)]
-    results = await asyncio.gather(*(asker.ask(a, p) for a, p in zip(asks, params, strict=True)))
-    metas += [meta for _, several in results for meta in several]
-    answers = [answer for answer, _ in results]
-    record = row_record(row, asks, answers, [p["sampling_seed"] for p in params], task.score(row, answers))
-    size = len(encode_record(record))  # a score that is no JSON is the row's failure
-    if size > MAX_RECORD:
-        raise InputFileError(
-            f"the row's record would have {size:,} bytes, at most {MAX_RECORD:,} are kept; ask for less"
-        )
-    return record
+    @property
+    def ok(self) -> bool:
+        return "error" not in self.record
 
 
 async def run(job: Job, engine: Any, view: QuietView) -> Outcome:
@@ -200,32 +151,40 @@ class _Loop:
         started, clock, metas = time.time(), time.perf_counter(), []
         try:
             if isinstance(row, BadRow):
-                record = error_record(row)
+                line = line_of(record := error_record(row))
             else:
-                record = await answer_row(self.asker, self.job.config, self.job.task, row, metas)
+                record, line = await answer_row(self.asker, self.job.config, self.job.task, row, metas)
         except FATAL as error:
             self.fatal = self.fatal or error
             return
         except Exception as error:  # the engine's word on this row, or a fault of the task's own code with it
-            record = error_record(row, error)
-        self.finished.append(_Done(index, row, record, metas, started, time.perf_counter() - clock))
+            line = line_of(record := error_record(row, error))
+        self.finished.append(_Done(index, row, record, line, metas, started, time.perf_counter() - clock))
 
     def drain(self) -> None:
-        """Journals, counts and shows the rows that have finished. Errors: StorageError."""
+        """Journals the rows that have finished, together; then counts and shows them. Errors: StorageError."""
         while self.finished:
-            done = self.finished.popleft()
-            ok = "error" not in done.record
-            tokens = [sum(meta[k] for meta in done.metas) for k in ("prompt_tokens", "completion_tokens")]
-            times = [round(done.started, 6), round(done.seconds, 6)]
-            head = [done.index, int(ok), self.job.rows.keys[done.index], self.job.session, *times, *tokens]
-            offset = self.job.journal.append(encode(head, encode_record(done.record)[:-1]))
-            self.job.table.put(done.index, ok, offset)
-            self.job.trace.row(done.index, done.row.id, done.metas)
-            self.count(done, ok)
+            done, size = [], 0
+            while self.finished and size < TOGETHER:
+                done.append(self.finished.popleft())
+                size += len(done[-1].line)
+            for one, offset in zip(done, self.keep(done), strict=True):
+                self.job.table.put(one.index, one.ok, offset)
+                self.job.trace.row(one.index, one.row.id, one.metas)
+                self.count(one)
 
-    def count(self, done: _Done, ok: bool) -> None:
+    def keep(self, done: list[_Done]) -> list[int]:
+        """Journals rows by one write and returns their offsets. Errors: StorageError."""
+        lines, keys, session = [], self.job.rows.keys, self.job.session
+        for one in done:
+            tokens = [sum([meta[k] for meta in one.metas]) for k in ("prompt_tokens", "completion_tokens")]
+            times = [round(one.started, 6), round(one.seconds, 6)]
+            lines.append(encode([one.index, int(one.ok), keys[one.index], session, *times, *tokens], one.line))
+        return self.job.journal.extend(lines)
+
+    def count(self, done: _Done) -> None:
         shown = self.meter.rows < self.job.config.show
-        if ok:
+        if done.ok:
             for meta in done.metas:
                 self.meter.count(meta)
             self.meter.rows += 1 - len(done.metas)  # the meter counts requests; here it is rows

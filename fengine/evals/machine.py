@@ -1,4 +1,5 @@
-"""Facts about the place of a run: the checkout that the code is from, the GPU, what was proved on it. No torch import.
+"""Facts about the place of a run: the checkout that the code is from, the packages, the GPU, what was proved on it. No
+torch import.
 
 A fact that cannot be had is null; none of these raises.
 """
@@ -6,8 +7,10 @@ A fact that cannot be had is null; none of these raises.
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,22 @@ def checkout() -> dict[str, Any] | None:
     change = _git(root, "diff", "--no-ext-diff", "--no-textconv", "HEAD") if status else None
     digest = hashlib.sha256(status + (change or b"")).hexdigest() if status else None
     return {"commit": commit.decode().strip(), "dirty": bool(status), "change_sha256": digest}
+
+
+@functools.cache  # they are read from some hundred files
+def packages() -> dict[str, tuple[str, str]]:
+    """What is installed: name and version, by normalised name. Where one is there twice it is the one that is imported.
+
+    Only the head of a file is parsed: behind it there are pages of description.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for one in distributions():
+        head = (one.read_text("METADATA") or one.read_text("PKG-INFO") or "").partition("\n\n")[0]
+        told = {key: value.strip() for key, _, value in (line.partition(":") for line in head.split("\n"))}
+        name, version = told.get("Name"), told.get("Version")
+        if name and version:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), (name, version))
+    return found
 
 
 def _git(root: Path, *words: str) -> bytes | None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from fengine import __version__
 from fengine.engine import Engine
-from fengine.evals.manifest import canonical, code_digest, file_digests, in_force
+from fengine.evals.digests import canonical, code_digest, file_digests
+from fengine.evals.manifest import in_force
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:

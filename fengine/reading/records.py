@@ -16,9 +16,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fengine.errors import StorageError
+from fengine.evals.digests import canonical
 from fengine.evals.folder import JOURNAL, MANIFEST, OUTPUTS
 from fengine.evals.journal import KIND, MAX_LINE, Damage, read_at, scan
-from fengine.evals.manifest import canonical, recorded
+from fengine.evals.manifest import recorded
 from fengine.evals.resume import NOTHING, Table, is_head
 from fengine.reading.lines import id_key, id_of, parsed, record_of
 

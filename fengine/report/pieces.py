@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import FengineError
-from fengine.evals.manifest import local_directory
+from fengine.evals.digests import local_directory
 from fengine.report.plain import mapping, size
 
 FILE = "tokenizer.json"

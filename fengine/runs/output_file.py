@@ -14,13 +14,16 @@ from typing import Any
 
 from fengine.errors import StorageError
 
+_PLAIN = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_ESCAPED = json.JSONEncoder(allow_nan=False)
+
 
 def encode_record(record: dict[str, Any]) -> bytes:
     """One line of JSON, keys in their order, in UTF-8; escaped where the text holds lone surrogates. Pure."""
     try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        return _PLAIN.encode(record).encode() + b"\n"
     except UnicodeEncodeError:
-        return json.dumps(record, allow_nan=False).encode() + b"\n"
+        return _ESCAPED.encode(record).encode() + b"\n"
 
 
 class OutputWriter:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from fengine.errors import InputFileError, ResumeMismatchError, StorageError
-from fengine.evals import manifest
+from fengine.evals import digests, manifest
 from fengine.evals.config import EVAL, parse_shard
 from fengine.evals.finish import METRICS, finish, read_metrics
 from fengine.evals.folder import JOURNAL, MANIFEST, RunFolder
@@ -66,7 +66,7 @@ class Shard:
         """The identity of the run that this is a shard of. Pure."""
         config = self.identity["config"] | {"run.shard": None}
         rows = {"rows": self.identity["input"]["all_rows"], "sha256": self.identity["input"]["sha256"]}
-        return self.identity | {"config": config, "config_sha256": manifest.canonical(config), "input": rows}
+        return self.identity | {"config": config, "config_sha256": digests.canonical(config), "input": rows}
 
     def _read(self) -> Table:
         """Errors: StorageError for a journal that is not whole, or not this shard's."""
@@ -76,7 +76,7 @@ class Shard:
             if isinstance(found, Damage):
                 raise StorageError(f"{path} is damaged at byte {found.offset:,}{again}")
             if found.head[0] == KIND:
-                if found.head[-1] != manifest.canonical(self.identity):
+                if found.head[-1] != digests.canonical(self.identity):
                     raise StorageError(f"{path} is not the journal of {MANIFEST} beside it")
             elif not is_head(found.head, self.rows):
                 raise StorageError(f"{path} has no row of this shard at byte {found.offset:,}{again}")
@@ -159,7 +159,7 @@ def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
                 "writes it again"
             )
         return metrics
-    table = _weave(folder, shards, manifest.canonical(identity))
+    table = _weave(folder, shards, digests.canonical(identity))
     task = open_task(restore(identity["config"], (), EVAL).task, Path())
     return finish(folder, record, table, task)
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fengine.evals.answering import FATAL, answer_row, sampling_of
 from fengine.evals.asking import Asker, Scored
 from fengine.evals.config import EvalConfig
-from fengine.evals.loop import FATAL, answer_row, sampling_of
 from fengine.evals.task import Ask, Row, Task
 from fengine.reading.compare import Record, RowDifference, compare_row
 from fengine.reading.records import Records
 from fengine.runs.generate import WINDOW
-from fengine.runs.output_file import encode_record
 
 # Sampling parameters by which logits are edited before a token is drawn, and the values that edit nothing. A prompt's
 # logprobs know no edits, so such answers are not re-scored.
@@ -120,9 +119,9 @@ async def _replay(case: Case, order: Sequence[int], engine: Any, task: Task, res
 async def _asked(case: Case, asker: Asker, task: Task, number: int, record: Record, found: Found) -> None:
     """Modifies: found."""
     metas: list[dict[str, Any]] = []
-    computed = await answer_row(asker, case.config, task, Row(record["id"], record["data"]), metas)
+    _, line = await answer_row(asker, case.config, task, Row(record["id"], record["data"]), metas)
     found.measure(metas)
-    found.count(number, compare_row(record, json.loads(encode_record(computed))), len(record["answers"]))
+    found.count(number, compare_row(record, json.loads(line)), len(record["answers"]))
 
 
 # -- re-scoring --------------------------------------------------------------------------------------------------------

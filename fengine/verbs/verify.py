@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, ResumeMismatchError
-from fengine.evals import machine, manifest
+from fengine.evals import digests, machine, manifest
 from fengine.evals.config import EVAL, EvalConfig
 from fengine.evals.kinds import open_task
 from fengine.evaluate import now
@@ -186,7 +186,7 @@ class Verification:
     def _other_code(self) -> list[str]:
         """Versions and code that are not the run's. Errors: ResumeMismatchError for another checkpoint."""
         old, told = self.records.identity, []
-        known, new = old.get("model") or {}, manifest.model_digests(self.config.model)
+        known, new = old.get("model") or {}, digests.model_digests(self.config.model)
         for part in ("files", "tokenizer_files"):
             if part in known and part in new:
                 self._refuse_other_files(known[part], new[part])
@@ -212,7 +212,7 @@ class Verification:
             return
         files = self.in_force.get("model_files")
         if files is not None:
-            self._refuse_other_files(files, manifest.file_digests(model_directory(self.config.model)))
+            self._refuse_other_files(files, digests.file_digests(model_directory(self.config.model)))
         here = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
         lines = manifest.differences(self.in_force.get("hardware"), here["hardware"], "hardware")
         for line in lines if self.in_force else ():
