@@ -104,40 +104,45 @@ class RowTables:
         return staged
 
     def _arrays(self, plan: Plan) -> Staged:
-        size, requests, starts = self.page_size, plan.requests, plan.starts
-        row_R = np.array([r.row for r in requests], np.int32)
-        start_R = np.array(starts, np.int32)
-        count_R = np.array(plan.counts, np.int32)
+        size, count = self.page_size, len(plan.requests)
+        behind = [i for i, draft in plan.drafts for _ in draft]  # the row of each draw behind a draft
+        none = [0] * len(behind)
+        row_R = np.array([r.row for r in plan.requests] + [plan.requests[i].row for i in behind], np.int32)
+        start_R = np.array(plan.starts + none, np.int32)
+        count_R = np.array(plan.counts + none, np.int32)
         kv_len_R = start_R + count_R
-        q_start_B = np.zeros(len(requests) + 1, np.int32)
+        q_start_B = np.zeros(len(row_R) + 1, np.int32)
         np.cumsum(count_R, out=q_start_B[1:])
-        if int(q_start_B[-1]) == len(requests):  # one token a row: no expansion needed
+        if int(q_start_B[-1]) == count:  # one token a row: no expansion needed
             pos_T, row_T = start_R, row_R
         else:
             pos_T = np.arange(q_start_B[-1], dtype=np.int32) + np.repeat(start_R - q_start_B[:-1], count_R)
             row_T = np.repeat(row_R, count_R)
         width = -(-int(kv_len_R.max()) // size)
         feed_index_T, feed_from_T, token_T = self._tokens(plan, q_start_B)
-        self.last_index[row_R] = np.arange(len(requests), dtype=np.int32)
-        staged = Staged(
+        self.last_index[row_R[:count]] = np.arange(count, dtype=np.int32)
+        logit_index_R, sample_pos_R = q_start_B[1:] - 1, kv_len_R
+        if behind:
+            logit_index_R = draw_index(logit_index_R, plan)
+            sample_pos_R = pos_T[logit_index_R] + 1
+        return Staged(
             token_T=token_T,
             pos_T=pos_T,
             slot_T=self.page_table[row_T, pos_T // size] * size + pos_T % size,
             q_start_B=q_start_B,
             kv_len_R=kv_len_R,
             page_table_RN=self.page_table[row_R, :width],
-            logit_index_R=q_start_B[1:] - 1,
+            logit_index_R=logit_index_R,
             temperature_R=self.temperature[row_R],
             top_k_R=self.top_k[row_R],
             top_p_R=self.top_p[row_R],
             min_p_R=self.min_p[row_R],
             seed_R=self.seed[row_R],
-            sample_pos_R=kv_len_R,
+            sample_pos_R=sample_pos_R,
             feed_index_T=feed_index_T,
             feed_from_T=feed_from_T,
             **self._adapters(row_T),
         )
-        return with_drafts(staged, plan) if plan.drafts else staged
 
     def _adapters(self, row_T: np.ndarray) -> dict[str, np.ndarray]:
         """The tokens of rows with an adapter, by slot; nothing if there are none."""
@@ -177,31 +182,19 @@ class RowTables:
         return feed_index_T, feed_from_T, np.array(tokens, np.int32)
 
 
-def with_drafts(staged: Staged, plan: Plan) -> Staged:
-    """The step with a draw in front of each row's drafts, and one behind each draft. Pure."""
-    row, index = list(range(len(plan.requests))), staged.logit_index_R.tolist()
+def draw_index(last_R: np.ndarray, plan: Plan) -> np.ndarray:
+    """The token that each draw stands behind: of a row with drafts the one in front of them, then each draft.
+
+    `last_R`: the last token of each of the plan's rows, behind them one entry for each draft. Pure.
+    """
+    index = last_R.tolist()
+    at = len(plan.requests)
     for i, draft in plan.drafts:
-        last = index[i]
-        index[i] = last - len(draft)
-        index += range(last - len(draft) + 1, last + 1)
-        row += [i] * len(draft)
-    row_R, logit_index_R = np.array(row), np.array(index, np.int32)
-    rows, width = staged.page_table_RN.shape
-    zero_D = np.zeros(len(row) - rows, np.int32)
-    page_table_RN = np.zeros((len(row), width), np.int32)
-    page_table_RN[:rows] = staged.page_table_RN
-    return staged._replace(
-        q_start_B=np.concatenate((staged.q_start_B, zero_D + staged.q_start_B[-1])),
-        kv_len_R=np.concatenate((staged.kv_len_R, zero_D)),
-        page_table_RN=page_table_RN,
-        logit_index_R=logit_index_R,
-        temperature_R=staged.temperature_R[row_R],
-        top_k_R=staged.top_k_R[row_R],
-        top_p_R=staged.top_p_R[row_R],
-        min_p_R=staged.min_p_R[row_R],
-        seed_R=staged.seed_R[row_R],
-        sample_pos_R=staged.pos_T[logit_index_R] + 1,
-    )
+        count, last = len(draft), index[i]
+        index[i] = last - count
+        index[at : at + count] = range(last - count + 1, last + 1)
+        at += count
+    return np.array(index, np.int32)
 
 
 def warm_staged(tokens: int, rows: int, width: int, adapter_slots: int = 0) -> Staged:

@@ -60,6 +60,7 @@ class Drafting:
     proposed: int = 0  # drafts of all tries
     correct: int = 0
     histogram: list[int] = field(default_factory=list)  # tries by how many of their drafts were drawn
+    rest_until: int = 0  # set by the proposer: it need not be asked before so many tokens are computed
     memo: Any = None  # the proposer's own: what it knows of the tokens, and what it has learnt
 
 

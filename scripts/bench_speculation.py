@@ -1,12 +1,14 @@
 """N-gram speculation on and off, in output tokens/s: where an answer copies from its prompt, and where nothing repeats.
 
     python scripts/bench_speculation.py                    # the model in the box, on a GPU where there is one
-    python scripts/bench_speculation.py --device cpu
+    python scripts/bench_speculation.py --device cpu --seconds 12
 
-Engines in one process take turns, with few requests each time: a machine that is slower for a second is so for all. A
-ratio is the median over all turns of on / off, with its quartiles, by the clock and by the processor's time (on a CPU
-the steadier one); `again / off` is a second engine without speculation, and so the noise. `bits` counts tokens and
-logprob bits that differ between on and off, which must be 0.
+One engine, whose speculation is switched off and on between calls of a few requests: same weights at the same
+addresses, same graphs. `off`, `on` and `again` (off once more) take turns, forth and back, for `--seconds` in a case.
+`on / off` compares the times of all calls, each its median over the rounds, that of off and again being the mean of the
+two; `again / off` is the noise of the same measurement. Both also by each call's fastest round, which other work on the
+machine disturbs least, and by the processor's time. `bits` counts tokens and logprob bits that differ between on and
+off, which must be 0.
 """
 
 import random
@@ -17,12 +19,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from measure import parser, save, summary
+from measure import parser, save
 
 from fengine import Engine
 
 WORDS = "x q seven 4 river blue 7 cat dog one two six stone green 9 lamp sun k 3 tree door red eight mouse".split()
-VOCAB = 2048
+VOCAB, ROUNDS = 2048, 5
 
 
 class Work(NamedTuple):
@@ -33,10 +35,18 @@ class Work(NamedTuple):
     at_once: int
 
 
-def copying(count: int, tokens: int) -> Work:
-    """Strings of 12 words to be copied, as the model in the box has learnt it, one request after the other."""
+def copying(count: int, tokens: int, shown: int = 0) -> Work:
+    """Strings of 12 words to be copied, one request after the other, as the model in the box has learnt it or with the
+    task shown so many times before."""
     draw = random.Random(1)
-    prompts = [f"Copy: {' '.join(draw.sample(WORDS, 12))} ->" for _ in range(count)]
+
+    def words() -> str:
+        return " ".join(draw.sample(WORDS, 12))
+
+    prompts = []
+    for _ in range(count):
+        examples = [f"Copy: {copy} -> {copy}\n" for copy in (words() for _ in range(shown))]
+        prompts.append("".join(examples) + f"Copy: {words()} ->")
     return Work(prompts, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}, 1)
 
 
@@ -67,12 +77,10 @@ def groups(work: Work) -> list[dict[str, Any]]:
 
 
 def run(llm: Engine, call: dict[str, Any]) -> tuple[float, float, list[Any]]:
-    """Output tokens per second, also of the processor's time, and the outputs."""
+    """Seconds, those of the processor, and the outputs."""
     start, busy = time.perf_counter(), time.process_time()
     outputs: Any = llm.generate(return_logprob=True, **call)
-    seconds, busy = time.perf_counter() - start, time.process_time() - busy
-    tokens = sum(output["meta_info"]["completion_tokens"] for output in outputs)
-    return tokens / seconds, tokens / busy, outputs
+    return time.perf_counter() - start, time.process_time() - busy, outputs
 
 
 def bits(value: float) -> int:
@@ -103,67 +111,86 @@ def accepted(outputs: list[Any]) -> dict[str, float]:
     }
 
 
-def compared(engines: dict[str, Engine], work: Work, runs: int) -> dict[str, Any]:
-    """The engines "off", "on" and "again" in turn for every group, in the reverse order every other turn."""
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    busy: dict[str, list[float]] = {name: [] for name in engines}
-    wrong, last = 0, []
-    for turn in range(runs + 1):
-        last = []
-        for call in groups(work):
+SIDES = ("off", "on", "again")
+Times = dict[str, list[list[float]]]  # of each side, by round and call
+
+
+def compared(llm: Engine, work: Work, seconds: float) -> dict[str, Any]:
+    """All sides in turn for each group of requests, every other turn in the reverse order. At least ROUNDS rounds."""
+    scheduler = llm._parts.driver.scheduler
+    speculation = scheduler.speculation
+    clock: Times = {name: [] for name in SIDES}
+    busy: Times = {name: [] for name in SIDES}
+    wrong, outputs, calls = 0, [], groups(work)
+    run(llm, calls[0])  # warms up
+    start = time.perf_counter()
+    while len(clock["on"]) < ROUNDS or time.perf_counter() - start < seconds:
+        for times in (*clock.values(), *busy.values()):
+            times.append([])
+        outputs = []
+        for turn, call in enumerate(calls, len(clock["on"])):
             found = {}
-            for name in sorted(engines, reverse=turn % 2 == 0):
-                rate, by_processor, found[name] = run(engines[name], call)
-                if turn:  # the first turn warms up
-                    rates[name].append(rate)
-                    busy[name].append(by_processor)
+            for name in SIDES if turn % 2 else SIDES[::-1]:
+                scheduler.speculation = speculation if name == "on" else None  # the engine is idle
+                by_clock, by_processor, found[name] = run(llm, call)
+                clock[name][-1].append(by_clock)
+                busy[name][-1].append(by_processor)
             wrong += differing(found["off"], found["on"])
-            last += found["on"]
-
-    def ratio(of: dict[str, list[float]], name: str) -> dict[str, Any]:
-        return spread([b / a for a, b in zip(of["off"], of[name], strict=True)])
-
+            outputs += found["on"]
+    scheduler.speculation = speculation
+    tokens = sum(output["meta_info"]["completion_tokens"] for output in outputs)
     return {
-        "on / off": ratio(rates, "on"),
-        "again / off": ratio(rates, "again"),
-        "on / off by processor time": ratio(busy, "on"),
-        "again / off by processor time": ratio(busy, "again"),
-        **{name: spread(values) for name, values in rates.items()},
+        "median": ratios(clock, statistics.median),
+        "fastest": ratios(clock, min),
+        "processor, median": ratios(busy, statistics.median),
+        "processor, fastest": ratios(busy, min),
+        "tokens per second": {name: round(tokens / total(times, min), 1) for name, times in clock.items()},
         "bits": wrong,
-        "accepted": accepted(last),
+        "accepted": accepted(outputs),
+        "rounds": {name: [round(sum(times), 4) for times in clock[name]] for name in SIDES},
+        "rounds, processor": {name: [round(sum(times), 4) for times in busy[name]] for name in SIDES},
     }
 
 
-def spread(values: list[float]) -> dict[str, Any]:
-    low, _, high = statistics.quantiles(values, n=4)
-    return summary(values) | {"quartiles": [low, high]}
+def total(times: list[list[float]], of: Callable[[Any], float]) -> float:
+    """Seconds of one round: for each call the median or minimum over the rounds."""
+    return sum(map(of, zip(*times, strict=True)))
+
+
+def ratios(times: Times, of: Callable[[Any], float]) -> dict[str, float]:
+    """Of the speeds."""
+    off, on, again = (total(times[name], of) for name in SIDES)
+    return {"on / off": round((off + again) / 2 / on, 4), "again / off": round(off / again, 4)}
 
 
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--model", default="box")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--seconds", type=float, default=4.0, help="of each case, at least")
     p.add_argument("--num-draft-tokens", type=int, default=None)
     p.add_argument("--only", default="", help="cases whose name contains this")
     args = p.parse_args()
-    scale = 4 if args.device.startswith("cuda") else 1
     cases: dict[str, Callable[[], Work]] = {
-        "copy 12 words, batch 1": lambda: copying(16 * scale, 13),
-        "stories, batch 1": lambda: telling(6 * scale, 200),
-        "unpredictable, batch 1": lambda: unpredictable(6 * scale, 128, 1),
-        "unpredictable, batch 4": lambda: unpredictable(16 * scale, 128, 4),
-        "unpredictable, batch 32": lambda: unpredictable(64 * scale, 128, 32),
+        "copy 12 words, batch 1": lambda: copying(16, 13),
+        "copy 12 words, shown twice, batch 1": lambda: copying(16, 13, shown=2),
+        "stories, batch 1": lambda: telling(6, 128),
+        "unpredictable, batch 1": lambda: unpredictable(8, 96, 1),
+        "unpredictable, batch 4": lambda: unpredictable(16, 96, 4),
+        "unpredictable, batch 32": lambda: unpredictable(64, 48, 32),
     }
     options: dict[str, Any] = {"model_path": args.model, "device": args.device, "disable_radix_cache": True}
     drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": args.num_draft_tokens}
-    with Engine(**options) as off, Engine(**options, **drafts) as on, Engine(**options) as again:
-        engines = {"off": off, "on": on, "again": again}
-        table = {n: compared(engines, make(), args.runs) for n, make in cases.items() if args.only in n}
-    settings = {name: getattr(args, name) for name in ("model", "device", "num_draft_tokens", "runs")}
+    with Engine(**options, **drafts) as llm:
+        table = {n: compared(llm, make(), args.seconds) for n, make in cases.items() if args.only in n}
+    settings = {name: getattr(args, name) for name in ("model", "device", "num_draft_tokens", "seconds")}
     kind = args.device.split(":")[0]
     if args.out is None and args.only:
         args.out = f"/tmp/bench_speculation_{kind}.json"
     save(f"bench_speculation_{kind}", {"settings": settings, "cases": table}, args.out)
+    for name, case in table.items():
+        found = {key: list(case[key].values()) for key in case if key.endswith(("median", "fastest"))}
+        print(name, found, "bits", case["bits"], case["accepted"])
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Case, Job, make_scheduler, random_case, simulate
 
-import fengine.batching
 from fengine import Engine
-from fengine.batching import with_drafts
+from fengine.batching import RowTables
 from fengine.config import Algorithm, EngineConfig, Hardware, SpeculationConfig, resolve
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.host.drafts import Ask, Proposer, drafting_of
-from fengine.host.ngram import CANDIDATES, PATIENCE, NgramIndex, Trust, follow, ngram_proposer
+from fengine.host.ngram import CANDIDATES, PATIENCE, REST, NgramIndex, Trust, follow, ngram_proposer
 from fengine.host.steps import StepRecord
 from fengine.request import Drafting, Request, SamplingParams
 from fengine.server_args import ServerArgs
@@ -65,7 +64,7 @@ def request_of(ids: list[int], new: int = 100) -> Request:
 
 def ask(request: Request, most: int, skip: int = 0) -> Ask:
     assert request.drafting is not None
-    return Ask(request, request.drafting, skip, 1, most)
+    return Ask(0, request, request.drafting, skip, 1, most)
 
 
 def test_a_copy_is_followed_further_the_longer_it_is_and_a_pending_token_is_left_out() -> None:
@@ -74,7 +73,7 @@ def test_a_copy_is_followed_further_the_longer_it_is_and_a_pending_token_is_left
     assert propose([ask(request_of(text + [99]), 15)]) == [[]]
     assert propose([ask(request_of(text + [3, 4]), 15)]) == [[5, 6, 7]]
     assert propose([ask(request_of(text + [3, 4]), 15, skip=1)]) == [[6, 7, 8]]
-    assert propose([ask(request_of(text + [3, 4, 5, 6]), 15)]) == [text[7:14]]
+    assert propose([ask(request_of(text + [3, 4, 5, 6]), 15)]) == [text[7:11]]
     assert propose([ask(request_of(text + text[3:11]), 15)]) == [text[11:26]]
     assert propose([ask(request_of(text + text[3:11]), 4)]) == [text[11:15]]
 
@@ -102,6 +101,19 @@ def test_random_tokens_cost_few_drafts() -> None:
             request.drafting.tries += 1
             request.drafting.tried, request.drafting.right = len(found), 0
     assert 5 < drafts < 60
+
+
+def test_who_repeats_nothing_is_looked_at_ever_less_often_until_it_does() -> None:
+    request, propose, asks = request_of(list(range(1000, 1100))), ngram_proposer(2, 12), []
+    assert request.drafting is not None
+    for known in range(101, 301):
+        request.token_ids.append(known)
+        if known - 1 >= request.drafting.rest_until:
+            asks.append(known)
+            assert propose([ask(request, 15)]) == [[]]
+    assert asks[:8] == list(range(101, 109)) and asks[-1] - asks[-2] == 1 + REST and 35 < len(asks) < 45
+    request.token_ids += range(1000, 1010)  # a copy: the next look, at most REST tokens later, finds it
+    assert propose([ask(request, 15)]) == [list(range(1010, 1025))]
 
 
 # -- the scheduler, against the hash device ---------------------------------------------------------------------------
@@ -353,11 +365,14 @@ def test_bits_are_those_without_speculation(reference: dict[float, Answers], lay
 def test_a_draw_at_a_wrong_position_is_caught(reference: dict[float, Answers], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: drafts that are drawn behind with the noise of the position in front."""
 
-    def careless(staged: Any, plan: Any) -> Any:
-        right = with_drafts(staged, plan)
-        return right._replace(sample_pos_R=right.sample_pos_R - (right.sample_pos_R != staged.kv_len_R.max()))
+    arrays = RowTables._arrays
 
-    monkeypatch.setattr(fengine.batching, "with_drafts", careless)
+    def careless(tables: Any, plan: Any) -> Any:
+        staged = arrays(tables, plan)
+        wrong = staged.sample_pos_R - (staged.sample_pos_R != staged.kv_len_R.max())
+        return staged._replace(sample_pos_R=wrong) if plan.drafts else staged
+
+    monkeypatch.setattr(RowTables, "_arrays", careless)
     with pytest.raises(AssertionError):
         check_layout(reference, {})
 

@@ -24,11 +24,11 @@ from fengine.request import Drafting, Request
 
 
 class Ask(NamedTuple):
-    """Guess what follows `request.token_ids`, leaving out the first `skip` tokens, which are drawn already.
-
-    There is room for `most` tokens, and fewer than `least` are not worth it.
+    """Guess what follows the `token_ids` of the plan's row `row`, leaving out the first `skip` tokens, which are drawn
+    already. There is room for `most` tokens, and fewer than `least` are not worth it.
     """
 
+    row: int
     request: Request
     drafting: Drafting
     skip: int
@@ -64,14 +64,13 @@ def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
     """Adds drafts to decoding rows of a plan that is complete otherwise. Modifies: the plan, rows, their requests."""
     if len(plan.requests) >= speculation.step_tokens or (left := speculation.step_tokens - sum(plan.counts)) < 1:
         return
-    least = 1 if len(plan.requests) == 1 else min(FEW, speculation.most)
-    found = [(i, ask) for i in range(len(plan.requests)) if (ask := _ask(plan, i, least, speculation.most)) is not None]
-    proposals = speculation.propose([ask for _, ask in found]) if found else []
+    asks = _asks(plan, speculation.most)
+    proposals = speculation.propose(asks) if asks else []
     wanting = sum(map(bool, proposals))
     if not wanting:
         return
     spare, grown = max(rows.pool.num_available - rows.reserve(), 0), {request for request, _ in plan.new_pages}
-    for (i, ask), proposal in zip(found, proposals, strict=True):
+    for ask, proposal in zip(asks, proposals, strict=True):
         if not proposal:
             continue
         request, held = ask.request, len(ask.request.pages)
@@ -81,8 +80,8 @@ def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
         if not draft:
             continue
         left -= len(draft)
-        plan.counts[i] += len(draft)
-        plan.drafts.append((i, draft))
+        plan.counts[ask.row] += len(draft)
+        plan.drafts.append((ask.row, draft))
         rows.grow(request, request.num_computed + len(draft))
         if held < len(request.pages):
             spare -= len(request.pages) - held
@@ -92,16 +91,21 @@ def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
         rows.num_lockstep += 1
 
 
-def _ask(plan: Plan, i: int, least: int, most: int) -> Ask | None:
-    """What may be proposed for row i of a plan; None: nothing. Pure."""
-    request, start = plan.requests[i], plan.starts[i]
-    drafting = request.drafting
-    if drafting is None or start < request.prompt_len or plan.counts[i] > 1 or not plan.samples[i]:
-        return None  # a row that does not decode
-    most = min(most, request.prompt_len + request.max_new_tokens - 2 - start)  # the last token is drawn, not computed
-    if most < least or (request.extras is not None and request.num_output < request.extras.min_new_tokens):
-        return None  # or one whose stop ids are banned
-    return Ask(request, drafting, start + 1 - len(request.token_ids), least, most)
+def _asks(plan: Plan, most: int) -> list[Ask]:
+    """What may be proposed for the rows of a plan that decode. As little per row as can be. Pure."""
+    least = 1 if len(plan.requests) == 1 else min(FEW, most)
+    asks = []
+    for i, request in enumerate(plan.requests):
+        drafting, start = request.drafting, plan.starts[i]
+        if drafting is None or start < drafting.rest_until:
+            continue
+        if start < request.prompt_len or plan.counts[i] > 1 or not plan.samples[i]:
+            continue  # it does not decode
+        room = request.prompt_len + request.max_new_tokens - 2 - start  # the last token is drawn, not computed
+        if room < least or (request.extras is not None and request.num_output < request.extras.min_new_tokens):
+            continue  # at its end, or its stop ids are banned
+        asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(most, room)))
+    return asks
 
 
 def _known(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:

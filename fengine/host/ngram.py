@@ -17,8 +17,11 @@ from fengine.host.drafts import Ask, Proposer, Speculation
 from fengine.request import Drafting
 
 CANDIDATES = 8
+ID_BITS = 32  # of a token in the number that stands for a run: an int is looked up sooner than a tuple is made
 CATCH_UP = 8192  # tokens indexed in one go: a long prompt must not hold up the loop
-SIZES = (3, 3, 7, 15)  # first tries behind copies of 1, 2-3, 4-7, and more tokens; with the row's own 4, 8, 16
+SIZES = (3, 3, 4, 15)  # first tries behind copies of 1, 2-3, 4-7, and more tokens
+REST = 7  # tokens between two looks where nothing was right for 8 * REST tokens, sooner fewer: a look takes the time of
+# 1 % of a step of a small model
 PATIENCE = 7  # after n tries in vain 2 ** n tokens are drawn before the next one; n grows no further
 
 
@@ -32,28 +35,27 @@ class Match(NamedTuple):
 class NgramIndex:
     """Where each run of `least` tokens of one growing sequence has occurred. Modifies: itself."""
 
-    __slots__ = ("least", "most", "_latest", "_before")
+    __slots__ = ("least", "most", "num_indexed", "_run", "_kept", "_latest", "_before")
 
     def __init__(self, least: int, most: int) -> None:
         """Copies of `least` tokens count; they are compared up to `most` tokens back. 1 <= least <= most."""
         self.least, self.most = least, most
-        self._latest: dict[tuple[int, ...], int] = {}  # a run -> the index behind its latest occurrence
-        self._before = array(
-            "i", [0] * least
-        )  # index behind an occurrence -> that of the one before it; 0: there is none
-
-    @property
-    def num_indexed(self) -> int:
-        """Tokens that the index knows."""
-        return len(self._before) - 1 if self._latest else 0
+        self.num_indexed = 0  # tokens that the index knows
+        self._run, self._kept = 0, (1 << ID_BITS * least) - 1  # the last `least` tokens as one number, and its bits
+        self._latest: dict[int, int] = {}  # a run -> the index behind its latest occurrence
+        self._before = array("i", [0])  # index behind an occurrence -> that of the one before it; 0: there is none
 
     def extend(self, ids: Sequence[int], count: int) -> None:
         """Takes in the first `count` tokens of the sequence; those that it knows must still be the same."""
-        latest, before, least = self._latest, self._before, self.least
-        for end in range(len(before), count + 1):
-            run = tuple(ids[end - least : end])
-            before.append(latest.get(run, 0))
-            latest[run] = end
+        run, kept, least, latest, before = self._run, self._kept, self.least, self._latest, self._before
+        for end in range(self.num_indexed + 1, count + 1):
+            run = (run << ID_BITS | ids[end - 1]) & kept
+            if end < least:
+                before.append(0)
+            else:
+                before.append(latest.get(run, 0))
+                latest[run] = end
+        self._run, self.num_indexed = run, max(count, self.num_indexed)
 
     def match(self, ids: Sequence[int]) -> Match | None:
         """The longest earlier copy of the end of `ids`, all of which is indexed; of equally long ones the latest.
@@ -106,35 +108,41 @@ class Lookup:
     """What a request's tokens repeat, and how its tries fared: a function of its own history alone, so that it is
     treated alike whatever its neighbours do. Modifies: itself."""
 
-    __slots__ = ("index", "trusts", "tries", "level")
+    __slots__ = ("index", "trusts", "tries", "level", "right_at")
 
-    def __init__(self, least: int, most: int, tries: int) -> None:
+    def __init__(self, least: int, most: int, ask: Ask) -> None:
         self.index = NgramIndex(least, most)
         self.trusts = [Trust(size) for size in SIZES]
-        self.tries = tries  # learnt from
+        self.tries = ask.drafting.tries  # learnt from
         self.level = 0  # of the last proposal
+        self.right_at = len(ask.request.token_ids)  # tokens known when a draft was last right, or this was made
 
     def propose(self, ask: Ask) -> list[int]:
         """Modifies: itself. Learns from the try before."""
         ids, index, drafting = ask.request.token_ids, self.index, ask.drafting
+        known = len(ids)
         if drafting.tries > self.tries:
             self.tries = drafting.tries
-            self._learn(drafting, len(ids))
-        index.extend(ids, min(len(ids), index.num_indexed + CATCH_UP))
-        if index.num_indexed < len(ids) or (match := index.match(ids)) is None:
+            self._learn(drafting, known)
+        index.extend(ids, min(known, index.num_indexed + CATCH_UP))
+        if index.num_indexed < known:
             return []
-        self.level = min(match.length.bit_length(), len(SIZES)) - 1
-        trust = self.trusts[self.level]
-        count = min(trust.size, ask.most)
-        if len(ids) < trust.resume_at or count < ask.least:
-            return []
-        return follow(ids, match.end, ask.skip + count)[ask.skip :]
+        match = index.match(ids)
+        if match is not None:
+            self.level = min(match.length.bit_length(), len(SIZES)) - 1
+            trust = self.trusts[self.level]
+            count = min(trust.size, ask.most)
+            if known >= trust.resume_at and count >= ask.least:
+                return follow(ids, match.end, ask.skip + count)[ask.skip :]
+        drafting.rest_until = known + ask.skip + min((known - self.right_at) // 8, REST)
+        return []
 
     def _learn(self, drafting: Drafting, known: int) -> None:
         """A success speaks for longer copies too, a failure against shorter ones."""
         own = self.trusts[self.level]
         own.learn(drafting.tried, drafting.right, known)
         if drafting.right:
+            self.right_at = known
             for longer in self.trusts[self.level + 1 :]:
                 longer.size, longer.misses, longer.resume_at = max(own.size, longer.size), 0, 0
         else:
@@ -146,10 +154,13 @@ def ngram_proposer(least: int, most: int) -> Proposer:
     """Proposes by look-up in each request's own tokens. Modifies: `Drafting.memo`, a `Lookup`."""
 
     def propose(asks: Sequence[Ask]) -> list[list[int]]:
+        proposals = []
         for ask in asks:
-            if ask.drafting.memo is None:
-                ask.drafting.memo = Lookup(least, most, ask.drafting.tries)
-        return [ask.drafting.memo.propose(ask) for ask in asks]
+            lookup = ask.drafting.memo
+            if lookup is None:
+                lookup = ask.drafting.memo = Lookup(least, most, ask)
+            proposals.append(lookup.propose(ask))
+        return proposals
 
     return propose
 
