@@ -316,12 +316,18 @@ def test_what_was_evicted_is_read_again_unless_it_has_changed(
         adapters = llm._parts.adapters
         assert adapters is not None and sum(e.load is not None for e in adapters._entries.values()) == 2
         assert batch(llm, requests) == reference  # all at once: loads that were given up go on for their requests
+        gone, read, threads = adapters.given_up([*NAMES, 7])[0], adapters._reload, []
+        adapters._reload = lambda name: (threads.append(threading.current_thread()), read(name))[1]
+        asyncio.run(llm.async_generate(input_ids=[5], sampling_params=GREEDY, lora_path=gone))  # type: ignore[arg-type]
+        assert len(threads) == 1 and threads[0] is not threading.current_thread()  # the event loop went on
         assert llm.load_lora_adapter("copy", str(copy)).success
         for name in ("a0", "a1"):
             llm.generate(input_ids=[5], sampling_params=GREEDY, lora_path=name)
         tiny_adapters.write(copy, tiny_adapters.tensors(model, 8, seed=99), 8)
         with pytest.raises(AdapterError, match="has changed since it was loaded"):
             llm.generate(input_ids=[5], lora_path="copy")
+        with pytest.raises(AdapterError, match="has changed since it was loaded"):
+            asyncio.run(llm.async_generate(input_ids=[5], lora_path="copy"))  # type: ignore[arg-type]
 
 
 def test_a_pinned_adapter_keeps_its_slot(model: Path, paths: dict[str, str]) -> None:

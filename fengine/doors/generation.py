@@ -9,7 +9,7 @@ from typing import Any
 from fengine.doors.admission import admit_all
 from fengine.doors.arguments import split
 from fengine.doors.calls import AsyncStream, Call, Stream
-from fengine.doors.options import Door, grammars_in
+from fengine.doors.options import Door, bring_back, grammars_in
 from fengine.doors.results import Output
 from fengine.errors import EngineClosedError, InvalidRequestError
 from fengine.tokenizer import Tokenizer
@@ -118,6 +118,7 @@ class Generation:
         arguments = locals()
         if grammars := grammars_in(self._door, sampling_params):  # compiled while this event loop goes on
             await asyncio.to_thread(self._door.grammars.prepare, grammars)
+        await bring_back(self._door.parts, lora_path)
         call = self.begin(arguments, asyncio.get_running_loop())
         return AsyncStream(call) if stream else await call.wait_async()
 

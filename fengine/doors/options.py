@@ -1,5 +1,6 @@
 """What a call's options come to for one request: `Extras`, cache salt, priority; and the `Door` they are checked at."""
 
+import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -225,6 +226,13 @@ def adapter_of(parts: Parts, name: Any) -> Adapter | None:
             "lora_paths, when the engine is made; or leave lora_path out."
         )
     return parts.adapters.resolve(name)
+
+
+async def bring_back(parts: Parts, names: Any) -> None:
+    """Reads a call's adapters again that have left CPU memory; the event loop goes on. Errors: AdapterError."""
+    if parts.adapters is not None:
+        for name in parts.adapters.given_up(names):
+            await asyncio.to_thread(parts.adapters.resolve, name)
 
 
 def salt_of(value: Any) -> str | None:

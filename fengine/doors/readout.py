@@ -6,6 +6,7 @@ from typing import Any
 
 from fengine.doors.embedding import EncodeCall, pair_ids, rerank_scores
 from fengine.doors.generation import Generation
+from fengine.doors.options import bring_back
 from fengine.doors.results import Output
 from fengine.doors.scoring import ScoreResult, Scoring
 from fengine.errors import EngineClosedError
@@ -36,7 +37,9 @@ class Readout(Generation):
         embed_overrides: Any = None, external_trace_header: Any = None, rid: str | list[str] | None = None,
     ) -> Output | list[Output]:  # fmt: skip
         """As `encode`. Works in any event loop."""
-        return await self.begin_encode(locals(), asyncio.get_running_loop()).wait_async()
+        arguments = locals()
+        await bring_back(self._door.parts, lora_path)
+        return await self.begin_encode(arguments, asyncio.get_running_loop()).wait_async()
 
     def rerank(self, prompt: Any) -> list[Output]:
         """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification.

@@ -131,6 +131,12 @@ class Adapters:
             load = self._used(name)
             return load if load is not None else self._reload(name)
 
+    def given_up(self, names: Any) -> list[str]:
+        """Of one name, or a list of them, those whose adapter must be read again. Pure."""
+        wanted = {name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)}
+        with self._lock:
+            return [name for name, entry in self._entries.items() if entry.load is None and name in wanted]
+
     def load(self, name: Any, path: Any, pinned: Any = False) -> None:
         """Reads an adapter's directory, or hub repository, and gives it a name.
 
