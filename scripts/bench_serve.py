@@ -1,16 +1,17 @@
 """What HTTP costs on a CPU: output tokens/s of the model in the box, offline and through the server, in one process.
 
-64 connections ask at once for a streamed completion each (prompts of 8-200 token ids, 256-512 new tokens, greedy,
-end-of-text ignored); a client in another process on the same cores reads them. Offline is `Engine.generate` of the same
-requests. The two take turns; the share is the ratio of the medians. Beside it the seconds between the reads of a
-stream, and the seconds that each of the process's threads had a core. `--chunks` lists values of
-serve.chunks_per_second.
+64 streams are open all the time: each of 64 connections asks for a streamed completion, and for the next one when that
+has ended, until all `--requests` are answered (prompts of 8-200 token ids, 128-384 new tokens, greedy, end-of-text
+ignored). Offline is one `Engine.generate` of the same requests in the same order, 64 rows at most at a time. The two
+take turns, each first in every other pair; the share is the median of the pairs' ratios. The client is another process
+on the same cores, which only reads: what it costs is part of the server's figure, and its core seconds are told beside
+those of the engine's process. Beside it the seconds between the reads of a stream. `--chunks` lists values of
+serve.chunks_per_second; with `--requests 64` all ask at once, and the last rows run with ever fewer neighbours.
 
     python scripts/bench_serve.py --runs 5 --chunks 250,inf
 """
 
 import json
-import os
 import random
 import selectors
 import socket
@@ -21,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from measure import parser, save, summary
@@ -32,25 +32,25 @@ from fengine.serve.config import ServeConfig
 from fengine.serve.server import listen, server_of
 
 STREAMS = 64
-Work = list[tuple[list[int], int]]
+Work = list[tuple[list[int], int]]  # prompts, and how many tokens each is answered with
 
 
 def requests(count: int, vocab: int, seed: int = 0) -> Work:
     draw = random.Random(seed)
     return [
-        ([draw.randrange(10, vocab - 10) for _ in range(draw.randint(8, 200))], draw.randint(256, 512))
+        ([draw.randrange(10, vocab - 10) for _ in range(draw.randint(8, 200))], draw.randint(128, 384))
         for _ in range(count)
     ]
 
 
 def offline(engine: Engine, work: Work) -> float:
-    """Output tokens/s."""
+    """Seconds."""
     params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for _, n in work]
     start = time.perf_counter()
     outputs: Any = engine.generate(input_ids=[ids for ids, _ in work], sampling_params=params)
     took = time.perf_counter() - start
     assert [o["meta_info"]["completion_tokens"] for o in outputs] == [n for _, n in work]
-    return sum(n for _, n in work) / took
+    return took
 
 
 # -- the client, in a process of its own -------------------------------------------------------------------------------
@@ -72,30 +72,42 @@ class Stream:
         self.tail = (self.tail + data)[-4096:]
         if not self.tail.endswith(b"\r\n0\r\n\r\n"):
             return None
-        return int(self.tail.rpartition(b'"completion_tokens": ')[2].partition(b",")[0])
+        count = int(self.tail.rpartition(b'"completion_tokens": ')[2].partition(b",")[0])
+        self.tail = b""
+        return count
+
+    def gaps(self) -> list[float]:
+        """Seconds between the reads of the answer that has just ended."""
+        times, self.times = self.times, []
+        return [b - a for a, b in zip(times, times[1:], strict=False)]
 
 
 def client(port: int, work: Work) -> dict[str, Any]:
-    """Runs the work, a connection each. {"seconds", "tokens", "gap": median seconds between reads}."""
-    bodies = [body(ids, n) for ids, n in work]
-    streams = [Stream(socket.create_connection(("127.0.0.1", port))) for _ in work]
-    tokens = 0
+    """Runs the work. {"seconds", "tokens", "cores": seconds that this process ran, "gap": median seconds between reads
+    of one answer}."""
+    waiting = [body(ids, n) for ids, n in reversed(work)]
+    streams = [Stream(socket.create_connection(("127.0.0.1", port))) for _ in range(STREAMS)]
+    tokens, gaps = 0, []
     with selectors.DefaultSelector() as ready:
-        start = time.perf_counter()
-        for stream, data in zip(streams, bodies, strict=True):
-            stream.link.sendall(data)
+        start, had = time.perf_counter(), time.process_time()
+        for stream in streams:
             ready.register(stream.link, selectors.EVENT_READ, stream)
+            stream.link.sendall(waiting.pop())
         while ready.get_map():
             for key, _ in ready.select():
                 count = key.data.read()
-                if count is not None:
-                    tokens += count
+                if count is None:
+                    continue
+                tokens += count
+                gaps += key.data.gaps()
+                if waiting:
+                    key.data.link.sendall(waiting.pop())
+                else:
                     ready.unregister(key.fileobj)
-        took = time.perf_counter() - start
+        took, cores = time.perf_counter() - start, time.process_time() - had
     for stream in streams:
         stream.link.close()
-    gaps = [b - a for stream in streams for a, b in zip(stream.times, stream.times[1:], strict=False)]
-    return {"seconds": took, "tokens": tokens, "gap": statistics.median(gaps)}
+    return {"seconds": took, "tokens": tokens, "cores": cores, "gap": statistics.median(gaps)}
 
 
 def body(ids: list[int], count: int) -> bytes:
@@ -134,15 +146,14 @@ def answer_client() -> None:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 
-def cores_had(before: dict[str, float] | None = None) -> dict[str, float]:
-    """Seconds that each named thread of this process has run, less those `before`; "others" are those of OpenMP."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    had: dict[str, float] = {}
-    for task in Path("/proc/self/task").iterdir():
-        spent = sum(map(int, (task / "stat").read_text().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
-        name = names.get(int(task.name), "others")
-        had[name] = had.get(name, 0.0) + spent
-    return {name: spent - (before or {}).get(name, 0.0) for name, spent in had.items()}
+@dataclass
+class Run:
+    """One run of all requests, in seconds: by the clock, and of cores that the engine's process and the client had."""
+
+    seconds: float
+    engine: float
+    client: float = 0.0
+    gap: float = 0.0
 
 
 def start(engine: Engine, chunks: float) -> tuple[int, Callable[[], None]]:
@@ -162,49 +173,54 @@ def start(engine: Engine, chunks: float) -> tuple[int, Callable[[], None]]:
     return bound.getsockname()[1], stop
 
 
+def turn(engine: Engine, reader: Client, ports: dict[str, int], work: Work, backwards: bool) -> dict[str, Run]:
+    """One run of each."""
+    found = {}
+    for name in sorted(["offline", *ports], reverse=backwards):
+        had = time.process_time()
+        if name == "offline":
+            took = offline(engine, work)
+            found[name] = Run(took, time.process_time() - had)
+        else:
+            told = reader.run(ports[name], work)
+            assert told["tokens"] == sum(n for _, n in work)
+            found[name] = Run(told["seconds"], time.process_time() - had, told["cores"], told["gap"])
+    return found
+
+
+def row(name: str, turns: list[dict[str, Run]], tokens: int) -> dict[str, Any]:
+    runs, pairs = [one[name] for one in turns], [one["offline"].seconds / one[name].seconds for one in turns]
+    told = {"tokens_per_second": summary([tokens / run.seconds for run in runs]),
+            "engine_core_seconds": summary([run.engine for run in runs])}  # fmt: skip
+    if name == "offline":
+        return told
+    return told | {
+        "share": summary(pairs),
+        "client_core_seconds": summary([run.client for run in runs]),
+        "seconds_between_reads": statistics.median(run.gap for run in runs),
+    }
+
+
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--chunks", default="250,inf")
+    options.add_argument("--chunks", default="250")
+    options.add_argument("--requests", type=int, default=2 * STREAMS)
     args = options.parse_args()
-    budgets = [float(word) for word in args.chunks.split(",")]
-    names = ["offline", *(f"server, {budget:g} chunks/s" for budget in budgets)]
-    figures: dict[str, list[float]] = {name: [] for name in names}
-    gaps: dict[str, list[float]] = {name: [] for name in names[1:]}
-    threads: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    assert args.requests >= STREAMS, "a request for each stream"
     reader = Client()
-    with Engine(model_path="box", disable_radix_cache=True) as engine:
+    with Engine(model_path="box", disable_radix_cache=True, max_running_requests=STREAMS) as engine:
         assert engine.tokenizer is not None
-        work = requests(STREAMS, engine.tokenizer.vocab_size)
-        servers = [start(engine, budget) for budget in budgets]
-        for turn in range(args.runs + 1):
-            before = cores_had()
-            found = {"offline": offline(engine, work)}
-            spent = {"offline": cores_had(before)}
-            for name, (port, _) in zip(names[1:], servers, strict=True):
-                before = cores_had()
-                told = reader.run(port, work)
-                spent[name] = cores_had(before)
-                assert told["tokens"] == sum(n for _, n in work)
-                found[name] = told["tokens"] / told["seconds"]
-                gaps[name].append(told["gap"])
-            for name, rate in found.items():
-                if turn:  # the first turn warms up
-                    figures[name].append(rate)
-                    threads[name].append(spent[name])
-        for _, stop in servers:
+        work = requests(args.requests, engine.tokenizer.vocab_size)
+        servers = {f"server, {float(word):g} chunks/s": start(engine, float(word)) for word in args.chunks.split(",")}
+        ports = {name: port for name, (port, _) in servers.items()}
+        turn(engine, reader, ports, work, False)  # warms up
+        turns = [turn(engine, reader, ports, work, i % 2 > 0) for i in range(args.runs)]
+        for _, stop in servers.values():
             stop()
     reader.close()
-    base = statistics.median(figures["offline"])
-    table = {name: summary(rates) | {"share": statistics.median(rates) / base} for name, rates in figures.items()}
-    for name, values in gaps.items():
-        table[name]["seconds_between_reads"] = statistics.median(values[1:])
-    for name, runs in threads.items():
-        table[name]["core_seconds"] = {
-            k: statistics.median(run[k] for run in runs) for k in runs[0] if runs[0][k] > 0.005
-        }
-    save(
-        "bench_serve", {"unit": "output tokens/s", "streams": STREAMS, "requests": len(work), "table": table}, args.out
-    )
+    tokens = sum(n for _, n in work)
+    table = {name: row(name, turns, tokens) for name in turns[0]}
+    save("bench_serve", {"streams": STREAMS, "requests": len(work), "tokens": tokens, "table": table}, args.out)
 
 
 if __name__ == "__main__":
