@@ -1,6 +1,8 @@
 """What the server refuses, and what it survives: bad bodies, broken HTTP, slow clients, clients that go, its end."""
 
 import contextlib
+import json
+import math
 import os
 import re
 import select
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -310,6 +313,51 @@ def test_a_client_that_takes_nothing_is_cut_off(engine: Engine) -> None:
         until(lambda: server.service.rows == 0, 60)
         until(server.quiet)
         assert b"[DONE]" not in read(link).body  # cut off
+
+
+def test_a_stream_is_whole_however_it_is_taken(engine: Engine) -> None:
+    """At once, slowly through buffers of a few KiB, in one piece by HTTP/1.0: the same answer."""
+    body = {"model": "box", "prompt": [5] * 8, "n": 4, "max_tokens": 120, "ignore_eos": True, "temperature": 0.9,
+            "seed": 3, "logprobs": 5, "return_token_ids": True}  # fmt: skip
+    streamed = request("POST", "/v1/completions", {**body, "stream": True})
+    with live(engine, send_buffer=4096, chunks_per_second=math.inf) as server:
+        whole = server.ask("POST", "/v1/completions", body).json["choices"]
+        for data, pause in (
+            (streamed, 0.0),
+            (streamed, 0.001),
+            (streamed.replace(b" HTTP/1.1", b" HTTP/1.0", 1), 0.0),
+        ):
+            with server.connect() as link:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                link.sendall(data)
+                told = b""
+                while not told.endswith((b"[DONE]\n\n", b"0\r\n\r\n")) and (piece := link.recv(2048)):
+                    told += piece
+                    time.sleep(pause)
+            head, _, told = told.partition(b"\r\n\r\n")
+            chunked = b"transfer-encoding: chunked" in head.lower()
+            assert chunked == (b"HTTP/1.1" in data)
+            events = unchunked(told) if chunked else told
+            parts = [json.loads(e[6:])["choices"][0] for e in events.split(b"\n\n") if e and e != b"data: [DONE]"]
+            for choice in whole:
+                mine = [part for part in parts if part["index"] == choice["index"]]
+                assert "".join(part["text"] for part in mine) == choice["text"]
+                assert sum((part["token_ids"] for part in mine), []) == choice["token_ids"]
+                logprobs = sum((part["logprobs"]["token_logprobs"] for part in mine), [])
+                assert logprobs == choice["logprobs"]["token_logprobs"]
+
+
+def unchunked(data: bytes) -> bytes:
+    """The body that chunks make, which must end."""
+    found = []
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        if int(size, 16) == 0:
+            assert data == b"\r\n"
+            return b"".join(found)
+        found.append(data[: int(size, 16)])
+        assert data[int(size, 16) :].startswith(b"\r\n")
+        data = data[int(size, 16) + 2 :]
 
 
 def test_a_body_that_is_answered_before_its_end_is_no_way_to_stay(engine: Engine) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,36 @@ from fengine.tickets import Ticket
 Post = Callable[..., Any]  # of (function, argument): calls it in the event loop; callable from any thread
 
 
+class Mail:
+    """The numbers of tickets that have news, for one reader at a time in the event loop's thread: `asyncio.Queue`, at a
+    part of its cost. `wake` is called behind each `put`. Modifies: itself."""
+
+    def __init__(self) -> None:
+        self._items: deque[int] = deque()
+        self.wake: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: int) -> None:
+        self._items.append(item)
+        if self.wake is not None:
+            self.wake()
+
+    def pop(self) -> int:
+        return self._items.popleft()
+
+    async def get(self) -> int:
+        if not self._items:
+            came = asyncio.get_running_loop().create_future()
+            self.wake = lambda: None if came.done() else came.set_result(None)
+            try:
+                await came
+            finally:
+                self.wake = None
+        return self._items.popleft()
+
+
 class Call:
     """The tickets of one call and the mail that tells about them. `put` is called by the text thread."""
 
@@ -28,17 +59,19 @@ class Call:
         loop: asyncio.AbstractEventLoop | None, deltas: bool = False, pace: Callable[[], float] | None = None,
         post: Post | None = None,
     ) -> None:  # fmt: skip
-        """Queues the requests. A stream's chunks hold what is new if `deltas`, or the engine's settings, say so; those
-        of one request, but for the first and the last, come not before the moment (perf_counter) that `pace` told when
-        the one before was read. `post` replaces `loop.call_soon_threadsafe`.
+        """Queues the requests. A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with
+        which all but the last are `brief`, too. Those of one request, but for the first and the last, come not before
+        the moment (perf_counter) that `pace` told when the one before was read. `post` replaces
+        `loop.call_soon_threadsafe`.
 
         Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
         SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
         """
         self.door, self.admitted, self.stream, self.single, self.loop = door, admitted, stream, single, loop
         self.driver = door.parts.driver
-        self.incremental = stream and (deltas or door.args.incremental_streaming_output or door.args.stream_output)
-        self.mail: Any = asyncio.Queue() if loop else queue.SimpleQueue()
+        self.brief = stream and deltas
+        self.incremental = self.brief or stream and (door.args.incremental_streaming_output or door.args.stream_output)
+        self.mail: Any = Mail() if loop else queue.SimpleQueue()
         self.post, self.pace = post or (loop and loop.call_soon_threadsafe), pace
         self.not_before = [0.0] * len(admitted)
         self.dirty = [False] * len(admitted)
@@ -83,7 +116,7 @@ class Call:
                 self.mail.put(index)
                 return
             with suppress(RuntimeError):  # it was closed just now; the next news ends the request
-                self.post(self.mail.put_nowait, index)
+                self.post(self.mail.put, index)
 
         return notify
 
@@ -141,6 +174,7 @@ class Call:
         return output_of(
             ticket,
             Seen(text, count, len(had_text), had, done),
+            brief=self.brief and not done,
             return_logprob=self.admitted[index].return_logprob,
             has_text=self.door.parts.tokenizer is not None,
             metrics=self.door.args.enable_metrics,

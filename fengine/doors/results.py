@@ -24,11 +24,16 @@ class Seen:
     done: bool = False
 
 
-def output_of(ticket: Ticket, seen: Seen, *, return_logprob: bool, has_text: bool, metrics: bool) -> Output:
-    """SGLang's dict for one request: everything so far, or with a `from` what is new. Pure but for the clock."""
+def output_of(
+    ticket: Ticket, seen: Seen, *, return_logprob: bool, has_text: bool, metrics: bool, brief: bool = False
+) -> Output:
+    """SGLang's dict for one request: everything so far, or with a `from` what is new. Pure but for the clock.
+
+    `brief`: `meta_info` has no more than `finish_reason` and what was asked for of each token.
+    """
     request, start = ticket.request, ticket.request.prompt_len
     ids = request.token_ids[start + seen.count_from : start + seen.count]
-    meta = _meta(ticket, seen) | _speculation(request, seen.count)
+    meta = {"finish_reason": None} if brief else _meta(ticket, seen) | _speculation(request, seen.count)
     if return_logprob:
         meta |= _logprobs(request, seen.count_from, seen.count, ids)
     extras, record = request.extras, request.record

@@ -1,9 +1,10 @@
 """Answers in OpenAI's shapes: the frame around choices, usage, and the events of a stream."""
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -112,11 +113,13 @@ class Events:
     """The server-sent events of one call: `async for` (bytes of some whole events, whether more follow). Ends with
     [DONE].
 
-    An error ends the stream with an event that holds it. Whoever reads must abort the call behind.
+    What comes in mid-answer is offered to `write` as it comes; only what that does not take (False) gets to the reader,
+    whom it would cost the most to wake. An error ends the stream with an event that holds it. Whoever reads must abort
+    the call behind.
     """
 
-    def __init__(self, call: Call, ask: Ask, frame: Frame) -> None:
-        self.call, self.ask, self.frame = call, ask, frame
+    def __init__(self, call: Call, ask: Ask, frame: Frame, write: Callable[[bytes], bool]) -> None:
+        self.call, self.ask, self.frame, self.write = call, ask, frame, write
         self._before, self._behind = frame.split(ask.wishes.include_usage)
         self._last: list[Output] = [{}] * len(call.tickets)
 
@@ -127,7 +130,7 @@ class Events:
             yield first, True
         while call.open:
             try:
-                pieces = await self._next()
+                pieces = self._read() if call.mail else await self._written()
             except Exception as error:
                 yield event(refusal_of(error).body()) + DONE, False
                 return
@@ -141,22 +144,41 @@ class Events:
             return b""
         return event(self.frame.around([], usage_of(self._last, self.ask.wishes.samples)))
 
-    async def _next(self) -> bytes:
+    async def _written(self) -> bytes:
+        """Writes what comes, and returns the first pieces that are not written. Errors: as `_read`."""
+        left: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def pass_on() -> None:
+            if left.done():
+                return  # the reader will see it
+            try:
+                pieces = self._read()
+                if not self.call.open or pieces and not self.write(pieces):
+                    left.set_result(pieces)
+            except Exception as error:
+                left.set_exception(error)
+
+        self.call.mail.wake = pass_on
+        try:
+            return await left
+        finally:
+            self.call.mail.wake = None
+
+    def _read(self) -> bytes:
         """All that is new by now, of any choice. Errors: those of requests that failed."""
         mail, pieces = self.call.mail, []
-        index = await mail.get()
-        while True:
+        while mail:
+            index = mail.pop()
             output = self.call.read(index)
-            if output is not None:
-                if (failure := failure_of(output)) is not None:
-                    raise failure
-                if output["meta_info"]["finish_reason"] is not None:
-                    self._last[index] = output
-                if (choice := self.ask.form.chunk(index, output)) is not None:
-                    pieces.append(self._choice(choice))
-            if mail.empty():
-                return b"".join(pieces)
-            index = mail.get_nowait()
+            if output is None:
+                continue
+            if (failure := failure_of(output)) is not None:
+                raise failure
+            if output["meta_info"]["finish_reason"] is not None:
+                self._last[index] = output
+            if (choice := self.ask.form.chunk(index, output)) is not None:
+                pieces.append(self._choice(choice))
+        return b"".join(pieces)
 
     def _choice(self, choice: dict[str, Any]) -> bytes:
         return f"{self._before}{json.dumps(choice)}{self._behind}".encode()

@@ -28,6 +28,7 @@ CLOSED_BY_CLIENT = 499  # nginx's word in logs and counters; no client reads it
 OPEN = frozenset({"/health"})  # needs no key
 COUNTED = frozenset("/v1/completions /v1/chat/completions /v1/embeddings /v1/models /health /metrics".split())
 KEY_VARIABLE = "FENGINE_API_KEY"
+WRITE = "fengine.write"  # in a scope's state, of a server that has it: bytes -> whether that piece has been written
 
 
 def make_app(engine: Engine, config: ServeConfig | None = None) -> FastAPI:
@@ -78,7 +79,7 @@ class Routes:
         ask, call = await service.generate(body, kind)
         frame = Frame.of(ask.form, ask.wishes.stream, body["model"], service.fingerprint)
         if ask.wishes.stream:
-            return EventStream(Events(call, ask, frame), service)
+            return EventStream(Events(call, ask, frame, writer_of(request.scope)), service)
         try:
             outputs = await service.outputs(call.wait_async(), gone(request.receive))
         finally:
@@ -114,6 +115,11 @@ class Routes:
         return PlainTextResponse(await self.service.metrics(), media_type=CONTENT_TYPE)
 
 
+def writer_of(scope: Scope) -> Callable[[bytes], bool]:
+    """How the server writes a piece of an answer past all layers; other servers than ours cannot. Pure."""
+    return scope.get("state", {}).get(WRITE, lambda _: False)
+
+
 async def gone(receive: Receive) -> None:
     """Returns when the client has gone. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
@@ -135,7 +141,6 @@ class EventStream(Response):
         watch.add_done_callback(lambda _: self.events.call.abort())  # which ends the events
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            send = scope["fengine.send"]  # chunks need none of the layers between
             async for piece, more in self.events:
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
@@ -190,8 +195,6 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-
-        scope["fengine.send"] = send
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":

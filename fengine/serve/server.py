@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fengine.engine import Engine
 from fengine.errors import ConfigError
-from fengine.serve.app import make_app
+from fengine.serve.app import WRITE, make_app
 from fengine.serve.config import ServeConfig
 from fengine.serve.refusals import Refusal
 
@@ -36,6 +36,7 @@ class Connection(H11Protocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.app_state = {**self.app_state, WRITE: self._write}  # which each request's scope has as its state
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -70,6 +71,7 @@ class Connection(H11Protocol):
         for name in list(self._timers):
             self._stop(name)
         super().connection_lost(exc)
+        self.app_state.clear()  # or the connection would wait for the garbage collector
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets JSON all the same."""
@@ -82,6 +84,14 @@ class Connection(H11Protocol):
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _write(self, data: bytes) -> bool:
+        """Writes a piece, not the last, of the answer under way, in the bytes that h11 would send. False: that takes
+        `send`, as the client has gone, takes nothing now, or knows no chunks."""
+        if self.scope["http_version"] != "1.1" or self.cycle.disconnected or self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _start(self, name: str, seconds: float) -> None:
         self._stop(name)
