@@ -6,8 +6,9 @@ Engines of the named numerics run one after the other on the same GPU, so that e
 repeats the sequence, so that a drift of the machine falls on both. `exact+compile` is exact with torch.compile over the
 step, which is off by default where CUDA graphs hold the step. The prefix cache is flushed between runs, and of use
 in shared_prefix only. --start measures, in processes of their own, the seconds from `Engine(...)` to ready with an
-empty and with a filled cache directory. The figures of another engine on the same workloads can be set beside ours with
---beside FILE (JSON: {"runs": [{"model", <workload>: {"out_tok_s"}}]}).
+empty and with a filled cache directory. --budget ends in time with what has been measured by then. The figures of
+another engine on the same workloads can be set beside ours with --beside FILE (JSON: {"runs": [{"model", <workload>:
+{"out_tok_s"}}]}).
 """
 
 import gc
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from floors import floor, shape
-from measure import RESULTS, environment, parser, summary
+from measure import RESULTS, Budget, add_budget, environment, parser, summary
 from workloads import Work, suite
 
 from fengine import Engine
@@ -72,15 +73,19 @@ def run(engine: Engine, work: Work) -> float:
     return time.perf_counter() - start
 
 
-def one_round(model: str, numerics: str, runs: int, works: dict[str, Work], walls: dict[str, list[float]]) -> dict:
+def one_round(
+    model: str, numerics: str, runs: int, works: dict[str, Work], walls: dict[str, list[float]], budget: Budget
+) -> dict:
     """Adds `runs` walls of every workload to `walls`, after a warm-up of the short ones; the engine's own figures."""
-    begin = time.perf_counter()
+    begin = budget.clock()
     with dummy_engine(model, **options(numerics)) as engine:
-        facts = {"start_s": time.perf_counter() - begin, "engine": engine.stats()}
+        facts = {"start_s": budget.clock() - begin, "engine": engine.stats()}
         for name, work in works.items():
             if name.startswith("latency"):
                 run(engine, work)
-            for _ in range(runs):
+            for i in range(runs):
+                if not budget.allows(f"{model} {numerics} {name}, run {i + 1}", max(walls.get(name, [0.0]))):
+                    break
                 walls.setdefault(name, []).append(run(engine, work))
                 print(model, numerics, name, f"{walls[name][-1]:.3f} s", flush=True)
         stats = engine.stats()
@@ -105,19 +110,27 @@ def figures(config: dict[str, Any], work: Work, walls: list[float]) -> dict[str,
     }
 
 
-def bench(model: str, kinds: list[str], runs: int, rounds: int, only: list[str] | None) -> dict[str, Any]:
+def bench(
+    model: str, kinds: list[str], runs: int, rounds: int, only: list[str] | None, budget: Budget
+) -> dict[str, Any]:
     """Numerics -> {"rounds": facts per engine, workload: figures}; exact rows tell their cost against fast."""
     config = shape(model)
     works = {name: work for name, work in suite(model, config["vocab_size"]).items() if not only or name in only}
     walls: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     tables: dict[str, Any] = {kind: {"rounds": []} for kind in kinds}
+    start = 0.0
     for _ in range(rounds):
         for kind in kinds:
-            tables[kind]["rounds"].append(one_round(model, kind, runs, works, walls[kind]))
+            if budget.allows(f"{model} {kind}", start):
+                tables[kind]["rounds"].append(one_round(model, kind, runs, works, walls[kind], budget))
+                start = tables[kind]["rounds"][-1]["start_s"]
     for kind in kinds:
-        tables[kind] |= {name: figures(config, work, walls[kind][name]) for name, work in works.items()}
+        measured = walls[kind]
+        tables[kind] |= {
+            name: figures(config, work, measured[name]) for name, work in works.items() if name in measured
+        }
     if "exact" in tables and "fast" in tables:
-        for name in works:
+        for name in tables["exact"].keys() & tables["fast"].keys() & works.keys():
             exact, fast = tables["exact"][name], tables["fast"][name]
             exact["cost_against_fast"] = exact["wall_s"]["median"] / fast["wall_s"]["median"] - 1
     return tables
@@ -131,7 +144,7 @@ def options(kind: str) -> dict[str, Any]:
     return {"numerics": numerics} | ({"enable_torch_compile": True} if rest else {})
 
 
-def start_seconds(model: str, numerics: str) -> dict[str, Any]:
+def start_seconds(model: str, numerics: str, budget: Budget) -> dict[str, Any]:
     """Import, `Engine(...)` and first request in fresh processes: an empty cache directory, then the same, filled."""
     found = {}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
@@ -139,8 +152,14 @@ def start_seconds(model: str, numerics: str) -> dict[str, Any]:
         code = START.format(path=folder, context=CONTEXT, options=options(numerics))
         kept = {k: v for k, v in os.environ.items() if k not in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
         for turn in ("cold", "warm", "warm again"):
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
-                                  env=kept | {"XDG_CACHE_HOME": cache})  # fmt: skip
+            if not budget.allows(f"{model} start {turn}"):
+                break
+            try:
+                done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                                      env=kept | {"XDG_CACHE_HOME": cache}, timeout=budget.left())  # fmt: skip
+            except subprocess.TimeoutExpired:
+                budget.allows(f"{model} start {turn}")
+                break
             line = next((line for line in done.stdout.splitlines() if line.startswith("seconds ")), None)
             if line is None:
                 found[turn] = {"error": done.stderr[-1000:]}
@@ -173,16 +192,19 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=1, help="how often the sequence of engines is repeated")
     p.add_argument("--start", action="store_true", help="also measure start-up in processes of their own")
     p.add_argument("--beside")
+    add_budget(p)
     args = p.parse_args()
-    kinds = args.numerics.split(",")
+    kinds, budget = args.numerics.split(","), Budget(args.budget)
     beside = json.loads(Path(args.beside).read_text())["runs"] if args.beside else []
     models: dict[str, Any] = {}
     for model in args.model or ["qwen2.5-0.5b", "llama-3.1-8b"]:
-        start = start_seconds(model, kinds[0]) if args.start else None
-        tables = bench(model, kinds, args.runs, args.rounds, args.only)
+        start = start_seconds(model, kinds[0], budget) if args.start else None
+        tables = bench(model, kinds, args.runs, args.rounds, args.only, budget)
         models[model] = tables | ({"start": start} if start else {})
-        write("bench_gpu", {"models": models}, args.out)
+        write("bench_gpu", {"models": models, "left_out": budget.left_out}, args.out)
         show(model, tables, [r for r in beside if r["model"] == model])
+    for part in budget.left_out:
+        print(f"left out for want of time: {part}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python scripts/bench_lora.py                          the model in the box, on a CPU
 
 Three ways take turns in one process: `plain`, an engine without LoRA; `none`, an engine with LoRA while no row has an
-adapter; `mixed`, the same engine, row i with adapter i mod 8. Then, while a batch decodes, an adapter is loaded and
-used: the longest pause between two tokens of a running row is told in steps.
+adapter; `mixed`, the same engine, row i with adapter i mod 8. Before, while a batch decodes, an adapter is loaded and
+used: the longest pause between two tokens of a running row is told in steps. --budget ends in time, with fewer turns.
 """
 
 import threading
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from bench_gpu import dummy_engine
-from measure import parser, save, summary
+from measure import Budget, add_budget, parser, save, summary
 
 from fengine import Engine
 from fengine.lora.layout import all_sites
@@ -103,7 +103,9 @@ def main() -> None:
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--prompt", type=int, default=None, help="tokens; default 128, of the box 32")
     p.add_argument("--output", type=int, default=None, help="tokens; default 256, of the box 64")
+    add_budget(p)
     args = p.parse_args()
+    budget = Budget(args.budget)
     box = args.model == CPU_MODEL
     length, count = args.prompt or (32 if box else 128), args.output or (64 if box else 256)
     tokens = args.batch * (length + count + 64) + 4096
@@ -130,16 +132,25 @@ def main() -> None:
         names: list[str | None] = [f"a{i % args.adapters}" for i in range(args.batch)]
         ways = {"plain": (plain, None), "none": (adapted, None), "mixed": (adapted, names)}
         speeds: dict[str, list[float]] = {way: [] for way in WAYS}
+        stall: list[dict] = []
+        last = 0.0
         for turn in range(args.runs + 1):
+            if turn > 1 and not budget.allows(f"turn {turn}", last):  # the first is a warm-up, one more is needed
+                break
+            begin = time.perf_counter()
             for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
                 speed = run(ways[way][0], prompts, count, ways[way][1])
-                if turn:  # the first is a warm-up
+                if turn:
                     speeds[way].append(speed)
                     print(f"{way:6} {speed:10.1f} tokens/s", flush=True)
+            last = time.perf_counter() - begin
+            while turn == 0 and len(stall) < 3 and (not stall or budget.allows("a load", last)):
+                stall.append(pauses(adapted, prompts, count, tensors, args.rank))
+                print("load", stall[-1], flush=True)
         figures = {way: summary(values) for way, values in speeds.items()}
-        stall = [pauses(adapted, prompts, count, tensors, args.rank) for _ in range(3)]
         middle = {way: figure["median"] for way, figure in figures.items()}
         facts = {"start_s": dict(zip(("plain", "lora"), starts, strict=True)), "settings": vars(args)}
+        facts["left_out"] = budget.left_out
         shares = {"none_of_plain": middle["none"] / middle["plain"], "mixed_of_none": middle["mixed"] / middle["none"]}
         save(
             f"bench_lora_{Path(args.model).name}",

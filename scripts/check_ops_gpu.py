@@ -2,7 +2,8 @@
 
     python scripts/check_ops_gpu.py --out scripts/results/ops_gpu.json
 
-Ends with status 1 if an op is wrong, if bits differ that must not, or if a negative control finds no difference.
+Ends with status 1 if an op is wrong, if bits differ that must not, or if a negative control finds no difference; with
+3 if nothing is wrong, but --budget left parts out.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import triton
+from measure import Budget, add_budget
 from torch import Tensor
 
 from fengine.ops import attention, linear, rms_norm, rope, sampling, silu_mul
@@ -283,19 +285,21 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
-def linear_times() -> dict[str, list[float]]:
+def linear_times(budget: Budget) -> dict[str, list[float]]:
     """[ours, torch.mm], weights out of cache."""
     found = {}
     for name, (n, k) in LINEARS.items():
         weights = [random(n, k, scale=k**-0.5) for _ in range(max(2, min(40, int(3e8 // (n * k * 2)))))]
         for m in (1, 32, 128, 256, 8192)[: 4 if n > 100000 else 5]:
+            if not budget.allows(f"{name} M={m}"):
+                return found
             x = random(m, k)
             sets = [(x, w, n) for w in (weights if m < 8192 else weights[:4])]
             found[f"{name} M={m}"] = [microseconds(linear.linear, sets), microseconds(matmul, sets)]
     return found
 
 
-def attention_times() -> dict[str, list[float]]:
+def attention_times(budget: Budget) -> dict[str, list[float]]:
     """[ours, torch's SDPA on contiguous keys, TB/s of keys and values (decode) or TFLOP/s (prefill)].
 
     Pages of 64 and a page table for 17,408 keys, as in the engine. Last the mixed step that a scheduler makes.
@@ -311,6 +315,8 @@ def attention_times() -> dict[str, list[float]]:
             return [paged(k, v, lengths, tokens, 64, spare) for _ in range(copies)]
 
         for rows, length, new in cases:
+            if not budget.allows(f"{name} attention {rows} x {length} + {new}"):
+                return found
             size = rows * length * groups * width * 4
             copies = max(1, min(20, int(2e8 // size))) if new == 1 else 1
             q, scale = random(rows * new, heads, width), width**-0.5
@@ -339,12 +345,14 @@ def silu_times_up(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def small_op_times() -> dict[str, list[float]]:
+def small_op_times(budget: Budget) -> dict[str, list[float]]:
     """[ours, torch] of the memory-bound ops of Llama-8B; beside rope a copy, beside draw log_softmax and max."""
     found = {}
     weight, spec = random(4096), ModelSpec("", 1, 1, 1, 1, 32, 8, 128, 1e-6, RopeSpec(5e5), 8192, False)
     table = rope.rope_table(spec, 8192).cuda()
     for m in (1, 32, 256, 8192):
+        if not budget.allows(f"small ops T={m}"):
+            return found
         x, y, gate_up, qkv = random(m, 4096), random(m, 4096), random(m, 28672), random(m, 6144)
         pages, index = random(2, m // 16 + 1, 16, 8, 128), torch.arange(m, device="cuda").int()
         for name, ours, theirs, sets in (
@@ -390,7 +398,9 @@ def check_bits(section: Section) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    add_budget(parser)
     options = parser.parse_args()
+    budget = Budget(options.budget)
     torch.manual_seed(0)
     device = torch.cuda.get_device_properties(0)
     report: dict[str, Any] = {
@@ -401,6 +411,8 @@ def main() -> int:
 
     def section(name: str, part: Callable[..., Any], *args: Any) -> Any:
         report[name] = {}
+        if not budget.allows(name):
+            return report[name]
         try:
             report[name] = part(*args)
         except Exception as problem:
@@ -411,13 +423,14 @@ def main() -> int:
     failures = check_errors(section) + check_bits(section)
     section("linear_elements_of_torch_mm_that_differ", library_bits)
     for part in (linear_times, attention_times, small_op_times):
-        for name, times in section(part.__name__, part).items():
+        for name, times in section(part.__name__, part, budget).items():
             print(f"    {name:36s}" + "".join(f"{t:11.1f}" for t in times))
-    report["failures"] = broken + failures
+    report["failures"], report["left_out"] = broken + failures, budget.left_out
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1))
     print(f"{len(broken + failures)} failures", *broken, *failures, sep="\n")
-    return 1 if broken or failures else 0
+    print(f"{len(budget.left_out)} parts left out for want of time", *budget.left_out, sep="\n")
+    return 1 if broken or failures else 3 if budget.left_out else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,26 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": list(values)}
 
 
+class Budget:
+    """The seconds that a script may take. A part that would not end in time is left out, and named in `left_out`."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`seconds` None: whatever it takes."""
+        self.seconds, self.clock, self.begin = seconds, clock, clock()
+        self.left_out: list[str] = []
+
+    def left(self) -> float | None:
+        return None if self.seconds is None else max(0.0, self.seconds - (self.clock() - self.begin))
+
+    def allows(self, part: str, seconds: float = 0.0) -> bool:
+        """Whether `part` may begin, which is expected to take `seconds`; if not, it is left out."""
+        left = self.left()
+        if left is None or left > seconds:
+            return True
+        self.left_out.append(part)
+        return False
+
+
 def repeat(run: Callable[[], float], times: int, warm_ups: int = 1) -> dict[str, Any]:
     """Runs `run` (which returns its own figure) after warm-ups."""
     for _ in range(warm_ups):
@@ -68,3 +89,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     p.add_argument("--runs", type=int, default=5)
     p.add_argument("--out", help="JSON file; default scripts/results/<script>.json")
     return p
+
+
+def add_budget(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--budget", type=float, help="seconds: what would not end in them is left out, the rest is written")

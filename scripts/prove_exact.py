@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from floors import shape
 from layouts import Case, Layout, Outcome, careless_linear, layouts
-from measure import RESULTS, environment
+from measure import RESULTS, Budget, environment
 from proof import Answer, Ask, alone, difference, requests, total
 
 import fengine
@@ -88,22 +88,22 @@ class Proof:
     """The rows of one model, made one after the other until the budget is spent."""
 
     def __init__(self, case: Case, wanted: list[str] | None, budget: float | None) -> None:
-        self.case, self.wanted, self.budget = case, wanted, budget
+        self.case, self.wanted, self.budget = case, wanted, Budget(budget)
         self.rows: list[dict[str, Any]] = []
         self.begin = time.perf_counter()
+        self.start = self.alone = 0.0  # seconds of the slowest start of an engine, and of the reference
 
     def add(self, row: dict[str, Any], seconds: float) -> None:
         self.rows.append({"model": self.case.model, **row, "seconds": seconds})
         show(self.rows[-1])
 
-    def due(self, layout: str) -> bool:
-        """Whether it is asked for and there is time; if there is not, says so in the table."""
+    def due(self, layout: str, seconds: float) -> bool:
+        """Whether it is asked for and there is time for about `seconds`; if there is not, says so in the table."""
         if self.wanted and not any(word in layout for word in self.wanted):
             return False
-        spent = time.perf_counter() - self.begin
-        if self.budget is None or spent < self.budget:
+        if self.budget.allows(layout, seconds):
             return True
-        self.add({"layout": layout, "verdict": f"left out: budget of {self.budget:.0f} s spent"}, 0.0)
+        self.add({"layout": layout, "verdict": f"left out: budget of {self.budget.seconds:.0f} s spent"}, 0.0)
         return False
 
     def attempt(self, name: str, run: Callable[[], Outcome], control: bool = False) -> None:
@@ -120,6 +120,7 @@ class Proof:
         gc.collect()  # what is left of the engine before
         begin = time.perf_counter()
         engine = Engine(**(self.case.options | options))
+        self.start = max(self.start, time.perf_counter() - begin)
         print(f"{self.case.model:13} engine {options} in {time.perf_counter() - begin:.1f} s", flush=True)
         return engine
 
@@ -128,10 +129,10 @@ class Proof:
         every = layouts(self.case)
         self._together([layout for layout in every if layout.options is None])
         for layout in every:
-            if layout.options is not None and self.due(layout.name):
+            if layout.options is not None and self.due(layout.name, self.start + self._longest()):
                 with careless_linear() if layout.control else nullcontext():
                     self.attempt(layout.name, partial(self._apart, layout), layout.control)
-        if self.due(RESTART):
+        if self.due(RESTART, self.start + self.alone):
             self.attempt(RESTART, lambda: Outcome(self.case.reference, in_fresh_process(self.case)))
         return self._facts()
 
@@ -142,10 +143,15 @@ class Proof:
             start = time.perf_counter()
             case.reference = alone(llm, case.asks)
             compared = sum(len(answer.tokens) for answer in case.reference)
-            self.add({"layout": REFERENCE, "compared": compared, "verdict": "reference"}, time.perf_counter() - start)
+            self.alone = time.perf_counter() - start
+            self.add({"layout": REFERENCE, "compared": compared, "verdict": "reference"}, self.alone)
             for layout in shared:
-                if self.due(layout.name):
+                if self.due(layout.name, self._longest()):
                     self.attempt(layout.name, partial(layout.run, llm, case))
+
+    def _longest(self) -> float:
+        """Seconds of the slowest layout so far."""
+        return max((row["seconds"] for row in self.rows if row["layout"] != REFERENCE), default=0.0)
 
     def _apart(self, layout: Layout) -> Outcome:
         """A layout in an engine of its own."""
@@ -227,7 +233,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--requests", type=int, help="per model")
     p.add_argument("--longest", type=int, help="tokens of the longest prompt")
     p.add_argument("--layouts", action="append", help="only layouts whose name holds this")
-    p.add_argument("--budget", type=float, help="seconds per model after which no further layout is begun")
+    p.add_argument("--budget", type=float, help="seconds per model; what would not end in them is left out")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", help="JSON file; default scripts/results/prove_exact_{cpu,gpu}.json")
     p.add_argument("--answer", nargs=2, type=Path, help=argparse.SUPPRESS)

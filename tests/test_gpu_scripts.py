@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import bench_gpu
 import profile_gpu
 from floors import cached_prefixes, floor, shape
+from measure import Budget
 from profile_gpu import Kernel, Progress
 from workloads import suite
 
@@ -72,6 +73,39 @@ def test_a_row_tells_its_spread_and_its_share_of_the_floor() -> None:
     assert row["share_of_floor"] == pytest.approx(1 / 3)
     assert row["spread"] == pytest.approx(2 / 3)
     assert row["out_tok_s"] == pytest.approx(10 / (3 * least)) and row["total_tok_s"] == pytest.approx(14 / (3 * least))
+
+
+def test_a_budget_leaves_out_what_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, begun = [0.0], []
+
+    class Fake:
+        def __enter__(self) -> "Fake":
+            now[0] += 30
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def stats(self) -> dict[str, int]:
+            return {"compiles": 0, "preemptions": 0}
+
+    def run(engine: Fake, work: list) -> float:
+        seconds = 5.0 if len(work) == 512 else 1.0
+        now[0] += seconds
+        begun.append(seconds)
+        return seconds
+
+    monkeypatch.setattr(bench_gpu, "dummy_engine", lambda model, **options: Fake())
+    monkeypatch.setattr(bench_gpu, "run", run)
+    budget = Budget(42.0, lambda: now[0])
+    only = ["latency_b1", "shared_prefix"]
+    tables = bench_gpu.bench("llama-3.1-8b", ["exact", "fast"], 3, 1, only, budget)
+    assert begun == [1, 1, 1, 1, 5] and now[0] < 42
+    assert tables["exact"]["latency_b1"]["wall_s"]["runs"] == [1, 1, 1]
+    assert tables["exact"]["shared_prefix"]["wall_s"]["runs"] == [5]
+    assert tables["fast"] == {"rounds": []}
+    assert budget.left_out == ["llama-3.1-8b exact shared_prefix, run 2", "llama-3.1-8b fast"]
+    assert Budget(None).allows("anything", 1e9) and Budget(None).left() is None
 
 
 def test_without_a_gpu_there_is_no_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
