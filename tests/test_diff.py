@@ -206,6 +206,10 @@ def test_sweeps_are_compared_by_their_points(make: Run, capsys: Any) -> None:
     make("b", "-m", "seed=1,3")
     code, told = diff(capsys, "a", "b")
     assert code == 1 and [one["same"] for one in told["points"]] == [True, False]
+    (Path("b/0/manifest.json")).write_text("{")
+    assert run.main(["diff", "a", "b", "--json"]) == 2
+    said = capsys.readouterr()
+    assert [one["same"] for one in json.loads(said.out)["points"]] == [False] and "0 (2), 1 (1)" in said.err
     make("c", "-m", "seed=1,2,3")
     assert run.main(["diff", "a", "c"]) == 2 and "0, 1 and 0, 1, 2" in capsys.readouterr().err
     assert [path.name for path in runs_of(Path("c"))] == ["0", "1", "2"]

@@ -101,10 +101,13 @@ def test_an_interrupted_rerun_goes_on(make: Run, capsys: Any, monkeypatch: pytes
     assert len(json.loads(Path("b/manifest.json").read_text())["sessions"]) == 2
 
 
-def test_a_sweep_is_run_again_point_by_point(make: Run) -> None:
+def test_a_sweep_is_run_again_point_by_point(make: Run, capsys: Any) -> None:
     make("s", "-m", "seed=1,2")
     assert run.main(["rerun", "s", "out=t"]) == 0
     assert [outputs(f"t/{i}") for i in (0, 1)] == [outputs(f"s/{i}") for i in (0, 1)]
+    Path("s/0/manifest.json").write_text("{}")
+    assert run.main(["rerun", "s", "out=u"]) == 2 and outputs("u/1") == outputs("s/1")
+    assert "1 of 2 runs with an exit code other than 0: 0 (2)" in capsys.readouterr().err
 
 
 def test_rows_that_fail_fail_again(make: Run, tmp_path: Path) -> None:

@@ -308,6 +308,12 @@ def test_perplexities_of_next_to_nothing() -> None:
     assert {m.n for m in statistics.perplexities([]).values()} == {0}
     one = statistics.perplexities(_rows(1))["byte_perplexity"]
     assert one.n == 1 and math.isnan(one.stderr) and one.value > 1
+    beyond = statistics.perplexities(
+        [{"loglikelihood": -x, "words": 1, "bytes": 1} for x in (400.0, 700.0, 709.0, 2000.0)]
+    )
+    assert beyond["word_perplexity"].value == math.inf and not math.isfinite(beyond["word_perplexity"].stderr)
+    huge = statistics.paired([({"a": -1e308}, {"a": x}) for x in (1e308, 1e300, 0.0)])["a"].as_dict()
+    assert huge["value"] is None and huge["n"] == huge["up"] == 3
     impossible = statistics.perplexities([{"loglikelihood": -math.inf, "words": 1, "bytes": 1}])
     assert impossible["word_perplexity"].value == math.inf and impossible["word_perplexity"].as_dict()["value"] is None
 

@@ -227,6 +227,10 @@ def test_a_sweep_is_verified_point_by_point(make: Run, capsys: Any) -> None:
     said = capsys.readouterr().out
     assert "row 'r0', answer 0, token 2: first difference in tokens" in said and "the answer has ended" in said
     assert run.main(["verify", "s", "out=x.json"]) == 2
+    Path("s/0/manifest.json").write_text('{"fengine_manifest": 1}')
+    Path("s/1/verify.json").unlink()
+    assert run.main(["verify", "s", "verify.layouts=permuted"]) == 2
+    assert not verdict("s/1")["identical"] and "2 of 2 runs" in (said := capsys.readouterr().err) and "0 (2)" in said
 
 
 def test_mistakes(make: Run, capsys: Any) -> None:

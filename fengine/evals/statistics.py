@@ -33,11 +33,19 @@ def mean(values: Iterable[float | bool]) -> Metric:
     n = len(numbers)
     if n == 0:
         return Metric(NAN, NAN, 0)
-    average = math.fsum(numbers) / n
+    average = _sum(numbers) / n
     if n == 1:
         return Metric(average, NAN, 1)
-    squares = math.fsum((value - average) ** 2 for value in numbers)
+    squares = _sum(array("d", ((value - average) * (value - average) for value in numbers)))
     return Metric(average, math.sqrt(squares / (n - 1) / n), n)
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    """Correctly rounded; where floats end, infinite or nan. Pure."""
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):
+        return sum(numbers)
 
 
 def means(scores: Iterable[Scores]) -> dict[str, Metric]:
@@ -122,6 +130,8 @@ PERPLEXITIES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 
 def _perplexities(sums: Sequence[float]) -> list[float]:
     total, words, size = sums
+    if min(words, size) <= 0:  # of no text that a run has read
+        return [NAN] * len(PERPLEXITIES)
     return [_exp(-total / words), _exp(-total / size), -total / size / math.log(2)]
 
 
@@ -160,7 +170,7 @@ def paired(rows: Iterable[tuple[Scores, Scores]]) -> dict[str, Delta]:
     columns: dict[str, array[float]] = {}
     blocks = Blocks(6)
     for a, b in rows:
-        if all(name in a and name in b for name in _SUMMED):
+        if not any(isinstance(run.get(name, ""), str) for run in (a, b) for name in _SUMMED):
             blocks.add([float(run[name]) for run in (a, b) for name in _SUMMED])
         for name, value in a.items():
             other = b.get(name)

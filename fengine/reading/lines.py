@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from fengine.errors import StorageError
 
 _ID = b'{"id": '
+LARGEST = 1e100  # of a logprob or a score: sums and squares of them stay finite; no run has a larger one
 
 
 def _refuse(word: str) -> None:
@@ -55,7 +55,7 @@ def _is_answer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return math.isfinite(value) if type(value) is float else type(value) is int and abs(value) < 2**53
+    return abs(value) < LARGEST if type(value) is float else type(value) is int and abs(value) < 2**53
 
 
 def id_of(line: bytes) -> str:

@@ -56,7 +56,7 @@ def figures(metrics: dict[str, Any] | None) -> list[dict[str, Any]]:
         value, error = (number(metric.get(key), 12) for key in ("value", "stderr"))
         one = {"name": cut(name, 100), "value": value, "stderr": error, "n": number(metric.get("n"))}
         if value is not None and error is not None:
-            one |= {"low": value - CONFIDENT * error, "high": value + CONFIDENT * error}
+            one |= {"low": number(value - CONFIDENT * error, 12), "high": number(value + CONFIDENT * error, 12)}
         found.append(one)
     return found
 

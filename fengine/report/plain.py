@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from typing import Any
 
 # What would end a script element or a line of JavaScript, or is no text in UTF-8.
@@ -39,7 +40,7 @@ def cut(text: str, most: int | None) -> str:
 
 def number(value: Any, digits: int = 4) -> float | None:
     """Rounded; None for what is no finite number. Pure."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         return None
     found = round(value, digits)
     return int(found) if abs(found) < EXACT and found == int(found) else found

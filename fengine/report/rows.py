@@ -184,8 +184,14 @@ def rounded(found: dict[str, Any]) -> dict[str, Any]:
     for answer in found.get("a", ()):
         answer["l"] = [number(value) for value in answer["l"]]
         if "top" in answer:
-            answer["top"] = [[[number(lp), token] for lp, token in top] for top in answer["top"]]
+            answer["top"] = [[[number(lp), _token(token)] for lp, token in top] for top in answer["top"]]
     return found
+
+
+def _token(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.40} is no token id")
+    return value
 
 
 def _longest(found: dict[str, Any]) -> int:
@@ -209,7 +215,7 @@ def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str
         "s": kind_of(record),
         "i": cut(record["id"], ID),
         "d": [[cut(k, ID), cut(told(v), most)] for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)],
-        "p": [cut(p, most) if isinstance(p, str) else p[:cap] for p in prompts],
+        "p": [cut(p, most) if isinstance(p, str) else list(map(_token, p[:cap])) for p in prompts],
         "a": answers,
         "sc": {cut(k, ID): _score(v, most) for k, v in list(record.get("scores", {}).items())[:cap]},
     }

@@ -38,17 +38,20 @@ def _work(argv: Sequence[str]) -> int:
     if len(words.places) != 2:
         raise ConfigError(f"fengine diff takes two run folders, got {len(words.places)}; see fengine diff --help")
     a, b = (Path(word) for word in words.places)
-    show, told, code = words.options.get("show", 5), [], OK
-    for one, other in _paired(runs_of(a), runs_of(b)):
-        with Records(one) as mine, Records(other) as its:
+    show, told, pairs = words.options.get("show", 5), [], dict(_paired(runs_of(a), runs_of(b)))
+
+    def differ(one: Path) -> int:
+        with Records(one) as mine, Records(pairs[one]) as its:
             found = compare(pairs_of(mine, its), max(KEPT, show))
-            code = max(code, OK if found.same and not mine.damaged and not its.damaged else DIFFERS)
             if "--json" in words.flags:
                 told.append(as_dict(mine, its, found))
             else:
                 frame.say(*lines(mine, its, found, show))
+            return OK if found.same and not mine.damaged and not its.damaged else DIFFERS
+
+    code = frame.each(list(pairs), differ)
     if told:
-        print(json.dumps(told[0] if len(told) == 1 else {"points": told}, allow_nan=False))
+        print(json.dumps(told[0] if len(pairs) == 1 else {"points": told}, allow_nan=False))
     return code
 
 

@@ -40,15 +40,40 @@ def run(usage: str, argv: Sequence[str], work: Callable[[Sequence[str]], int]) -
     except KeyboardInterrupt:
         print("fengine: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (EngineDeadError, EngineClosedError) as error:
-        report(error)
-        return DIFFERS
     except FengineError as error:
-        report(error)
-        return USAGE
+        return _told(error)
     except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DIFFERS
+
+
+def _told(error: FengineError) -> int:
+    report(error)
+    return DIFFERS if isinstance(error, (EngineDeadError, EngineClosedError)) else USAGE
+
+
+def each(runs: Sequence[Path], work: Callable[[Path], int], recover: Callable[[], None] = lambda: None) -> int:
+    """`work` on every run, and the worst of its exit codes. An error of one of several is told and stops no other; at
+    the end it is said which ones did not end well. `recover` is called after an error. An interruption stops it all.
+
+    Errors: those of `work`, if there is one run only.
+    """
+    codes: dict[str, int] = {}
+    for one in runs:
+        try:
+            codes[one.name] = work(one)
+        except FengineError as error:
+            if len(runs) == 1:
+                raise
+            print(f"{one}:", file=sys.stderr)
+            codes[one.name] = _told(error)
+            recover()
+        if codes[one.name] >= INTERRUPTED:
+            break
+    bad = [f"{name} ({code})" for name, code in codes.items() if code != OK]
+    if bad and len(runs) > 1:
+        print(f"{len(bad)} of {len(runs)} runs with an exit code other than 0: {', '.join(bad)}", file=sys.stderr)
+    return max(codes.values(), default=OK)
 
 
 def parse(

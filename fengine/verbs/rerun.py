@@ -49,15 +49,13 @@ def _work(argv: Sequence[str]) -> int:
     words = frame.parse(argv, {"rerun.changed": frame.switch}, overrides=True)
     if len(words.places) != 1:
         raise ConfigError(f"fengine rerun takes one run folder, got {len(words.places)}; see fengine rerun --help")
-    folders = runs_of(Path(words.places[0]))
-    codes, home = [OK], _home(words.overrides)
+    folders, home = runs_of(Path(words.places[0])), _home(words.overrides)
     with EngineCache(open_engine) as engines:
-        for folder in folders:
-            own = home if len(folders) == 1 else home / folder.name
-            codes.append(_again(folder, own, words, engines, argv))
-            if codes[-1] in (evaluate.INTERRUPTED, evaluate.TERMINATED):
-                break
-    return max(codes)
+
+        def again(folder: Path) -> int:
+            return _again(folder, home if len(folders) == 1 else home / folder.name, words, engines, argv)
+
+        return frame.each(folders, again, engines.close)
 
 
 def _home(overrides: Sequence[str]) -> Path:

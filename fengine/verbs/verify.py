@@ -69,12 +69,13 @@ def _work(argv: Sequence[str]) -> int:
     folders = runs_of(Path(words.places[0]))
     if len(folders) > 1 and "out" in words.options:
         raise ConfigError("out=FILE is for one run; those of a sweep have their verify.json in their own folders")
-    codes = []
     with EngineCache(open_engine) as engines:
-        for folder in folders:
+
+        def verify(folder: Path) -> int:
             with Records(folder) as records:
-                codes.append(Verification(records, words, engines).run())
-    return max(codes)
+                return Verification(records, words, engines).run()
+
+        return frame.each(folders, verify, engines.close)
 
 
 class Verification:
@@ -162,7 +163,9 @@ class Verification:
             with (self.records.folder / "timings.jsonl").open("rb") as file:
                 for line in file:
                     one = json.loads(line)
-                    most = max(most, int(one["prompt_tokens"]) + int(one["completion_tokens"]))
+                    counts = [one[key] for key in ("prompt_tokens", "completion_tokens")]
+                    if all(type(value) is int and 0 <= value < 1 << 31 for value in counts):
+                        most = max(most, sum(counts))
         except (OSError, ValueError, KeyError, TypeError):
             return most or 512
         return most
