@@ -119,10 +119,11 @@ def test_the_schedule(cli: Any, opened: Open, width: int) -> None:  # noqa: F811
     page.click("#tab-schedule")
     slider, facts = page.locator("input[type=range]"), page.locator(".stepfacts")
     slider.fill("0")
-    page.wait_for_function("document.querySelector('.stepfacts')?.innerText.includes('prefill')")
-    first = facts.inner_text()
+    sync_api.expect(facts).to_contain_text("prefill")
+    first, at = facts.text_content(), page.locator(".cursor").first.bounding_box()["x"]
     page.get_by_role("button", name="Next step").click()
-    page.wait_for_function("text => document.querySelector('.stepfacts').innerText !== text", arg=first)
+    sync_api.expect(facts).not_to_have_text(first)
+    assert page.locator(".cursor").count() == 4 and page.locator(".cursor").first.bounding_box()["x"] > at
     for name in ("Zoom in", "Zoom out", "Fit", "Play", "Play"):
         page.get_by_role("button", name=name).click()
     page.get_by_label("Across").select_option("time")

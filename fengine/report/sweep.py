@@ -10,6 +10,7 @@ from fengine.errors import FengineError
 from fengine.evals.finish import METRICS
 from fengine.evals.statistics import paired
 from fengine.evals.task import Scores
+from fengine.reading.lines import id_key
 from fengine.reading.records import Records
 from fengine.report.facts import figures
 from fengine.report.plain import cut, mapping, number, scalar, told
@@ -47,19 +48,18 @@ def read_point(folder: Path) -> Point:
     try:
         with Records(folder) as records:
             point.identity, point.manifest, point.rows = records.identity, records.manifest, records.rows
-            point.finished, point.notes, keys = records.finished, records.notes, iter(records.keys)
-            scored: list[bool] = []
-            point.seen = survey(records, lambda record: (scored.append(True), _add(point, record["scores"]))[1])
-            good = [key for key, kind in zip(keys, point.seen.kinds, strict=True) if kind != 0]
-            point.keys = array("Q", good[: len(scored)])
+            point.finished, point.notes = records.finished, records.notes
+            point.seen = survey(records, lambda record: _add(point, record))
     except FengineError as error:
         point.problem = str(error)
     return point
 
 
-def _add(point: Point, scores: Scores) -> None:
-    before = max(map(len, point.columns.values()), default=0)
-    for name, value in scores.items():
+def _add(point: Point, record: dict[str, Any]) -> None:
+    """The scores of one more row. Modifies: point."""
+    before = len(point.keys)
+    point.keys.append(id_key(record["id"]))
+    for name, value in record["scores"].items():
         if not isinstance(value, str):
             column = point.columns.setdefault(name, array("d", [NAN] * before))
             column.append(value)

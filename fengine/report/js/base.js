@@ -26,7 +26,8 @@ const fixed = (x, digits = 4) => {
   return text.replace(/^-/, Number(text) === 0 ? "" : MINUS); // no minus zero
 };
 const signed = (x, digits = 4) => (x === null ? "–" : (x > 0 ? "+" : "") + fixed(x, digits));
-const whole = (x) => (x === null || x === undefined ? "–" : Number(x).toLocaleString("en-US"));
+const grouped = new Intl.NumberFormat("en-US");
+const whole = (x) => (x === null || x === undefined ? "–" : grouped.format(Number(x)));
 const short = (x) =>
   x === null || x === undefined
     ? "–"
@@ -141,9 +142,11 @@ const redraw = () => {
 };
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let theme = "auto";
+const colours = new Map(); // of this theme, by name
 function applyTheme() {
   const name = theme === "auto" ? (dark.matches ? "dark" : "light") : theme;
   document.documentElement.dataset.theme = name;
+  colours.clear();
   const word = document.getElementById("theme");
   word.textContent = { auto: "Auto", light: "Light", dark: "Dark" }[theme];
   word.setAttribute("aria-label", `Colours: ${theme}. Change`);
@@ -154,4 +157,7 @@ document.getElementById("theme").addEventListener("click", () => {
   applyTheme();
 });
 dark.addEventListener("change", applyTheme);
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (name) => {
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return colours.get(name);
+};

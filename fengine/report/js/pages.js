@@ -18,7 +18,7 @@ function pagesPlot(session, state) {
   const high = highestPage(session),
     tall = Math.max(90, Math.min(320, high * 6)),
     dim = (place) => state.request !== null && state.request !== place;
-  const { canvas, draw } = surface(
+  const { node, canvas, draw } = surface(
     tall,
     (pen, width, height) => {
       const { axis } = state,
@@ -45,8 +45,8 @@ function pagesPlot(session, state) {
           pen.fillRect(...box);
         }
       }
-      pen.globalAlpha = 1;
     },
+    () => [...shown(state), state.request],
     state,
   );
   canvas.addEventListener("mousemove", (e) => {
@@ -69,7 +69,7 @@ function pagesPlot(session, state) {
       el("i", { cls: "hatch", "aria-hidden": "true" }),
       "prefix hit: shared or found in the cache",
     ),
-    canvas,
+    node,
   );
 }
 
@@ -80,18 +80,14 @@ function poolMap(session, state) {
     const cell = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * 190) / Math.max(1, high)))));
     return [cell, Math.max(1, Math.floor(width / cell))];
   };
-  let tall = 120;
-  const { canvas, draw } = surface(
-    () => tall,
+  const { node, draw } = surface(
+    (width) => {
+      const [cell, across] = shape(width);
+      return Math.ceil(high / across) * cell + 2;
+    },
     (pen, width) => {
       const [cell, across] = shape(width),
-        wanted = Math.ceil(high / across) * cell + 2,
         s = state.step;
-      if (wanted !== tall) {
-        tall = wanted;
-        requestAnimationFrame(draw);
-        return;
-      }
       const holders = new Map();
       for (const [page, count, a, b, place] of session.holds)
         if (a <= s && s < b)
@@ -111,11 +107,12 @@ function poolMap(session, state) {
         }
       }
     },
+    () => [state.step, state.request],
   );
   state.parts.push(draw);
   return plot(
     "The pool at this step",
     el("span", { cls: "lk" }, el("i", { cls: "hatch", "aria-hidden": "true" }), "held by several"),
-    canvas,
+    node,
   );
 }

@@ -4,40 +4,51 @@ const ofRequest = (place) => TRACE_COLOURS[place % TRACE_COLOURS.length];
 const STEP_NAMES = ["decode", "prefill", "mixed"],
   STEP_INKS = ["--decode", "--prefill", "--mixed"];
 
-// A canvas that is sharp, and painted again when its size or the colours change. With `state`, what is painted is kept
-// until the part of the axis that it shows changes, and only the cursor is drawn anew.
-function surface(height, paint, state) {
-  const canvas = el("canvas", { height }),
-    kept = document.createElement("canvas");
-  let known = "";
+// A canvas that is sharp, and painted again when its size, the colours, or what `shows` tells have changed. With `state`
+// the cursor lies above it, so that moving it paints nothing. `draw` reads no layout: it is called at every frame.
+function surface(height, paint, shows = () => [], state = null) {
+  const canvas = el("canvas", {}),
+    cursor = state && el("div", { cls: "cursor" }),
+    node = el("div", { cls: "surface" }, canvas, cursor),
+    pen = canvas.getContext("2d");
+  let width = 0,
+    known = "";
   const draw = () => {
-    const width = canvas.clientWidth,
-      scale = devicePixelRatio || 1,
-      tall = typeof height === "function" ? height() : height;
     if (!width || !canvas.isConnected) return;
-    const sized = (node) => {
-      node.width = Math.round(width * scale);
-      node.height = Math.round(tall * scale);
-      const pen = node.getContext("2d");
-      pen.scale(scale, scale);
-      return pen;
-    };
-    canvas.style.height = `${tall}px`;
-    const pen = sized(canvas);
-    if (!state) return paint(pen, width, tall);
-    const { axis } = state,
-      now = [width, tall, scale, document.documentElement.dataset.theme, axis.by, axis.from, axis.to, state.request];
-    if (known !== now.join()) {
-      known = now.join();
-      paint(sized(kept), width, tall);
+    const tall = typeof height === "function" ? height(width) : height,
+      now = [width, tall, devicePixelRatio, document.documentElement.dataset.theme, ...shows()].join();
+    if (known !== now) {
+      known = now;
+      repaint(pen, paint, width, tall);
     }
-    pen.drawImage(kept, 0, 0, width, tall);
-    cursorLine(pen, state, width, tall);
+    if (!cursor) return;
+    const a = state.axis.px(state.axis.left(state.step), width),
+      wide = Math.max(1, state.axis.px(state.axis.right(state.step), width) - a);
+    cursor.style.transform = `translateX(${a}px)`;
+    cursor.style.width = `${wide.toFixed(2)}px`;
   };
-  new ResizeObserver(draw).observe(canvas);
+  new ResizeObserver(([{ contentRect }]) => {
+    width = Math.round(contentRect.width);
+    requestAnimationFrame(draw); // not here, where a new height would be a loop
+  }).observe(canvas);
   drawn.add(draw);
-  return { canvas, draw };
+  return { node, canvas, draw };
 }
+function repaint(pen, paint, width, height) {
+  const { canvas } = pen,
+    scale = devicePixelRatio || 1,
+    size = [Math.round(width * scale), Math.round(height * scale)];
+  if (canvas.width !== size[0] || canvas.height !== size[1]) {
+    [canvas.width, canvas.height] = size;
+    canvas.style.height = `${height}px`;
+  }
+  pen.save();
+  pen.scale(scale, scale);
+  pen.clearRect(0, 0, width, height);
+  paint(pen, width, height);
+  pen.restore();
+}
+const shown = ({ axis }) => [axis.by, axis.from, axis.to];
 const keyOf = (ink, text) =>
   el("span", { cls: "lk" }, el("i", { style: { background: ink }, "aria-hidden": "true" }), text);
 const plot = (label, keys, node) =>
@@ -85,20 +96,10 @@ function axisOf(session) {
   };
   return axis;
 }
-function cursorLine(pen, state, width, height) {
-  const { axis, step } = state,
-    a = axis.px(axis.left(step), width),
-    b = axis.px(axis.right(step), width);
-  pen.fillStyle = colour("--ink");
-  pen.globalAlpha = 0.14;
-  pen.fillRect(a, 0, Math.max(1, b - a), height);
-  pen.globalAlpha = 1;
-  pen.fillRect(Math.round(a), 0, 1, height);
-}
 function stepsPlot(session, state) {
   const { tok, k } = session.steps,
     most = Math.max(1, ...tok);
-  const { canvas, draw } = surface(
+  const { node, draw } = surface(
     84,
     (pen, width, height) => {
       const inks = STEP_INKS.map(colour),
@@ -111,13 +112,14 @@ function stepsPlot(session, state) {
         pen.fillRect(a, height - tall, Math.max(0.7, b - a - (b - a > 4 ? 1 : 0)), tall);
       }
     },
+    () => shown(state),
     state,
   );
   state.parts.push(draw);
   return plot(
     `Tokens of each step, up to ${whole(most)}`,
     STEP_NAMES.map((name, i) => keyOf(`var(${STEP_INKS[i]})`, name)),
-    canvas,
+    node,
   );
 }
 function gaugesPlot(session, state) {
@@ -130,7 +132,7 @@ function gaugesPlot(session, state) {
     ["pages held", held, pool, "--right"],
     ["pages only cached", idle, pool, "--scored"],
   ];
-  const { canvas, draw } = surface(
+  const { node, draw } = surface(
     84,
     (pen, width, height) => {
       const { axis } = state;
@@ -146,13 +148,14 @@ function gaugesPlot(session, state) {
         pen.stroke();
       }
     },
+    () => shown(state),
     state,
   );
   state.parts.push(draw);
   return plot(
     `Requests, up to ${whole(most)}, and pages, of ${whole(session.pool)}`,
     lines.map(([name, , , ink]) => keyOf(`var(${ink})`, name)),
-    canvas,
+    node,
   );
 }
 function ganttPlot(session, state) {
@@ -160,9 +163,9 @@ function ganttPlot(session, state) {
     line = rows.length > 400 ? 7 : rows.length > 80 ? 11 : 16,
     view = Math.min(320, rows.length * line + 4);
   const frame = el("div", { cls: "gantt", tabindex: "0", "aria-label": `${rows.length} requests over time` });
-  const { canvas, draw } = surface(view - 2, (pen, width, height) => {
+  let top = 0;
+  const paint = (pen, width, height) => {
     const { axis } = state,
-      top = frame.scrollTop,
       inks = [colour("--decode"), colour("--prefill")],
       ink = colour("--ink");
     for (let i = Math.floor(top / line); i < Math.min(rows.length, Math.ceil((top + height) / line)); i++) {
@@ -188,11 +191,18 @@ function ganttPlot(session, state) {
         pen.fillRect(a, y, 3, tall);
       }
     }
-    cursorLine(pen, state, width, height);
-  });
+  };
+  const { node, canvas, draw } = surface(view - 2, paint, () => [...shown(state), state.request, top], state);
   frame.style.height = `${view}px`;
-  frame.append(canvas, el("div", { style: { height: `${Math.max(0, rows.length * line - view + 2)}px` } }));
-  frame.addEventListener("scroll", draw, { passive: true });
+  frame.append(node, el("div", { style: { height: `${Math.max(0, rows.length * line - view + 2)}px` } }));
+  frame.addEventListener(
+    "scroll",
+    () => {
+      top = frame.scrollTop;
+      draw();
+    },
+    { passive: true },
+  );
   const under = (e) => Math.floor((e.clientY - frame.getBoundingClientRect().top + frame.scrollTop) / line);
   canvas.addEventListener("mousemove", (e) => {
     const i = under(e),
@@ -216,11 +226,7 @@ function ganttPlot(session, state) {
     // brings a request of the step into sight
     const at = rows.findIndex((one) => one.seg.some(([, a, b]) => a <= state.step && state.step <= b)),
       y = at * line;
-    if (
-      at >= 0 &&
-      state.followed !== state.step &&
-      (y < frame.scrollTop - line || y > frame.scrollTop + view - 3 * line)
-    )
+    if (at >= 0 && state.followed !== state.step && (y < top - line || y > top + view - 3 * line))
       frame.scrollTop = Math.max(0, y - line);
     state.followed = state.step;
     draw();

@@ -1,10 +1,18 @@
 // One session of the schedule: its plots under one cursor, and what the step at the cursor was.
+const FACTS_MS = 100; // between two tables of a step
 
 function stepFacts(session, state, onrow) {
   const box = el("div", {}),
     { steps } = session;
+  let last = 0,
+    timer = null;
   state.parts.push(() => {
+    // a table is not laid out at every frame of a scrub: nobody reads so fast
+    timer ??= setTimeout(show, Math.max(0, last + FACTS_MS - performance.now()));
+  });
+  const show = () => {
     const s = state.step;
+    [last, timer] = [performance.now(), null];
     const facts = [
       ["step", whole(steps.n[s])],
       ["kind", STEP_NAMES[steps.k[s]]],
@@ -55,7 +63,7 @@ function stepFacts(session, state, onrow) {
         more > 0 && el("p", { cls: "muted small" }, `and ${more} more`),
       ),
     );
-  });
+  };
   return box;
 }
 function sessionView(session, onrow) {
@@ -184,7 +192,7 @@ function spansView(session, onrow) {
       "aria-label": `${rows.length} requests over time`,
       style: { height: `${view}px` },
     });
-  const { canvas, draw } = surface(view - 2, (pen, width, height) => {
+  const paint = (pen, width, height) => {
     const inks = { queue: colour("--queue"), prefill: colour("--prefill"), decode: colour("--decode") };
     for (
       let i = Math.floor(frame.scrollTop / line);
@@ -204,9 +212,10 @@ function spansView(session, onrow) {
         }
       }
     }
-  });
+  };
+  const { node, canvas, draw } = surface(view - 2, paint, () => [frame.scrollTop]);
   const under = (e) => rows[Math.floor((e.clientY - frame.getBoundingClientRect().top + frame.scrollTop) / line)];
-  frame.append(canvas, el("div", { style: { height: `${Math.max(0, rows.length * line - view + 2)}px` } }));
+  frame.append(node, el("div", { style: { height: `${Math.max(0, rows.length * line - view + 2)}px` } }));
   frame.addEventListener("scroll", draw, { passive: true });
   canvas.addEventListener("mousemove", (e) => {
     const r = under(e);

@@ -125,7 +125,7 @@ function gridView(sweep) {
     const label = (i) => sweep.points[grid.points[i]].name,
       line = 20,
       room = 240;
-    const { canvas, draw } = surface(grid.points.length * line + 2, (pen, width) => {
+    const { node, canvas } = surface(grid.points.length * line + 2, (pen, width) => {
       const inks = ["--failed", "--wrong", "--right", "--scored"].map(colour),
         wide = width < 520 ? 90 : room,
         cell = (width - wide) / rows;
@@ -154,7 +154,6 @@ function gridView(sweep) {
       else hideTip();
     });
     canvas.addEventListener("mouseleave", hideTip);
-    requestAnimationFrame(draw);
     return el(
       "div",
       {},
@@ -163,7 +162,7 @@ function gridView(sweep) {
         { cls: "muted small", style: { margin: "4px 0 8px" } },
         `${grid.task}: ${whole(same)} of ${many(rows, "row")} are the same in ${grid.points.length === 2 ? "both" : `all ${grid.points.length}`} points${grid.rows > rows ? `; the first ${whole(rows)} of ${whole(grid.rows)} are drawn` : ""}.`,
       ),
-      canvas,
+      node,
     );
   });
   return (
