@@ -440,11 +440,15 @@ def test_a_client_that_goes_while_it_waits(server: Live, engine: Engine) -> None
     """In the queue, in the midst of its body, and before its answer."""
     engine.pause_generation("in_place")
     try:
-        links = [server.connect() for _ in range(3)]
+        links = [server.connect() for _ in range(5)]
         links[0].sendall(request("POST", "/v1/completions", GOOD))
         links[1].sendall(request("POST", "/v1/completions", {**GOOD, "stream": True}))
         links[2].sendall(request("POST", "/v1/completions", GOOD)[:-10])
-        until(lambda: server.service.rows == 2)
+        for link, stream in zip(links[3:], (False, True), strict=True):
+            link.sendall(request("POST", "/v1/completions", {**GOOD, "stream": stream}))
+        until(lambda: server.service.rows == 4)
+        for link in links[3:]:
+            link.sendall(request("POST", "/v1/completions", GOOD))  # before its turn
         for link in links:
             link.close()
         until(lambda: server.service.rows == 0)

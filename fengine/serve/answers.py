@@ -146,7 +146,8 @@ class Events:
 
     async def _written(self) -> bytes:
         """Writes what comes, and returns the first pieces that are not written. Errors: as `_read`."""
-        left: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        loop, mail = asyncio.get_running_loop(), self.call.mail
+        left: asyncio.Future[bytes] = loop.create_future()
 
         def pass_on() -> None:
             if left.done():
@@ -158,11 +159,15 @@ class Events:
             except Exception as error:
                 left.set_exception(error)
 
-        self.call.mail.wake = pass_on
+        def gather() -> None:
+            if len(mail) == 1:  # what comes with this news goes into the same piece
+                loop.call_soon(pass_on)
+
+        mail.wake = pass_on if len(self.call.tickets) == 1 else gather
         try:
             return await left
         finally:
-            self.call.mail.wake = None
+            mail.wake = None
 
     def _read(self) -> bytes:
         """All that is new by now, of any choice. Errors: those of requests that failed."""

@@ -50,6 +50,8 @@ class Connection(H11Protocol):
             self._stop("head")
         elif "head" not in self._timers:  # of the next request, which has begun
             self._start("head", self.limits.read_seconds)
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= self.limits.max_header_bytes:
+            self.flow.resume_reading()  # behind a request that came before its turn, or nobody would see the client go
         if self.conn.our_state is not h11.DONE:
             self._stop("rest")
         elif "rest" not in self._timers:  # of a body that was answered before its end
@@ -88,7 +90,7 @@ class Connection(H11Protocol):
     def _write(self, data: bytes) -> bool:
         """Writes a piece, not the last, of the answer under way, in the bytes that h11 would send. False: that takes
         `send`, as the client has gone, takes nothing now, or knows no chunks."""
-        if self.scope["http_version"] != "1.1" or self.cycle.disconnected or self.flow.write_paused:
+        if self.scope["http_version"] != "1.1" or self.transport.is_closing() or self.flow.write_paused:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
