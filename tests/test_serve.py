@@ -102,7 +102,6 @@ def test_a_stream_is_the_whole_in_pieces(asked: Any, meant: Any, client: Any) ->
     for choice in whole.choices:
         parts = [c.choices[0] for c in chunks if c.choices[0].index == choice.index]
         assert "".join(p.text for p in parts) == choice.text
-        assert len(parts) > 1 or len(choice.token_ids) < 8
         assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
         assert sum((p.token_ids for p in parts), []) == choice.token_ids
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):

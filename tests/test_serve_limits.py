@@ -289,16 +289,17 @@ def test_several_requests_on_a_connection(server: Live) -> None:
 def test_slow_clients_are_cut_off(engine: Engine) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 100\r\n\r\n{"
-    with live(engine, read_seconds=0.3, keep_alive_seconds=1) as server:
-        for data in (b"", b"POST /v1/comple", request("GET", "/health") + b"GET /he"):
-            with server.connect() as link:
-                link.sendall(data)
-                while link.recv(1 << 16):  # until the server closes
-                    pass
-        with server.connect() as link:
-            link.sendall(head)
-            answer = read(link)
-            assert answer.status == 408 and "serve.read_seconds" in answer.error["message"]
+    with live(engine, read_seconds=1, keep_alive_seconds=1) as server, contextlib.ExitStack() as stack:
+        links = [stack.enter_context(server.connect()) for _ in range(4)]
+        for link, data in zip(
+            links, (head, b"", b"POST /v1/comple", request("GET", "/health") + b"GET /he"), strict=True
+        ):
+            link.sendall(data)
+        answer = read(links[0])
+        assert answer.status == 408 and "serve.read_seconds" in answer.error["message"]
+        for link in links[1:]:
+            while link.recv(1 << 16):  # until the server closes
+                pass
 
 
 def test_a_client_that_takes_nothing_is_cut_off(engine: Engine) -> None:
@@ -360,9 +361,32 @@ def unchunked(data: bytes) -> bytes:
         data = data[int(size, 16) + 2 :]
 
 
+def test_a_token_is_shown_before_the_next_but_one(engine: Engine, server: Live) -> None:
+    """The step that would draw it, and the one that is under way meanwhile, need not end."""
+    read_on, drawn = threading.Event(), []
+
+    def hold(logits: Any, params: Any) -> Any:
+        drawn.append(params)
+        assert len(drawn) < 3 or read_on.wait(30)
+        return logits
+
+    engine.register_logit_processor("hold", hold)
+    body = {**GOOD, "custom_logit_processor": "hold", "stream": True}
+    with server.connect() as link:
+        link.sendall(request("POST", "/v1/completions", body))
+        data = b""
+        while b"data: " not in data:
+            data += link.recv(1 << 16)
+        assert not read_on.is_set() and b"[DONE]" not in data
+        read_on.set()
+        while not data.endswith(b"0\r\n\r\n"):
+            data += link.recv(1 << 16)
+    assert len(drawn) == GOOD["max_tokens"] and b'"finish_reason": "length"' in data
+
+
 def test_a_body_that_is_answered_before_its_end_is_no_way_to_stay(engine: Engine) -> None:
     head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-    with live(engine, read_seconds=0.3) as server, server.connect() as link:
+    with live(engine, read_seconds=1) as server, server.connect() as link:
         link.sendall(head)
         assert read(link).status == 404
         with pytest.raises(OSError):
@@ -375,12 +399,12 @@ def test_a_request_that_came_before_its_turn_is_answered_to_its_end(engine: Engi
     """The time of an idle connection is not counted while it is answered."""
     body = {"model": "box", "prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with live(engine, keep_alive_seconds=1) as server, server.connect() as link:
+        engine.pause_generation("in_place")
         link.sendall(request("GET", "/health") + request("POST", "/v1/completions", body))
         assert read(link).status == 200  # of the first
-        service, data = server.service, b""
-        until(lambda: service.rows == 1)
-        service.engine.pause_generation("in_place")
-        end = threading.Timer(1.5, service.engine.continue_generation)
+        data = b""
+        until(lambda: server.service.rows == 1)
+        end = threading.Timer(1.5, engine.continue_generation)
         end.start()
         while not data.endswith(b"0\r\n\r\n") and (piece := link.recv(1 << 16)):
             data += piece
