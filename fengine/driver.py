@@ -266,7 +266,7 @@ class Driver:
         live = [
             (t, t.request.num_output)
             for t in self.live.values()
-            if t.request.num_output > t.num_tokens and t.quiet_until <= now
+            if t.quiet_until <= now and t.request.num_output > t.num_tokens
         ]
         if live or finished:
             self.text.news.put(News(live, [self._forget(request) for request in finished]))
