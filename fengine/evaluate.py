@@ -112,7 +112,7 @@ def run_point(
     with RunFolder(point.directory) as folder:
         rows = survey(whole).shard(shard)
         record = open_record(folder, point, manifest.identity(config, whole, rows), base)
-        table = reopen(folder, rows, digests.canonical(record["identity"]), screen.note)
+        table = reopen(folder, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
         if table.left < rows.rows:
             there = rows.rows - table.left
             screen.note(f"{place(str(folder.path))}: {there:,} of {count(rows.rows, 'row')} are there already")

@@ -146,7 +146,7 @@ def work(args: argparse.Namespace) -> int:
     with RunFolder(folder) as opened:
         rows = survey(whole).shard(shard)
         record = evaluate.open_record(opened, point, manifest.identity(config, whole, rows), base)
-        table = reopen(opened, rows, digests.canonical(record["identity"]), screen.note)
+        table = reopen(opened, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
         part = evaluate.Part(config, opened, record, rows, table)
         if table.left:
             screen.note(f"{rows.rows - table.left:,} of {rows.rows:,} rows are there; a folder to go on with: {folder}")

@@ -260,7 +260,7 @@ def test_a_flipped_byte_is_named_and_the_rest_saved(
     data = bytearray((folder / "journal.log").read_bytes())
     data[int(place * len(data))] ^= 4
     (folder / "journal.log").write_bytes(data)
-    assert cli(f"out={folder}", "view=plain", "show=0") == evaluate.OK
+    assert cli(f"out={folder}", "view=quiet" if place else "view=plain", "show=0") == evaluate.OK
     assert "journal.log is damaged at byte " in (said := capsys.readouterr().err) and "journal.damaged-1" in said
     assert (folder / "journal.damaged-1").read_bytes() == data
     assert sha(folder / "outputs.jsonl") == sha(whole[1] / "outputs.jsonl")

@@ -113,10 +113,12 @@ class Table:
         return self.known.count(FAILED)
 
 
-def reopen(folder: RunFolder, rows: Survey, identity: str, note: Callable[[str], None]) -> Table:
+def reopen(
+    folder: RunFolder, rows: Survey, identity: str, note: Callable[[str], None], warn: Callable[[str], None]
+) -> Table:
     """What the journal holds, once it holds nothing but good lines; a new one if there is none.
 
-    A torn tail is cut off. Of a damaged journal a copy is kept, the good lines are saved, and `note` is told what was
+    A torn tail is cut off. Of a damaged journal a copy is kept, the good lines are saved, and `warn` is told what was
     lost. Errors: ResumeMismatchError if it is another run's; StorageError.
     """
     path = folder.path / JOURNAL
@@ -126,7 +128,7 @@ def reopen(folder: RunFolder, rows: Survey, identity: str, note: Callable[[str],
     table, damage = _read(path, rows, identity)
     if any(not d.torn for d in damage):
         kept = _salvage(folder, path, rows, identity)
-        note(_told(path, damage, kept))
+        warn(_told(path, damage, kept))
         return _read(path, rows, identity)[0]
     if damage:
         _cut(path, damage[0].offset)

@@ -38,7 +38,7 @@ PLAIN_SECONDS = 5.0  # between two plain progress lines
 
 
 class QuietView:
-    """Says nothing but errors, which `run.py` prints. The base of the others: every call does nothing."""
+    """Says nothing but what is wrong; errors are told by `run.py`. The base of the others: other calls do nothing."""
 
     streams = False  # does the view show text while it grows?
 
@@ -55,6 +55,11 @@ class QuietView:
     def progress(self, progress: Progress) -> None: ...
     def row(self, row: Shown) -> None: ...
     def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None:
+        """Something is not as it should be, and the run goes on."""
+        print(f"fengine: {clean(text)}", file=sys.stderr)
+
     def summary(self, summary: Summary) -> None: ...
     def figures(self, lines: Sequence[tuple[str, str]]) -> None: ...
     def table(self, points: Sequence[tuple[str, Summary]]) -> None: ...
@@ -108,6 +113,8 @@ class PlainView(QuietView):
     def note(self, text: str) -> None:
         self._say(self.err, text)
 
+    warn = note
+
     def summary(self, summary: Summary) -> None:
         self.figures(summary_lines(summary))
 
@@ -157,6 +164,8 @@ class LiveView(QuietView):
 
     def note(self, text: str) -> None:
         self.console.print(Text(f"{clean(text)}\n", style="dim"))
+
+    warn = note
 
     def summary(self, summary: Summary) -> None:
         grid = Table.grid(padding=(0, 2))
