@@ -3,21 +3,35 @@
     python scripts/bench_host.py [--page-size 16] [--steps 400] [--overlap]
 
 Every row decodes with its own prompt and gets a page each `page_size` steps; nothing finishes while it is measured.
-Also shown: matching and inserting a prefix of 2,048 tokens.
+Also shown: matching and inserting a prefix of 2,048 tokens; and, of a call of 512 prompts of 2,176 ids that share
+prefixes, how long it takes to its first step and to its end with a device that answers at once.
 """
 
 import argparse
+import json
 import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
+from workloads import shared_prefix
+
+from fengine import Engine
 from fengine.config import Policy
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
 from fengine.host.scheduler import Scheduler
 from fengine.request import Request, SamplingParams
+from fengine.runner import Flight
 
 VOCAB = 32_000
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 def make_request(index: int, rng: random.Random, prompt_len: int, max_new_tokens: int) -> Request:
@@ -83,6 +97,39 @@ def prefix(page_size: int, tokens: int = 2048, rounds: int = 300) -> tuple[list[
     return match, insert
 
 
+class Instant:
+    """A device that answers at once."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def launch(self, kv: Any, staged: Any) -> tuple[Any, Flight]:
+        self.first = self.first or time.perf_counter()
+        rows = staged.kv_len_R.shape[0]
+        return kv, Flight(lambda: ([7] * rows, [-1.0] * rows))
+
+
+def call(rounds: int = 7) -> tuple[list[float], list[float]]:
+    """Seconds from a call of 1.1 million prompt ids to its first step, and to its end."""
+    work = shared_prefix(16, 32, 2048, 128, 32, VOCAB, 5)
+    params: Any = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for _, n in work]
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "page_size": 64}
+    options |= {"max_total_tokens": 1 << 20, "chunked_prefill_size": 8192, "max_running_requests": 512}
+    first, whole = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(TINY))
+        with Engine(model_path=folder, enable_torch_compile=False, **options) as engine:
+            for _ in range(rounds + 1):
+                engine.flush_cache()
+                engine._parts.driver.runner = runner = Instant()
+                begin = time.perf_counter()
+                engine.generate(input_ids=[ids for ids, _ in work], sampling_params=params)
+                whole.append(time.perf_counter() - begin)
+                assert runner.first is not None
+                first.append(runner.first - begin)
+    return first[1:], whole[1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page-size", type=int, default=16)
@@ -95,6 +142,8 @@ def main() -> None:
         print(f"{rows:5} rows   schedule {spread(schedule)}   update {spread(update)}   both {spread(both)}")
     match, insert = prefix(args.page_size)
     print(f"prefix of 2048 tokens   match {spread(match)}   insert {spread(insert)}")
+    first, whole = call()
+    print(f"512 prompts of 2176 ids   first step after {spread(first)}   whole {spread(whole)}")
 
 
 if __name__ == "__main__":
