@@ -54,7 +54,12 @@ class Damage:
 
 def encode(head: list[Any], record: bytes) -> bytes:
     """One line. Pure."""
-    body = _HEAD.encode(head).encode() + b"\t" + record
+    return framed(_HEAD.encode(head), record)
+
+
+def framed(head: str, record: bytes) -> bytes:
+    """One line, of a head that is JSON already. Pure."""
+    body = b"%b\t%b" % (head.encode(), record)
     return b"%08x %08x %b\n" % (zlib.crc32(body), len(body), body)
 
 

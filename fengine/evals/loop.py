@@ -17,8 +17,8 @@ from fengine.errors import InputFileError, StorageError
 from fengine.evals.answering import FATAL, answer_row, error_record, line_of
 from fengine.evals.asking import Asker
 from fengine.evals.config import EvalConfig
-from fengine.evals.journal import Journal, encode
-from fengine.evals.resume import OK, Survey, Table, row_key
+from fengine.evals.journal import Journal, framed
+from fengine.evals.resume import OK, ROW_HEAD, Survey, Table, row_key
 from fengine.evals.task import BadRow, Row, Task
 from fengine.evals.trace import Trace
 from fengine.runs.figures import Shown, count
@@ -177,9 +177,9 @@ class _Loop:
         """Journals rows by one write and returns their offsets. Errors: StorageError."""
         lines, keys, session = [], self.job.rows.keys, self.job.session
         for one in done:
-            tokens = [sum([meta[k] for meta in one.metas]) for k in ("prompt_tokens", "completion_tokens")]
-            times = [round(one.started, 6), round(one.seconds, 6)]
-            lines.append(encode([one.index, int(one.ok), keys[one.index], session, *times, *tokens], one.line))
+            tokens = [sum([meta[name] for meta in one.metas]) for name in ("prompt_tokens", "completion_tokens")]
+            head = ROW_HEAD % (one.index, one.ok, keys[one.index], session, one.started, one.seconds, *tokens)
+            lines.append(framed(head, one.line))
         return self.job.journal.extend(lines)
 
     def count(self, done: _Done) -> None:
