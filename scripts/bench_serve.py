@@ -1,12 +1,13 @@
 """What HTTP costs on a CPU: output tokens/s of the model in the box, offline and through the server, in one process.
 
 64 streams are open all the time: each of 64 connections asks for a streamed completion, and for the next one when that
-has ended, until all `--requests` are answered (prompts of 8-200 token ids, 128-384 new tokens, greedy, end-of-text
+has ended, until all `--requests` are answered (prompts of 8-200 token ids, 256-512 new tokens, greedy, end-of-text
 ignored). Offline is one `Engine.generate` of the same requests in the same order, 64 rows at most at a time. The two
 take turns, each first in every other pair; the share is the median of the pairs' ratios. The client is another process
 on the same cores, which only reads: what it costs is part of the server's figure, and its core seconds are told beside
-those of the engine's process. Beside it the seconds between the reads of a stream. `--chunks` lists values of
-serve.chunks_per_second; with `--requests 64` all ask at once, and the last rows run with ever fewer neighbours.
+those of the engine's process; the share by core seconds depends less on what else the machine does. Beside it the
+seconds between the reads of a stream. `--chunks` lists values of serve.chunks_per_second; with `--requests 64` all ask
+at once, and the last rows run with ever fewer neighbours.
 
     python scripts/bench_serve.py --runs 5 --chunks 250,inf
 """
@@ -38,7 +39,7 @@ Work = list[tuple[list[int], int]]  # prompts, and how many tokens each is answe
 def requests(count: int, vocab: int, seed: int = 0) -> Work:
     draw = random.Random(seed)
     return [
-        ([draw.randrange(10, vocab - 10) for _ in range(draw.randint(8, 200))], draw.randint(128, 384))
+        ([draw.randrange(10, vocab - 10) for _ in range(draw.randint(8, 200))], draw.randint(256, 512))
         for _ in range(count)
     ]
 
@@ -196,6 +197,7 @@ def row(name: str, turns: list[dict[str, Run]], tokens: int) -> dict[str, Any]:
         return told
     return told | {
         "share": summary(pairs),
+        "share_by_core_seconds": summary([t["offline"].engine / (t[name].engine + t[name].client) for t in turns]),
         "client_core_seconds": summary([run.client for run in runs]),
         "seconds_between_reads": statistics.median(run.gap for run in runs),
     }

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -166,7 +167,7 @@ def misdirected(scope: Scope) -> Refusal | None:
     arrived, _ = scope.get("server") or ("", None)
     for _, value in [pair for pair in scope["headers"] if pair[0] == b"host"]:
         name = re.sub(r":[0-9]*$", "", value.decode("latin-1")).strip("[]").lower()
-        if is_loopback(arrived) and not (is_loopback(name) or f".{name}".endswith(".localhost")):
+        if not (f".{name}".endswith(".localhost") or is_loopback(name)) and is_loopback(arrived):
             told = (
                 f"Host is {name!r:.200}, not localhost: refused, as a web page may have sent it; to serve such names, "
             )
@@ -174,6 +175,7 @@ def misdirected(scope: Scope) -> Refusal | None:
     return None
 
 
+@lru_cache(256)  # nearly all requests name the same address
 def is_loopback(address: str) -> bool:
     """Pure."""
     try:
