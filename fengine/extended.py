@@ -76,7 +76,10 @@ def extended_step(
         zero_R = torch.zeros(rows, dtype=torch.float32, device=hidden_TD.device)
         out = StepOut(zero_R.int(), zero_R)
     prompts = [score_prompts(unembed, hidden_TD, scored) for scored in wants.prompts]
-    hidden_HD = to_host(hidden_TD.index_select(0, put(wants.hidden_H, hidden_TD)).float())
+    hidden_HD = hidden_TD[:0]
+    if len(wants.hidden_H):
+        hidden_HD = hidden_TD.index_select(0, put(wants.hidden_H, hidden_TD))
+    hidden_HD = to_host(hidden_HD.float())
 
     def findings() -> Findings:
         head = partial(apply_head, params, spec)
@@ -161,7 +164,8 @@ def apply_masks(
     """
     logits_RV = apply_bitmask(logits_RV, put(filled.row_M, logits_RV), put(filled.mask_MW, logits_RV))
     failed: dict[int, FengineError] = {row: error for row, error in filled.errors.items()}
-    for row in {processor.row for processor in processors} & set(filled.row_M.tolist()) - set(errors) - set(failed):
+    masked = set(filled.row_M.tolist()) if processors else set()
+    for row in {processor.row for processor in processors} & masked - set(errors) - set(failed):
         if not bool(((logits_RV[row] > -BAN) | ~logits_RV[row].isfinite()).any()):
             failed[row] = LogitProcessorError("custom_logit_processor returned -inf for every token the grammar allows")
     for row, error in failed.items():
@@ -227,6 +231,8 @@ def to_host(x: Tensor) -> Tensor:
 
 def joined(slices: list[Scores[Tensor]]) -> Scores[np.ndarray]:
     """All slices in one, once the device has finished the step. Pure."""
+    if len(slices) == 1:
+        return Scores(*(part.numpy() for part in slices[0]))
     return Scores(*(torch.cat(parts).numpy() for parts in zip(*slices, strict=True)))
 
 

@@ -100,9 +100,9 @@ def wants_of(plan: Plan, q_start_B: np.ndarray, feed_index_T: np.ndarray) -> Wan
     edits = _edits(drawing)
     processors = [_processor(c) for c in drawing if c.extras.processor is not None]
     masked = [_mask_row(c, feed_index_T) for c in drawing if c.extras.grammar is not None]
-    prompts = [c for c in chunks if _scores_due(c)]
+    prompts = [c for c in chunks if c.extras.logprob_start is not None and _scores_due(c, c.extras.logprob_start)]
     outputs = [c for c in drawing if c.extras.top_logprobs or c.extras.logprob_ids]
-    hidden = [(c, first, last) for c in chunks for first, last in _hidden_due(c)]
+    hidden = [(c, first, last) for c in chunks if c.extras.hidden or c.extras.pool for first, last in _hidden_due(c)]
     pooled = [c for c in chunks if c.extras.pool is not None]
     if not (len(edits.row_E) or processors or masked or prompts or outputs or hidden or pooled):
         return None
@@ -179,10 +179,11 @@ def _mask_row(chunk: _Chunk, feed_index_T: np.ndarray) -> MaskRow:
     )
 
 
-def _scores_due(chunk: _Chunk) -> bool:
-    """Whether input logprobs may land with this chunk; with the last one also where only the first entry, None, is."""
-    start, prompt_len = chunk.extras.logprob_start, chunk.request.prompt_len
-    if start is None or chunk.start >= prompt_len or len(chunk.record.input_logprobs) >= prompt_len - start:
+def _scores_due(chunk: _Chunk, start: int) -> bool:
+    """Whether input logprobs (from `start` on) may land with this chunk; with the last one also where only the first
+    entry, None, is."""
+    prompt_len = chunk.request.prompt_len
+    if chunk.start >= prompt_len or len(chunk.record.input_logprobs) >= prompt_len - start:
         return False
     return chunk.sample or next_scored(chunk.extras, chunk.record) < chunk.end
 
@@ -234,7 +235,7 @@ def _scored(parts: list[tuple[int, int, np.ndarray, np.ndarray]], tops: list[int
 
 
 def _hidden_due(chunk: _Chunk) -> list[tuple[int, int]]:
-    """Ranges of positions whose hidden states the record wants from this chunk."""
+    """Ranges of positions whose hidden states the record wants from this chunk; it does want some, or a pooled one."""
     request, extras, start, end = chunk.request, chunk.extras, chunk.start, chunk.end
     prompt = (max(start, chunk.record.num_seen), min(end, request.prompt_len))
     last = [(end - 1, end)] if chunk.sample else []
@@ -242,5 +243,5 @@ def _hidden_due(chunk: _Chunk) -> list[tuple[int, int]]:
         return last
     if extras.pool == "cls":
         return [(0, 1)] if start == 0 and chunk.record.total is None else []
-    found = [prompt] if (extras.hidden or extras.pool) and prompt[0] < prompt[1] else []
+    found = [prompt] if prompt[0] < prompt[1] else []
     return found + (last if extras.hidden and end > request.prompt_len else [])

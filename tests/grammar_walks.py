@@ -56,7 +56,7 @@ def masks(cursors: Sequence[Cursor], fresh: Sequence[list[int]], early: bool = F
     rows = [
         MaskRow(i, c, t, None, frozenset([END]), early) for i, (c, t) in enumerate(zip(cursors, fresh, strict=True))
     ]
-    return fill(rows, list)
+    return fill(rows, ())
 
 
 def allowed(mask_W: np.ndarray) -> list[int]:

@@ -15,6 +15,8 @@ import pytest
 import fengine
 from fengine import Engine
 from fengine.errors import EngineClosedError, GrammarError, InvalidRequestError, LogitProcessorError
+from fengine.grammar.backend import COMPILERS
+from fengine.grammar.trial import CPU_SECONDS
 from fengine.request import SamplingParams
 
 DATA = Path(fengine.__file__).parents[1] / "conf" / "task" / "data" / "json_filling.jsonl"
@@ -212,6 +214,29 @@ def test_a_request_that_fails_fails_alone(
             llm.generate(STORY, {"temperature": 0, "max_new_tokens": 24, **params})
         assert good.result() == alone[:4]
     assert llm.stats()["pages_used"] == 0 and llm.stats()["running"] == 0
+
+
+def test_what_no_count_limits_ends_the_process_that_tries_it_and_holds_nobody_up(
+    llm: Engine, alone: list[Drawn]
+) -> None:
+    """The matcher would take a minute for each of these, and there are more than are compiled at once."""
+    endless = [
+        {"allOf": [{"multipleOf": n} for n in (997, 991, 983, 977, 971 - i)]} for i in range(COMPILERS)
+    ]  # fmt: skip
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        refused = [pool.submit(llm.generate, STORY, {"json_schema": schema}) for schema in endless]
+        assert llm.generate(STORY, {"regex": "no (one|body) waits", "temperature": 0})["text"].endswith("waits")
+        assert together(llm, work()[:2]) == alone[:2]
+        for failed in refused:
+            with pytest.raises(GrammarError, match=f"too complex.*more time than {CPU_SECONDS:g} s"):
+                failed.result()
+    trials = llm._door.grammars._trials
+    for trial in trials:
+        if trial._child is not None:
+            trial._child.kill()
+            trial._child.wait()
+    for word in ("again", "anew"):  # another child starts
+        assert llm.generate(STORY, {"regex": word})["text"] == word
 
 
 def test_nothing_left_to_draw(llm: Engine) -> None:

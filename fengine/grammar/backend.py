@@ -2,15 +2,21 @@
 
 llguidance refuses the schema keywords that it does not hold, builds its automata as far as texts reach them, under
 limits that are counts rather than seconds, and lets go of the GIL (Moskal et al., github.com/guidance-ai/llguidance).
-A catastrophic pattern is therefore linear, or ends its own request: it neither stalls the loop nor eats the memory.
+What these limits do not cover ends a child process (`trial.py`) and its own request: a catastrophic pattern neither
+stalls the loop, nor keeps other grammars waiting, nor eats the memory.
 """
 
+import json
+import resource
+import signal
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from functools import cached_property
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +25,12 @@ from fengine.errors import EngineClosedError, FengineError, GrammarError, Missin
 from fengine.grammar import ebnf, regex, rules, schema, structural_tag
 from fengine.grammar.characters import SURROGATE
 from fengine.grammar.schema import Whitespace
+from fengine.grammar.trial import CPU_SECONDS, MEMORY, Trial
 
 MAX_BYTES = {"json_schema": 1 << 17, "structural_tag": 1 << 17, "ebnf": 1 << 15, "regex": 1 << 14}
 WORDS = {"json_schema": "json", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural tag"}  # as SGLang's
-SECONDS = 5.0  # how long a caller waits for one to be compiled
+SECONDS = 30.0  # how long a caller waits, where others are compiled first
+COMPILERS = 2  # grammars compiled at once
 MAX_KEPT = 128  # compiled grammars; of those that are used least the memory is given back
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
@@ -136,8 +144,31 @@ def to_lark(source: Source, whitespace: Whitespace) -> str:
     return f"text: /{regex.explicit(text, 'regex')}/"
 
 
+def answer() -> None:
+    """The child's side of a `Trial`: a question a line, an answer a line, until nobody asks any more."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    vocabulary = Vocabulary([bytes([byte]) for byte in range(256)], False)
+    for line in sys.stdin:
+        kind, text, whitespace = json.loads(line)
+        source = Source(kind, text)
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process, wherever it is
+        try:
+            lark = to_lark(source, Whitespace(whitespace))
+            Grammar(vocabulary, source, lark)
+            reply = {"rules": lark}
+        except GrammarError as error:
+            reply = {"error": str(error)}
+        except MemoryError:
+            reply = {
+                "error": f"it is too complex: to compile it takes more memory than {MEMORY >> 30} GiB; simplify it"
+            }
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reply), flush=True)
+
+
 class Grammars:
-    """The grammars of one engine: compiled once each, in a thread of their own. Thread-safe.
+    """The grammars of one engine: compiled once each, in threads of their own. Thread-safe.
 
     The MAX_KEPT used last are kept, and those that cannot be compiled with them.
     """
@@ -149,7 +180,11 @@ class Grammars:
         self._tokens, self._whitespace = tokens, whitespace
         self._lock = threading.Lock()
         self._known: OrderedDict[Source, Future[Grammar]] = OrderedDict()
-        self._worker = ThreadPoolExecutor(2, thread_name_prefix="fengine-grammars")
+        self._worker = ThreadPoolExecutor(COMPILERS, thread_name_prefix="fengine-grammars")
+        self._trials = [Trial() for _ in range(COMPILERS)]
+        self._idle: SimpleQueue[Trial] = SimpleQueue()
+        for trial in self._trials:
+            self._idle.put(trial)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -199,13 +234,19 @@ class Grammars:
             return future
 
     def _compile(self, source: Source) -> Grammar:
-        lark = to_lark(source, self._whitespace or Whitespace())
         with self._lock:
             vocabulary = self.vocabulary
+        trial = self._idle.get()
+        try:
+            lark = trial.rules(source.kind, source.text, (self._whitespace or Whitespace()).pattern)
+        finally:
+            self._idle.put(trial)
         return Grammar(vocabulary, source, lark)
 
     def close(self) -> None:
         """Waits for nothing; what is being compiled ends by itself."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
         if "vocabulary" in vars(self):
             self.vocabulary.worker.shutdown(wait=False)

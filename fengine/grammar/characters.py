@@ -48,6 +48,8 @@ def common(a: Ranges, b: Ranges) -> Ranges:
 
 def without_surrogates(ranges: Ranges) -> Ranges:
     """Pure."""
+    if len(ranges) == 1 and (ranges[0][1] < SURROGATES[0] or ranges[0][0] > SURROGATES[1]):
+        return ranges
     return complement(complement(ranges))
 
 

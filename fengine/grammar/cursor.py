@@ -1,6 +1,7 @@
 """`Cursor`: where one request stands in its grammar, a function of the tokens that it has drawn. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from fengine.grammar.backend import Grammar, reason
 
 
 class Bits:
-    """Ids as bits of a mask: `word[i]` gets the bits `bit[i]`, each word once. Immutable."""
+    """Ids as bits of a mask: `word[i]` gets the bits `bit[i]`, each word once. Immutable, and equal only to itself."""
 
     __slots__ = ("word", "bit")
 
@@ -20,6 +21,12 @@ class Bits:
             words[id // 32] = words.get(id // 32, 0) | 1 << id % 32
         self.word = np.array(list(words), np.int64)
         self.bit = np.array(list(words.values()), np.uint32).view(np.int32)
+
+
+@lru_cache(256)
+def bits_of(ids: frozenset[int]) -> Bits:
+    """One for all that have the same ids, so that their rows change together. Pure."""
+    return Bits(ids)
 
 
 class Cursor:
@@ -37,15 +44,15 @@ class Cursor:
         size = grammar.vocabulary.size
         ends, barred, early = ([id for id in ids if 0 <= id < size] for ids in (ends, barred, early))
         self.grammar, self.eager = grammar, eager
-        self.ends, self.barred, self.early = Bits(ends), Bits(barred), Bits({*ends, *early})
+        self.ends, self.barred, self.early = (bits_of(frozenset(ids)) for ids in (ends, barred, (*ends, *early)))
         self.tokens: list[int] = []  # taken so far
         self.matcher: Any = grammar.matcher()
         self.error: GrammarError | None = None
 
-    def take(self, tokens: Sequence[int]) -> None:
+    def take(self, tokens: list[int]) -> None:
         """Goes on over tokens that were drawn."""
         self.tokens += tokens
-        if self.error is None and tokens and not self.matcher.consume_tokens(list(tokens)):
+        if self.error is None and tokens and not self.matcher.consume_tokens(tokens):
             self.renew()
 
     def renew(self) -> None:

@@ -3,7 +3,8 @@
     step n is launched --before()--> its tokens --take--> cursors --matchers, without the GIL--> masks of step n + 1
 
 With overlap, step n + 1 is planned before the tokens of step n are known. So its masks are filled by a thread while its
-own forward pass runs, and only its draw waits for them.
+own forward pass runs, and only its draw waits for them. Where they are known, only the matchers run in that thread: all
+else needs the GIL, for which it and the ops of the model would wait in turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,33 +42,47 @@ class Masks(NamedTuple):
     rows: list[MaskRow]
 
     def start(self, before: Callable[[], Sequence[int]]) -> Callable[[], Filled]:
-        """Begins `fill` in another thread; what it returns waits for the end."""
-        return self.rows[0].cursor.grammar.vocabulary.worker.submit(fill, self.rows, before).result
+        """Begins to compute the masks in another thread; what it returns waits for the end. `before` gives the tokens
+        of the step before, and may wait. Modifies: the cursors."""
+        rows, worker = self.rows, self.rows[0].cursor.grammar.vocabulary.worker
+        if any(row.fed is not None for row in rows):
+            return worker.submit(lambda: fill(rows, before())).result
+        allowed = worker.submit(_allowed, _taken(rows, ()))
+        return lambda: _filled(rows, *allowed.result())
 
 
-def fill(rows: Sequence[MaskRow], before: Callable[[], Sequence[int]]) -> Filled:
-    """Takes what was drawn, and computes the masks. `before` gives the tokens of the step before, and may wait.
+def fill(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Filled:
+    """The masks behind what rows drew; `drawn` are the tokens of the step before. Modifies: the cursors."""
+    return _filled(rows, *_allowed(_taken(rows, drawn)))
 
-    Modifies: the cursors.
-    """
-    drawn = before() if any(row.fed is not None for row in rows) else ()
+
+def _taken(rows: Sequence[MaskRow], drawn: Sequence[int]) -> list[Cursor]:
+    """The cursors, behind what was drawn. Modifies: them."""
     for row in rows:
-        fed = () if row.fed is None or drawn[row.fed] in row.stop_ids else (drawn[row.fed],)
-        row.cursor.take((*row.fresh, *fed))  # a row that has ended goes nowhere, and what it draws is not looked at
-    cursors = [row.cursor for row in rows]
-    mask_MW, complete_M = _allowed(cursors)
+        if row.fed is None or drawn[row.fed] in row.stop_ids:
+            row.cursor.take(row.fresh)  # a row that has ended goes nowhere, and what it draws is not looked at
+        else:
+            row.cursor.take([*row.fresh, drawn[row.fed]])
+    return [row.cursor for row in rows]
+
+
+def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> Filled:
+    """What the matchers allow, with the ends of each row. Modifies: mask_MW; the cursors of rows that are stuck."""
     _change(mask_MW, [(i, row.cursor.early if row.early else row.cursor.ends) for i, row in enumerate(rows)], False)
-    goes_on_M = _any(mask_MW)
+    drawable_M = goes_on_M = _any(mask_MW)
     ending = [
         (i, row.cursor.ends)
         for i, row in enumerate(rows)
         if complete_M[i] and not row.early and (row.cursor.eager or not goes_on_M[i])
     ]
-    _change(mask_MW, ending, True)
-    _change(mask_MW, [(i, cursor.barred) for i, cursor in enumerate(cursors)], False)
-    for i, (cursor, drawable) in enumerate(zip(cursors, _any(mask_MW), strict=True)):
-        if not drawable and cursor.error is None:
-            cursor.fail(_why_stuck(rows[i], complete_M[i]))
+    barred = [(i, row.cursor.barred) for i, row in enumerate(rows) if len(row.cursor.barred.word)]
+    if ending or barred:
+        _change(mask_MW, ending, True)
+        _change(mask_MW, barred, False)
+        drawable_M = _any(mask_MW)
+    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
+        if not drawable and row.cursor.error is None:
+            row.cursor.fail(_why_stuck(row, complete))
     errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
     return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
 
@@ -115,9 +130,9 @@ def _alone(cursor: Cursor, words: int) -> np.ndarray:
 
 def _change(mask_MW: np.ndarray, which: Sequence[tuple[int, Bits]], allow: bool) -> None:
     """Sets or clears bits of rows. Modifies: mask_MW."""
-    row = np.repeat([i for i, _ in which], [len(bits.word) for _, bits in which])
-    if not len(row):
-        return
-    at = row.astype(np.int64), np.concatenate([bits.word for _, bits in which])
-    bit = np.concatenate([bits.bit for _, bits in which])
-    mask_MW[at] = mask_MW[at] | bit if allow else mask_MW[at] & ~bit
+    rows: dict[Bits, list[int]] = {}
+    for i, bits in which:
+        rows.setdefault(bits, []).append(i)
+    for bits, some in rows.items():
+        at = np.array(some)[:, None], bits.word
+        mask_MW[at] = mask_MW[at] | bits.bit if allow else mask_MW[at] & ~bits.bit

@@ -13,6 +13,7 @@ from fengine.grammar.characters import Ranges
 from fengine.text.regex_parts import one_character, parser
 
 MAX_REPEAT = 100_000
+_ASCII, _UNICODE, _IGNORECASE, _DOTALL = map(int, (re.ASCII, re.UNICODE, re.IGNORECASE, re.DOTALL))  # sums are dear
 _BEGINNINGS, _ENDS = {"AT_BEGINNING", "AT_BEGINNING_STRING"}, {"AT_END", "AT_END_STRING"}
 
 
@@ -38,12 +39,11 @@ class _Writer:
     def sequence(self, items: Any, flags: int, first: bool, last: bool) -> str:
         """`first`, `last`: nothing that reads a character stands in front of it, or behind it."""
         items = [(str(kind), value) for kind, value in items]
-        out = []
-        for i, (kind, value) in enumerate(items):
-            begins = first and all(k == "AT" for k, _ in items[:i])
-            ends = last and all(k == "AT" for k, _ in items[i + 1 :])
-            out.append(self.piece(kind, value, flags, begins, ends))
-        return "".join(out)
+        reading = [i for i, (kind, _) in enumerate(items) if kind != "AT"]
+        begins, ends = (reading[0], reading[-1]) if reading else (len(items), 0)
+        return "".join(
+            self.piece(*item, flags, first and i <= begins, last and i >= ends) for i, item in enumerate(items)
+        )
 
     def piece(self, kind: str, value: Any, flags: int, first: bool, last: bool) -> str:
         if kind == "SUBPATTERN":
@@ -74,18 +74,18 @@ class _Writer:
 
     def one(self, kind: str, value: Any, flags: int) -> Ranges:
         """The characters that an item for one character stands for. Errors: InvalidRequestError for any other item."""
-        readings = [
-            one_character(self.whole, kind, value, f) for f in (flags & ~re.ASCII, flags & ~re.UNICODE | re.ASCII)
-        ]
+        if kind == "LITERAL" and not flags & _IGNORECASE:  # nearly always
+            return characters.without_surrogates(((value, value),))
+        readings = [one_character(self.whole, kind, value, f) for f in (flags & ~_ASCII, flags & ~_UNICODE | _ASCII)]
         ranges = self.plain(kind, value, flags)
-        if flags & re.IGNORECASE:
+        if flags & _IGNORECASE:
             return characters.common(*(characters.folded(ranges, test) for test in readings))
         return ranges
 
     def plain(self, kind: str, value: Any, flags: int) -> Ranges:
         """`one` but for case. Pure."""
         if kind == "ANY":
-            return characters.complement(() if flags & re.DOTALL else characters.of(characters.LINE_ENDS))
+            return characters.complement(() if flags & _DOTALL else characters.of(characters.LINE_ENDS))
         if kind in ("LITERAL", "NOT_LITERAL"):
             ranges = characters.without_surrogates(((value, value),))
             return ranges if kind == "LITERAL" else characters.complement(ranges)
