@@ -42,7 +42,8 @@ class _Writer:
         reading = [i for i, (kind, _) in enumerate(items) if kind != "AT"]
         begins, ends = (reading[0], reading[-1]) if reading else (len(items), 0)
         return "".join(
-            self.piece(*item, flags, first and i <= begins, last and i >= ends) for i, item in enumerate(items)
+            self.piece(kind, value, flags, first and i <= begins, last and i >= ends)
+            for i, (kind, value) in enumerate(items)
         )
 
     def piece(self, kind: str, value: Any, flags: int, first: bool, last: bool) -> str:
