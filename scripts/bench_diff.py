@@ -46,7 +46,7 @@ def make(folder: Path, rows: int, case: str) -> None:
     config = flat(EvalConfig(seed=int(case == "all differ")))
     identity = {"config": config, "config_sha256": canonical(config), "input": {"rows": rows, "sha256": "x"}}
     result = {"outputs_sha256": hashlib.sha256(data).hexdigest()}
-    manifest = {"fengine_manifest": 1, "identity": identity, "in_force": None, "result": result}
+    manifest = {"fengine_manifest": 1, "identity": identity, "in_force": None, "sessions": [], "result": result}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
