@@ -194,9 +194,9 @@ def layouts(case: Case) -> list[Layout]:
         for n in (256, 512, 2048)
     ]
     flipped = Layout(f"overlap {'off' if gpu else 'on'}", batches(22, False), {"disable_overlap_schedule": gpu})
-    graphs = [Layout("graphs off", batches(23, False), {"disable_cuda_graph": True})] if gpu else []
+    plain = {"disable_cuda_graph": True} if gpu else {"enable_torch_compile": False}
     return [
-        Layout("batch of all", batches(1, False)),
+        Layout("batch of all, cold cache", batches(1, False)),
         Layout("random batches 1", batches(2, True)),
         Layout("random batches 2", batches(3, True)),
         Layout("warm prefix", warm),
@@ -207,5 +207,7 @@ def layouts(case: Case) -> list[Layout]:
         Layout("control: split sums", control, few | {"enable_torch_compile": False}, control=True),
         Layout("preempted", preempted, tight),
         Layout("guessing ahead", guessed, {"speculative_algorithm": "NGRAM"}),
-        *chunks, flipped, *graphs,
+        *chunks,
+        flipped,
+        Layout("graphs off" if gpu else "compile off", batches(23, False), plain),
     ]  # fmt: skip
