@@ -130,6 +130,9 @@ def test_norms(threads: int, dtype: torch.dtype, d: int) -> None:
     for i in range(0, 70, 7):
         assert same_bits(cpu.rms_norm(x[i : i + 1], weight, 1e-6), y[i : i + 1])
     assert cpu.rms_norm(x[:0], weight, 1e-6).shape == (0, d)
+    table, index = torch.randn(45, d).to(dtype), torch.randint(0, 45, (70,), dtype=torch.int32)
+    normed, rows = cpu.rows_rms_norm(pack(table), index, weight, 1e-6)
+    assert same_bits(rows, table[index].float()) and same_bits(normed, cpu.rms_norm(rows, weight, 1e-6))
 
 
 @pytest.mark.parametrize("f", [1, 16, 19, 768])

@@ -33,6 +33,7 @@ _P, _I, _T, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 SIGNATURES = {
     "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
     "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _T],
+    "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _T],
     "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
     "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
     "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
@@ -129,8 +130,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rows_rms_norm(packed: Tensor, index: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(rows), rows) for rows `index` of a packed weight [ceil(n/32), K, 32], widened."""
-    rows = packed[index // LANES, :, index % LANES].to(torch.float32)
-    return rms_norm(rows, weight, eps), rows
+    packed, weight = _weight(packed, "the embeddings"), _weight(weight, "rms_norm's weight")
+    index = _plain(index, "index", torch.int32)
+    count, d = index.shape[0], packed.shape[1]
+    y, rows = weight.new_empty((count, d), dtype=torch.float32), weight.new_empty((count, d), dtype=torch.float32)
+    library, threads = _schedule(16 * count * d)
+    library.fengine_rows_rms_norm(
+        packed.data_ptr(), index.data_ptr(), weight.data_ptr(), y.data_ptr(), rows.data_ptr(), count, d,
+        KIND[packed.dtype], KIND[weight.dtype], eps, threads,
+    )  # fmt: skip
+    return y, rows
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -302,6 +302,50 @@ API void fengine_rms_norm(const float *x, const float *residual, const void *wei
     run_tasks(norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
+/* -- rows of a packed weight: embeddings --------------------------------------------------------------------------- */
+
+typedef struct {
+    const void *packed, *weight;
+    const int32_t *index;
+    float *y, *taken;
+    int64_t rows, d, rows_per_task;
+    int kind, weight_kind;
+    float eps;
+} rows_job;
+
+/* One output's weights, which lie BLOCK elements apart, widened. */
+INLINE void take_row(const void *packed, int64_t index, int64_t d, int kind, float *out) {
+    int64_t at = index / BLOCK * d * BLOCK + index % BLOCK;
+    for (int64_t i = 0; i < d; i += 16, at += 16 * BLOCK) {
+        int64_t left = d - i < 16 ? d - i : 16;
+        float wide[16];
+        uint16_t narrow[16];
+        for (int64_t j = 0; j < left; j++)
+            if (kind == F32)
+                wide[j] = ((const float *)packed)[at + j * BLOCK];
+            else
+                narrow[j] = ((const uint16_t *)packed)[at + j * BLOCK];
+        vf_store_upto(out + i, vf_widen(kind == F32 ? (const void *)wide : narrow, 0, left, kind), left);
+    }
+}
+
+static void rows_task(const void *context, int64_t task) {
+    const rows_job *job = context;
+    int64_t end = (task + 1) * job->rows_per_task < job->rows ? (task + 1) * job->rows_per_task : job->rows;
+    for (int64_t row = task * job->rows_per_task; row < end; row++) {
+        float *taken = job->taken + row * job->d;
+        take_row(job->packed, job->index[row], job->d, job->kind, taken);
+        norm_row(taken, job->weight, job->weight_kind, job->y + row * job->d, job->d, job->eps);
+    }
+}
+
+/* taken[r] = row index[r] of the weight that was packed as [ceil(n/32), d, 32], y = norm(taken). Both [rows, d]. */
+API void fengine_rows_rms_norm(const void *packed, const int32_t *index, const void *weight, float *y, float *taken,
+                               int64_t rows, int64_t d, int kind, int weight_kind, float eps, int threads) {
+    rows_job job = {packed, weight, index, y, taken, rows, d, rows_per_task(8 * d), kind, weight_kind, eps};
+    run_tasks(rows_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
+}
+
 /* -- RoPE and KV write --------------------------------------------------------------------------------------------- */
 
 typedef struct {

@@ -1,0 +1,126 @@
+"""This checkout against another one on a CPU, in output tokens/s: did a change cost speed?
+
+    git worktree add /tmp/before COMMIT && python scripts/bench_commits.py /tmp/before
+
+Both engines live in processes of their own, with `PYTHONPATH` on their checkout, and take turns, so that a drift of the
+machine falls on both: each pair of runs gives one ratio. The cases are those of bench_cpu_box.py and bench_cpu_qwen.py;
+one request to the box is asked eight times a run, as it takes a tenth of a second.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_cpu_box import requests
+from bench_cpu_qwen import CONFIG
+from measure import parser, save, summary
+
+from fengine import Engine
+from fengine.checkpoint.hub import resolve_model
+
+HERE = Path(__file__).resolve().parent.parent
+Call = list[tuple[list[int], int]]  # prompts, and how many tokens each is to get
+
+
+def cases(model: str) -> dict[str, list[Call]]:
+    """Name -> the calls of one run. Pure."""
+    if model == "box":
+        vocab = json.loads((Path(resolve_model("box", None)) / "config.json").read_text())["vocab_size"]
+        return {"64 mixed requests": [requests(64, vocab)], "one request": [[([5] * 32, 128)]] * 8}
+    vocab = json.loads(CONFIG.read_text())["vocab_size"]
+    draw = torch.Generator().manual_seed(1)
+    prompts = torch.randint(1000, vocab - 1000, (16, 64), generator=draw).tolist()
+    sizes = [(batch, width, count) for batch in (1, 16) for width, count in ((16, 64), (64, 32))]
+    return {f"batch {b}, {w} in, {n} out": [[(p[:w], n) for p in prompts[:b]]] for b, w, n in sizes}
+
+
+def rate(engine: Engine, calls: list[Call]) -> float:
+    start = time.perf_counter()
+    for call in calls:
+        params: Any = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for _, n in call]
+        engine.generate(input_ids=[ids for ids, _ in call], sampling_params=params)
+    return sum(n for call in calls for _, n in call) / (time.perf_counter() - start)
+
+
+def serve(model: str) -> None:
+    """What a checkout's process does: a case's name comes in, its tokens/s go out."""
+    works, options = cases(model), {"skip_tokenizer_init": True, "disable_radix_cache": True}
+    with tempfile.TemporaryDirectory() as folder:
+        if model != "box":
+            (Path(folder) / "config.json").write_text(CONFIG.read_text())
+            options |= {"load_format": "dummy", "dtype": "bfloat16", "max_total_tokens": 8192}
+        with Engine(model_path="box" if model == "box" else folder, **options) as engine:
+            print(f"ready {sys.modules['fengine'].__file__}", flush=True)
+            for line in sys.stdin:
+                print(rate(engine, works[line.strip()]), flush=True)
+
+
+class Checkout:
+    """One checkout's process."""
+
+    def __init__(self, root: Path, model: str) -> None:
+        command = [sys.executable, __file__, str(root), "--serve", model]
+        environ = os.environ | {"PYTHONPATH": str(root)}
+        self.process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        ready = self._line()
+        if not ready.startswith(f"ready {root}"):
+            raise SystemExit(f"the process of {root} says {ready!r}")
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def run(self, case: str) -> float:
+        print(case, file=self.process.stdin, flush=True)
+        return float(self._line())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measured(pair: list[Checkout], case: str, first: int) -> tuple[float, float]:
+    """A run of each, of which pair[first] goes first."""
+    rates = {i: pair[i].run(case) for i in (first, 1 - first)}
+    return rates[0], rates[1]
+
+
+def commit(root: Path) -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("other", type=Path, help="the root of the other checkout")
+    p.add_argument("--models", default="box,qwen2.5-0.5b", help="of box, qwen2.5-0.5b")
+    p.add_argument("--only", help="cases whose name holds this")
+    p.add_argument("--serve")
+    args = p.parse_args()
+    if args.serve:
+        return serve(args.serve)
+    other, table = args.other.resolve(), {}
+    for model in args.models.split(","):
+        pair = [Checkout(HERE, model), Checkout(other, model)]
+        for case in [name for name in cases(model) if (args.only or "") in name]:
+            turns = [measured(pair, case, first=turn % 2) for turn in range(args.runs + 1)][1:]  # the first warms up
+            mine, its = zip(*turns, strict=True)
+            ratios = [a / b for a, b in turns]
+            table[f"{model}: {case}"] = {"ratio": statistics.median(ratios), "ratios": ratios,
+                                         "this": summary(mine), "other": summary(its)}  # fmt: skip
+        for one in pair:
+            one.close()
+    figures = {"unit": "output tokens/s", "other_commit": commit(other), "table": table}
+    save("bench_commits", figures, args.out)
+
+
+if __name__ == "__main__":
+    main()
