@@ -140,6 +140,16 @@ def views(buffer: Tensor, layout: list[Slot]) -> list[Tensor]:
     return [buffer[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in layout]
 
 
+def layer_kinds(layers: list[Params]) -> list[int]:
+    """The first layer of each kind: of the same parameters in the same shapes and dtypes. Pure."""
+
+    def kind(layer: Params) -> tuple[Any, ...]:
+        return tuple((key, x.shape, x.dtype) if isinstance(x, Tensor) else key for key, x in sorted(layer.items()))
+
+    kinds = [kind(layer) for layer in layers]
+    return [kinds.index(each) for each in dict.fromkeys(kinds)]
+
+
 class CudaRunner:
     """Pads each step to a bucket, copies one packed buffer to the device and replays the bucket's graph.
 
@@ -200,9 +210,12 @@ class CudaRunner:
     def prepare(self, kv: KVState) -> int:
         """Runs every bucket with any small KV state: compiles and proves all kernels, which takes memory of its own.
 
-        Returns the bytes that the largest step takes for its activations.
+        One layer of each kind stands for all: those alike run the same kernels. Returns the bytes that the largest step
+        takes for its activations.
         """
-        self.kv = [kv]
+        whole, kinds = self.params, layer_kinds(self.params["layers"])
+        self.params = whole | {"layers": [whole["layers"][index] for index in kinds]}
+        self.kv = [KVState(*(tuple(pages[index] for index in kinds) for pages in kv))]
         buckets = self.all_buckets()
         before = 0
         for bucket in (*buckets, buckets[0]):
@@ -212,6 +225,7 @@ class CudaRunner:
             self._warm(bucket)
         torch.cuda.synchronize(self.device)
         most = torch.cuda.max_memory_allocated(self.device) - before
+        self.params = whole
         torch.cuda.empty_cache()
         return most
 

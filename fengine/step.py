@@ -60,7 +60,8 @@ def make_step(spec: ModelSpec, *, compiled: bool) -> StepFn:
     def run(
         params: Params, kv: KVState, batch: StepBatch, sampling: SamplingBatch, feed: Feed
     ) -> tuple[KVState, StepOut]:
-        tie_sizes(batch, sampling, feed)
+        if compiled:  # nobody else asks, and torch would import its symbolic sizes for it, which takes seconds
+            tie_sizes(batch, sampling, feed)
         return step(params, spec, kv, resolve_feed(batch, feed), sampling)
 
     if not compiled:

@@ -5,6 +5,7 @@ It multiplies with numpy, which knows no bfloat16 and adds in its own order: tes
 """
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,19 @@ from test_lora_ops import lora_case
 from test_ops import mixed_rows, normal, paged_case, spec
 from torch import Tensor
 
-from fengine.ops import attention, edges, linear, linear_hopper, lora, qkv, rms_norm, rope, sampling, silu_mul
+from fengine.ops import (
+    attention,
+    attention_kernels,
+    edges,
+    linear,
+    linear_hopper,
+    lora,
+    qkv,
+    rms_norm,
+    rope,
+    sampling,
+    silu_mul,
+)
 from fengine.ops import linear_schedules as tables
 from fengine.ops.registration import triton
 
@@ -316,3 +329,29 @@ def test_lora_bits_do_not_depend_on_neighbours_or_schedule(dtype: torch.dtype):
         got = y[one : one + 1].clone()
         lora.run(got, x[one : one + 1].clone(), stack, torch.zeros(1).int().to(DEVICE), alone.to(DEVICE), lora.FEW)
         assert torch.equal(got[0], want[one])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tiles_are_found_for_every_row_and_the_padding_is_cleared(seed: int):
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device or the interpreter")
+    rng = random.Random(seed)
+    bq, limit, pad, width = rng.choice([16, 128]), rng.choice([2, 16]), rng.choice([0, 3, 200]), 64
+    tokens = [rng.choice([1, 2, 5, 16, 17, 130, 300]) for _ in range(rng.randint(1, 9))]
+    seen = [t + rng.randint(0, 100) for t in tokens]
+    starts, total = [sum(tokens[:r]) for r in range(len(tokens) + 1)], sum(tokens) + pad
+    most = total // bq + min(len(tokens), total // (limit + 1)) + 1
+    tiles = torch.full((4 + 4 * most,), -7, dtype=torch.int32, device=DEVICE)
+    out = torch.full((total, width), 9.0, device=DEVICE)
+    q_start, kv_len = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (starts, seen))
+    attention_kernels.table_kernel[(most + 1,)](
+        q_start, kv_len, tiles, out, total, len(tokens), limit, width, bq, 4096
+    )  # fmt: skip
+    want = [
+        [starts[r] + first, count - first, seen[r] - count + first, r]
+        for r, count in enumerate(tokens)
+        if count > limit
+        for first in range(0, count, bq)
+    ]
+    assert tiles[:2].tolist() == [len(want), 0] and tiles[4 : 4 + 4 * len(want)].view(-1, 4).tolist() == want
+    assert (out[starts[-1] :] == 0).all() and (out[: starts[-1]] == 9).all()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fengine.ops import attention_hopper
 from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
-from fengine.ops.proof import proofs
+from fengine.ops.proof import captured, proofs
 from fengine.ops.registration import (
     EARLY,
     MIDDLE,
@@ -127,7 +127,9 @@ def schedules(q_THK: Tensor, k_PSGK: Tensor, rows: int, keys: int, processors: i
     """Schedules in order of speed, by shapes alone; `keys` is the longest context the page table can name. Pure."""
     tokens, groups = q_THK.shape[0], k_PSGK.shape[2]
     alone = reference_schedule(q_THK, k_PSGK).rows
-    splits = min(triton.cdiv(keys, CHUNK), triton.cdiv(3 * processors, rows * groups))
+    chunks = triton.cdiv(keys, CHUNK)
+    splits = max(1, 2 * processors // (rows * groups))  # two programs a multiprocessor: more would wait for room
+    splits = chunks if splits >= 0.9 * chunks else splits  # nobody takes two chunks while others take one
     few = alone._replace(warps=4, splits=splits)  # ragged rows end 2 % earlier than with 2 warps
     if tokens <= rows:
         return [Schedule(few, None), Schedule(alone, None)]
@@ -214,7 +216,8 @@ def proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule) -> bool:
 
 
 def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule) -> bool:
-    """Random rows around the edges of blocks and chunks under both schedules; slots that no row owns hold NaN."""
+    """Random rows around the edges of blocks and chunks under both schedules, called as they are used: by themselves,
+    and inside a captured graph. Slots that no row owns hold NaN."""
     size, width = k_PSGK.shape[1], q_THK.shape[2]
     lengths, tokens = [CHUNK + 200, 700, 2 * CHUNK + 65, 129, 64, 1, 2 * CHUNK], [1, 300, 200, 129, 1, 1, 2]
     pages = [triton.cdiv(length, size) for length in lengths]
@@ -236,6 +239,7 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule) -> bool:
     want = run(q, k, v, start, kv_len, table, width**-0.5, reference_schedule(q, k))
     try:
         got = [run(q, k, v, start, kv_len, table, width**-0.5, s) for _ in range(2)]  # the counters are back at zero
+        got.append(captured(lambda: run(q, k, v, start, kv_len, table, width**-0.5, s)))
     except Exception:  # an experimental compiler: whatever it says, the schedule is not for this machine
         return False
     return bool(want.isfinite().all()) and all(torch.equal(want, each) for each in got)

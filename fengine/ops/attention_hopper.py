@@ -1,18 +1,24 @@
 """Attention of many tokens a row on NVIDIA Hopper: `tiles_kernel` of attention_kernels.py, with its warps specialised.
 
-One warp copies keys and values (TMA) into a ring in shared memory; two groups of four warps attend to 64 rows each. The
-scores of the next block are on the tensor cores while the softmax of this one runs. The same reduction tree, hence the
-same bits: see attention.py. After FlashAttention-3 (arXiv 2407.08608).
+A program stays and takes tile after tile, always the next one that nobody has: tiles take unequal time. One warp copies
+queries, keys and values (TMA) into rings in shared memory, ahead over the borders of tiles; two groups of four warps
+attend to 64 rows each. P V of a block is on the tensor cores while the softmax of the next one runs, and the first
+scores of the next chunk, or tile, while a chunk is merged. The same reduction tree, hence the same bits: see
+attention.py. After FlashAttention-3 (arXiv 2407.08608).
 
 Gluon, the language of this kernel, comes with Triton and is experimental: where it is missing or has changed, `usable`
 says no or the launch raises, and the Triton kernel computes.
 """
 # pyright: reportInvalidTypeForm=false
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fengine.ops.attention_kernels import table_kernel
 from fengine.ops.gluon import (
+    RENAMED,
     TensorDescriptor,
     async_load,
     fence_async_shared,
@@ -22,10 +28,11 @@ from fengine.ops.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fengine.ops.registration import multiprocessors
 
 BM = 128  # rows of a tile: tokens times query heads
 PIECE = 64  # keys that are copied and multiplied together; a block of the tree is one or two
-STAGES = 2  # blocks of keys and of values in the ring
+STAGES = 3  # blocks of keys and of values in the ring
 
 
 def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
@@ -51,19 +58,23 @@ def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
     size, groups = k_PSGK.shape[1:3]
     rows, table_width = page_table_RN.shape
     per_group = heads // groups
-    packed = min(per_group & -per_group, BM)  # heads that share a tile: a power of two, so that no row is idle
-    layout = gl.NVMMASharedLayout.get_default_for([PIECE, width], gl.bfloat16)  # two bytes a value, fp16 alike
-    k, v = (TensorDescriptor.from_tensor(x.view(-1, groups * width), [PIECE, width], layout) for x in (k_PSGK, v_PSGK))
-    grid = (tokens // (BM // packed) + min(rows, tokens // (limit + 1)) + 1, groups * (per_group // packed))
-    specialised_kernel[grid](
-        q_THK, k, v, q_start_B, kv_len_R, page_table_RN, o_THK, c, tokens, rows, table_width, limit, heads, groups,
+    packed = min(per_group & -per_group, BM // 2)  # heads that share a tile: a power of two, so that no row is idle
+    most = tokens // (BM // packed) + min(rows, tokens // (limit + 1)) + 1
+    tiles = torch.empty(4 + 4 * most, dtype=torch.int32, device=q_THK.device)
+    table_kernel[(most + 1,)](
+        q_start_B, kv_len_R, tiles, o_THK, tokens, rows, limit, heads * width, BM // packed, 4096, num_warps=4
+    )
+
+    def describe(t: Tensor, *box: int) -> Any:
+        return TensorDescriptor.from_tensor(
+            t, list(box), gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)  # two bytes a value, fp16 alike
+        )  # fmt: skip
+
+    k, v = (describe(x.view(-1, groups * width), PIECE, width) for x in (k_PSGK, v_PSGK))
+    persistent_kernel[(multiprocessors(q_THK.device.index),)](
+        describe(q_THK, 64 // packed, packed, width), k, v, tiles, page_table_RN, o_THK, c, table_width, heads, groups,
         width, size, packed, chunk, block, STAGES, num_warps=4
     )  # fmt: skip
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -78,27 +89,79 @@ def total(sums):
 
 
 @gluon.jit
-def copy_blocks(k_desc, v_desc, table_ptr, k_ring, v_ring, k_full, k_empty, v_full, v_empty, seen, kv_len, column,
-                S: gl.constexpr, K: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The copying warp: block after block as the ring has room. Pages behind kv_len are page 0."""
+def find_item(tiles_ptr, item, tiles, PER: gl.constexpr):
+    """(first token, tokens from there, position of the first, row, which heads) of an item: a tile with PACK heads.
+
+    The last tiles see the most keys: first out, so that programs end together. Many tiles keep the programs busy with
+    the same heads, whose keys stay in the L2 cache; of few tiles, all heads are under way at once.
+    """
+    many = 2 * tiles >= 3 * gl.num_programs(0)
+    tile = gl.where(many, item % tiles, item // PER)
+    here = tiles_ptr + 4 + (tiles - 1 - tile) * 4
+    part = gl.where(many, item // tiles, item % PER)
+    return gl.load(here), gl.load(here + 1), gl.load(here + 2), gl.load(here + 3), part
+
+
+@gluon.jit
+def copy_piece(desc, table, ring, full, piece, key, kv_len, column, S: gl.constexpr):
+    """64 keys or values. Pages behind kv_len are page 0."""
+    line = gl.load(table + key // S, mask=key < kv_len, other=0) * S + key % S
+    async_load(desc, [line, column], full, ring.index(piece))
+
+
+@gluon.jit
+def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full, q_empty,
+               k_full, k_empty, v_full, v_empty, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, S: gl.constexpr,
+               PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The copying warp: item after item, block after block, as the rings have room. Behind the last item it hands on a
+    number that is none."""
     PIECES: gl.constexpr = BLOCK // 64
-    for n in range(0, gl.cdiv(seen, BLOCK)):
-        slot = n % STAGES
-        phase = ((n // STAGES) & 1) ^ 1
-        mbarrier.wait(k_empty.index(slot), phase)
-        mbarrier.expect(k_full.index(slot), BLOCK * K * 2)
-        for piece in gl.static_range(PIECES):
-            key = n * BLOCK + piece * 64
-            line = gl.load(table_ptr + key // S, mask=key < kv_len, other=0) * S + key % S
-            async_load(k_desc, [line, column], k_full.index(slot),
-                                            k_ring.index(slot * PIECES + piece))  # fmt: skip
-        mbarrier.wait(v_empty.index(slot), phase)
-        mbarrier.expect(v_full.index(slot), BLOCK * K * 2)
-        for piece in gl.static_range(PIECES):
-            key = n * BLOCK + piece * 64
-            line = gl.load(table_ptr + key // S, mask=key < kv_len, other=0) * S + key % S
-            async_load(v_desc, [line, column], v_full.index(slot),
-                                            v_ring.index(slot * PIECES + piece))  # fmt: skip
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    if RENAMED:
+        q_tiles = q_ring.reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
+    else:
+        q_tiles = q_ring._reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
+    tiles = gl.load(tiles_ptr)
+    items = tiles * (H // PACK)
+    n = 0
+    j = 0
+    item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
+    while item < items:
+        line, left, position, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
+        mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
+        item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
+        mbarrier.expect(q_full.index(j % 2), 128 * K * 2)
+        for who in gl.static_range(2):
+            async_load(q_desc, [line + who * (64 // PACK), part * PACK, 0], q_full.index(j % 2),
+                       q_tiles.index((j % 2) * 2 + who))  # fmt: skip
+        kv_len = position + left
+        table = table_ptr + row.to(gl.int64) * N
+        column = part // (H // G // PACK) * K
+        for block in range(0, gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)):
+            slot = n % STAGES
+            phase = ((n // STAGES) & 1) ^ 1
+            mbarrier.wait(k_empty.index(slot), phase)
+            mbarrier.expect(k_full.index(slot), BLOCK * K * 2)
+            for piece in gl.static_range(PIECES):
+                copy_piece(k_desc, table, k_ring, k_full.index(slot), slot * PIECES + piece, block * BLOCK + piece * 64,
+                           kv_len, column, S)  # fmt: skip
+            mbarrier.wait(v_empty.index(slot), phase)
+            mbarrier.expect(v_full.index(slot), BLOCK * K * 2)
+            for piece in gl.static_range(PIECES):
+                copy_piece(v_desc, table, v_ring, v_full.index(slot), slot * PIECES + piece, block * BLOCK + piece * 64,
+                           kv_len, column, S)  # fmt: skip
+            n += 1
+        j += 1
+        item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
+    mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
+    item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
+    mbarrier.arrive(q_full.index(j % 2))
+
+
+@gluon.jit
+def item_at(item_ring, j):
+    """The number that the copying warp has handed on."""
+    return gl.max(item_ring.index(j % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -125,10 +188,56 @@ def weights_of(s, safe, c, none):
 
 
 @gluon.jit
-def attend(q_tiles, WHO: gl.constexpr, o_ptr, k_ring, v_ring, k_full, k_empty, v_full, v_empty, seen, seen_by_all,
-           kv_len, c, start, tokens, first, head, H: gl.constexpr, PACK: gl.constexpr, K: gl.constexpr,
-           CHUNK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """A group of four warps: 64 rows of the tile, all keys. A block of 128 keys is two pieces: s and t, p and r."""
+def begin_scores(q, k_ring, slot, none, TWO: gl.constexpr, PIECES: gl.constexpr):
+    """The scores of a block, under way: one piece or two."""
+    s = warpgroup_mma(q, k_ring.index(slot * PIECES).permute((1, 0)), none, use_acc=False, is_async=True)
+    if TWO:
+        t = warpgroup_mma(q, k_ring.index(slot * 2 + 1).permute((1, 0)), none, use_acc=False, is_async=True)
+    else:
+        t = s
+    return s, t
+
+
+@gluon.jit
+def ended(s, t, OTHERS: gl.constexpr, TWO: gl.constexpr):
+    """Scores that were begun, when all but the OTHERS last products have ended."""
+    if TWO:
+        s, t = warpgroup_mma_wait(OTHERS, deps=[s, t])
+    else:
+        s = warpgroup_mma_wait(OTHERS, deps=[s])
+        t = s
+    return s, t
+
+
+@gluon.jit
+def hidden(s, t, start, position, seen_by_all, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scores of a block at `start` with -inf for keys that a row does not see, and each row's largest."""
+    s = hide(s, start, position, seen_by_all, start + BLOCK, LAYOUT)
+    most = s
+    if BLOCK == 128:
+        t = hide(t, start + 64, position, seen_by_all, start + BLOCK, LAYOUT)
+        most = gl.maximum(s, t)
+    return s, t, gl.max(most, 1)
+
+
+@gluon.jit
+def store_rows(o_ptr, o, WHO: gl.constexpr, line, left, part, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr,
+               LINES: gl.constexpr):  # fmt: skip
+    i = WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
+    d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
+    at = (line + i // PACK).to(gl.int64) * H + part * PACK + i % PACK
+    gl.store(o_ptr + at[:, None] * K + d[None, :], gl.convert_layout(o, LINES),
+             mask=(i // PACK < left)[:, None] & (d < K)[None, :])  # fmt: skip
+
+
+@gluon.jit
+def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
+           v_full, v_empty, c, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr,
+           BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """A group of four warps: 64 rows of every item, all keys. A block of 128 keys is two pieces: s and t, p and r.
+
+    The first scores of a chunk (s, t) are begun at the end of the chunk before, of this item or the one before.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -138,181 +247,141 @@ def attend(q_tiles, WHO: gl.constexpr, o_ptr, k_ring, v_ring, k_full, k_empty, v
     DTYPE: gl.constexpr = o_ptr.dtype.element_ty
     TWO: gl.constexpr = BLOCK == 128
     PIECES: gl.constexpr = BLOCK // 64
-    position = kv_len - tokens + first + (WHO * 64 + gl.arange(0, 64, layout=BY_SCORE)) // PACK
-    q = q_tiles.index(WHO)
     none = gl.zeros([64, 64], gl.float32, SCORES)
-    m = gl.full([64], float("-inf"), gl.float32, BY_SCORE)
-    sum = gl.full([64], -0.0, gl.float32, BY_SCORE)
-    acc = gl.full([64, K], -0.0, gl.float32, SUMS)
-    for low in range(0, seen, CHUNK):
-        block = low // BLOCK
-        end = gl.cdiv(gl.minimum(low + CHUNK, seen), BLOCK)
-        slot = block % STAGES
-        mbarrier.wait(k_full.index(slot), (block // STAGES) & 1)
-        s = warpgroup_mma(q, k_ring.index(slot * PIECES).permute((1, 0)), none, use_acc=False, is_async=True)
-        if TWO:
-            t = warpgroup_mma(q, k_ring.index(slot * 2 + 1).permute((1, 0)), none, use_acc=False, is_async=True)
-            s, t = warpgroup_mma_wait(0, deps=[s, t])
-        else:
-            s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(slot))
-        s = hide(s, low, position, seen_by_all, low + BLOCK, SCORES)
-        most = s
-        if TWO:
-            t = hide(t, low + 64, position, seen_by_all, low + BLOCK, SCORES)
-            most = gl.maximum(s, t)
-        m2 = gl.max(most, 1)
-        safe = gl.where(m2 == float("-inf"), 0.0, m2)
-        p = weights_of(s, safe, c, none)
-        p_sums = p
-        p_weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-        if TWO:
-            r = weights_of(t, safe, c, none)
-            r_sums = r
-            r_weights = gl.convert_layout(r.to(DTYPE), WEIGHTS)
-        acc2 = gl.zeros([64, K], gl.float32, SUMS)
-        for n in range(block + 1, end):
-            slot = n % STAGES
-            before = (n - 1) % STAGES
-            mbarrier.wait(k_full.index(slot), (n // STAGES) & 1)
-            s = warpgroup_mma(q, k_ring.index(slot * PIECES).permute((1, 0)), none, use_acc=False, is_async=True)
-            if TWO:
-                t = warpgroup_mma(q, k_ring.index(slot * 2 + 1).permute((1, 0)), none, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(before), ((n - 1) // STAGES) & 1)
-            acc2 = warpgroup_mma(p_weights, v_ring.index(before * PIECES), acc2, is_async=True)
-            if TWO:
-                acc2 = warpgroup_mma(r_weights, v_ring.index(before * 2 + 1), acc2, is_async=True)
-                s, t = warpgroup_mma_wait(2, deps=[s, t])
-            else:
-                s = warpgroup_mma_wait(1, deps=[s])
-            mbarrier.arrive(k_empty.index(slot))
-            s = hide(s, n * BLOCK, position, seen_by_all, (n + 1) * BLOCK, SCORES)
-            most = s
-            if TWO:
-                t = hide(t, n * BLOCK + 64, position, seen_by_all, (n + 1) * BLOCK, SCORES)
-                most = gl.maximum(s, t)
-            m_new = gl.maximum(m2, gl.max(most, 1))
-            safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-            alpha = gl.exp2((m2 - safe) * c)
-            m2 = m_new
-            p = weights_of(s, safe, c, none)
-            p_sums = gl.fma(p_sums, alpha[:, None] + none, p)
-            if TWO:
-                r = weights_of(t, safe, c, none)
-                r_sums = gl.fma(r_sums, alpha[:, None] + none, r)
-            acc2 = warpgroup_mma_wait(0, deps=[acc2])
-            mbarrier.arrive(v_empty.index(before))
-            acc2 = acc2 * gl.convert_layout(alpha, BY_SUM)[:, None]
+    tiles = gl.load(tiles_ptr)
+    items = tiles * (H // PACK)
+    n = 0  # blocks so far
+    j = 0  # items so far
+    mbarrier.wait(q_full.index(0), 0)
+    item = item_at(item_ring, 0)
+    mbarrier.wait(k_full.index(0), 0, pred=item < items)
+    s, t = begin_scores(q_ring.index(WHO), k_ring, 0, none, TWO, PIECES)
+    while item < items:
+        following = item
+        line, left, start, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
+        kv_len = start + left
+        seen = gl.minimum(kv_len, start + 128 // PACK)
+        position = start + (WHO * 64 + gl.arange(0, 64, layout=BY_SCORE)) // PACK
+        q = q_ring.index((j % 2) * 2 + WHO)
+        m = gl.full([64], float("-inf"), gl.float32, BY_SCORE)
+        sum = gl.full([64], -0.0, gl.float32, BY_SCORE)
+        acc = gl.full([64, K], -0.0, gl.float32, SUMS)
+        for low in range(0, seen, CHUNK):
+            end = gl.cdiv(gl.minimum(low + CHUNK, seen), BLOCK)
+            s1, t1 = ended(s, t, 0, TWO)
+            mbarrier.arrive(k_empty.index(n % STAGES))
+            s1, t1, m2 = hidden(s1, t1, low, position, start + 1, BLOCK, SCORES)
+            safe = gl.where(m2 == float("-inf"), 0.0, m2)
+            p = weights_of(s1, safe, c, none)
+            p_sums = p
             p_weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
             if TWO:
+                r = weights_of(t1, safe, c, none)
+                r_sums = r
                 r_weights = gl.convert_layout(r.to(DTYPE), WEIGHTS)
-        slot = (end - 1) % STAGES
-        mbarrier.wait(v_full.index(slot), ((end - 1) // STAGES) & 1)
-        if end * BLOCK > kv_len:
-            for piece in gl.static_range(PIECES):
-                clear_unowned(v_ring.index(slot * PIECES + piece), (end - 1) * BLOCK + piece * 64, kv_len, LINES)
-        acc2 = warpgroup_mma(p_weights, v_ring.index(slot * PIECES), acc2, is_async=True)
-        if TWO:
-            acc2 = warpgroup_mma(r_weights, v_ring.index(slot * 2 + 1), acc2, is_async=True)
-        acc2 = warpgroup_mma_wait(0, deps=[acc2])
-        mbarrier.arrive(v_empty.index(slot))
-        sum2 = total(p_sums)
-        if TWO:
-            sum2 = sum2 + total(r_sums)
-        m_new = gl.maximum(m, m2)
-        safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        a = gl.exp2((m - safe) * c)
-        b = gl.exp2((m2 - safe) * c)
-        m = m_new
-        sum = gl.fma(gl.convert_layout(sum2, BY_SCORE), b, sum * a)
-        b_sum = gl.convert_layout(b, BY_SUM)[:, None] + gl.zeros_like(acc2)
-        acc = gl.fma(acc2, b_sum, acc * gl.convert_layout(a, BY_SUM)[:, None])
-    o = acc / gl.convert_layout(sum, BY_SUM)[:, None]
-    i = WHO * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-    d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
-    line = (start + first + i // PACK).to(gl.int64) * H + head + i % PACK
-    gl.store(o_ptr + line[:, None] * K + d[None, :], gl.convert_layout(o.to(DTYPE), LINES),
-             mask=(first + i // PACK < tokens)[:, None] & (d < K)[None, :])  # fmt: skip
+            acc2 = gl.zeros([64, K], gl.float32, SUMS)
+            for block in range(low // BLOCK + 1, end):
+                before = n % STAGES
+                phase = (n // STAGES) & 1
+                n += 1
+                mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1)
+                u, w = begin_scores(q, k_ring, n % STAGES, none, TWO, PIECES)
+                mbarrier.wait(v_full.index(before), phase)
+                acc2 = warpgroup_mma(p_weights, v_ring.index(before * PIECES), acc2, is_async=True)
+                if TWO:
+                    acc2 = warpgroup_mma(r_weights, v_ring.index(before * 2 + 1), acc2, is_async=True)
+                u, w = ended(u, w, PIECES, TWO)
+                mbarrier.arrive(k_empty.index(n % STAGES))
+                u, w, top = hidden(u, w, block * BLOCK, position, start + 1, BLOCK, SCORES)
+                m_new = gl.maximum(m2, top)
+                safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+                alpha = gl.exp2((m2 - safe) * c)
+                m2 = m_new
+                p = weights_of(u, safe, c, none)
+                p_sums = gl.fma(p_sums, alpha[:, None] + none, p)
+                if TWO:
+                    r = weights_of(w, safe, c, none)
+                    r_sums = gl.fma(r_sums, alpha[:, None] + none, r)
+                # Passes at once. ptxas leaves the exponentials in front of it; without it they stand behind the wait
+                # for the product that they are to run beside.
+                mbarrier.wait(v_full.index(before), phase)
+                acc2 = warpgroup_mma_wait(0, deps=[acc2])
+                mbarrier.arrive(v_empty.index(before))
+                acc2 = acc2 * gl.convert_layout(alpha, BY_SUM)[:, None]
+                p_weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
+                if TWO:
+                    r_weights = gl.convert_layout(r.to(DTYPE), WEIGHTS)
+            slot = n % STAGES
+            mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)
+            if end * BLOCK > kv_len:
+                for piece in gl.static_range(PIECES):
+                    clear_unowned(v_ring.index(slot * PIECES + piece), (end - 1) * BLOCK + piece * 64, kv_len, LINES)
+            acc2 = warpgroup_mma(p_weights, v_ring.index(slot * PIECES), acc2, is_async=True)
+            if TWO:
+                acc2 = warpgroup_mma(r_weights, v_ring.index(slot * 2 + 1), acc2, is_async=True)
+            sum2 = total(p_sums)
+            if TWO:
+                sum2 = sum2 + total(r_sums)
+            n += 1
+            i = j + gl.where(low + CHUNK < seen, 0, 1)
+            mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
+            following = item_at(item_ring, i)
+            more = following < items  # behind the last block: scores that nobody reads
+            mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=more)
+            s, t = begin_scores(q_ring.index((i % 2) * 2 + WHO), k_ring, n % STAGES, none, TWO, PIECES)
+            acc2 = warpgroup_mma_wait(PIECES, deps=[acc2])
+            mbarrier.arrive(v_empty.index(slot))
+            m_new = gl.maximum(m, m2)
+            safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+            a = gl.exp2((m - safe) * c)
+            b = gl.exp2((m2 - safe) * c)
+            m = m_new
+            sum = gl.fma(gl.convert_layout(sum2, BY_SCORE), b, sum * a)
+            b_sum = gl.convert_layout(b, BY_SUM)[:, None] + gl.zeros_like(acc2)
+            acc = gl.fma(acc2, b_sum, acc * gl.convert_layout(a, BY_SUM)[:, None])
+        mbarrier.arrive(q_empty.index(j % 2))
+        j += 1
+        item = following
+        o = acc / gl.convert_layout(sum, BY_SUM)[:, None]
+        store_rows(o_ptr, o.to(DTYPE), WHO, line, left, part, H, K, PACK, LINES)
+    s, t = ended(s, t, 0, TWO)
 
 
-@gluon.jit
-def find_tile(q_start_ptr, tile, R, T, limit, BQ: gl.constexpr):
-    """As `find_tile` of attention_kernels.py."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    r = tile * 0 + R + 1
-    before = tile * 0
-    first = tile * 0
-    base = 0
-    while (base <= R) & (r > R):
-        i = base + gl.arange(0, 512, layout=LAYOUT)
-        start = gl.load(q_start_ptr + i, mask=i <= R, other=0)
-        tokens = gl.load(q_start_ptr + i + 1, mask=i < R, other=T) - start
-        tiles = gl.where((i == R) | ((i < R) & (tokens > limit)), (tokens + BQ - 1) // BQ, 0)
-        end = before + gl.associative_scan(tiles, 0, add)
-        here = (end > tile) & (end - tiles <= tile)
-        found = gl.sum(gl.where(here, i + 1, 0), 0)
-        if found > 0:
-            r = found - 1
-            first = (tile - gl.sum(gl.where(here, end - tiles, 0), 0)) * BQ
-        before += gl.sum(tiles, 0)
-        base += 512
-    return r, first
-
-
-@gluon.jit(do_not_specialize=["T", "R", "N", "limit"])
-def specialised_kernel(
-    q_ptr, k_desc, v_desc, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, c, T, R, N, limit, H: gl.constexpr,
-    G: gl.constexpr, K: gl.constexpr, S: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
+@gluon.jit(do_not_specialize=["N"])
+def persistent_kernel(
+    q_desc, k_desc, v_desc, tiles_ptr, table_ptr, o_ptr, c, N, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
+    S: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """128 // PACK tokens of a row of more than `limit` tokens, PACK query heads of a kv head; zeros behind."""
-    BQ: gl.constexpr = 128 // PACK
-    J: gl.constexpr = H // G
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)  # the last tiles see the most keys: first out
-    g = gl.program_id(1) // (J // PACK)
-    head = gl.program_id(1) * PACK
-    r, first = find_tile(q_start_ptr, tile, R, T, limit, BQ)
-    if r <= R:
-        start = gl.load(q_start_ptr + r)
-        tokens = gl.load(q_start_ptr + r + 1, mask=r < R, other=T) - start
-        kv_len = gl.load(kv_len_ptr + r, mask=r < R, other=0)
-        RING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], DTYPE)
-        q_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, K], RING)
-        for who in gl.static_range(2):
-            i = who * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
-            d = gl.arange(0, K, layout=gl.SliceLayout(0, LINES))
-            at = ((start + first + i // PACK).to(gl.int64) * H + head + i % PACK)[:, None] * K + d[None, :]
-            mask = (first + i // PACK < tokens)[:, None] & (d < K)[None, :]
-            if r < R:
-                q_tiles.index(who).store(gl.load(q_ptr + at, mask=mask, other=0.0))
-            else:
-                gl.store(o_ptr + at, gl.zeros([64, K], DTYPE, LINES), mask=mask)
-        if r < R:
-            fence_async_shared()
-            k_ring = gl.allocate_shared_memory(DTYPE, [STAGES * (BLOCK // 64), 64, K], RING)
-            v_ring = gl.allocate_shared_memory(DTYPE, [STAGES * (BLOCK // 64), 64, K], RING)
-            k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-            for stage in gl.static_range(STAGES):
-                mbarrier.init(k_full.index(stage), count=1)
-                mbarrier.init(k_empty.index(stage), count=2)
-                mbarrier.init(v_full.index(stage), count=1)
-                mbarrier.init(v_empty.index(stage), count=2)
-            seen = gl.minimum(kv_len, kv_len - tokens + first + BQ)
-            seen_by_all = kv_len - tokens + first + 1
-            table = table_ptr + r.to(gl.int64) * N
-            gl.warp_specialize(
-                [
-                    (attend, (q_tiles, 0, o_ptr, k_ring, v_ring, k_full, k_empty, v_full, v_empty, seen, seen_by_all,
-                              kv_len, c, start, tokens, first, head, H, PACK, K, CHUNK, BLOCK, STAGES)),
-                    (attend, (q_tiles, 1, o_ptr, k_ring, v_ring, k_full, k_empty, v_full, v_empty, seen, seen_by_all,
-                              kv_len, c, start, tokens, first, head, H, PACK, K, CHUNK, BLOCK, STAGES)),
-                    (copy_blocks, (k_desc, v_desc, table, k_ring, v_ring, k_full, k_empty, v_full, v_empty, seen,
-                                   kv_len, g * K, S, K, BLOCK, STAGES)),
-                ],
-                [4, 1], [240, 24],
-            )  # fmt: skip
+    """Items: tiles of 128 // PACK tokens, from table_kernel, with PACK query heads of a kv head. One after another."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    RING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], DTYPE)
+    item_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_ring = gl.allocate_shared_memory(DTYPE, [4, 64, K], RING)
+    k_ring = gl.allocate_shared_memory(DTYPE, [STAGES * (BLOCK // 64), 64, K], RING)
+    v_ring = gl.allocate_shared_memory(DTYPE, [STAGES * (BLOCK // 64), 64, K], RING)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (attend, (tiles_ptr, 0, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
+                      v_empty, c, H, K, PACK, CHUNK, BLOCK, STAGES)),
+            (attend, (tiles_ptr, 1, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
+                      v_empty, c, H, K, PACK, CHUNK, BLOCK, STAGES)),
+            (copy_items, (q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full,
+                          q_empty, k_full, k_empty, v_full, v_empty, H, G, K, S, PACK, BLOCK, STAGES)),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Triton kernels of attention: `rows_kernel` for rows of few tokens (decode), `tiles_kernel` for many (prefill).
+"""Triton kernels of attention: `rows_kernel` for rows of few tokens (decode), `tiles_kernel` for many (prefill), and
+`table_kernel`, which finds the tiles for attention_hopper.py.
 
 Both compute the reduction tree that attention.py states; its constants come in as CHUNK and BLOCK.
 """
@@ -211,6 +212,42 @@ def find_tile(q_start_ptr, tile, R, T, limit, BQ: tl.constexpr, WIDTH: tl.conste
         before += tl.sum(tiles, 0)
         base += WIDTH
     return r, first
+
+
+@triton.jit(do_not_specialize=["T", "R", "limit"])
+def table_kernel(q_start_ptr, kv_len_ptr, tiles_ptr, o_ptr, T, R, limit, HK: tl.constexpr, BQ: tl.constexpr,
+                 LANES: tl.constexpr):  # fmt: skip
+    """The tiles of BQ tokens of rows of more than `limit` tokens, for a kernel whose programs take tile after tile.
+
+    Program 0 writes how many there are to tiles[0], and zero, of how many are taken, to tiles[1]; program n + 1 writes
+    tile n, in order, to tiles[4 + 4 n] and on: its first token, the row's tokens from there on, the position of the
+    first, the row. Tokens behind the last row get zeros.
+    """
+    n = tl.program_id(0) - 1
+    if n < 0:
+        count = n * 0
+        for base in range(0, R, 512):
+            i = base + tl.arange(0, 512)
+            tokens = tl.load(q_start_ptr + i + 1, mask=i < R, other=0) - tl.load(q_start_ptr + i, mask=i < R, other=0)
+            count += tl.sum(tl.where((i < R) & (tokens > limit), (tokens + BQ - 1) // BQ, 0), 0)
+        tl.store(tiles_ptr, count)
+        tl.store(tiles_ptr + 1, n * 0)
+    else:
+        r, first = find_tile(q_start_ptr, n, R, T, limit, BQ, 512)
+        if r <= R:
+            start = tl.load(q_start_ptr + r)
+            tokens = tl.load(q_start_ptr + r + 1, mask=r < R, other=T) - start
+            if r < R:
+                here = tiles_ptr + 4 + n * 4
+                tl.store(here, start + first)
+                tl.store(here + 1, tokens - first)
+                tl.store(here + 2, tl.load(kv_len_ptr + r) - tokens + first)
+                tl.store(here + 3, r)
+            else:
+                end = (start + tl.minimum(first + BQ, tokens)).to(tl.int64) * HK
+                for low in range((start + first).to(tl.int64) * HK, end, LANES):
+                    i = low + tl.arange(0, LANES)
+                    tl.store(o_ptr + i, tl.zeros((LANES,), o_ptr.dtype.element_ty), mask=i < end)
 
 
 @triton.jit(do_not_specialize=["T", "R", "N", "limit"])

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fengine.errors import FengineError
 from fengine.ops.compiler import private_cache_dir
@@ -53,6 +54,21 @@ class Proofs:
                 with suppress(OSError), self.path.open("a") as file:
                     file.write(line)
         return self.known[key]
+
+
+def captured(compute: Callable[[], Tensor]) -> Tensor:
+    """What `compute` gives inside a CUDA graph, where the library may choose other kernels; it has run once before."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = compute()
+        finally:
+            graph.capture_end()
+        graph.replay()
+    torch.cuda.current_stream().wait_stream(side)
+    return result.clone()  # its memory ends with the graph
 
 
 def environment(device: int) -> dict[str, str]:
