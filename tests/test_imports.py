@@ -98,7 +98,7 @@ LAYERS: list[set[str]] = [
     {"step"},
     {"wants"},
     {"records", "batching", "tokenizer"},
-    {"extended"},
+    {"extended", "buckets"},
     {"runner"},
     {"tickets"},
     {"driver"},

@@ -2,7 +2,8 @@
 
 import pytest
 
-from fengine.runner import CudaRunner, decode_buckets, token_buckets
+from fengine.buckets import decode_buckets, token_buckets
+from fengine.runner import CudaRunner
 
 
 @pytest.mark.parametrize(
