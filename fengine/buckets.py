@@ -9,6 +9,7 @@ from torch import Tensor
 from fengine.batching import Staged
 
 GRAPH_TOKENS = 8192  # larger steps gain nothing from a graph
+FORWARD_TOKENS = 1024  # nor do larger extended steps from one of their forward pass: its kernels outlast their launches
 SHORT_ROWS = (
     64  # decode steps of so many rows are short: they are captured over both inputs, so that none waits for a copy
 )

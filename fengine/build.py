@@ -31,7 +31,7 @@ from fengine.profiling import Profile
 from fengine.runner import CpuRunner, CudaRunner
 from fengine.spec import ModelSpec, embedding_spec
 from fengine.state import KVState, Params, init_kv
-from fengine.step import make_step
+from fengine.step import make_forward, make_step
 from fengine.tokenizer import Tokenizer
 from fengine.weights.live import LiveWeights
 
@@ -168,11 +168,11 @@ def assemble(
     slots = 0 if adapters is None else adapters.slots
     runner: CpuRunner | CudaRunner
     if device_of(config) == "cpu":
-        runner = CpuRunner(step, params, draws, extended, slots)
+        runner = CpuRunner(step, params, draws, make_forward(stepped), extended, slots)
     else:
         runner = CudaRunner(
             step, params, rows=draws, tokens=tokens, width=width, graphs=config.compile.cuda_graph,
-            device=device_of(config), extended=extended, adapter_slots=slots,
+            device=device_of(config), forward=make_forward(stepped), extended=extended, adapter_slots=slots,
         )  # fmt: skip
     before = time.perf_counter()
     try:

@@ -3,7 +3,8 @@
     forward -> unembed -> edit_logits -> logit processors -> apply_bitmask -> sample     the plain step's, so same bits
        `-> hidden states    `-> prompt logprobs, a slice of rows at a time      `-> logprobs of other ids, the likeliest
 
-Every op that rounds is one of ours, so no compiler has a say in the bits; and no request makes anything compile.
+Every op that rounds is one of ours, so no compiler has a say in the bits; and no request makes anything compile. Who
+runs `forward` is the runner's choice: on CUDA it may be a graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +25,13 @@ from fengine.records import Findings, Scores
 from fengine.sampler import sample
 from fengine.spec import ModelSpec
 from fengine.state import KVState, Params, SamplingBatch, StepBatch, StepOut
-from fengine.step import Feed, resolve_feed
+from fengine.step import Feed, ForwardFn
 from fengine.wants import EDIT_TYPES, Edits, Processor, Scored, Wants
 
 Before = Callable[[], Sequence[int]]  # waits for the tokens that the step before has drawn
 ExtendedFn = Callable[
-    [Params, KVState, StepBatch, SamplingBatch, Feed, Wants, Before], tuple[KVState, StepOut, Callable[[], Findings]]
+    [Params, KVState, StepBatch, SamplingBatch, Feed, Wants, Before, ForwardFn],
+    tuple[KVState, StepOut, Callable[[], Findings]],
 ]
 SLICE = 256  # rows unembedded at once for prompt logprobs: 125 MiB of logits for a vocabulary of 128k
 
@@ -39,16 +41,16 @@ def make_extended(spec: ModelSpec) -> ExtendedFn:
 
     def run(
         params: Params, kv: KVState, batch: StepBatch, sampling: SamplingBatch, feed: Feed, wants: Wants,
-        before: Before,
+        before: Before, forward: ForwardFn,
     ) -> tuple[KVState, StepOut, Callable[[], Findings]]:  # fmt: skip
-        return extended_step(params, spec, kv, resolve_feed(batch, feed), sampling, wants, before)
+        return extended_step(params, spec, kv, batch, sampling, feed, wants, before, forward)
 
     return run
 
 
 def extended_step(
-    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, sampling: SamplingBatch, wants: Wants,
-    before: Before,
+    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, sampling: SamplingBatch, feed: Feed, wants: Wants,
+    before: Before, forward: ForwardFn,
 ) -> tuple[KVState, StepOut, Callable[[], Findings]]:  # fmt: skip
     """The step, and a function that gives what else was wanted once the device has finished it.
 
@@ -56,9 +58,8 @@ def extended_step(
     logprobs are 0. Modifies: the storage of `kv`, as the plain step.
     """
     masks = None if wants.masks is None else wants.masks.start(before)  # while the model runs
-    model = lookup(spec.architecture)
-    kv, hidden_TD = model.forward(params, spec, kv, batch)
-    unembed = partial(model.unembed, params, spec)
+    kv, hidden_TD = forward(params, kv, batch, feed)  # to be read by what is launched here, not later
+    unembed = partial(lookup(spec.architecture).unembed, params, spec)
     errors: dict[int, FengineError] = {}
     rows = batch.logit_index_R.shape[0]
     outputs = no_scores(wants.outputs)

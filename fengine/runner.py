@@ -1,9 +1,14 @@
 """Launches staged steps on a device: the compiled step, and on CUDA one captured graph per bucket over static inputs.
 
+    plain step       one graph; all are captured at the start
+    extended step    a graph up to hidden_TD, captured when its bucket is first used; the rest is launched op by op
+
 A launch does not wait: `Flight.result()` does. The runner never touches requests; the driver never touches tensors.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -12,12 +17,22 @@ import torch
 from torch import Tensor
 
 from fengine.batching import ExtendedStaged, Staged, warm_staged
-from fengine.buckets import GRAPH_TOKENS, Bucket, Slot, decode_buckets, packed_layout, short, token_buckets, views
+from fengine.buckets import (
+    FORWARD_TOKENS,
+    GRAPH_TOKENS,
+    Bucket,
+    Slot,
+    decode_buckets,
+    packed_layout,
+    short,
+    token_buckets,
+    views,
+)
 from fengine.extended import ExtendedFn
 from fengine.ops import edges
 from fengine.records import Findings
 from fengine.state import AdapterBatch, KVState, Params, SamplingBatch, StepBatch, StepOut
-from fengine.step import Feed, StepFn, mark_sizes
+from fengine.step import Feed, ForwardFn, StepFn, mark_sizes
 
 
 class Flight(NamedTuple):
@@ -48,8 +63,11 @@ def on_cpu(staged: Staged) -> list[Tensor]:
 class CpuRunner:
     """Runs the step in the calling thread, without padding: sizes are dynamic in the one compiled graph."""
 
-    def __init__(self, step: StepFn, params: Params, rows: int, extended: ExtendedFn, adapter_slots: int) -> None:
-        self.step, self.extended, self.params, self.adapter_slots = step, extended, params, adapter_slots
+    def __init__(
+        self, step: StepFn, params: Params, rows: int, forward: ForwardFn, extended: ExtendedFn, adapter_slots: int
+    ) -> None:
+        self.step, self.params, self.adapter_slots = step, params, adapter_slots
+        self.forward, self.extended = forward, extended
         self.last_token_R = torch.zeros(rows, dtype=torch.int32)
         self.before: Callable[[], list[int]] = list  # gives the tokens of the step before
 
@@ -67,12 +85,16 @@ class CpuRunner:
         findings = None
         if isinstance(staged, ExtendedStaged):
             arguments = inputs(on_cpu(staged.plain), self.last_token_R)
-            kv, out, findings = self.extended(self.params, kv, *arguments, staged.wants, self.before)
+            kv, out, findings = self.extended(self.params, kv, *arguments, staged.wants, self.before, self.forward)
         else:
             kv, out = self.step(self.params, kv, *inputs(on_cpu(staged), self.last_token_R))
         self.last_token_R[: out.token_R.shape[0]] = out.token_R
         self.before = out.token_R.tolist
         return kv, Flight(lambda: (out.token_R.tolist(), out.logprob_R.tolist()), findings)
+
+
+Key = tuple[Bucket, int, bool]  # of a graph: over which input and draws; whether of the forward pass alone
+GRAPH_ROOM = 512 << 20  # bytes that a graph captured while requests run must leave free
 
 
 def layer_kinds(layers: list[Params]) -> list[int]:
@@ -90,20 +112,22 @@ class CudaRunner:
 
     Copies run on streams of their own: the input of a step comes in, and the draws of the one before go out, while
     another step runs. Static buffers: two inputs and two outputs, on the host (pinned) and on the device, and the
-    device's `last_token_R`. Modifies: these buffers. No graph's own memory is read from outside, as all share one pool.
+    device's `last_token_R` and `hidden_TD`. Modifies: these buffers. No graph's own memory is read from outside, as all
+    share one pool.
     """
 
     def __init__(
         self, step: StepFn, params: Params, *, rows: int, tokens: int, width: int, graphs: bool, device: str,
-        extended: ExtendedFn, adapter_slots: int,
+        forward: ForwardFn, extended: ExtendedFn, adapter_slots: int,
     ) -> None:  # fmt: skip
         self.step, self.params, self.width, self.device = step, params, width, torch.device(device)
-        self.extended, self.adapter_slots = extended, adapter_slots
+        self.forward, self.extended, self.adapter_slots = forward, extended, adapter_slots
         self.decode = decode_buckets(rows)
         self.mixed_rows = sorted({min(32, rows), rows})
         self.tokens = token_buckets(max(tokens, rows))
         self.graphs = graphs
-        self.captured: dict[tuple[Bucket, int], torch.cuda.CUDAGraph] = {}  # int: over which input and draws
+        self.captured: dict[Key, torch.cuda.CUDAGraph] = {}
+        self.room = True  # for graphs that are captured while requests run
         self.pool: Any = None  # the memory pool that all graphs share
         self.side = torch.cuda.Stream(self.device)  # of captures: one, because cuBLAS keeps a workspace for each stream
         self.coming, self.going = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
@@ -116,6 +140,8 @@ class CudaRunner:
         self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over this input has
         self.sent = [torch.cuda.Event() for _ in range(2)]  # the draws are on the host
         self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        most, norm_D = min(FORWARD_TOKENS, self.tokens[-1]) if graphs else 0, params["final_norm_D"]
+        self.hidden_TD = norm_D.new_zeros((most, len(norm_D)))  # what a forward pass's graph leaves behind
         self.turn = 0
         self.before: Callable[[], list[int]] = list  # gives the tokens of the step before; may wait
         self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
@@ -166,7 +192,7 @@ class CudaRunner:
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
         """Captures every bucket's graph over `kv`; `prepare` has run once before."""
-        self.kv = [kv]
+        self.kv, self.room = [kv], True
         if self.graphs and not self.captured:
             self.pool = torch.cuda.graph_pool_handle()  # a pool ends with the last of its graphs
         self._warm(self.all_buckets()[-1])  # what an op keeps for a KV state is made now, not in a capture
@@ -174,7 +200,7 @@ class CudaRunner:
         for bucket in self.all_buckets():
             if bucket.graph:
                 for which in (0, 1) if short(bucket) else (0,):
-                    self._capture(bucket, which)
+                    self._capture((bucket, which, False), partial(self._run, bucket, which, self._layout(bucket)))
         return kv
 
     def _warm(self, bucket: Bucket) -> None:
@@ -215,16 +241,38 @@ class CudaRunner:
         rows = out.token_R.shape[0]
         edges.hand_on(out.token_R, out.logprob_R, self.last_token_R, self.drawn[which][: 2 * rows].view(2, rows))
 
-    def _capture(self, bucket: Bucket, which: int) -> None:
+    def _capture(self, key: Key, run: Callable[[], None]) -> None:
         """Nothing runs: the graph reads whatever is staged when it is replayed."""
-        layout, graph = self._layout(bucket), torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):  # not `torch.cuda.graph`, which collects garbage for each of many graphs
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
-            self._run(bucket, which, layout)
-            graph.capture_end()
+            try:
+                run()
+            finally:
+                graph.capture_end()  # also where memory is short: the stream is needed again
         torch.cuda.current_stream().wait_stream(self.side)
-        self.captured[bucket, which] = graph
+        self.captured[key] = graph
+
+    def _forward(
+        self, bucket: Bucket, which: int, params: Params, kv: KVState, batch: StepBatch, feed: Feed
+    ) -> tuple[KVState, Tensor]:
+        """The forward pass of an extended step over input `which`; the next step may overwrite the hidden_TD it gives.
+
+        A bucket's first one runs, which also readies this thread's libraries; then it is captured for those to come.
+        """
+        key, hidden_TD = (bucket, which, True), self.hidden_TD[: bucket.tokens]
+        if key in self.captured:
+            self.captured[key].replay()
+            return kv, hidden_TD
+        found = self.forward(params, kv, batch, feed)
+        if self.room and bucket.graph and bucket.tokens <= len(self.hidden_TD):
+            with suppress(torch.OutOfMemoryError, torch.AcceleratorError):  # where it fails, it goes on to run
+                self.room = False
+                if torch.cuda.mem_get_info(self.device)[0] >= GRAPH_ROOM:
+                    self._capture(key, lambda: hidden_TD.copy_(self.forward(params, kv, batch, feed)[1]))
+                    self.room = True
+        return found
 
     def launch(self, kv: KVState, staged: Staged | ExtendedStaged) -> tuple[KVState, Flight]:
         """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on."""
@@ -239,10 +287,11 @@ class CudaRunner:
         torch.cuda.current_stream().wait_event(self.sent[which])
         if wants is not None:
             arguments = inputs(views(self.input[which], layout), self.last_token_R)
-            _, out, findings = self.extended(self.params, kv, *arguments, wants, self.before)
+            forward = partial(self._forward, bucket, which)
+            _, out, findings = self.extended(self.params, kv, *arguments, wants, self.before, forward)
             self._hand_on(out, which)
         elif bucket.graph:
-            self.captured[bucket, which].replay()  # captured before: a run would overwrite the feed
+            self.captured[bucket, which, False].replay()  # captured before: a run would overwrite the feed
         else:
             self._run(bucket, which, layout)
         self.ended[which].record()

@@ -14,6 +14,7 @@ from fengine.spec import ModelSpec
 from fengine.state import KVState, Params, SamplingBatch, StepBatch, StepOut
 
 StepFn = Callable[[Params, KVState, StepBatch, SamplingBatch, "Feed"], tuple[KVState, StepOut]]
+ForwardFn = Callable[[Params, KVState, StepBatch, "Feed"], tuple[KVState, Tensor]]
 
 
 # What is left for Inductor between our ops is small: a second thread would cost more than it brings, and checking the
@@ -70,6 +71,16 @@ def make_step(spec: ModelSpec, *, compiled: bool) -> StepFn:
     # every engine of this process would share this one.
     run.__code__ = run.__code__.replace()
     return torch.compile(run, fullgraph=True, options=dict(INDUCTOR))
+
+
+def make_forward(spec: ModelSpec) -> ForwardFn:
+    """The step's part up to hidden_TD, with `spec` closed over and fed tokens resolved. It runs uncompiled."""
+    model = lookup(spec.architecture)
+
+    def run(params: Params, kv: KVState, batch: StepBatch, feed: Feed) -> tuple[KVState, Tensor]:
+        return model.forward(params, spec, kv, resolve_feed(batch, feed))
+
+    return run
 
 
 def tie_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:

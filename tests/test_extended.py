@@ -326,7 +326,7 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
         runner: Any = found.driver.runner
         inner, steps = runner.extended, []
 
-        def with_padding(params: Any, kv: Any, batch: Any, sampling: Any, feed: Any, wants: Any, before: Any) -> Any:
+        def with_padding(params: Any, kv: Any, batch: Any, sampling: Any, feed: Any, *others: Any) -> Any:
             tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
             kept = {"last_token_R", "adapters"}
             fill = {"q_start_B": tokens, "temperature_R": 1, "top_k_R": 1, "top_p_R": 1}
@@ -337,7 +337,7 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
                          for name, x in values._asdict().items() if name not in kept}  # fmt: skip
                 return values._replace(**named)
 
-            kv, out, findings = inner(params, kv, wide(batch), wide(sampling), wide(feed), wants, before)
+            kv, out, findings = inner(params, kv, wide(batch), wide(sampling), wide(feed), *others)
             steps.append(1)
             return kv, StepOut(out.token_R[:rows], out.logprob_R[:rows]), findings
 

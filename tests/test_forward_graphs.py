@@ -1,0 +1,217 @@
+"""Extended steps whose forward pass is a captured graph: the bits of one that runs, also where memory is short."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from extended_cases import Ask, outcome, run, running
+from fake_cuda import use_graphs
+from tiny_checkpoints import write
+
+from fengine import Engine, runner
+from fengine.build import Parts
+from fengine.extras import Extras
+from fengine.runner import CudaRunner
+
+ON_GPU = [
+    pytest.param(("cuda", family, dtype), marks=pytest.mark.gpu, id=f"{family}-{dtype}")
+    for family, dtype in (("llama", "float32"), ("llama", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3", "bfloat16"))
+]
+KINDS = [
+    None,
+    Extras(0.4, 0.2, 1.3, ((5, 2.0),), top_logprobs=2),
+    Extras(logprob_start=0, top_logprobs=3),
+    Extras(hidden="full"),
+    None,
+    Extras(logprob_ids=(4, 8, 15)),
+    Extras(pool="mean"),
+    Extras(min_new_tokens=9, frequency_penalty=0.5),
+]
+
+
+def work() -> list[Ask]:
+    """Every kind of extra beside rows without; prompts long and short, greedy and sampled."""
+    draw, asks = random.Random(0), []
+    for i, extras in enumerate(KINDS):
+        ids = [draw.randrange(3, 131) for _ in range((3, 40, 16, 33, 8)[i % 5])]
+        params = ({"temperature": 0}, {"temperature": 0.9}, {"temperature": 1.2, "top_p": 0.8, "top_k": 20})[i % 3]
+        new = 0 if extras is not None and extras.pool else 12 + i
+        asks.append(Ask(ids, extras, new, i, frozenset({ids[0]}), params))
+    return asks
+
+
+@pytest.fixture(scope="module", params=[pytest.param(("cpu", "llama", "float32"), id="cpu"), *ON_GPU])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(checkpoint, device, dtype)"""
+    device, family, dtype = request.param
+    return write(tmp_path_factory.mktemp(family), family), device, dtype
+
+
+@contextmanager
+def engine(place: tuple[Path, str, str], **options: Any) -> Iterator[Parts]:
+    path, device, dtype = place
+    with running(path, cached=False, device=device, dtype=dtype, **options) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def alone(place: Any) -> list[Any]:
+    """Each by itself, and no forward pass is captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "FORWARD_TOKENS", 0)
+        with engine(place, tokens=256) as parts:
+            found = [outcome(run(parts, [ask])[0]) for ask in work()]
+            assert not getattr(parts.driver.runner, "captured", {}) or not forwards(parts.driver.runner)
+    return found
+
+
+@pytest.fixture
+def parts(place: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
+    """With graphs: on the CPU feigned ones."""
+    with engine(place, tokens=24, overlap=True) as found:
+        if place[1] == "cpu":
+            use_graphs(found, monkeypatch)
+        yield found
+
+
+def forwards(runner: Any) -> list[Any]:
+    return [key for key in runner.captured if key[2]]
+
+
+def outcomes(parts: Parts) -> list[Any]:
+    return [outcome(request) for request in run(parts, work())]
+
+
+def counted(parts: Parts, monkeypatch: pytest.MonkeyPatch, captured: Any = None) -> dict[str, int]:
+    """Counts extended steps and the forward passes that run; `captured` is called in those that are captured."""
+    inner, counts = parts.driver.runner, {"steps": 0, "runs": 0}
+    forward, extended = inner.forward, inner.extended  # type: ignore[attr-defined]
+
+    def counting(*arguments: Any) -> Any:
+        found = forward(*arguments)
+        if not runner.torch.cuda.is_current_stream_capturing():
+            counts["runs"] += 1
+        elif captured is not None:
+            captured()
+        return found
+
+    def counting_steps(*arguments: Any) -> Any:
+        counts["steps"] += 1
+        return extended(*arguments)
+
+    monkeypatch.setattr(inner, "forward", counting)
+    monkeypatch.setattr(inner, "extended", counting_steps)
+    return counts
+
+
+def test_bits(parts: Parts, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket's forward pass runs once, over each input; then it is replayed."""
+    inner, counts = parts.driver.runner, counted(parts, monkeypatch)
+    assert isinstance(inner, CudaRunner) and inner.captured and not forwards(inner)
+    for _ in range(2):
+        assert outcomes(parts) == alone
+    used = forwards(inner)
+    assert {which for bucket, which, _ in used if bucket.tokens == bucket.rows} == {0, 1}
+    assert any(bucket.tokens > bucket.rows for bucket, *_ in used)
+    assert counts["runs"] == len(used) < counts["steps"] - 30
+
+
+def test_large_steps_run(place: Any, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "FORWARD_TOKENS", 16)
+    with engine(place, tokens=24) as parts:
+        if place[1] == "cpu":
+            use_graphs(parts, monkeypatch)
+        assert outcomes(parts) == alone
+        assert {bucket.tokens for bucket, *_ in forwards(parts.driver.runner)} <= {1, 2, 4, 8, 16}
+        assert len(parts.driver.runner.hidden_TD) == 16  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("short", ["before", "in the capture"])
+def test_without_memory_steps_go_on_to_run(
+    parts: Parts, alone: list[Any], monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    tried = []
+
+    def fail() -> None:
+        tried.append(1)
+        raise torch.OutOfMemoryError("a graph too many")
+
+    counts = counted(parts, monkeypatch, fail)
+    if short == "before":
+        monkeypatch.setattr(runner.torch.cuda, "mem_get_info", lambda device: (runner.GRAPH_ROOM - 1, 1 << 40))
+    for _ in range(2):  # other graphs, and the streams, are as they were
+        assert outcomes(parts) == alone
+    assert not forwards(parts.driver.runner) and len(tried) == (short != "before")
+    assert counts["runs"] == counts["steps"]
+
+
+def test_released_graphs_are_captured_again(parts: Parts, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = parts.driver.runner
+    for tags in (["cuda_graph"], ["kv_cache"], None):
+        assert outcomes(parts) == alone and forwards(inner)
+        parts.memory.release(tags)
+        assert not inner.captured  # type: ignore[attr-defined]
+        parts.memory.resume(tags)
+        assert not forwards(inner)
+    assert outcomes(parts) == alone
+
+
+# -- the model in the box ----------------------------------------------------------------------------------------------
+
+STORY, COPY = "Once upon a time", "Copy: sun moon red cat sun moon red cat -> sun moon red cat sun moon"
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+          "required": ["name", "age"]}  # fmt: skip
+CASES: dict[str, list[tuple[str, int, dict[str, Any]]]] = {  # prompts, likeliest ids wanted, parameters
+    "drafts": [
+        (COPY, 0, {"temperature": 0}),
+        (STORY, 2, {"temperature": 0.8, "frequency_penalty": 0.4}),
+        (COPY, 0, {"temperature": 0, "repetition_penalty": 1.2}),
+        (COPY * 3, 0, {"temperature": 0}),
+        (STORY, 3, {"min_new_tokens": 6, "logit_bias": {"31": 2.0}}),
+    ],
+    "grammars": [
+        ("Ann is 7 years old.\n", 0, {"temperature": 0, "json_schema": PERSON}),
+        (STORY, 0, {"temperature": 0.9}),
+        (STORY, 2, {"temperature": 1.2, "regex": r"[A-Z][a-z]{2,9}( [a-z]+){1,4}\."}),
+        ("2 + 3 =", 0, {"ebnf": 'root ::= [0-9]+ ("," [0-9]+)*', "frequency_penalty": 0.5}),
+    ],
+}
+
+
+def told(llm: Engine, asks: list[tuple[str, int, dict[str, Any]]]) -> list[Any]:
+    prompts, tops, params = map(list, zip(*asks, strict=True))
+    params = [{"max_new_tokens": 24, "sampling_seed": 7, **each} for each in params]
+    outputs: Any = llm.generate(prompts, params, return_logprob=True, top_logprobs_num=tops)
+    kept = ("output_token_logprobs", "output_top_logprobs", "finish_reason")
+    return [(output["output_ids"], [output["meta_info"].get(key) for key in kept]) for output in outputs]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_in_the_box(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts beside rows that are edited, and grammars: what each gets alone, without these graphs."""
+    asks = CASES[name]
+    if name == "grammars":
+        pytest.importorskip("llguidance", reason="grammars need the extra fengine[grammar]")
+    options: dict[str, Any] = {"device": device, "disable_radix_cache": True, "disable_overlap_schedule": False}
+    options |= {"max_running_requests": 8, "chunked_prefill_size": 32, "max_total_tokens": 4096}
+    options |= {"speculative_algorithm": "NGRAM", "enable_torch_compile": False}
+    with Engine(model_path="box", **options) as llm:
+        if device == "cpu":
+            want = [told(llm, [ask])[0] for ask in asks]
+            use_graphs(llm._parts, monkeypatch)
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(llm._parts.driver.runner, "room", False)
+                want = [told(llm, [ask])[0] for ask in asks]
+        inner = llm._parts.driver.runner
+        assert not forwards(inner)
+        drafts = llm._parts.stats()["draft_tokens"]
+        for _ in range(2):
+            assert told(llm, asks) == want
+        assert len(forwards(inner)) > 4
+        assert llm._parts.stats()["draft_tokens"] > drafts + 20 or name == "grammars"
