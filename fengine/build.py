@@ -25,6 +25,7 @@ from fengine.host.scheduler import Scheduler
 from fengine.loader import load_params, read_config, read_generation_config, spec_from_config
 from fengine.lora.adapters import Adapters, open_adapters, write_slot
 from fengine.memory import Memory
+from fengine.ops.ahead import compiling
 from fengine.ops.compiler import private_cache_dir
 from fengine.pooling import Pooling, read_pooling
 from fengine.profiling import Profile
@@ -178,8 +179,8 @@ def assemble(
     try:
         activations = 0
         if isinstance(runner, CudaRunner):
-            warm_up(params, stepped)
-            activations = runner.prepare(init_kv(spec, 1, page_size, kv_dtype, device_of(config)))
+            small = init_kv(spec, 1, page_size, kv_dtype, device_of(config))
+            activations = prepare(runner, params, stepped, small, ahead=not config.compile.enabled)
         pages = pool_pages(config, spec, kv_dtype, rows, context, activations)
         kv = runner.warm_up(new_pool(spec, pages, page_size, kv_dtype, device_of(config)), page_size)
     except torch.OutOfMemoryError as error:
@@ -232,6 +233,19 @@ def assemble(
         adapters=adapters,
         pooling=pooling,
     )
+
+
+def prepare(runner: CudaRunner, params: Params, spec: ModelSpec, kv: KVState, *, ahead: bool) -> int:
+    """Compiles and proves every kernel of the engine, with any small KV state. Returns as `CudaRunner.prepare`.
+
+    With `ahead` the kernels are compiled beside each other first; not so under torch.compile, whose kernels would run.
+    """
+    if ahead:
+        with compiling():
+            warm_up(params, spec)
+            runner.prepare(kv)
+    warm_up(params, spec)
+    return runner.prepare(kv)
 
 
 def device_of(config: EngineConfig) -> str:

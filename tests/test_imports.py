@@ -18,6 +18,7 @@ FOLDERS: dict[str, list[str]] = {
         "compiler",
         "cpu",
         "registration",
+        "ahead",
         "proof",
         "silu_mul",
         "linear_schedules",

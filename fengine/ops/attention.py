@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops import attention_hopper
+from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
 from fengine.ops.proof import captured, proofs
 from fengine.ops.registration import (
@@ -179,7 +180,7 @@ def run(
     m_part, sum_part, acc_part = (
         q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width)
     )
-    rows_kernel[(groups, splits, rows)](
+    launcher(rows_kernel, (groups, splits, rows))(
         q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, m_part, sum_part, acc_part,
         kv_len_R if arrived is None else arrived, c, tokens, rows, table_width, chunks, limit, heads, groups, width,
         padded_width, size, padded, s.rows.tile, CHUNK, block, splits > 1, MERGE_AHEAD, num_warps=s.rows.warps,
@@ -194,7 +195,7 @@ def run(
         )
         return o_THK
     grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
-    tiles_kernel[grid](
+    launcher(tiles_kernel, grid)(
         q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, c, tokens, rows, table_width, limit, heads,
         groups, width, padded_width, size, padded, s.tiles.tile, CHUNK, block, num_warps=s.tiles.warps,
         num_stages=s.tiles.stages

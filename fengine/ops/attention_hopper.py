@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import table_kernel
 from fengine.ops.gluon import (
     RENAMED,
@@ -61,7 +62,7 @@ def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
     packed = min(per_group & -per_group, BM // 2)  # heads that share a tile: a power of two, so that no row is idle
     most = tokens // (BM // packed) + min(rows, tokens // (limit + 1)) + 1
     tiles = torch.empty(4 + 4 * most, dtype=torch.int32, device=q_THK.device)
-    table_kernel[(most + 1,)](
+    launcher(table_kernel, (most + 1,))(
         q_start_B, kv_len_R, tiles, o_THK, tokens, rows, limit, heads * width, BM // packed, 4096, num_warps=4
     )
 
@@ -71,7 +72,7 @@ def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
         )  # fmt: skip
 
     k, v = (describe(x.view(-1, groups * width), PIECE, width) for x in (k_PSGK, v_PSGK))
-    persistent_kernel[(multiprocessors(q_THK.device.index),)](
+    launcher(persistent_kernel, (multiprocessors(q_THK.device.index),))(
         describe(q_THK, 64 // packed, packed, width), k, v, tiles, page_table_RN, o_THK, c, table_width, heads, groups,
         width, size, packed, chunk, block, STAGES, num_warps=4
     )  # fmt: skip

@@ -9,6 +9,7 @@ that `draw` sees it. Rows that row_M does not name are not touched. No reduction
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.edit_logits import BAN
 from fengine.ops.registration import register, tl, triton
 
@@ -47,7 +48,7 @@ def launch(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> None:
     vocab = logits_RV.shape[1]
     if len(row_M):
         grid = (len(row_M), triton.cdiv(vocab, IDS))
-        bitmask_kernel[grid](logits_RV, row_M, mask_MW, vocab, mask_MW.shape[1], IDS, num_warps=8)
+        launcher(bitmask_kernel, grid)(logits_RV, row_M, mask_MW, vocab, mask_MW.shape[1], IDS, num_warps=8)
 
 
 def fake(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> None:

@@ -8,6 +8,7 @@ each of these is one small kernel on CUDA, launched as the kernels beside it are
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait
 
 BLOCK = 1024
@@ -29,7 +30,7 @@ def feed_launch(token_T: Tensor, last_token_R: Tensor, index_T: Tensor, from_T: 
     out_T = torch.empty_like(token_T)
     tokens = len(token_T)
     if tokens:
-        feed_kernel[(triton.cdiv(tokens, BLOCK),)](
+        launcher(feed_kernel, (triton.cdiv(tokens, BLOCK),))(
             token_T, last_token_R, index_T, from_T, out_T, tokens, BLOCK, **dependent_launch(token_T.device.index)
         )
     return out_T
@@ -48,7 +49,7 @@ def take_launch(x_TD: Tensor, index_R: Tensor) -> Tensor:
     x_TD = plain(x_TD)
     out_RD = x_TD.new_empty((len(index_R), x_TD.shape[1]))
     if len(index_R):
-        take_kernel[(len(index_R), triton.cdiv(x_TD.shape[1], BLOCK))](
+        launcher(take_kernel, (len(index_R), triton.cdiv(x_TD.shape[1], BLOCK)))(
             x_TD, index_R, out_RD, x_TD.shape[1], BLOCK, **dependent_launch(x_TD.device.index)
         )
     return out_RD
@@ -67,7 +68,7 @@ def hand_on_kernel(token_ptr, logprob_ptr, last_ptr, out_ptr, R, BLOCK: tl.const
 
 def hand_on_launch(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out_2R: Tensor) -> None:
     rows = len(token_R)
-    hand_on_kernel[(triton.cdiv(rows, BLOCK),)](
+    launcher(hand_on_kernel, (triton.cdiv(rows, BLOCK),))(
         token_R, logprob_R, last_token_R, out_2R, rows, BLOCK, **dependent_launch(token_R.device.index)
     )
 

@@ -11,6 +11,7 @@ is, so that `draw` sees it. No reduction; every (row, id) may occur once.
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.registration import register, tl, triton
 
 BAN = 1e30  # times or over any temperature of [1e-6, 1e20] it is finite and exp(-z) is 0
@@ -47,7 +48,7 @@ def launch(logits_RV: Tensor, row_E: Tensor, id_E: Tensor, before_E: Tensor, sca
     assert logits_RV.is_contiguous()
     edits = row_E.shape[0]
     if edits:
-        edit_kernel[(triton.cdiv(edits, EDITS),)](
+        launcher(edit_kernel, (triton.cdiv(edits, EDITS),))(
             logits_RV, row_E, id_E, before_E, scale_E, after_E, edits, logits_RV.shape[1], EDITS, num_warps=4
         )
 

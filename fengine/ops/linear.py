@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops import linear_hopper, silu_mul
+from fengine.ops.ahead import launcher
 from fengine.ops.cpu import LANES
 from fengine.ops.linear_schedules import LIBRARY, REFERENCE, Schedule, gated_schedules, schedules
 from fengine.ops.proof import captured, proofs
@@ -142,7 +143,7 @@ def run(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: to
         stages = max(1, min(stages, shared_memory(x_TK.device.index) // per_stage))
     grid = (triton.cdiv(m, s.block_m) * triton.cdiv(n, s.block_n),)
     ahead = s.ahead if s.ahead <= k and k % 8 == 0 else 0  # the copy engine wants 16-byte aligned rows
-    linear_kernel[grid](
+    launcher(linear_kernel, grid)(
         x_TK, w_NK, bias_N, y_TN, m, n, k, s.block_m, s.block_n, s.block_k, s.swap, 8, bias_N is not None,
         m < s.block_m, k % s.block_k == 0, gated, ahead, max(32 * s.warps // s.block_n, 1),
         num_warps=s.warps, num_stages=stages, **dependent_launch(x_TK.device.index, s.trigger)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.gluon import (
     TensorDescriptor,
     async_load,
@@ -58,7 +59,7 @@ def launch(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor, gate
         )  # fmt: skip
 
     tiles = -(-m // block_m) * -(-n // block_n)
-    hopper_kernel[(min(tiles, multiprocessors(x_TK.device.index)),)](
+    launcher(hopper_kernel, (min(tiles, multiprocessors(x_TK.device.index)),))(
         describe(x_TK, 64, BK), describe(w_NK, block_n, BK), describe(y_TN, 64, block_n), bias_N, m, n, k,
         bias_N is not None, gated, block_m, block_n, BK, stages, 8, num_warps=4
     )  # fmt: skip

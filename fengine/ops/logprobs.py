@@ -8,6 +8,7 @@ logprob of the id that `draw` drew has the bits that `draw` returned. A row with
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.registration import dependent_launch, plain, register, tl, triton
 from fengine.ops.sampling import BLOCK, block_kernel, join
 
@@ -47,11 +48,11 @@ def launch(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     seed_R, pos_R = torch.zeros_like(t, dtype=torch.int64), torch.zeros_like(t, dtype=torch.int32)
     max_RB, sum_RB, score_RB = (z.new_empty((rows, blocks)) for _ in range(3))
     id_RB, count_R = z.new_empty((rows, blocks), dtype=torch.int32), z.new_empty((rows,), dtype=torch.int32)
-    block_kernel[(rows, blocks)](
+    launcher(block_kernel, (rows, blocks))(
         z, t, greedy_R, t, zero_R, seed_R, pos_R, max_RB, sum_RB, score_RB, id_RB, count_R, vocab, blocks, BLOCK,
         num_warps=8, **dependent_launch(z.device.index),
     )  # fmt: skip
-    gather_kernel[(rows, triton.cdiv(count, IDS))](
+    launcher(gather_kernel, (rows, triton.cdiv(count, IDS)))(
         z, t, max_RB, sum_RB, id_RK, out_RK, count, vocab, blocks, triton.next_power_of_2(blocks), IDS, num_warps=8
     )
     return out_RK

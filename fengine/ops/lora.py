@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.linear import fetch
 from fengine.ops.proof import proofs
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
@@ -188,13 +189,13 @@ def run(y_TN: Tensor, x_TK: Tensor, stack: Stack, token_A: Tensor, start_S: Tens
     blocks = tokens // s.block_m + min(slots, tokens)  # enough, however the tokens fall into slots
     most = triton.next_power_of_2(slots)
     even, pdl = k % CHUNK == 0, dependent_launch(x_TK.device.index)
-    shrink_kernel[(blocks, parts * ranks // RANKS, stored)](
+    launcher(shrink_kernel, (blocks, parts * ranks // RANKS, stored))(
         x_TK, a, rank, token_A, start_S, h, tokens, k, slots, a.stride(0), rank.stride(0), parts, ranks, CHUNK,
         1 if s.split else chunks, s.block_m, RANKS, s.block_k, most, even, s.split and even and a.element_size() == 2,
         num_warps=2 if s.split else 4, num_stages=4, **pdl,
     )  # fmt: skip
     tiles = sum(triton.cdiv(width, s.block_n) for width in widths)
-    expand_kernel[(blocks, tiles)](
+    launcher(expand_kernel, (blocks, tiles))(
         y_TN, h, b, scale, rank, token_A, start_S, tokens, y_TN.shape[1], slots, b.stride(0), scale.stride(0),
         rank.stride(0), *(*widths, 0, 0)[:3], parts, ranks, stored, s.block_m, s.block_n, largest_tile(ranks), most,
         num_warps=4, **pdl,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fengine.errors import FengineError
+from fengine.ops.ahead import asking
 from fengine.ops.compiler import private_cache_dir
 
 
@@ -46,6 +47,8 @@ class Proofs:
 
     def holds(self, key: str, compare: Callable[[], bool]) -> bool:
         """Whether the schedule that `key` names gives the reference's bits; asks `compare` the first time."""
+        if asking():  # nothing runs that could be compared
+            return self.known.get(key, True)
         if key not in self.known:
             self.known[key] = compare()
             if self.path is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops import linear, rope
+from fengine.ops.ahead import launcher
 from fengine.ops.linear import fetch
 from fengine.ops.linear_schedules import FEW, REFERENCE, Schedule, schedules
 from fengine.ops.proof import proofs
@@ -85,7 +86,7 @@ def run(
     m, hidden = x_TD.shape
     groups, width = k_PSGK.shape[2:]
     q_THK = x_TD.new_empty((m, num_heads, width))
-    qkv_kernel[((num_heads + 2 * groups) * width // s.block_n,)](
+    launcher(qkv_kernel, ((num_heads + 2 * groups) * width // s.block_n,))(
         x_TD, w_CD, bias_C, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, m, hidden, num_heads, groups, width,
         s.block_m, s.block_n, s.block_k, s.swap, bias_C is not None, s.ahead if s.ahead <= hidden else 0,
         max(32 * s.warps // s.block_n, 1), num_warps=s.warps, num_stages=s.stages,

@@ -11,6 +11,7 @@ D alone, so the sum over a row has one fixed thread layout for every T.
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
 
 
@@ -61,7 +62,7 @@ def _launch(
     block = triton.next_power_of_2(width)
     warps = min(max(block // 512, 1), 16)
     if tokens:
-        rms_norm_kernel[(tokens,)](
+        launcher(rms_norm_kernel, (tokens,))(
             x_TD, None if delta_TD is None else plain(delta_TD), index_T, plain(weight_D), y_TD, sum_TD, width, eps,
             delta_TD is not None, index_T is not None, block, num_warps=warps, **dependent_launch(x_TD.device.index)
         )  # fmt: skip

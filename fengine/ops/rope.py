@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import rms_norm
+from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
 from fengine.spec import ModelSpec, RopeSpec
 
@@ -144,7 +145,7 @@ def launch(
     count = len(qkv_TC)
     tokens = TOKENS if count >= MANY and q_norm_K is None else 1
     if count:
-        rope_kv_write_kernel[(triton.cdiv(count, tokens), triton.cdiv(num_heads + 2 * groups, HEADS))](
+        launcher(rope_kv_write_kernel, (triton.cdiv(count, tokens), triton.cdiv(num_heads + 2 * groups, HEADS)))(
             qkv_TC, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, q_norm_K, k_norm_K, eps, count, num_heads, groups,
             width, triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, tokens,
             num_warps=2 if tokens == 1 else 4, **dependent_launch(qkv_TC.device.index),

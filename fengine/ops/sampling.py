@@ -15,6 +15,7 @@ and the blocks are joined in one more. Top-p masses are integers (prob * 2^40 ro
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait
 
 BLOCK = 4096  # ids per block of the tree
@@ -311,12 +312,18 @@ def launch(
     best = (max_RB, sum_RB, score_RB, id_RB, count_R)
     grid = (rows, blocks)
     options = {"num_warps": 8, **dependent_launch(z.device.index)}
-    block_kernel[grid](z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **options)
-    level_kernel[grid](z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, **options)
-    candidate_kernel[grid](z, t, k, p, m, max_RB, sum_RB, level_RLB, count_R, candidate_RC, vocab, blocks, padded,
-                           LEVELS, MOST, BLOCK, **options)  # fmt: skip
-    row_kernel[(rows,)](z, t, k, p, m, seed_R, pos_R, *best, candidate_RC, token_R, logprob_R, vocab, blocks, padded,
-                        MOST, ROW_BLOCK, **options)  # fmt: skip
+    launcher(block_kernel, grid)(z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **options)
+    launcher(level_kernel, grid)(
+        z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, **options
+    )  # fmt: skip
+    launcher(candidate_kernel, grid)(
+        z, t, k, p, m, max_RB, sum_RB, level_RLB, count_R, candidate_RC, vocab, blocks, padded, LEVELS, MOST, BLOCK,
+        **options
+    )  # fmt: skip
+    launcher(row_kernel, (rows,))(
+        z, t, k, p, m, seed_R, pos_R, *best, candidate_RC, token_R, logprob_R, vocab, blocks, padded, MOST, ROW_BLOCK,
+        **options
+    )  # fmt: skip
     return token_R, logprob_R
 
 

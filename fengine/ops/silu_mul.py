@@ -7,6 +7,7 @@ silu in fp32, rounded to x's dtype; the product in fp32, rounded again (the two 
 import torch
 from torch import Tensor
 
+from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
 
 BLOCK = 1024
@@ -43,7 +44,7 @@ def launch(x_T2F: Tensor) -> Tensor:
     y_TF = fake(x_T2F)
     tokens, features = y_TF.shape
     if tokens:
-        silu_mul_kernel[(tokens, triton.cdiv(features, BLOCK))](
+        launcher(silu_mul_kernel, (tokens, triton.cdiv(features, BLOCK)))(
             x_T2F, y_TF, features, BLOCK, num_warps=4, **dependent_launch(x_T2F.device.index)
         )
     return y_TF
