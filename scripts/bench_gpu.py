@@ -4,11 +4,11 @@
 
 Engines of the named numerics run one after the other on the same GPU, so that each has the whole memory; --rounds
 repeats the sequence, so that a drift of the machine falls on both. `exact+compile` is exact with torch.compile over the
-step, which is off by default where CUDA graphs hold the step. The prefix cache is flushed between runs, and of use
-in shared_prefix only. --start measures, in processes of their own, the seconds from `Engine(...)` to ready with an
-empty and with a filled cache directory. --budget ends in time with what has been measured by then. The figures of
-another engine on the same workloads can be set beside ours with --beside FILE (JSON: {"runs": [{"model", <workload>:
-{"out_tok_s"}}]}).
+step, which is off by default where CUDA graphs hold the step. With --page-size 16,64 there is one of each for every
+page size. The prefix cache is flushed between runs, and of use in shared_prefix only. --start measures, in processes of
+their own, the seconds from `Engine(...)` to ready with an empty and with a filled cache directory. --budget ends in
+time with what has been measured by then. The figures of another engine on the same workloads can be set beside ours
+with --beside FILE (JSON: {"runs": [{"model", <workload>: {"out_tok_s"}}]}).
 """
 
 import gc
@@ -129,19 +129,32 @@ def bench(
         tables[kind] |= {
             name: figures(config, work, measured[name]) for name, work in works.items() if name in measured
         }
-    if "exact" in tables and "fast" in tables:
-        for name in tables["exact"].keys() & tables["fast"].keys() & works.keys():
-            exact, fast = tables["exact"][name], tables["fast"][name]
+    for kind in [kind for kind in kinds if kind.startswith("exact")]:
+        rival = tables.get(kind.replace("exact", "fast"), {})
+        for name in tables[kind].keys() & rival.keys() & works.keys():
+            exact, fast = tables[kind][name], rival[name]
             exact["cost_against_fast"] = exact["wall_s"]["median"] / fast["wall_s"]["median"] - 1
     return tables
 
 
+def kinds_of(numerics: str, page_sizes: str | None) -> list[str]:
+    """The engines to measure, in order. Pure."""
+    kinds = numerics.split(",")
+    return [f"{kind}+page{size}" for size in page_sizes.split(",") for kind in kinds] if page_sizes else kinds
+
+
 def options(kind: str) -> dict[str, Any]:
-    """Settings of an engine: "exact", "fast", or one of them with "+compile". Pure."""
-    numerics, _, rest = kind.partition("+")
-    if rest not in ("", "compile"):
-        raise SystemExit(f"--numerics knows exact, fast and +compile behind them, got {kind!r}")
-    return {"numerics": numerics} | ({"enable_torch_compile": True} if rest else {})
+    """Settings of an engine: "exact" or "fast", and behind it "+compile", "+page16". Pure."""
+    numerics, *rest = kind.split("+")
+    found: dict[str, Any] = {"numerics": numerics}
+    for word in rest:
+        if word == "compile":
+            found["enable_torch_compile"] = True
+        elif word.startswith("page") and word[4:].isdigit():
+            found["page_size"] = int(word[4:])
+        else:
+            raise SystemExit(f"--numerics knows exact, fast and +compile behind them, got {kind!r}")
+    return found
 
 
 def start_seconds(model: str, numerics: str, budget: Budget) -> dict[str, Any]:
@@ -178,7 +191,7 @@ def show(model: str, tables: dict[str, Any], others: list[dict[str, Any]]) -> No
             what = "total_tok_s" if name in BY_TOTAL else "out_tok_s"
             theirs = "".join(f" {r[name][what]:>10.1f}" for r in others if what in r.get(name, {}))
             cost = f"  costs {100 * row['cost_against_fast']:+.1f} %" if "cost_against_fast" in row else ""
-            print(f"{model:13} {kind:5} {name:17} {row[what]:>10.1f} {what.removesuffix('_tok_s'):5} "
+            print(f"{model:13} {kind:12} {name:17} {row[what]:>10.1f} {what.removesuffix('_tok_s'):5} "
                   f"±{50 * row['spread']:4.1f} %  {100 * row['share_of_floor']:5.1f} % of {row['floor_' + what]:>9.0f}"
                   f"{cost}{'  beside' + theirs if theirs else ''}")  # fmt: skip
 
@@ -189,12 +202,13 @@ def main() -> None:
     p.add_argument("--model", action="append", help="a file of scripts/shapes, without .json; default both")
     p.add_argument("--only", action="append", help="a workload")
     p.add_argument("--numerics", default="exact", help="of exact, fast, exact+compile; measured in this order")
+    p.add_argument("--page-size", help="one or several, such as 16,32,64,128; default the engine's own")
     p.add_argument("--rounds", type=int, default=1, help="how often the sequence of engines is repeated")
     p.add_argument("--start", action="store_true", help="also measure start-up in processes of their own")
     p.add_argument("--beside")
     add_budget(p)
     args = p.parse_args()
-    kinds, budget = args.numerics.split(","), Budget(args.budget)
+    kinds, budget = kinds_of(args.numerics, args.page_size), Budget(args.budget)
     beside = json.loads(Path(args.beside).read_text())["runs"] if args.beside else []
     models: dict[str, Any] = {}
     for model in args.model or ["qwen2.5-0.5b", "llama-3.1-8b"]:

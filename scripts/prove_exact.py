@@ -42,7 +42,7 @@ from fengine.errors import UnsupportedFeatureError
 
 SIZES = {  # device -> model -> requests, longest prompt
     "cuda": {"box": (256, 4096), "qwen2.5-0.5b": (256, 4096), "llama-3.1-8b": (256, 4096)},
-    "cpu": {"box": (256, 4096), "qwen2.5-0.5b": (8, 300)},
+    "cpu": {"box": (256, 4096), "qwen2.5-0.5b": (16, 600)},
 }
 REFERENCE, RESTART = "alone (reference)", "fresh process, alone"
 DISTINCT = 0.9  # least share of distinct first logprobs for logits that react to their input

@@ -114,3 +114,14 @@ def test_without_a_gpu_there_is_no_profile(monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit) as end:
         profile_gpu.main()
     assert end.value.code == 2 and "CUDA" in capsys.readouterr().err
+
+
+def test_engines_are_named_by_numerics_and_page_size() -> None:
+    assert bench_gpu.kinds_of("exact,fast+compile", None) == ["exact", "fast+compile"]
+    kinds = bench_gpu.kinds_of("exact,fast", "16,64")
+    assert kinds == ["exact+page16", "fast+page16", "exact+page64", "fast+page64"]
+    assert bench_gpu.options(kinds[3]) == {"numerics": "fast", "page_size": 64}
+    assert bench_gpu.options("exact+compile") == {"numerics": "exact", "enable_torch_compile": True}
+    for wrong in ("exact+", "exact+page", "exact+graph"):
+        with pytest.raises(SystemExit):
+            bench_gpu.options(wrong)
