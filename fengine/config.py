@@ -29,8 +29,8 @@ class Policy(Enum):
 
 
 class Numerics(Enum):
-    """`exact`: an output's bits do not depend on the batch. `fast`: on CUDA linear layers may break this; on the CPU it is
-    the same code, and gives the same bits."""
+    """`exact`: an output's bits do not depend on the batch. `fast`: linear layers may break this on CUDA; on the CPU it
+    is the same code, and gives the same bits."""
 
     exact = "exact"
     fast = "fast"

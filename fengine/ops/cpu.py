@@ -37,6 +37,7 @@ SIGNATURES = {
     "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
     "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
     "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
+    "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
     "fengine_attention": [_P] * 7 + [_I] * 7 + [_F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
     "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
@@ -111,7 +112,19 @@ linear_fast = linear  # nothing is gained by another order of summation
 
 def gated_linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) -> [T, n]; packed holds 2n outputs, gate first."""
-    return silu_mul(linear(x, packed, 2 * n, bias, None))
+    x, packed = _plain(x, "gated_linear's x"), _weight(packed, "gated_linear's weight")
+    m, k = x.shape
+    y = x.new_empty((m, n))
+    library, threads = _schedule(m * 2 * n * k)
+    bias_at, bias_kind = None, 0
+    if bias is not None:
+        bias = _weight(bias, "gated_linear's bias")
+        bias_at, bias_kind = bias.data_ptr(), KIND[bias.dtype]
+    library.fengine_gated_linear(
+        x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, threads,
+        _schedule(16 * m * n)[1],
+    )  # fmt: skip
+    return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -425,3 +425,13 @@ API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int
     silu_job job = {x, y, rows, f, rows_per_task(2 * f)};
     run_tasks(silu_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
+
+/* -- two in one call, which a step of few rows has time for: linear, then what stands behind it -------------------- */
+
+API void fengine_gated_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
+                              int kind, int bias_kind, int threads, int silu_threads) {
+    float *both = scratch_floats(m * 2 * n);
+    fengine_linear(x, w, bias, both, m, 2 * n, k, kind, bias_kind, threads);
+    fengine_silu_mul(both, y, m, n, silu_threads);
+    free(both);
+}
