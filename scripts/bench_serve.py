@@ -215,6 +215,7 @@ def main() -> None:
         work = requests(args.requests, engine.tokenizer.vocab_size)
         servers = {f"server, {float(word):g} chunks/s": start(engine, float(word)) for word in args.chunks.split(",")}
         ports = {name: port for name, (port, _) in servers.items()}
+        engine.freeze_gc()  # as `fengine serve` does
         turn(engine, reader, ports, work, False)  # warms up
         turns = [turn(engine, reader, ports, work, i % 2 > 0) for i in range(args.runs)]
         for _, stop in servers.values():

@@ -15,6 +15,7 @@ from typing import Any
 
 import h11
 import uvicorn
+import uvloop  # noqa: F401  uvicorn imports it late, when a server runs
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -198,7 +199,7 @@ def server_of(app: FastAPI, config: ServeConfig, ready: Callable[[], None] = lam
             app,
             http=connection,
             ws="none",
-            loop="asyncio",
+            loop="uvloop",
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -223,6 +224,7 @@ def serve(engine: Engine, config: ServeConfig, bound: socket.socket) -> int | No
     """Serves until a signal; returns the one that cut answers off, None if all were finished. The engine stays open."""
     raise_file_limit()
     app = make_app(engine, config)
+    engine.freeze_gc()  # or the collector would stop every stream, to look through what never goes
     told = f"fengine serves {app.state.service.model} at {address_of(bound)}/v1"
     server = server_of(app, config, lambda: print(told, file=sys.stderr, flush=True))
     server.run(sockets=[bound])
