@@ -73,8 +73,8 @@ FOLDERS: dict[str, list[str]] = {
     "models": ["llama", "qwen2", "qwen3"],
     "lora": ["layout", "peft_config", "peft_files", "adapters"],
     "weights": ["places", "incoming", "group", "versions", "live"],
-    "serve": "config refusals fields token_text answers completions chat embeddings metrics bodies service app server "
-    "command __main__".split(),
+    "serve": "config refusals fields token_text answers completions chat embeddings metrics bodies service app "
+    "exchange connection server command __main__".split(),
     "runs": "words config vet explain hydra_state compose restore launch "
     "output_file prompts builtin figures meter view generate engines".split(),
     "evals": "task extract scoring task_config tables openai_batch statistics rows kinds config journal folder resume "

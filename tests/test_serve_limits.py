@@ -285,6 +285,46 @@ def test_several_requests_on_a_connection(server: Live) -> None:
     assert statuses == [200, 404, 404, 200]
 
 
+def chunked(*, behind: bytes) -> bytes:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    body = json.dumps(GOOD).encode()
+    return head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, behind)
+
+
+GET, POST = request("GET", "/health"), request("POST", "/v1/completions", GOOD)
+STREAMED = request("POST", "/v1/completions", {**GOOD, "stream": True})
+UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}
+IN_A_ROW = [  # (what is sent at once, the statuses of what comes back until the server closes)
+    (GET + POST + STREAMED + POST + GET, [200] * 5),
+    (POST + b"\r\n\r\n" + GET, [200, 200]),
+    (POST + b"}", [200, 400]),
+    (STREAMED + b"garbage\r\n\r\n" + GET, [200, 400]),
+    (GET * 100, [200] * 64 + [400]),
+    (request("GET", "/health", Connection="close") + GET, [200]),
+    (request("HEAD", "/health") + GET, [200, 200]),
+    (b"GET /health HTTP/1.0\r\n\r\n" + GET, [200]),
+    (chunked(behind=b"Host: example.com\r\n") + GET, [200, 200]),
+    (request("GET", "/health", **UPGRADE) + request("POST", "/v1/completions", GOOD, **UPGRADE) + GET, [200] * 3),
+    (request("POST", "/v1/completions", GOOD, Expect="100-continue"), [100, 200]),
+    (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", [400]),
+    (b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", [400]),
+    (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", [400]),
+]
+
+
+def test_requests_in_a_row(engine: Engine) -> None:
+    """All that comes at once is answered in its order, what is no HTTP behind that."""
+    with live(engine, keep_alive_seconds=1) as server, contextlib.ExitStack() as stack:
+        links = [stack.enter_context(server.connect()) for _ in IN_A_ROW]
+        for link, (data, _) in zip(links, IN_A_ROW, strict=True):
+            link.sendall(data)
+        for link, (data, statuses) in zip(links, IN_A_ROW, strict=True):
+            told = b""
+            while piece := link.recv(1 << 16):
+                told += piece
+            assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", told)] == statuses, data
+
+
 def test_slow_clients_are_cut_off(engine: Engine) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 100\r\n\r\n{"
@@ -332,7 +372,7 @@ def test_a_stream_is_whole_however_it_is_taken(engine: Engine) -> None:
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 link.sendall(data)
                 if late:  # all buffers are full
-                    until(lambda: any(connection.flow.write_paused for connection in connections))
+                    until(lambda: not all(connection.writable.is_set() for connection in connections))
                 told = b""
                 while not told.endswith((b"[DONE]\n\n", b"0\r\n\r\n")) and (piece := link.recv(2048)):
                     told += piece

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import resource
 import signal
@@ -11,105 +10,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
-import h11
 import uvicorn
 import uvloop  # noqa: F401  uvicorn imports it late, when a server runs
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fengine.engine import Engine
 from fengine.errors import ConfigError
-from fengine.serve.app import WRITE, make_app
+from fengine.serve.app import make_app
 from fengine.serve.config import ServeConfig
-from fengine.serve.refusals import Refusal
+from fengine.serve.connection import Connection
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Connection(H11Protocol):
-    """uvicorn's connection, closed when a request's head does not come or an answer is not taken in time."""
-
-    limits: ServeConfig  # set by `connections_of`
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.app_state = {**self.app_state, WRITE: self._write}  # which each request's scope has as its state
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            self.app = crowded
-        self._start("head", self.limits.read_seconds)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop("head")
-        elif "head" not in self._timers:  # of the next request, which has begun
-            self._start("head", self.limits.read_seconds)
-        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= self.limits.max_header_bytes:
-            self.flow.resume_reading()  # behind a request that came before its turn, or nobody would see the client go
-        if self.conn.our_state is not h11.DONE:
-            self._stop("rest")
-        elif "rest" not in self._timers:  # of a body that was answered before its end
-            self._start("rest", self.limits.read_seconds)
-
-    def timeout_keep_alive_handler(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # and not a request that came before that answer's end
-            super().timeout_keep_alive_handler()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start("write", self.limits.write_seconds)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop("write")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for name in list(self._timers):
-            self._stop(name)
-        super().connection_lost(exc)
-        self.app_state.clear()  # or the connection would wait for the garbage collector
-
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP gets JSON all the same."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is under way
-            self.transport.abort()
-            return
-        body = json.dumps(Refusal(400, msg, code="invalid_http").body()).encode()
-        length = str(len(body)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    def _write(self, data: bytes) -> bool:
-        """Writes a piece, not the last, of the answer under way, in the bytes that h11 would send. False: that takes
-        `send`, as the client has gone, takes nothing now, or knows no chunks."""
-        if self.scope["http_version"] != "1.1" or self.transport.is_closing() or self.flow.write_paused:
-            return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-    def _start(self, name: str, seconds: float) -> None:
-        self._stop(name)
-        self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
-
-    def _stop(self, name: str) -> None:
-        if (timer := self._timers.pop(name, None)) is not None:
-            timer.cancel()
-
-
-async def crowded(scope: Any, receive: Any, send: Any) -> None:
-    """The app of a connection that is one too many."""
-    refusal = Refusal(503, "there are too many connections (serve.max_connections); try again later.", None,
-                      "too_many_connections", {"Connection": "close", "Retry-After": "1"})  # fmt: skip
-    await JSONResponse(refusal.body(), refusal.status, dict(refusal.headers))(scope, receive, send)
 
 
 class Server(uvicorn.Server):
@@ -205,8 +117,6 @@ def server_of(app: FastAPI, config: ServeConfig, ready: Callable[[], None] = lam
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            h11_max_incomplete_event_size=config.max_header_bytes,
-            timeout_keep_alive=config.keep_alive_seconds,
         ),
         config.drain_seconds,
         ready,
