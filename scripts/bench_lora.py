@@ -58,6 +58,7 @@ def run(engine: Engine, prompts: list[list[int]], count: int, names: list[str | 
 def pauses(engine: Engine, prompts: list[list[int]], count: int, tensors: dict[str, torch.Tensor], rank: int) -> dict:
     """Seconds between tokens of one row of a batch, while an adapter is loaded and first used."""
     times: list[float] = []
+    decoding = threading.Event()  # the prompts of the batch are behind us
     marks: dict[str, float] = {}
     params: Any = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
 
@@ -65,7 +66,7 @@ def pauses(engine: Engine, prompts: list[list[int]], count: int, tensors: dict[s
         engine.generate(input_ids=prompts[1:], sampling_params=params, lora_path="a0")
 
     def newcomer() -> None:
-        time.sleep(0.2)
+        decoding.wait()
         marks["load"] = time.perf_counter()
         load(engine, "late", tensors, rank)
         marks["use"] = time.perf_counter()
@@ -77,6 +78,8 @@ def pauses(engine: Engine, prompts: list[list[int]], count: int, tensors: dict[s
         thread.start()
     for _ in engine.generate(input_ids=prompts[0], sampling_params=params, lora_path="a1", stream=True):
         times.append(time.perf_counter())
+        if len(times) == count // 4:
+            decoding.set()
     for thread in threads:
         thread.join()
     engine.unload_lora_adapter("late")

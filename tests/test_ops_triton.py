@@ -308,7 +308,7 @@ def test_lora(dtype: torch.dtype, tokens: int, k: int, widths: tuple[int, ...], 
     lora.reference(want, x, stack, token, start)
     for schedule in (lora.FLOAT32,) if dtype == torch.float32 else (lora.FEW, lora.MANY):
         got = y.clone()
-        lora.run(got, x, stack, token, start, schedule)
+        lora.expand(got, lora.shrink(x, stack, token, start, schedule), stack, token, start, schedule)
         assert_close(got, want, dtype)
 
 
@@ -318,16 +318,18 @@ def test_lora_bits_do_not_depend_on_neighbours_or_schedule(dtype: torch.dtype):
     y, x, stack, token, start = lora_case(900, 4096, (512, 128, 128), 32, [16, 0, 32, 7], swapped=False)
     y, x, a, b = put((y, x, stack.a_SPRK, stack.b_SNR), dtype)
     stack = lora.Stack(a, b, stack.scale_SP.to(DEVICE), stack.rank_SP.to(DEVICE), stack.widths)
-    want = y.clone()
-    lora.run(want, x, stack, token.to(DEVICE), start.to(DEVICE), lora.FEW)
+
+    def added(y: torch.Tensor, x: torch.Tensor, token: torch.Tensor, start: torch.Tensor, s: lora.Schedule):
+        h = lora.shrink(x, stack, token.to(DEVICE), start.to(DEVICE), s)
+        lora.expand(y, h, stack, token.to(DEVICE), start.to(DEVICE), s)
+        return y
+
+    want = added(y.clone(), x, token, start, lora.FEW)
     assert lora.proved(x, stack)
-    got = y.clone()
-    lora.run(got, x, stack, token.to(DEVICE), start.to(DEVICE), lora.MANY)
-    assert torch.equal(got, want)
+    assert torch.equal(added(y.clone(), x, token, start, lora.MANY), want)
     for at in range(0, len(token), 97):
         one, alone = int(token[at]), (start > at).int()
-        got = y[one : one + 1].clone()
-        lora.run(got, x[one : one + 1].clone(), stack, torch.zeros(1).int().to(DEVICE), alone.to(DEVICE), lora.FEW)
+        got = added(y[one : one + 1].clone(), x[one : one + 1].clone(), torch.zeros(1).int(), alone, lora.FEW)
         assert torch.equal(got[0], want[one])
 
 

@@ -66,15 +66,14 @@ def _attend(
         )
     else:  # the same bits where no adapter is added
         channels = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        qkv_TC = linear.linear(x_TD, layer["wqkv"], channels, layer.get("bqkv_C"), exact=spec.exact)
-        qkv_TC = _adapted(qkv_TC, x_TD, layer, "wqkv", batch.adapters)
+        qkv_TC = _linear(layer, "wqkv", channels, layer.get("bqkv_C"), spec, batch.adapters, x_TD)
         q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(qkv_TC, *where, *norms)
     out_THK = attention.attention(
         q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, spec.head_dim**-0.5
     )
     out_TC = out_THK.flatten(1)
-    delta_TD = linear.linear(out_TC, layer["wo"], spec.hidden_size, layer.get("bo_D"), exact=spec.exact)
-    return _adapted(delta_TD, out_TC, layer, "wo", batch.adapters), k_PSGK, v_PSGK
+    delta_TD = _linear(layer, "wo", spec.hidden_size, layer.get("bo_D"), spec, batch.adapters, out_TC)
+    return delta_TD, k_PSGK, v_PSGK
 
 
 def _mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
@@ -82,17 +81,18 @@ def _mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Te
     if adapters is None:
         product_TF = linear.gated_linear(x_TD, layer["wgate_up"], spec.mlp_size, bias_2F)
     else:  # the same bits where no adapter is added
-        both_T2F = linear.linear(x_TD, layer["wgate_up"], 2 * spec.mlp_size, bias_2F)
-        product_TF = silu_mul.silu_mul(_adapted(both_T2F, x_TD, layer, "wgate_up", adapters))
-    delta_TD = linear.linear(product_TF, layer["wdown"], spec.hidden_size, layer.get("bdown_D"), exact=spec.exact)
-    return _adapted(delta_TD, product_TF, layer, "wdown", adapters)
+        both_T2F = _linear(layer, "wgate_up", 2 * spec.mlp_size, bias_2F, spec, adapters, x_TD)
+        product_TF = silu_mul.silu_mul(both_T2F)
+    return _linear(layer, "wdown", spec.hidden_size, layer.get("bdown_D"), spec, adapters, product_TF)
 
 
-def _adapted(y_TN: Tensor, x_TK: Tensor, layer: Params, key: str, adapters: AdapterBatch | None) -> Tensor:
-    """The linear layer's output with the batch's LoRA adapters added. Modifies: the storage of y_TN."""
+def _linear(
+    layer: Params, key: str, n: int, bias_N: Tensor | None, spec: ModelSpec, adapters: AdapterBatch | None, x_TK: Tensor
+) -> Tensor:
+    """The linear layer `key`, with the batch's LoRA adapters. Pure."""
     if adapters is None or key not in layer["lora"]:
-        return y_TN
-    return lora.lora_add(y_TN, x_TK, layer["lora"][key], *adapters)
+        return linear.linear(x_TK, layer[key], n, bias_N, exact=spec.exact)
+    return lora.lora_linear(x_TK, layer[key], n, bias_N, layer["lora"][key], *adapters, exact=spec.exact)
 
 
 class Source(NamedTuple):

@@ -237,23 +237,25 @@ def silu_mul(x: Tensor) -> Tensor:
     return y
 
 
-def lora_add_(
-    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, rank: Tensor, widths: Sequence[int], token: Tensor,
-    start: Tensor,
-) -> None:  # fmt: skip
-    """Modifies: y [T, N], contiguous float32; a [slots, P, R, K] and b [slots, N, R] as lora.py's Stack says."""
+def lora_linear(
+    x: Tensor, packed: Tensor, n: int, bias: Tensor | None, exact: bool, a: Tensor, b: Tensor, scale: Tensor,
+    rank: Tensor, widths: Sequence[int], token: Tensor, start: Tensor,
+) -> Tensor:  # fmt: skip
+    """`linear`, and the adapters on top: a [slots, P, R, K] and b [slots, N, R] as lora.py's Stack says."""
+    y = linear(x, packed, n, bias, None)
     a, b = a.transpose(2, 3), b.transpose(1, 2)
-    x = _plain(x, "lora_add's x")
+    x = _plain(x, "lora_linear's x")
     token, start = _plain(token, "token", torch.int32), _plain(start, "start", torch.int32)
-    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (y, a[0], b[0])):
-        raise UnsupportedFeatureError("on the CPU y, A and B of lora_add must be float32, and lie as Stack says")
-    (_, parts, k, ranks), n = a.shape, y.shape[1]
+    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (a[0], b[0])):
+        raise UnsupportedFeatureError("on the CPU A and B of lora_linear must be float32, and lie as Stack says")
+    _, parts, k, ranks = a.shape
     library, threads = _schedule(token.shape[0] * ranks * (parts * k + n))
     library.fengine_lora_add(
         y.data_ptr(), x.data_ptr(), a.data_ptr(), b.data_ptr(), scale.data_ptr(), rank.data_ptr(),
         (ctypes.c_int64 * parts)(*widths), token.data_ptr(), start.data_ptr(), start.shape[0] - 1, n, k, parts, ranks,
         a.stride(0), b.stride(0), scale.stride(0), rank.stride(0), threads,
     )  # fmt: skip
+    return y
 
 
 def draw(

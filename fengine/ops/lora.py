@@ -1,4 +1,5 @@
-"""LoRA: y[t] += scale * (x[t] A^T) B^T for tokens of rows with an adapter, each with its own adapter's A and B.
+"""A linear layer under LoRA: y[t] = x[t] W^T + bias, plus scale * (x[t] A^T) B^T for tokens of rows with an adapter,
+each with its own adapter's A and B.
 
 Several linear layers may be fused into one of P parts, as q, k, v are: every part has its own A, B, rank and scale over
 the same x, and its own columns of y. Tokens without an adapter are not touched.
@@ -10,7 +11,8 @@ once. Ranks are padded with zeros, which add nothing: a sum that began at +0 nev
 
 Schedules: few tokens give every chunk to a program of its own, many walk the chunks in one. The second is used where it
 was proved equal (see proof.py). A program of a slot without tokens, or of a part that the adapter leaves alone, ends at
-once; only what an adapter of the batch really has is read.
+once; only what an adapter of the batch really has is read. x A^T comes before x W^T, whose weights are on their way
+meanwhile.
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -20,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fengine.ops import linear
 from fengine.ops.ahead import launcher
 from fengine.ops.linear import fetch
 from fengine.ops.proof import proofs
@@ -178,28 +181,40 @@ FLOAT32 = Schedule(True, 16, 64, 32)
 FEW_TOKENS = 512
 
 
-def run(y_TN: Tensor, x_TK: Tensor, stack: Stack, token_A: Tensor, start_S: Tensor, s: Schedule) -> None:
-    """Computes under schedule `s`. Modifies: y_TN."""
-    a, b, scale, rank, widths = stack
+def shrink(x_TK: Tensor, stack: Stack, token_A: Tensor, start_S: Tensor, s: Schedule) -> Tensor:
+    """x A^T of every token with an adapter, under schedule `s`: for `expand`. Pure."""
+    a, b, _, rank, widths = stack
     (tokens, k), slots, parts, ranks = x_TK.shape, len(start_S) - 1, len(widths), b.shape[2]
-    assert a[0].is_contiguous() and b[0].is_contiguous() and y_TN.is_contiguous() and len(token_A) <= tokens
+    assert a[0].is_contiguous() and len(token_A) <= tokens
     chunks = triton.cdiv(k, CHUNK)
     stored = chunks if s.split else 1
     h = torch.empty(stored, tokens, parts, ranks, dtype=torch.float32, device=x_TK.device)
-    blocks = tokens // s.block_m + min(slots, tokens)  # enough, however the tokens fall into slots
-    most = triton.next_power_of_2(slots)
-    even, pdl = k % CHUNK == 0, dependent_launch(x_TK.device.index)
-    launcher(shrink_kernel, (blocks, parts * ranks // RANKS, stored))(
+    even = k % CHUNK == 0
+    launcher(shrink_kernel, (_blocks(tokens, slots, s), parts * ranks // RANKS, stored))(
         x_TK, a, rank, token_A, start_S, h, tokens, k, slots, a.stride(0), rank.stride(0), parts, ranks, CHUNK,
-        1 if s.split else chunks, s.block_m, RANKS, s.block_k, most, even, s.split and even and a.element_size() == 2,
-        num_warps=2 if s.split else 4, num_stages=4, **pdl,
+        1 if s.split else chunks, s.block_m, RANKS, s.block_k, triton.next_power_of_2(slots), even,
+        s.split and even and a.element_size() == 2, num_warps=2 if s.split else 4, num_stages=4,
+        **dependent_launch(x_TK.device.index),
     )  # fmt: skip
+    return h
+
+
+def expand(y_TN: Tensor, h: Tensor, stack: Stack, token_A: Tensor, start_S: Tensor, s: Schedule) -> None:
+    """Adds scale * h B^T to every token with an adapter. Modifies: y_TN."""
+    _, b, scale, rank, widths = stack
+    (tokens, n), slots, ranks = y_TN.shape, len(start_S) - 1, b.shape[2]
+    assert b[0].is_contiguous() and y_TN.is_contiguous()
     tiles = sum(triton.cdiv(width, s.block_n) for width in widths)
-    launcher(expand_kernel, (blocks, tiles))(
-        y_TN, h, b, scale, rank, token_A, start_S, tokens, y_TN.shape[1], slots, b.stride(0), scale.stride(0),
-        rank.stride(0), *(*widths, 0, 0)[:3], parts, ranks, stored, s.block_m, s.block_n, largest_tile(ranks), most,
-        num_warps=4, **pdl,
+    launcher(expand_kernel, (_blocks(tokens, slots, s), tiles))(
+        y_TN, h, b, scale, rank, token_A, start_S, tokens, n, slots, b.stride(0), scale.stride(0), rank.stride(0),
+        *(*widths, 0, 0)[:3], len(widths), ranks, len(h), s.block_m, s.block_n, largest_tile(ranks),
+        triton.next_power_of_2(slots), num_warps=4, **dependent_launch(y_TN.device.index),
     )  # fmt: skip
+
+
+def _blocks(tokens: int, slots: int, s: Schedule) -> int:
+    """Enough blocks of tokens, however they fall into slots. Pure."""
+    return tokens // s.block_m + min(slots, tokens)
 
 
 def largest_tile(ranks: int) -> int:
@@ -236,43 +251,47 @@ def _compare(x_TK: Tensor, stack: Stack) -> bool:
     start_S = torch.tensor([0, tokens // 2 + 5, tokens - 7], dtype=torch.int32, device=device)
     want_TN = normal(tokens, n)
     before_TN, got_TN = want_TN.clone(), want_TN.clone()
-    run(want_TN, x_TK, own, token_A, start_S, FEW)
-    run(got_TN, x_TK, own, token_A, start_S, MANY)
+    for y_TN, s in ((want_TN, FEW), (got_TN, MANY)):
+        expand(y_TN, shrink(x_TK, own, token_A, start_S, s), own, token_A, start_S, s)
     return torch.equal(got_TN, want_TN) and not torch.equal(want_TN, before_TN)
 
 
 def launch(
-    y_TN: Tensor, x_TK: Tensor, a_SPRK: Tensor, b_SNR: Tensor, scale_SP: Tensor, rank_SP: Tensor, widths: Sequence[int],
-    token_A: Tensor, start_S: Tensor,
-) -> None:  # fmt: skip
-    """Runs the kernels. Modifies: y_TN."""
+    x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, exact: bool, a_SPRK: Tensor, b_SNR: Tensor,
+    scale_SP: Tensor, rank_SP: Tensor, widths: Sequence[int], token_A: Tensor, start_S: Tensor,
+) -> Tensor:  # fmt: skip
+    """Runs the kernels."""
     stack, x_TK = Stack(a_SPRK, b_SNR, scale_SP, rank_SP, tuple(widths)), plain(x_TK)
+    product = linear.launch if exact else linear.fast_launch
     if not len(x_TK):
-        return
+        return product(x_TK, packed, n, bias_N, None)
     many = len(x_TK) > FEW_TOKENS and proved(x_TK, stack)
     few = FLOAT32 if x_TK.dtype == torch.float32 else FEW
-    run(y_TN, x_TK, stack, token_A, start_S, MANY if many and few is FEW else few)
+    s = MANY if many and few is FEW else few
+    h = shrink(x_TK, stack, token_A, start_S, s)
+    y_TN = product(x_TK, packed, n, bias_N, None)
+    expand(y_TN, h, stack, token_A, start_S, s)
+    return y_TN
 
 
-def fake(
-    y_TN: Tensor, x_TK: Tensor, a_SPRK: Tensor, b_SNR: Tensor, scale_SP: Tensor, rank_SP: Tensor, widths: Sequence[int],
-    token_A: Tensor, start_S: Tensor,
-) -> None:  # fmt: skip
-    return None
+def fake(x_TK: Tensor, packed: Tensor, n: int, *rest: object) -> Tensor:
+    return x_TK.new_empty((x_TK.shape[0], n))
 
 
 _op = register(
-    "lora_add_(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor scale, Tensor rank, int[] widths, Tensor token, "
-    "Tensor start) -> ()",
+    "lora_linear(Tensor x, Tensor packed, int n, Tensor? bias, bool exact, Tensor a, Tensor b, Tensor scale, "
+    "Tensor rank, int[] widths, Tensor token, Tensor start) -> Tensor",
     launch, fake,
 )  # fmt: skip
 
 
-def lora_add(y_TN: Tensor, x_TK: Tensor, stack: Stack, token_A: Tensor, start_S: Tensor) -> Tensor:
-    """y_TN (contiguous) with every token's adapter added. Modifies: its storage; use the returned tensor from here on.
+def lora_linear(
+    x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, stack: Stack, token_A: Tensor, start_S: Tensor,
+    exact: bool = True,
+) -> Tensor:  # fmt: skip
+    """As `linear.linear`, with every token's adapter added. Pure.
 
     Slot s owns tokens token_A[start_S[s] : start_S[s + 1]], each token at most once; int32; what token_A holds behind
     start_S[-1] is not looked at.
     """
-    _op(y_TN, x_TK, *stack, token_A, start_S)
-    return y_TN
+    return _op(x_TK, packed, n, bias_N, exact, *stack, token_A, start_S)
