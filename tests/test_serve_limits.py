@@ -355,6 +355,16 @@ def test_a_client_that_takes_nothing_is_cut_off(engine: Engine) -> None:
         assert b"[DONE]" not in read(link).body  # cut off
 
 
+def test_the_end_of_an_answer_must_be_taken_in_time(engine: Engine) -> None:
+    """What is left of it is too little to hold up the writer, and the connection is to be closed behind it."""
+    with live(engine, send_buffer=4096, write_seconds=0.3) as server, socket.socket() as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        link.connect(("127.0.0.1", server.port))
+        link.sendall(request("GET", "/metrics") * 3 + request("GET", "/metrics", Connection="close"))
+        until(lambda: server.server.server_state.total_requests == 4)
+        until(lambda: not server.server.server_state.connections)
+
+
 def test_a_stream_is_whole_however_it_is_taken(engine: Engine) -> None:
     """At once, late through buffers that have filled up, in one piece by HTTP/1.0: the same answer."""
     body = {"model": "box", "prompt": [5] * 8, "n": 4, "max_tokens": 120, "ignore_eos": True, "temperature": 0.9,

@@ -91,6 +91,7 @@ class Connection(asyncio.Protocol):
         if self.turns:
             self.turns[0].leave()
         self.turns.clear()
+        self.reading = None
         self.writable.set()
 
     def shutdown(self) -> None:
@@ -98,7 +99,7 @@ class Connection(asyncio.Protocol):
         if self.turns:
             self.turns[0].keep_alive = False
         else:
-            self.transport.close()
+            self._close()
 
     # -- the parser's calls; what they raise makes it raise HttpParserError --------------------------------------------
 
@@ -158,7 +159,7 @@ class Connection(asyncio.Protocol):
         self.turns.popleft()
         self.read_on()
         if not keep_alive:
-            self.transport.close()
+            self._close()
         elif self.turns and not (self.broken and self.turns[0] is self.reading):
             self._start()
         elif self.broken:
@@ -181,7 +182,7 @@ class Connection(asyncio.Protocol):
         body = json.dumps(Refusal(400, "Invalid HTTP request received.", code="invalid_http").body()).encode()
         head = b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (STATUS_LINES[400], len(body)) + body)
-        self.transport.close()
+        self._close()
 
     def hold(self) -> None:
         if not self.held:
@@ -196,7 +197,7 @@ class Connection(asyncio.Protocol):
     def _wait(self) -> None:
         """Sets the time in which the client must go on: with a head, with the rest of a body that has been answered
         already, or with anything at all."""
-        if self._waits == "lost":
+        if self._waits in ("flush", "lost"):
             return
         waits = "" if self.turns else "rest" if self.reading else "head" if self.in_head else "idle"
         if waits == self._waits:
@@ -205,9 +206,16 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self._waits, self._timer = waits, None
         if waits == "idle":
-            self._timer = self.loop.call_later(self.limits.keep_alive_seconds, self.transport.close)
+            self._timer = self.loop.call_later(self.limits.keep_alive_seconds, self._close)
         elif waits:
             self._timer = self.loop.call_later(self.limits.read_seconds, self.transport.abort)
+
+    def _close(self) -> None:
+        """Closes behind what is written already, which the client must take in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._waits, self._timer = "flush", self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+        self.transport.close()
 
 
 async def crowded(scope: Any, receive: Any, send: Any) -> None:

@@ -16,7 +16,6 @@ class Exchange:
 
     def __init__(self, connection: Any, scope: dict[str, Any], keep_alive: bool) -> None:
         self.connection, self.scope, self.keep_alive = connection, scope, keep_alive
-        scope["state"] = {WRITE: self.write}
         self.continues = scope["http_version"] == "1.1" and any(
             name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]
         )
@@ -40,6 +39,7 @@ class Exchange:
         self.news.set()
 
     async def run(self, app: Any) -> None:
+        self.scope["state"] = {WRITE: self.write}
         try:
             await app(self.scope, self.receive, self.send)
         except Exception as error:
