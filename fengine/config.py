@@ -268,6 +268,7 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     gpu = (config.model.device or hardware.device).startswith("cuda")
     compile_step = config.compile.enabled
     cache, scheduler = config.cache, config.scheduler
+    page_size = cache.page_size or (64 if gpu else 16)  # on a CPU as fast as larger ones, with more prefix hits
     rows = scheduler.max_running_requests or (512 if gpu else 64)
     tokens = scheduler.max_step_tokens or max(rows, 8192 if gpu else 512)
     if scheduler.max_running_requests is None:
@@ -276,7 +277,7 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     return replace(
         config,
         model=replace(config.model, device=config.model.device or hardware.device),
-        cache=replace(cache, page_size=cache.page_size or (64 if gpu else 16)),
+        cache=replace(cache, page_size=page_size),
         scheduler=replace(
             scheduler,
             max_running_requests=rows,

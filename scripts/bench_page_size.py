@@ -66,13 +66,20 @@ def measured(engines: dict[int, Engine], cases: dict[str, Run], runs: int) -> di
                 rates[size] += [tokens / (time.perf_counter() - start)] if turn else []
                 hits[size] = engines[size].stats()["cached_tokens"] - before
         table[name] = {str(size): summary(rates[size]) | {"cached_tokens": hits[size]} for size in sizes}
-        print(name, {size: (round(row["median"], 1), row["cached_tokens"]) for size, row in table[name].items()})
+        print(
+            name,
+            {
+                size: (round(row["median"], 1), round(row["max"], 1), row["cached_tokens"])
+                for size, row in table[name].items()
+            },
+        )
     return table
 
 
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--sizes", default="8,16,32,64,128")
+    p.add_argument("--models", default="box,qwen2.5-0.5b", help="of box, qwen2.5-0.5b")
     args = p.parse_args()
     sizes = [int(size) for size in args.sizes.split(",")]
     long = [random.Random(3).randrange(10, 2000) for _ in range(900)]
@@ -87,7 +94,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(CONFIG.read_text())
         dummy: dict[str, Any] = {"model_path": folder, "load_format": "dummy", "dtype": "bfloat16"}
-        for options, cases in (({"model_path": "box"}, box), (dummy | {"max_total_tokens": 8192}, qwen)):
+        models = {"box": ({"model_path": "box"}, box), "qwen2.5-0.5b": (dummy | {"max_total_tokens": 8192}, qwen)}
+        for options, cases in map(models.__getitem__, args.models.split(",")):
             engines = {n: Engine(**options, page_size=n, device="cpu", skip_tokenizer_init=True) for n in sizes}
             table |= measured(engines, cases, args.runs)
             for engine in engines.values():
