@@ -26,6 +26,7 @@ from measure import parser, save, summary
 from fengine import Engine
 from fengine.checkpoint.hub import resolve_model
 
+MODELS = ("box", "qwen2.5-0.5b")
 HERE = Path(__file__).resolve().parent.parent
 Call = list[tuple[list[int], int]]  # prompts, and how many tokens each is to get
 
@@ -102,12 +103,14 @@ def commit(root: Path) -> str:
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("other", type=Path, help="the root of the other checkout")
-    p.add_argument("--models", default="box,qwen2.5-0.5b", help="of box, qwen2.5-0.5b")
+    p.add_argument("--models", default=",".join(MODELS), help="one or both")
     p.add_argument("--only", help="cases whose name holds this")
     p.add_argument("--serve")
     args = p.parse_args()
     if args.serve:
         return serve(args.serve)
+    if unknown := set(args.models.split(",")) - set(MODELS):
+        p.error(f"--models knows {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
     other, table = args.other.resolve(), {}
     for model in args.models.split(","):
         pair = [Checkout(HERE, model), Checkout(other, model)]

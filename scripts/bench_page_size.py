@@ -95,6 +95,8 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(CONFIG.read_text())
         dummy: dict[str, Any] = {"model_path": folder, "load_format": "dummy", "dtype": "bfloat16"}
         models = {"box": ({"model_path": "box"}, box), "qwen2.5-0.5b": (dummy | {"max_total_tokens": 8192}, qwen)}
+        if unknown := set(args.models.split(",")) - set(models):
+            p.error(f"--models knows {', '.join(models)}, got {', '.join(sorted(unknown))}")
         for options, cases in map(models.__getitem__, args.models.split(",")):
             engines = {n: Engine(**options, page_size=n, device="cpu", skip_tokenizer_init=True) for n in sizes}
             table |= measured(engines, cases, args.runs)
