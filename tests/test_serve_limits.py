@@ -230,6 +230,16 @@ def test_a_body_too_large_without_a_length(server: Live) -> None:
     assert answer.status == 413 and answer.error["code"] == "body_too_large"
 
 
+def test_a_client_that_is_still_sending_gets_its_refusal(engine: Engine, server: Live) -> None:
+    """And no reset, which would make its system drop what it has not read."""
+    data = request("POST", "/v1/completions", b"a" * 20_000_000)
+    assert server.send(data).status == 413
+    with live(engine, max_connections=1) as crowded, crowded.connect() as one:
+        one.sendall(GET)
+        assert read(one).status == 200
+        assert crowded.send(data).status == 503
+
+
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 
@@ -268,11 +278,34 @@ BROKEN = [
 
 @pytest.mark.parametrize("data", BROKEN, ids=[repr(d)[:30] for d in BROKEN])
 def test_broken_http(data: bytes, server: Live) -> None:
+    answer = server.send(data)
+    assert answer.status == 400 and answer.error["message"]
+
+
+TRAILED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+TRAILED += b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+LARGE = [  # (what is sent, what the refusal names)
+    (request("GET", "/health", X="a" * 100_000), "serve.max_header_bytes"),  # whole, in one read
+    (request("GET", "/health?" + "a" * 70_000), "serve.max_header_bytes"),
+    (request("GET", "/health", **{f"X{i}": "" for i in range(300)}), "256 headers"),
+    (TRAILED + b"X: " + b"a" * 1_000_000, "serve.max_header_bytes"),  # and no end
+    (TRAILED + b"X: a\r\n" * 200_000, "serve.max_header_bytes"),
+]
+
+
+@pytest.mark.parametrize(("data", "told"), LARGE, ids=range(len(LARGE)))
+def test_headers_have_limits(data: bytes, told: str, server: Live) -> None:
+    answer = server.send(data)
+    assert answer.status == 400 and told in answer.error["message"]
+
+
+def test_a_head_that_comes_in_pieces_behind_a_large_body(server: Live) -> None:
+    """The body does not count as a part of it."""
     with server.connect() as link:
-        with contextlib.suppress(ConnectionError):  # it may be refused before all is sent
-            link.sendall(data)
-        answer = read(link)
-    assert answer.status in (400, None) and (answer.status is None or answer.error["message"])
+        link.sendall(request("POST", "/nowhere", b"a" * 90_000) + GET[:9])
+        assert read(link).status == 404
+        link.sendall(GET[9:])
+        assert read(link).status == 200
 
 
 def test_several_requests_on_a_connection(server: Live) -> None:
@@ -306,6 +339,12 @@ IN_A_ROW = [  # (what is sent at once, the statuses of what comes back until the
     (chunked(behind=b"Host: example.com\r\n") + GET, [200, 200]),
     (request("GET", "/health", **UPGRADE) + request("POST", "/v1/completions", GOOD, **UPGRADE) + GET, [200] * 3),
     (request("POST", "/v1/completions", GOOD, Expect="100-continue"), [100, 200]),
+    (
+        request("POST", "/nowhere", b"{", Expect="100-continue")[:-1],
+        [404],
+    ),  # nobody asks for the body, so none need come
+    (chunked(behind=b"").replace(b"chunked", b"gzip, chunked") + GET, [400]),
+    (chunked(behind=b"").replace(b"Transfer", b"Transfer-Encoding: gzip\r\nTransfer", 1) + GET, [400]),
     (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", [400]),
     (b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", [400]),
     (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", [400]),
@@ -363,6 +402,21 @@ def test_the_end_of_an_answer_must_be_taken_in_time(engine: Engine) -> None:
         link.sendall(request("GET", "/metrics") * 3 + request("GET", "/metrics", Connection="close"))
         until(lambda: server.server.server_state.total_requests == 4)
         until(lambda: not server.server.server_state.connections)
+
+
+def test_a_client_that_ends_its_half_has_gone_though_it_takes_nothing(engine: Engine) -> None:
+    """What is written and not taken yet, too little to hold up the writer, does not hide it."""
+    with live(engine, send_buffer=4096) as server, socket.socket() as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        link.connect(("127.0.0.1", server.port))
+        engine.pause_generation("in_place")
+        try:
+            link.sendall(request("GET", "/metrics") * 6 + POST)
+            until(lambda: server.service.rows == 1)
+            link.shutdown(socket.SHUT_WR)
+            until(lambda: server.service.rows == 0)
+        finally:
+            engine.continue_generation()
 
 
 def test_a_stream_is_whole_however_it_is_taken(engine: Engine) -> None:

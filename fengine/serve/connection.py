@@ -18,6 +18,7 @@ from fengine.serve.exchange import STATUS_LINES, Exchange
 from fengine.serve.refusals import Refusal
 
 MOST_AHEAD = 64  # requests on a connection that are not answered yet
+MOST_HEADERS = 256  # of a request: as Python's objects they take many times their bytes
 
 
 class Connection(asyncio.Protocol):
@@ -34,7 +35,9 @@ class Connection(asyncio.Protocol):
         self.turns: deque[Exchange] = deque()  # whose heads have come; the first is being answered
         self.reading: Exchange | None = None  # whose body is coming
         self.in_head, self.head_bytes = True, 0
+        self.silent_bytes = 0  # since the parser told of a request's begin, its head's end, or a piece of its body
         self.broken = False  # what comes is no HTTP, or no longer
+        self.reason = "Invalid HTTP request received."  # if it is broken
         self.held = False  # reading is paused
         self.writable = asyncio.Event()
         self.writable.set()
@@ -53,6 +56,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.broken:
             return
+        self.silent_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade as stop:
@@ -60,10 +64,9 @@ class Connection(asyncio.Protocol):
             return
         except HttpParserError:
             self._break()
-        if self.in_head and not self.broken:
-            self.head_bytes += len(data)
-            if self.head_bytes > self.limits.max_header_bytes:
-                self._break()
+        if self.silent_bytes > self.limits.max_header_bytes and not self.broken:  # of a head, or of trailers
+            self._too_large()
+            self._break()
         self._wait()
 
     def _ignore_upgrade(self, rest: bytes) -> None:
@@ -82,6 +85,13 @@ class Connection(asyncio.Protocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
 
+    def eof_received(self) -> None:
+        """A client that ends its half has gone; what is written already may still reach it."""
+        if self.turns:
+            self.turns[0].leave()
+        self.reading = None
+        self._close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
         for timer in (self._timer, self._write_timer):
@@ -96,7 +106,9 @@ class Connection(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """Called by uvicorn: the answer under way is the last."""
-        if self.turns:
+        if self._waits == "flush":
+            self.transport.close()
+        elif self.turns:
             self.turns[0].keep_alive = False
         else:
             self._close()
@@ -105,24 +117,34 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self.in_head, self.target, self.headers = True, b"", []
+        self.head_bytes = self.silent_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.in_head:  # and not behind a body
-            self.headers.append((name.lower(), value))
+        if not self.in_head:
+            return  # it stands behind a body
+        self.head_bytes += len(name) + len(value)
+        if len(self.headers) == MOST_HEADERS:
+            raise self._fault(f"the head has more than {MOST_HEADERS} headers; send fewer.")
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise ValueError("no proxy")
             return
-        version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers].count(b"host")
+        version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
+        hosts, encodings = names.count(b"host"), [v.lower() for n, v in self.headers if n == b"transfer-encoding"]
         if version not in ("1.0", "1.1") or hosts > 1 or version == "1.1" and not hosts:
             raise ValueError("no request of HTTP/1.1 or 1.0")
+        if encodings not in ([], [b"chunked"]):
+            raise self._fault("a Transfer-Encoding other than chunked is not built; send plain JSON.")
+        if self.head_bytes + len(self.target) > self.limits.max_header_bytes:
+            raise self._too_large()
         if len(self.turns) >= MOST_AHEAD:
-            raise ValueError("too many requests before their turn")
+            raise self._fault(f"more than {MOST_AHEAD} requests wait on this connection; read their answers first.")
         raw_path, _, query = self.target.partition(b"?")
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": version,
@@ -130,7 +152,7 @@ class Connection(asyncio.Protocol):
             "path": unquote(raw_path.decode("ascii")), "raw_path": raw_path, "query_string": query,
             "headers": self.headers, **self.ends,
         }  # fmt: skip
-        self.in_head, self.head_bytes = False, 0
+        self.in_head, self.silent_bytes = False, 0
         self.reading = Exchange(self, scope, version == "1.1" and self.parser.should_keep_alive())
         self.turns.append(self.reading)
         if len(self.turns) == 1:
@@ -138,12 +160,22 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         assert self.reading is not None
+        self.silent_bytes = 0
         self.reading.take(data)
 
     def on_message_complete(self) -> None:
         if self.reading is not None:  # and no head that is read again
             self.reading.take(None)
             self.reading = None
+
+    def _fault(self, reason: str) -> ValueError:
+        """The error to raise in a callback. Modifies: what the client is told."""
+        self.reason = reason
+        return ValueError(reason)
+
+    def _too_large(self) -> ValueError:
+        most = self.limits.max_header_bytes
+        return self._fault(f"the headers are larger than {most} bytes (serve.max_header_bytes); send less.")
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -179,7 +211,7 @@ class Connection(asyncio.Protocol):
                 self._refuse()
 
     def _refuse(self) -> None:
-        body = json.dumps(Refusal(400, "Invalid HTTP request received.", code="invalid_http").body()).encode()
+        body = json.dumps(Refusal(400, self.reason, code="invalid_http").body()).encode()
         head = b"%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (STATUS_LINES[400], len(body)) + body)
         self._close()
@@ -211,11 +243,19 @@ class Connection(asyncio.Protocol):
             self._timer = self.loop.call_later(self.limits.read_seconds, self.transport.abort)
 
     def _close(self) -> None:
-        """Closes behind what is written already, which the client must take in time."""
+        """Closes behind what is written already, which the client must take in time. If it is still sending, what it
+        sends is read, and dropped: its system would drop the answer if that were refused."""
         if self._timer is not None:
             self._timer.cancel()
-        self._waits, self._timer = "flush", self.loop.call_later(self.limits.write_seconds, self.transport.abort)
-        self.transport.close()
+        sends = (self.reading is not None or self.broken) and self.transport.can_write_eof()
+        seconds = self.limits.read_seconds if sends else self.limits.write_seconds
+        self._waits, self._timer = "flush", self.loop.call_later(seconds, self.transport.abort)
+        if sends:
+            self.broken = True
+            self.read_on()
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
 
 async def crowded(scope: Any, receive: Any, send: Any) -> None:

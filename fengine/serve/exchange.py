@@ -51,7 +51,7 @@ class Exchange:
 
     async def receive(self) -> dict[str, Any]:
         connection = self.connection
-        if self.continues and not self.started and not connection.transport.is_closing():
+        if self.continues and not (self.started or self.gone or connection.transport.is_closing()):
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.continues = False
         if not self.gone and not self.ended:
@@ -94,7 +94,8 @@ class Exchange:
         self.chunked = not has_length and self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD"
         if self.chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
-        self.keep_alive &= not closes and (has_length or self.chunked)
+        unsent = self.continues and self.more  # a body that was not asked for: it may come, or not
+        self.keep_alive &= not closes and not unsent and (has_length or self.chunked)
         if not self.keep_alive and not closes:
             lines.append(b"connection: close\r\n")
         self.connection.transport.write(b"".join((*lines, b"\r\n")))
