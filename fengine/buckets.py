@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from fengine.batching import Staged
+from fengine.state import AdapterBatch, SamplingBatch, StepBatch
+from fengine.step import Feed
 
 GRAPH_TOKENS = 8192  # larger steps gain nothing from a graph
 FORWARD_TOKENS = 1024  # nor do larger extended steps from one of their forward pass: its kernels outlast their launches
@@ -73,3 +75,13 @@ def packed_layout(tokens: int, rows: int, width: int, adapter_slots: int = 0) ->
 def views(buffer: Tensor, layout: list[Slot]) -> list[Tensor]:
     """Typed views of a packed byte buffer, one per field. Pure."""
     return [buffer[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in layout]
+
+
+def inputs(fields: list[Tensor], last_token_R: Tensor) -> tuple[StepBatch, SamplingBatch, Feed]:
+    """The step's arguments from tensors in the order of Staged's fields. Pure."""
+    batch = len(StepBatch._fields) - 1
+    sampling = batch + len(SamplingBatch._fields)
+    *fields, token_A, start_S = fields
+    adapters = AdapterBatch(token_A, start_S) if len(start_S) else None
+    step_batch = StepBatch(*fields[:batch], adapters=adapters)
+    return step_batch, SamplingBatch(*fields[batch:sampling]), Feed(last_token_R, *fields[sampling:])

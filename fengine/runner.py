@@ -23,6 +23,7 @@ from fengine.buckets import (
     Bucket,
     Slot,
     decode_buckets,
+    inputs,
     packed_layout,
     short,
     token_buckets,
@@ -31,7 +32,7 @@ from fengine.buckets import (
 from fengine.extended import ExtendedFn
 from fengine.ops import edges
 from fengine.records import Findings
-from fengine.state import AdapterBatch, KVState, Params, SamplingBatch, StepBatch, StepOut
+from fengine.state import KVState, Params, StepBatch, StepOut, layer_kinds
 from fengine.step import Feed, ForwardFn, StepFn, mark_sizes
 
 
@@ -43,16 +44,6 @@ class Flight(NamedTuple):
 
     result: Callable[[], tuple[list[int], list[float]]]
     findings: Callable[[], Findings] | None = None
-
-
-def inputs(fields: list[Tensor], last_token_R: Tensor) -> tuple[StepBatch, SamplingBatch, Feed]:
-    """The step's arguments from tensors in the order of Staged's fields. Pure."""
-    batch = len(StepBatch._fields) - 1
-    sampling = batch + len(SamplingBatch._fields)
-    *fields, token_A, start_S = fields
-    adapters = AdapterBatch(token_A, start_S) if len(start_S) else None
-    step_batch = StepBatch(*fields[:batch], adapters=adapters)
-    return step_batch, SamplingBatch(*fields[batch:sampling]), Feed(last_token_R, *fields[sampling:])
 
 
 def on_cpu(staged: Staged) -> list[Tensor]:
@@ -95,16 +86,6 @@ class CpuRunner:
 
 Key = tuple[Bucket, int, bool]  # of a graph: over which input and draws; whether of the forward pass alone
 GRAPH_ROOM = 512 << 20  # bytes that a graph captured while requests run must leave free
-
-
-def layer_kinds(layers: list[Params]) -> list[int]:
-    """The first layer of each kind: of the same parameters in the same shapes and dtypes. Pure."""
-
-    def kind(layer: Params) -> tuple[Any, ...]:
-        return tuple((key, x.shape, x.dtype) if isinstance(x, Tensor) else key for key, x in sorted(layer.items()))
-
-    kinds = [kind(layer) for layer in layers]
-    return [kinds.index(each) for each in dict.fromkeys(kinds)]
 
 
 class CudaRunner:
@@ -195,9 +176,11 @@ class CudaRunner:
         self.kv, self.room = [kv], True
         if self.graphs and not self.captured:
             self.pool = torch.cuda.graph_pool_handle()  # a pool ends with the last of its graphs
-        self._warm(self.all_buckets()[-1])  # what an op keeps for a KV state is made now, not in a capture
-        torch.cuda.synchronize(self.device)
-        for bucket in self.all_buckets():
+        buckets = self.all_buckets()
+        for bucket in {b.adapters: b for b in buckets}.values():  # the smallest without adapters, and with
+            self._warm(bucket)  # what an op keeps for a KV state, or torch.compile makes, is not made in a capture
+            torch.cuda.synchronize(self.device)
+        for bucket in buckets:
             if bucket.graph:
                 for which in (0, 1) if short(bucket) else (0,):
                     self._capture((bucket, which, False), partial(self._run, bucket, which, self._layout(bucket)))

@@ -22,6 +22,16 @@ from fengine.spec import ModelSpec
 Params = dict[str, Any]  # nested dicts and lists; leaf keys carry the shape: params["layers"][3]["wqkv"]
 
 
+def layer_kinds(layers: list[Params]) -> list[int]:
+    """The first layer of each kind: of the same parameters in the same shapes and dtypes. Pure."""
+
+    def kind(layer: Params) -> tuple[Any, ...]:
+        return tuple((key, x.shape, x.dtype) if isinstance(x, Tensor) else key for key, x in sorted(layer.items()))
+
+    kinds = [kind(layer) for layer in layers]
+    return [kinds.index(each) for each in dict.fromkeys(kinds)]
+
+
 class KVState(NamedTuple):
     """Keys and values of every page, one whole tensor per layer. A pytree."""
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fengine.ops import ahead
-from fengine.ops.proof import Proofs
+pytest.importorskip("triton", reason="only Triton's kernels are compiled ahead")
+
+from fengine.ops import ahead  # noqa: E402
+from fengine.ops.proof import Proofs  # noqa: E402
 
 CONSTANT, COUNT, PLAIN = (
     SimpleNamespace(is_constexpr=constant, do_not_specialize=general)

@@ -213,5 +213,5 @@ def test_the_model_in_the_box(name: str, device: str, monkeypatch: pytest.Monkey
         drafts = llm._parts.stats()["draft_tokens"]
         for _ in range(2):
             assert told(llm, asks) == want
-        assert len(forwards(inner)) > 4
+        assert len(forwards(inner)) > 2
         assert llm._parts.stats()["draft_tokens"] > drafts + 20 or name == "grammars"
