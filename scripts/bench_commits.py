@@ -8,6 +8,7 @@ machine disturbs it least. The cases are those of bench_cpu_box.py and bench_cpu
 asked eight times a run, as it takes a tenth of a second.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -105,13 +106,15 @@ def main() -> None:
     p.add_argument("other", type=Path, help="the root of the other checkout")
     p.add_argument("--models", default=",".join(MODELS), help="one or both")
     p.add_argument("--only", help="cases whose name holds this")
-    p.add_argument("--serve")
+    p.add_argument("--serve", help=argparse.SUPPRESS)  # what this script calls itself with
     args = p.parse_args()
     if args.serve:
         return serve(args.serve)
     if unknown := set(args.models.split(",")) - set(MODELS):
         p.error(f"--models knows {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
     other, table = args.other.resolve(), {}
+    if not (other / "fengine").is_dir():
+        p.error(f"{other} is not a checkout: it has no folder fengine")
     for model in args.models.split(","):
         pair = [Checkout(HERE, model), Checkout(other, model)]
         for case in [name for name in cases(model) if (args.only or "") in name]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from bench_gpu import dummy_engine
-from measure import Budget, add_budget, parser, save, summary
+from measure import Budget, add_budget, need_gpu, parser, save, summary
 
 from fengine import Engine
 from fengine.host.steps import StepRecord
@@ -87,6 +87,7 @@ def main() -> None:
     p.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     add_budget(p)
     args = p.parse_args()
+    need_gpu(p)
     budget = Budget(args.budget)
     options: dict[str, Any] = {"max_running_requests": 64, "disable_radix_cache": True, "context_length": 512}
     if args.model == "box":

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from floors import floor, shape
-from measure import RESULTS, Budget, add_budget, environment, parser, summary
+from measure import RESULTS, Budget, add_budget, environment, need_gpu, parser, summary
 from workloads import Work, suite
 
 from fengine import Engine
@@ -153,7 +153,9 @@ def options(kind: str) -> dict[str, Any]:
         elif word.startswith("page") and word[4:].isdigit():
             found["page_size"] = int(word[4:])
         else:
-            raise SystemExit(f"--numerics knows exact, fast and +compile behind them, got {kind!r}")
+            raise SystemExit(
+                f"--numerics knows exact, fast and +compile behind them, --page-size whole numbers; got {kind!r}"
+            )
     return found
 
 
@@ -208,6 +210,7 @@ def main() -> None:
     p.add_argument("--beside")
     add_budget(p)
     args = p.parse_args()
+    need_gpu(p)
     kinds, budget = kinds_of(args.numerics, args.page_size), Budget(args.budget)
     beside = json.loads(Path(args.beside).read_text())["runs"] if args.beside else []
     models: dict[str, Any] = {}

@@ -76,16 +76,21 @@ def pauses(engine: Engine, prompts: list[list[int]], count: int, tensors: dict[s
     threads = [threading.Thread(target=work) for work in (background, newcomer)]
     for thread in threads:
         thread.start()
-    for _ in engine.generate(input_ids=prompts[0], sampling_params=params, lora_path="a1", stream=True):
-        times.append(time.perf_counter())
-        if len(times) == count // 4:
-            decoding.set()
+    try:
+        for _ in engine.generate(input_ids=prompts[0], sampling_params=params, lora_path="a1", stream=True):
+            times.append(time.perf_counter())
+            if len(times) >= count // 4:
+                decoding.set()
+    finally:
+        decoding.set()
     for thread in threads:
         thread.join()
     engine.unload_lora_adapter("late")
     gaps = [(b - a, b) for a, b in zip(times, times[1:], strict=False)]
     usual = median(gap for gap, _ in gaps)
-    inside = [gap for gap, at in gaps if marks["load"] <= at <= marks["end"] + usual]
+    inside, outside = [], []
+    for gap, at in gaps:
+        (inside if marks["load"] <= at <= marks["end"] + usual else outside).append(gap)
     return {
         "step_s": usual,
         "load_s": marks["use"] - marks["load"],
@@ -93,7 +98,7 @@ def pauses(engine: Engine, prompts: list[list[int]], count: int, tensors: dict[s
         "tokens_meanwhile": len(inside),
         "longest_pause_s": max(inside, default=None),
         "longest_pause_steps": max(inside, default=0) / usual,
-        "longest_pause_elsewhere_s": max(gap for gap, at in gaps if not marks["load"] <= at <= marks["end"] + usual),
+        "longest_pause_elsewhere_s": max(outside, default=None),
     }
 
 

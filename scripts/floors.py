@@ -30,6 +30,9 @@ class Floor(NamedTuple):
 
 def shape(model: str) -> dict[str, Any]:
     """The config of a file of scripts/shapes, named without .json."""
+    if not (SHAPES / f"{model}.json").is_file():
+        known = ", ".join(sorted(path.stem for path in SHAPES.glob("*.json")))
+        raise SystemExit(f"there is no shape {model!r} in scripts/shapes; there are {known}")
     return json.loads((SHAPES / f"{model}.json").read_text())
 
 

@@ -91,5 +91,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return p
 
 
+def need_gpu(p: argparse.ArgumentParser) -> None:
+    """Ends the script where torch sees no CUDA device."""
+    if not torch.cuda.is_available():
+        p.error("this script measures a CUDA device, and torch sees none here")
+
+
 def add_budget(p: argparse.ArgumentParser) -> None:
     p.add_argument("--budget", type=float, help="seconds: what would not end in them is left out, the rest is written")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from bench_gpu import dummy_engine, write
 from floors import floor, shape
+from measure import need_gpu
 from workloads import Work, suite
 
 from fengine import Engine
@@ -246,9 +247,7 @@ def main() -> None:
     p.add_argument("--window", type=float, help="seconds recorded")
     p.add_argument("--numerics", default="exact", choices=("exact", "fast"))
     args = p.parse_args()
-    if not torch.cuda.is_available():
-        print("profile_gpu.py measures kernels on a CUDA device, and torch sees none here", file=sys.stderr)
-        sys.exit(2)
+    need_gpu(p)
     record(lambda: torch.zeros(1, device="cuda").add_(1))  # its own start-up, before any graph is captured
     tables: dict[str, Any] = {}
     for model in args.model or ["llama-3.1-8b", "qwen2.5-0.5b"]:

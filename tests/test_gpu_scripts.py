@@ -4,11 +4,13 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
+import bench_extended
 import bench_gpu
 import profile_gpu
 from floors import cached_prefixes, floor, shape
@@ -108,12 +110,20 @@ def test_a_budget_leaves_out_what_would_not_end_in_time(monkeypatch: pytest.Monk
     assert Budget(None).allows("anything", 1e9) and Budget(None).left() is None
 
 
-def test_without_a_gpu_there_is_no_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(sys, "argv", ["profile_gpu.py"])
+@pytest.mark.parametrize("script", [bench_extended, bench_gpu, profile_gpu], ids=lambda script: script.__name__)
+def test_without_a_gpu_there_is_no_measurement(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as end:
-        profile_gpu.main()
+        script.main()
     assert end.value.code == 2 and "CUDA" in capsys.readouterr().err
+
+
+def test_a_shape_that_is_none_is_named() -> None:
+    with pytest.raises(SystemExit, match="no shape 'qwen9'.*llama-3.1-8b, qwen2.5-0.5b"):
+        shape("qwen9")
 
 
 def test_engines_are_named_by_numerics_and_page_size() -> None:
