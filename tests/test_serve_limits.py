@@ -282,8 +282,9 @@ def test_broken_http(data: bytes, server: Live) -> None:
     assert answer.status == 400 and answer.error["message"]
 
 
-TRAILED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-TRAILED += b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+TRAILED = HEAD + CHUNKED + b"\r\n2\r\n{}\r\n0\r\n"
 LARGE = [  # (what is sent, what the refusal names)
     (request("GET", "/health", X="a" * 100_000), "serve.max_header_bytes"),  # whole, in one read
     (request("GET", "/health?" + "a" * 70_000), "serve.max_header_bytes"),
@@ -319,13 +320,31 @@ def test_several_requests_on_a_connection(server: Live) -> None:
 
 
 def chunked(*, behind: bytes) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     body = json.dumps(GOOD).encode()
-    return head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, behind)
+    return HEAD + CHUNKED + b"\r\n%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, behind)
 
 
 GET, POST = request("GET", "/health"), request("POST", "/v1/completions", GOOD)
 STREAMED = request("POST", "/v1/completions", {**GOOD, "stream": True})
+SMUGGLED = [  # where another server may see the body end elsewhere, what hides in it must not become a request
+    (b"Content-Length: 5\r\n" + CHUNKED, b"0\r\n\r\n"),
+    (CHUNKED + b"Content-Length: 5\r\n", b"0\r\n\r\n"),
+    (b"Content-Length: 2\r\nContent-Length: 2\r\n", b"{}"),
+    (b"Content-Length: 2, 2\r\n", b"{}"),
+    (b"Content-Length: +2\r\n", b"{}"),
+    (b"Content-Length: 18446744073709551618\r\n", b"{}"),
+    (b"Transfer-Encoding : chunked\r\n", b"0\r\n\r\n"),
+    (b"Transfer-Encoding:\r\n chunked\r\n", b"0\r\n\r\n"),
+    (b"Transfer-Encoding: gzip, chunked\r\n", b"0\r\n\r\n"),
+    (b"Transfer-Encoding: gzip\r\n" + CHUNKED, b"0\r\n\r\n"),
+    (b"Transfer-Encoding: chunked, identity\r\n", b"0\r\n\r\n"),
+    (b"X: a\nContent-Length: 2\r\n", b"{}"),
+    (b"X: a\0\r\nContent-Length: 2\r\n", b"{}"),
+    (CHUNKED, b"0x2\r\n{}\r\n0\r\n\r\n"),
+    (CHUNKED, b"10000000000000002\r\n{}\r\n0\r\n\r\n"),
+    (CHUNKED, b"2;a\nb\r\n{}\r\n0\r\n\r\n"),
+    (CHUNKED, b"2\n{}\n0\n\n"),
+]
 UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}
 IN_A_ROW = [  # (what is sent at once, the statuses of what comes back until the server closes)
     (GET + POST + STREAMED + POST + GET, [200] * 5),
@@ -339,12 +358,8 @@ IN_A_ROW = [  # (what is sent at once, the statuses of what comes back until the
     (chunked(behind=b"Host: example.com\r\n") + GET, [200, 200]),
     (request("GET", "/health", **UPGRADE) + request("POST", "/v1/completions", GOOD, **UPGRADE) + GET, [200] * 3),
     (request("POST", "/v1/completions", GOOD, Expect="100-continue"), [100, 200]),
-    (
-        request("POST", "/nowhere", b"{", Expect="100-continue")[:-1],
-        [404],
-    ),  # nobody asks for the body, so none need come
-    (chunked(behind=b"").replace(b"chunked", b"gzip, chunked") + GET, [400]),
-    (chunked(behind=b"").replace(b"Transfer", b"Transfer-Encoding: gzip\r\nTransfer", 1) + GET, [400]),
+    (request("POST", "/nowhere", b"{", Expect="100-continue")[:-1], [404]),  # a body not asked for need not come
+    *((HEAD + head + b"\r\n" + body + GET, [400]) for head, body in SMUGGLED),
     (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", [400]),
     (b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", [400]),
     (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", [400]),

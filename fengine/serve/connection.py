@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
         sends is read, and dropped: its system would drop the answer if that were refused."""
         if self._timer is not None:
             self._timer.cancel()
-        sends = (self.reading is not None or self.broken) and self.transport.can_write_eof()
+        sends = self.reading is not None or self.broken
         seconds = self.limits.read_seconds if sends else self.limits.write_seconds
         self._waits, self._timer = "flush", self.loop.call_later(seconds, self.transport.abort)
         if sends:
