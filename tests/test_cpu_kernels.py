@@ -146,6 +146,18 @@ def test_silu_mul(threads: int, f: int) -> None:
     assert cpu.silu_mul(torch.tensor([[math.nan, 1.0]])).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "n", "k"), [(0, 5, 3), (1, 33, 70), (17, 96, 64), (70, 9000, 5)])
+def test_the_gated_product_has_the_bits_of_its_parts(
+    threads: int, dtype: torch.dtype, rows: int, n: int, k: int
+) -> None:
+    """Also where gate and up are large, and lie in memory of torch, whose end is an error."""
+    x, packed, bias = torch.randn(rows, k), pack(torch.randn(2 * n, k).to(dtype)), torch.randn(2 * n)
+    for added in (None, bias):
+        want = cpu.silu_mul(cpu.linear(x, packed, 2 * n, added, None))
+        assert same_bits(cpu.gated_linear(x, packed, n, added), want)
+
+
 @pytest.mark.parametrize(("heads", "groups", "width"), [(1, 1, 2), (4, 2, 16), (7, 1, 64), (6, 3, 80), (3, 3, 10)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_kv_write(threads: int, heads: int, groups: int, width: int, normed: bool) -> None:

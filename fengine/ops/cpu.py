@@ -37,7 +37,7 @@ SIGNATURES = {
     "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
     "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
     "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
-    "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
+    "fengine_gated_linear": [_P] * 5 + [_I] * 3 + [_T] * 4,
     "fengine_attention": [_P] * 7 + [_I] * 7 + [_F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
     "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
@@ -115,14 +115,15 @@ def gated_linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tens
     x, packed = _plain(x, "gated_linear's x"), _weight(packed, "gated_linear's weight")
     m, k = x.shape
     y = x.new_empty((m, n))
+    room = x.new_empty((m, 2 * n)) if m * n > SHORT else None
     library, threads = _schedule(m * 2 * n * k)
     bias_at, bias_kind = None, 0
     if bias is not None:
         bias = _weight(bias, "gated_linear's bias")
         bias_at, bias_kind = bias.data_ptr(), KIND[bias.dtype]
     library.fengine_gated_linear(
-        x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, threads,
-        _schedule(16 * m * n)[1],
+        x.data_ptr(), packed.data_ptr(), bias_at, None if room is None else room.data_ptr(), y.data_ptr(), m, n, k,
+        KIND[packed.dtype], bias_kind, threads, _schedule(16 * m * n)[1],
     )  # fmt: skip
     return y
 

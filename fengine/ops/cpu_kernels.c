@@ -428,10 +428,12 @@ API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int
 
 /* -- two in one call, which a step of few rows has time for: linear, then what stands behind it -------------------- */
 
-API void fengine_gated_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
-                              int kind, int bias_kind, int threads, int silu_threads) {
-    float *both = scratch_floats(m * 2 * n);
+/* `room` for gate and up, [m, 2n], from a caller who can tell of too little memory; null where they are small. */
+API void fengine_gated_linear(const float *x, const void *w, const void *bias, float *room, float *y, int64_t m,
+                              int64_t n, int64_t k, int kind, int bias_kind, int threads, int silu_threads) {
+    float *both = room ? room : scratch_floats(m * 2 * n);
     fengine_linear(x, w, bias, both, m, 2 * n, k, kind, bias_kind, threads);
     fengine_silu_mul(both, y, m, n, silu_threads);
-    free(both);
+    if (!room)
+        free(both);
 }
