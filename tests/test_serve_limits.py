@@ -26,6 +26,7 @@ from fengine.errors import ConfigError, MissingExtraError  # noqa: E402
 from fengine.runs.compose import points  # noqa: E402
 from fengine.runs.words import parse  # noqa: E402
 from fengine.serve import command  # noqa: E402
+from fengine.serve.answers import Events  # noqa: E402
 from fengine.serve.config import SERVE, ServeConfig, ServerConfig, check  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -641,6 +642,26 @@ def test_a_failing_engine_is_told() -> None:
         assert server.service.rows == 0 and b"fengine:up 0" in server.ask("GET", "/metrics").body
         for link in links:
             link.close()
+
+
+def test_a_fault_of_the_server_is_told_and_hurts_nobody(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before an answer begins it is a 500, which does not end the connection; later on it cuts the answer off."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    with server.connect() as link, monkeypatch.context() as patch:
+        patch.setattr(server.service, "cards", fail)
+        link.sendall(request("GET", "/v1/models"))
+        answer = read(link)
+        assert (answer.status, answer.error["code"]) == (500, "internal_error") and b"secret" not in answer.body
+        patch.setattr(Events, "_end", fail)
+        link.sendall(STREAMED + GET)
+        told = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := link.recv(1 << 16):
+                told += piece
+        assert told.count(b"HTTP/1.1 ") == 1 and not told.endswith(b"0\r\n\r\n")
 
 
 def test_the_api_key(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
