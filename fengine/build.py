@@ -257,9 +257,12 @@ def device_of(config: EngineConfig) -> str:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"model.device is {device!r} but torch sees no CUDA device; use device=cpu")
     if device.partition(":")[2] and not device.partition(":")[2].isdigit():
-        raise ConfigError(f"model.device must be cpu, cuda or cuda:N, got {device!r}")
-    if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
-        raise ConfigError(f"model.device is {device!r} but torch sees {torch.cuda.device_count()} CUDA device(s)")
+        raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
+    if device.startswith("cuda:") and int(device[5:]) > 0:  # streams and launches are those of the current device
+        raise ConfigError(
+            f"model.device is {device!r}, and an engine runs on the first device that it sees: set "
+            f"CUDA_VISIBLE_DEVICES={int(device[5:])} and use device=cuda"
+        )
     return device
 
 

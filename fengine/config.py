@@ -40,7 +40,7 @@ class Numerics(Enum):
 class ModelConfig:
     """`path` is "box" (the model in the package), a directory, or a hub id; `revision` is that of a hub id.
 
-    `dtype` auto keeps matrices as stored. `device` is cpu, cuda or cuda:N. `context_length` is in tokens, at most the
+    `dtype` auto keeps matrices as stored. `device` is cpu or cuda. `context_length` is in tokens, at most the
     checkpoint's. `is_embedding` reads a language model without its output head, for embeddings.
     """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fengine import Engine
-from fengine.build import build, kv_bytes_per_token, new_pool, pool_pages, refuse_unbuilt_shape
+from fengine.build import build, device_of, kv_bytes_per_token, new_pool, pool_pages, refuse_unbuilt_shape
 from fengine.config import CacheConfig, EngineConfig, Hardware, ModelConfig, SchedulerConfig, resolve
 from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
 from fengine.runner import CpuRunner
@@ -58,6 +58,14 @@ def test_the_pool_is_what_is_asked_for_or_what_fits() -> None:
 def test_what_cannot_be_built_says_why(model: ModelConfig, kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         build(EngineConfig(model=model))
+
+
+def test_a_second_gpu_is_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of(EngineConfig(model=ModelConfig(path="box", device="cuda:0"))) == "cuda:0"
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=1 and use device=cuda"):
+        device_of(EngineConfig(model=ModelConfig(path="box", device="cuda:1")))
 
 
 def test_head_widths_that_the_cuda_kernels_do_not_take_are_refused_there_only() -> None:
