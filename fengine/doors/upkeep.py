@@ -1,5 +1,6 @@
 """`Upkeep`: the calls of `Engine` that are not about prompts: weights, memory, caches, information, profiling."""
 
+import atexit
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -145,6 +146,7 @@ class Upkeep:
         """Collects garbage once, then exempts all that is left from later collections (`gc.freeze`)."""
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # or Triton's bindings would report at the end what the collector cannot take
 
     # -- information ---------------------------------------------------------------------------------------------------
 
