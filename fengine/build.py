@@ -14,9 +14,10 @@ import torch
 
 from fengine.batching import RowTables
 from fengine.checkpoint.hub import resolve_model
-from fengine.config import EngineConfig, Hardware, LoadFormat, Numerics, resolve
+from fengine.config import EngineConfig, LoadFormat, Numerics, resolve
+from fengine.device import detect_hardware, device_of, refuse_default_device, refuse_unbuilt_shape
 from fengine.driver import Driver
-from fengine.errors import ConfigError, OutOfMemoryError, UnsupportedArchitectureError
+from fengine.errors import ConfigError, OutOfMemoryError
 from fengine.extended import make_extended, warm_up
 from fengine.host.ngram import speculation_of
 from fengine.host.pages import PagePool
@@ -106,10 +107,6 @@ def compile_count() -> int:
 
 def _from_compiler(error: Exception) -> bool:
     return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
-
-
-def detect_hardware() -> Hardware:
-    return Hardware(device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build(config: EngineConfig) -> Parts:
@@ -246,42 +243,6 @@ def prepare(runner: CudaRunner, params: Params, spec: ModelSpec, kv: KVState, *,
             runner.prepare(kv)
     warm_up(params, spec)
     return runner.prepare(kv)
-
-
-def device_of(config: EngineConfig) -> str:
-    device = config.model.device or "cpu"
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
-    if device.startswith("cpu:"):
-        raise ConfigError(f"model.device is {device!r}; a CPU has no number: use device=cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {device!r} but torch sees no CUDA device; use device=cpu")
-    if device.partition(":")[2] and not device.partition(":")[2].isdigit():
-        raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
-    if device.startswith("cuda:") and int(device[5:]) > 0:  # streams and launches are those of the current device
-        raise ConfigError(
-            f"model.device is {device!r}, and an engine runs on the first device that it sees: set "
-            f"CUDA_VISIBLE_DEVICES={int(device[5:])} and use device=cuda"
-        )
-    return device
-
-
-def refuse_default_device() -> None:
-    """Host buffers are made without naming a device. Only this thread's default counts, and only now. Errors:
-    ConfigError."""
-    if torch.get_default_device().type != "cpu":
-        raise ConfigError(
-            f"torch's default device is {torch.get_default_device()}; make the Engine before torch.set_default_device, "
-            "or outside of `with torch.device(...)`: its own device is the parameter device"
-        )
-
-
-def refuse_unbuilt_shape(spec: ModelSpec, device: str) -> None:
-    """Shapes that the CUDA kernels do not take. Errors: UnsupportedArchitectureError."""
-    if device.startswith("cuda") and spec.head_dim < 16:
-        raise UnsupportedArchitectureError(
-            f"head_dim is {spec.head_dim}; attention on CUDA needs at least 16 (one matrix tile). Use device=cpu."
-        )
 
 
 def activation_dtype(params: Params) -> torch.dtype:

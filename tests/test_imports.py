@@ -92,7 +92,7 @@ LAYERS: list[set[str]] = [
     {"extras"},
     {"sampling_params"},
     {"config", "spec", "request"},
-    {"state", "host", "ops", "checkpoint", "text", "utils", "test", "pooling"},
+    {"device", "state", "host", "ops", "checkpoint", "text", "utils", "test", "pooling"},
     {"models"},
     {"loader", "lora"},
     {"sampler"},

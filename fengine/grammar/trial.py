@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from signal import SIGPROF
 
@@ -36,11 +37,9 @@ class Trial:
         child = self._started()
         assert child.stdin is not None and child.stdout is not None
         line = ""
-        try:
+        with suppress(OSError):  # it may have ended
             print(json.dumps([kind, text, whitespace]), file=child.stdin, flush=True)
             line = child.stdout.readline()
-        except OSError:
-            pass  # it has ended
         if not line.endswith("\n"):
             self._child = None
             raise self._ended(child.wait())

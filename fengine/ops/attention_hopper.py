@@ -19,7 +19,7 @@ from torch import Tensor
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import table_kernel
 from fengine.ops.gluon import (
-    RENAMED,
+    HAS_REINTERPRET,
     TensorDescriptor,
     async_load,
     fence_async_shared,
@@ -118,7 +118,7 @@ def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_rin
     number that is none."""
     PIECES: gl.constexpr = BLOCK // 64
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    if RENAMED:
+    if HAS_REINTERPRET:
         q_tiles = q_ring.reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
     else:
         q_tiles = q_ring._reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)

@@ -15,7 +15,7 @@ mbarrier: Any
 async_load: Any
 async_store: Any
 store_wait: Any
-RENAMED: Any
+HAS_REINTERPRET: Any
 warpgroup_mma: Any
 warpgroup_mma_wait: Any
 try:
@@ -33,10 +33,10 @@ try:
     async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its older names
     async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
     store_wait = tma.store_wait
-    RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # it was `_reinterpret`
+    HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # else `_reinterpret`
 except (ImportError, AttributeError):
     TensorDescriptor = None
     gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
     gl = SimpleNamespace(constexpr=object)
     fence_async_shared = mbarrier = async_load = async_store = store_wait = warpgroup_mma = warpgroup_mma_wait = None
-    RENAMED = None
+    HAS_REINTERPRET = None
