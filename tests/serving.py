@@ -2,17 +2,22 @@
 
 import contextlib
 import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fengine.engine import Engine
-from fengine.serve.app import make_app
-from fengine.serve.config import ServeConfig
-from fengine.serve.server import Server, listen, server_of
-from fengine.serve.service import Service
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra serve")
+
+from fengine.engine import Engine  # noqa: E402
+from fengine.serve.app import make_app  # noqa: E402
+from fengine.serve.config import ServeConfig  # noqa: E402
+from fengine.serve.server import Server, listen, server_of  # noqa: E402
+from fengine.serve.service import Service  # noqa: E402
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -40,6 +45,16 @@ class Live:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> "Answer":
         return self.send(request(method, path, body, **headers))
+
+    def wait_for_rows(self, count: int, *links: socket.socket) -> None:
+        """Returns once so many rows are open; fails as soon as one of the links is told of an error."""
+
+        def open_or_refused() -> bool:
+            for link in select.select(links, [], [], 0)[0]:
+                fail_if_refused(link.recv(1 << 16, socket.MSG_PEEK))
+            return self.service.rows == count
+
+        until(open_or_refused)
 
     def quiet(self) -> bool:
         """Nothing runs, waits or holds a page, and the server has no row open."""
@@ -86,6 +101,29 @@ def read(link: socket.socket) -> Answer:
     return Answer(data)
 
 
+def receive(link: socket.socket, end: bytes) -> bytes:
+    """What comes, until `end` is in it; fails as soon as it tells of an error, or the server closes."""
+    data = b""
+    while end not in data:
+        data += (piece := link.recv(1 << 16))
+        fail_if_refused(data)
+        assert piece, data
+    return data
+
+
+def fail_if_refused(data: bytes) -> None:
+    assert b'"error"' not in data, data
+
+
+@contextlib.contextmanager
+def paused(engine: Engine) -> Iterator[None]:
+    engine.pause_generation("in_place")
+    try:
+        yield
+    finally:
+        engine.continue_generation()
+
+
 @contextlib.contextmanager
 def live(engine: Engine, send_buffer: int | None = None, **settings: Any) -> Iterator[Live]:
     config = ServeConfig(port=0, **settings)
@@ -103,3 +141,29 @@ def live(engine: Engine, send_buffer: int | None = None, **settings: Any) -> Ite
         server.stop()
         thread.join(20)
         assert not thread.is_alive()
+
+
+GOOD = {"model": "box", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6, "logprobs": 1}
+GET, POST = request("GET", "/health"), request("POST", "/v1/completions", GOOD)
+STREAMED = request("POST", "/v1/completions", {**GOOD, "stream": True})
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(model_path="box", enable_torch_compile=False, enable_custom_logit_processor=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Live]:
+    with live(engine, max_body_bytes=100_000, max_samples=8) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def untouched(server: Live) -> Iterator[None]:
+    """Behind every test the server is idle and answers a good request with the same bits as before."""
+    before = server.ask("POST", "/v1/completions", GOOD).json["choices"]
+    yield
+    until(server.quiet)
+    assert server.ask("POST", "/v1/completions", GOOD).json["choices"] == before

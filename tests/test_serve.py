@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import tiny_adapters
 
-pytest.importorskip("fastapi", reason="the extra serve")
 openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
 
 from serving import Live, live, until  # noqa: E402

@@ -1,0 +1,162 @@
+"""The server's end, by signals and by failures, its command and its configuration."""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+from serving import GET, GOOD, POST, STREAMED, Answer, Live, live, read, receive, request, until
+
+from fengine.engine import Engine
+from fengine.errors import ConfigError, MissingExtraError
+from fengine.runs.compose import points
+from fengine.runs.words import parse
+from fengine.serve import command
+from fengine.serve.answers import Events
+from fengine.serve.config import SERVE, ServeConfig, ServerConfig, check
+
+ROOT = Path(__file__).resolve().parent.parent
+engine, server, untouched = serving.engine, serving.server, serving.untouched  # fixtures
+
+
+def test_a_failing_engine_is_told() -> None:
+    with Engine(model_path="box", enable_torch_compile=False) as engine, live(engine) as server:
+        engine.pause_generation("in_place")
+        links = [server.connect() for _ in range(2)]
+        for link, data in zip(links, (POST, STREAMED), strict=True):
+            link.sendall(data)
+        server.wait_for_rows(2, *links)
+        links[1].recv(1, socket.MSG_PEEK)  # the stream's status has been sent
+
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        engine._parts.driver._put(fail)
+        whole, stream = (read(link) for link in links)
+        assert whole.status == 503 and "the device is gone" in whole.error["message"]
+        assert stream.status == 200 and b"the device is gone" in stream.body and b"[DONE]" in stream.body
+        assert server.ask("GET", "/health").status == server.ask("POST", "/v1/completions", GOOD).status == 503
+        assert server.service.rows == 0 and b"fengine:up 0" in server.ask("GET", "/metrics").body
+        for link in links:
+            link.close()
+
+
+def test_a_fault_of_the_server_is_told_and_hurts_nobody(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before an answer begins it is a 500, which does not end the connection; later on it cuts the answer off."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    with server.connect() as link, monkeypatch.context() as patch:
+        patch.setattr(server.service, "cards", fail)
+        link.sendall(request("GET", "/v1/models"))
+        answer = read(link)
+        assert (answer.status, answer.error["code"]) == (500, "internal_error") and b"secret" not in answer.body
+        patch.setattr(Events, "_end", fail)
+        link.sendall(STREAMED + GET)
+        told = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := link.recv(1 << 16):
+                told += piece
+        assert told.count(b"HTTP/1.1 ") == 1 and not told.endswith(b"0\r\n\r\n")
+
+
+def test_a_signal_lets_answers_end(engine: Engine) -> None:
+    body = {**GOOD, "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 4}
+    with live(engine) as server, server.connect() as link, server.connect() as idle:
+        idle.sendall(GET)
+        assert read(idle).status == 200
+        link.sendall(request("POST", "/v1/completions", body))
+        assert select.select([link], [], [], 30)[0]
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert b"[DONE]" in read(link).body and not idle.recv(1)
+        until(lambda: not server.server.server_state.connections)
+        assert server.server.stopped_by is None
+
+
+def test_answers_that_last_too_long_are_cut_off_and_told(engine: Engine) -> None:
+    body = {**GOOD, "prompt": [5], "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
+    with live(engine, drain_seconds=0) as server, server.connect() as link:
+        link.sendall(request("POST", "/v1/completions", body))
+        assert select.select([link], [], [], 30)[0]
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert b"[DONE]" not in read(link).body
+        until(lambda: server.server.stopped_by == signal.SIGTERM and server.quiet())
+
+
+def test_a_second_signal_cuts_answers_off() -> None:
+    words = [sys.executable, "-m", "fengine.serve", "serve.port=0", "compile=none", "serve.model_name=mine"]
+    body = {"model": "mine", "prompt": [5], "max_tokens": 1000, "ignore_eos": True, "n": 64, "stream": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with contextlib.ExitStack() as stack:
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        stack.callback(stack.enter_context(process).kill)
+        urls = (re.search(r"http://127\.0\.0\.1:(\d+)/v1", line) for line in process.stderr or ())
+        port = next(int(url[1]) for url in urls if url)
+        link = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+        link.sendall(request("POST", "/v1/completions", body))
+        assert select.select([link], [], [], 60)[0]  # it is under way
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(ConnectionRefusedError):  # it takes no new connections
+            until(lambda: socket.create_connection(("127.0.0.1", port)).close() is not None)
+        process.send_signal(signal.SIGTERM)
+        assert b"[DONE]" not in read(link).body
+        assert process.wait(60) == 143
+
+
+def test_the_command_refuses_before_it_loads(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "open_engine", lambda _: pytest.fail("a model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, said in (
+            ([f"serve.port={port}"], "choose another port"),
+            (["serve.host=no.such.host.invalid"], "serve.host"),
+            (["serve.prot=1"], "did you mean serve.port?"),
+            (["serve.port=-1", "serve.max_rows=0"], "serve.max_rows must be at least 1"),
+            (["model.skip_tokenizer_init=true"], "a server speaks text"),
+            (["-m", "serve.port=1,2"], "one configuration"),
+        ):
+            assert command.main(words) == command.USAGE
+            assert said in capsys.readouterr().err, words
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "fengine.serve.server")
+    monkeypatch.delattr("fengine.serve.server")
+    monkeypatch.setattr(command, "open_engine", lambda _: pytest.fail("a model was loaded"))
+    with pytest.raises(MissingExtraError, match=r"uvicorn.*pip install 'fengine\[serve\]'"):
+        command.run(ServerConfig())
+
+
+def test_configuration() -> None:
+    (point,) = points(parse([], SERVE.program), SERVE)
+    assert point.config == ServerConfig() and check(ServerConfig()) == []
+    (point,) = points(parse(['lora.paths=["sql=adapters/sql"]'], SERVE.program), SERVE)
+    assert point.config.lora.on and point.config.lora.named() == [("sql", "adapters/sql")]
+    text = (ROOT / "conf" / "serve.yaml").read_text()
+    assert all(f"\n  {name}:" in text for name in ServeConfig.__dataclass_fields__)
+    for name in ServeConfig.__dataclass_fields__:
+        if name not in ("host", "port", "api_key", "model_name", "drain_seconds"):
+            assert any(name in problem for problem in check(ServerConfig(serve=ServeConfig(**{name: 0})))), name
+    with pytest.raises(ConfigError, match="did you mean serve.chunks_per_second"):
+        points(parse(["serve.chunk_per_second=1"], SERVE.program), SERVE)
+
+
+def test_the_tools_of_these_tests(server: Live) -> None:
+    """An answer that is cut off has no status; who waits for what is refused is told so."""
+    assert Answer(b"").status is None and Answer(b"HTTP/1.1 200 OK\r\nA: b\r\n\r\nx").headers == {"a": "b"}
+    with server.connect() as link:
+        link.sendall(request("POST", "/v1/completions", {**GOOD, "model": "other"}))
+        with pytest.raises(AssertionError, match="other"):
+            server.wait_for_rows(1, link)
+        with pytest.raises(AssertionError, match="other"):
+            receive(link, b"data: ")
