@@ -75,7 +75,8 @@ class Record:
     input_ids: list[list[tuple[float, int]] | None] = field(default_factory=list)
     output_top: list[list[tuple[float, int]]] = field(default_factory=list)  # one entry per output token
     output_ids: list[list[tuple[float, int]]] = field(default_factory=list)
-    hidden: list[np.ndarray] = field(default_factory=list)  # [uncached prompt tokens, D], then [D] per decode step
+    hidden: list[np.ndarray] = field(default_factory=list)  # [uncached prompt tokens, D], then [D] per decode step;
+    # "last": [D] of the last step, or of every step if a stop string may end the output at an earlier one
     embedding: np.ndarray | None = None  # [D], not normalised; or the head's output [C]
     error: FengineError | None = None  # a failing processor
     unasked: tuple[float, int] | None = None  # max_new_tokens 0: logprob and id of the token drawn all the same

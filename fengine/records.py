@@ -109,7 +109,9 @@ def _land_hidden(request: Request, record: Record, first: int, rows: np.ndarray)
     """Keeps hidden states of positions first, first + 1, …; False if they are to be pooled and are not finite."""
     extras = _extras(request)
     if extras.hidden == "last":
-        record.hidden = [rows[-1].copy()]
+        if not (request.params.stop or request.params.stop_regex):  # which may end it at an earlier token than this
+            record.hidden.clear()
+        record.hidden.append(rows[-1].copy())
         return True
     if extras.hidden and first >= request.prompt_len:
         record.hidden.append(rows[-1].copy())

@@ -81,6 +81,25 @@ def test_hidden_states_are_those_of_transformers(llm: sgl.Engine, reference: Any
     assert "hidden_states" not in llm.generate(PROMPTS[0], GREEDY)["meta_info"]
 
 
+@pytest.mark.parametrize("stop", [{"stop": "time"}, {"stop_regex": "a [a-z]+"}])
+def test_the_last_hidden_state_is_that_of_the_last_token(
+    llm: sgl.Engine, stop: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if further tokens were drawn before the end was found in the text."""
+    full = llm.generate("Once", GREEDY | stop, return_hidden_states=True)
+    text, push = llm._parts.driver.text, llm._parts.driver.text._push
+
+    def late(ticket: Any, known: int) -> None:
+        while ticket.request.finish is None and ticket.request.num_output < 12:
+            llm.ping()
+        push(ticket, known)
+
+    monkeypatch.setattr(text, "_push", late)
+    last = llm.generate("Once", GREEDY | stop, return_hidden_states="last")
+    assert last["output_ids"] == full["output_ids"] and 1 < len(last["output_ids"]) < 12
+    assert last["meta_info"]["hidden_states"] == full["meta_info"]["hidden_states"][-1]
+
+
 # -- penalties, bias, bans ---------------------------------------------------------------------------------------------
 
 
