@@ -1,14 +1,23 @@
 """Every step that can come finds its bucket among those that warm-up compiles and captures."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_checkpoints
 import torch
-from fake_cuda import Cuda, Torch
+from fake_cuda import Cuda, Torch, tensors
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fengine.buckets import decode_buckets, token_buckets
-from fengine.runner import CudaRunner
-from fengine.state import KVState, StepOut, layer_kinds
+from fengine.batching import warm_staged
+from fengine.buckets import decode_buckets, inputs, token_buckets
+from fengine.config import LoraConfig
+from fengine.loader import load_params, read_config, spec_from_config
+from fengine.lora.adapters import open_adapters
+from fengine.runner import CudaRunner, on_cpu
+from fengine.state import KVState, StepOut, init_kv, layer_kinds
+from fengine.step import make_forward
 
 
 @pytest.mark.parametrize(
@@ -67,3 +76,39 @@ def test_one_layer_of_each_kind_stands_for_all() -> None:
     bias, adapters = {"bo_D": torch.zeros(4)}, {"lora": {"wo": ()}}
     kinds = [layer(), layer(**bias), layer(), layer(16), layer(dtype=torch.float16), layer(**adapters), layer(**bias)]
     assert layer_kinds(kinds) == [0, 1, 3, 4, 5]
+
+
+class Beside(TorchDispatchMode):
+    """The most bytes that ops have made and that still live when another begins, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[StorageWeakRef, int]] = []
+        self.most: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made = [(storage, size) for storage, size in self.made if not storage.expired()]
+        live = sum(size for _, size in self.made)
+        self.most[str(func)] = max(self.most.get(str(func), 0), live)
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        new = {s._cdata: s for s in (x.untyped_storage() for x in tensors(out)) if s._cdata not in known}
+        self.made += [(StorageWeakRef(storage), storage.nbytes()) for storage in new.values()]
+        return out
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+def test_one_layer_takes_as_much_memory_as_all(slots: int, tmp_path: Path) -> None:
+    """Which is measured, before the KV pool gets what is left."""
+    directory = tiny_checkpoints.write(tmp_path, "qwen3", num_hidden_layers=3)
+    spec = spec_from_config(read_config(directory))
+    params, kv = load_params(directory, spec), init_kv(spec, 1, 16, torch.float32, "cpu")
+    open_adapters(LoraConfig(enabled=slots > 0, max_loras_per_batch=2, max_lora_rank=4), spec, params, str(directory))
+    batch, _, feed = inputs(on_cpu(warm_staged(40, 3, 3, slots)), torch.zeros(3, dtype=torch.int32))
+    most = []
+    for layers in (1, 3):
+        short = KVState(kv.k_PSGK[:layers], kv.v_PSGK[:layers])
+        with Beside() as beside:
+            make_forward(spec)(params | {"layers": params["layers"][:layers]}, short, batch, feed)
+        most.append(beside.most)
+    assert most[0] == most[1] and len(most[0]) > 5

@@ -41,6 +41,7 @@ def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> t
         normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, layer["mlp_norm_D"], spec.rms_eps)
         delta_TD = _mlp(layer, spec, batch.adapters, normed_TD)
         normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, next_norm_D, spec.rms_eps)
+        del delta_TD  # not beside the next layer's attention: one layer shows what all take (`CudaRunner.prepare`)
         k_layers.append(k_PSGK)
         v_layers.append(v_PSGK)
     return KVState(tuple(k_layers), tuple(v_layers)), normed_TD
