@@ -1,19 +1,22 @@
 """The C kernels: right to rounding against float64, and with bits that depend on nothing but a row's own inputs."""
 
+import contextlib
 import ctypes
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fengine.errors import UnsupportedFeatureError
+from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
 from fengine.ops import cpu, sampling
 from fengine.ops.linear import pack
 
@@ -151,7 +154,7 @@ def test_silu_mul(threads: int, f: int) -> None:
 def test_the_gated_product_has_the_bits_of_its_parts(
     threads: int, dtype: torch.dtype, rows: int, n: int, k: int
 ) -> None:
-    """Also where gate and up are large, and lie in memory of torch, whose end is an error."""
+    """Also where gate and up are large."""
     x, packed, bias = torch.randn(rows, k), pack(torch.randn(2 * n, k).to(dtype)), torch.randn(2 * n)
     for added in (None, bias):
         want = cpu.silu_mul(cpu.linear(x, packed, 2 * n, added, None))
@@ -385,3 +388,44 @@ def test_kernels_run_on_the_threads_that_torch_has() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(cpu.__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@contextlib.contextmanager
+def little_memory(free: int) -> Iterator[None]:
+    """This process gets no more than so many bytes beside what it has mapped."""
+    resource = pytest.importorskip("resource")
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_too_little_memory_is_an_error_and_not_the_end(threads: int) -> None:
+    """The inputs are large, and never touched."""
+    ints = partial(torch.tensor, dtype=torch.int32)
+    x, logits = torch.empty(100_000, 1), torch.empty(1, 48_000_000)
+    q, k = torch.empty(1, 4096, 4096), torch.zeros(514, 1, 1, 4096)
+    stack = (torch.zeros(1, 1, 512, 1), torch.zeros(1, 1, 512), torch.zeros(1, 1), ints([[512]]), [1])
+    calls: dict[str, Callable[[], Any]] = {
+        "linear": partial(cpu.linear, torch.empty(50_000, 1024), pack(torch.zeros(1, 1024)), 1, None, None),
+        "gated_linear": partial(cpu.gated_linear, x, pack(torch.zeros(512, 1)), 256, None),
+        "lora_linear": partial(
+            cpu.lora_linear, x, pack(torch.zeros(1, 1)), 1, None, True, *stack, torch.arange(100_000).int(),
+            ints([0, 100_000]),
+        ),
+        "attention": partial(cpu.attention, q, k, k, ints([0, 1]), ints([1]), ints([[0]]), 1.0),
+        "attention in parts": partial(cpu.attention, q, k, k, ints([0, 1]), ints([513]), ints([list(range(513))]), 1.0),
+        "draw": partial(draw, logits),
+        "logprobs": partial(cpu.logprobs, logits, torch.ones(1), ints([[0]])),
+        "top_ids": partial(cpu.top_ids, logits, 24_000_000),
+    }  # fmt: skip
+    scores = torch.randn(9, 50)
+    want = draw(scores)[0]  # the threads are there now
+    for name, call in calls.items():
+        with little_memory(150 << 20), pytest.raises(OutOfMemoryError, match=name.split()[0]):
+            call()
+        assert torch.equal(draw(scores)[0], want)

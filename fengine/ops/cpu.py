@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fengine.errors import UnsupportedFeatureError
+from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
 from fengine.ops import compiler
 
 FOLDER = Path(__file__).parent
@@ -37,7 +37,7 @@ SIGNATURES = {
     "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
     "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
     "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
-    "fengine_gated_linear": [_P] * 5 + [_I] * 3 + [_T] * 4,
+    "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
     "fengine_attention": [_P] * 7 + [_I] * 7 + [_F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
     "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
@@ -46,6 +46,8 @@ SIGNATURES = {
     "fengine_apply_bitmask": [_P] * 3 + [_I] * 2 + [_F],
     "fengine_philox": [_P, _I, _P, _I],
 }
+TELLING = ("linear", "gated_linear", "lora_add", "attention", "draw", "logprobs", "top_ids")
+"""Kernels with memory of their own, which return whether there was none."""
 
 
 def openmp_runtime() -> str | None:
@@ -68,7 +70,7 @@ def _kernels() -> tuple[Any, Any]:
     for library in (keeping, releasing):
         for name, types in SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = types, None
+            function.argtypes, function.restype = types, _T if name.removeprefix("fengine_") in TELLING else None
     return keeping, releasing
 
 
@@ -76,6 +78,12 @@ def _schedule(work: int) -> tuple[Any, int]:
     """(library, threads) for a call of this much work."""
     keeping, releasing = _kernels()
     return (keeping, 1) if work < SHORT else (releasing, torch.get_num_threads())
+
+
+def _no_room(op: str) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"{op} finds no memory to work in: lower scheduler.max_step_tokens or cache.max_total_tokens, or free some"
+    )
 
 
 def _plain(x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,9 +109,10 @@ def linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None, out_dtype: to
     if bias is not None:
         bias = _weight(bias, "linear's bias")
         bias_at, bias_kind = bias.data_ptr(), KIND[bias.dtype]
-    library.fengine_linear(
+    if library.fengine_linear(
         x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, threads
-    )
+    ):
+        raise _no_room("linear")
     return y if out_dtype is None or out_dtype == torch.float32 else y.to(out_dtype)
 
 
@@ -115,16 +124,16 @@ def gated_linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tens
     x, packed = _plain(x, "gated_linear's x"), _weight(packed, "gated_linear's weight")
     m, k = x.shape
     y = x.new_empty((m, n))
-    room = x.new_empty((m, 2 * n)) if m * n > SHORT else None
     library, threads = _schedule(m * 2 * n * k)
     bias_at, bias_kind = None, 0
     if bias is not None:
         bias = _weight(bias, "gated_linear's bias")
         bias_at, bias_kind = bias.data_ptr(), KIND[bias.dtype]
-    library.fengine_gated_linear(
-        x.data_ptr(), packed.data_ptr(), bias_at, None if room is None else room.data_ptr(), y.data_ptr(), m, n, k,
-        KIND[packed.dtype], bias_kind, threads, _schedule(16 * m * n)[1],
-    )  # fmt: skip
+    if library.fengine_gated_linear(
+        x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, threads,
+        _schedule(16 * m * n)[1],
+    ):  # fmt: skip
+        raise _no_room("gated_linear")
     return y
 
 
@@ -220,11 +229,12 @@ def attention(
     o = torch.empty_like(q)
     # The kernel knows how many keys there are, so it picks the threads; here only a bound on short calls is needed.
     library, _ = _schedule(tokens * heads * width * table_width * k_pages.shape[1])
-    library.fengine_attention(
+    if library.fengine_attention(
         q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), o.data_ptr(), q_start.data_ptr(), kv_len.data_ptr(),
         page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, scale,
         torch.get_num_threads(),
-    )  # fmt: skip
+    ):  # fmt: skip
+        raise _no_room("attention")
     return o
 
 
@@ -251,11 +261,12 @@ def lora_linear(
         raise UnsupportedFeatureError("on the CPU A and B of lora_linear must be float32, and lie as Stack says")
     _, parts, k, ranks = a.shape
     library, threads = _schedule(token.shape[0] * ranks * (parts * k + n))
-    library.fengine_lora_add(
+    if library.fengine_lora_add(
         y.data_ptr(), x.data_ptr(), a.data_ptr(), b.data_ptr(), scale.data_ptr(), rank.data_ptr(),
         (ctypes.c_int64 * parts)(*widths), token.data_ptr(), start.data_ptr(), start.shape[0] - 1, n, k, parts, ranks,
         a.stride(0), b.stride(0), scale.stride(0), rank.stride(0), threads,
-    )  # fmt: skip
+    ):  # fmt: skip
+        raise _no_room("lora_linear")
     return y
 
 
@@ -270,10 +281,11 @@ def draw(
     rows, vocab = logits.shape
     token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.float32)
     library, threads = _schedule(32 * rows * vocab)
-    library.fengine_draw(
+    if library.fengine_draw(
         logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
         seed.data_ptr(), pos.data_ptr(), token.data_ptr(), logprob.data_ptr(), rows, vocab, threads,
-    )  # fmt: skip
+    ):  # fmt: skip
+        raise _no_room("draw")
     return token, logprob
 
 
@@ -284,9 +296,10 @@ def logprobs(logits: Tensor, temperature: Tensor, id: Tensor) -> Tensor:
     (rows, vocab), count = logits.shape, id.shape[1]
     out = logits.new_empty((rows, count))
     library, threads = _schedule(16 * rows * vocab)
-    library.fengine_logprobs(
+    if library.fengine_logprobs(
         logits.data_ptr(), temperature.data_ptr(), id.data_ptr(), out.data_ptr(), rows, vocab, count, threads
-    )
+    ):
+        raise _no_room("logprobs")
     return out
 
 
@@ -296,7 +309,8 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
     rows, vocab = logits.shape
     id = logits.new_empty((rows, count), dtype=torch.int32)
     library, threads = _schedule(rows * vocab)
-    library.fengine_top_ids(logits.data_ptr(), id.data_ptr(), rows, vocab, count, threads)
+    if library.fengine_top_ids(logits.data_ptr(), id.data_ptr(), rows, vocab, count, threads):
+        raise _no_room("top_ids")
     return id
 
 

@@ -31,6 +31,7 @@ typedef struct {
     int64_t heads, kv_heads, width, padded, page_size, table_width;
     int64_t groups_per_task, chunks, stride; /* stride: floats per partial */
     float scale;
+    int *failed; /* to tell that there was no memory */
 } attention_job;
 
 /* Of each query row of a span: running maximum, running sum, and the unnormalised output. */
@@ -357,7 +358,9 @@ static void attention_task(const void *context, int64_t task) {
     int64_t rows = at.groups * at.rows, size = state_floats(job, rows), chunks = chunks_of(&at.s);
     if (job->partials && task % job->chunks >= chunks)
         return;
-    float *memory = scratch_floats((rows + 2 * KEYS + 1) * job->padded + 2 * size);
+    float *memory = scratch_floats((rows + 2 * KEYS + 1) * job->padded + 2 * size, job->failed);
+    if (!memory)
+        return;
     float *q = memory, *scratch = q + rows * job->padded, *states = scratch + (2 * KEYS + 1) * job->padded;
     load_queries(job, &at, q);
     if (job->partials) {
@@ -385,20 +388,22 @@ static void merge_task(const void *context, int64_t index) {
 }
 
 /* q, o [tokens, heads, width]; k, v [pages, page_size, kv_heads, width]; table [rows, table_width]. */
-API void fengine_attention(const float *q, const float *k, const float *v, float *o, const int32_t *q_start,
-                           const int32_t *kv_len, const int32_t *table, int64_t tokens, int64_t rows, int64_t heads,
-                           int64_t kv_heads, int64_t width, int64_t page_size, int64_t table_width, float scale,
-                           int threads) {
+API int fengine_attention(const float *q, const float *k, const float *v, float *o, const int32_t *q_start,
+                          const int32_t *kv_len, const int32_t *table, int64_t tokens, int64_t rows, int64_t heads,
+                          int64_t kv_heads, int64_t width, int64_t page_size, int64_t table_width, float scale,
+                          int threads) {
+    int failed = 0;
     attention_job job = {q, k, v, o, table, NULL, NULL, heads, kv_heads, width, (width + 15) & ~15, page_size,
-                         table_width, 1, 0, 0, scale};
+                         table_width, 1, 0, 0, scale, &failed};
     int64_t live = rows ? q_start[rows] : 0, share = heads / kv_heads, work = 0, count = 0;
     int64_t longest = share >= SPAN_ROWS ? 1 : SPAN_ROWS / share;
     memset(o + live * heads * width, 0, (size_t)((tokens - live) * heads * width) * 4);
     if (live == 0)
-        return;
-    span *spans = malloc(sizeof(span) * (size_t)(live < rows + live / longest ? live : rows + live / longest));
-    if (!spans)
-        abort();
+        return 0;
+    int64_t most_spans = live < rows + live / longest ? live : rows + live / longest;
+    span *spans = (span *)scratch_floats(most_spans * (int64_t)(sizeof(span) / sizeof(float)), &failed);
+    if (failed)
+        return failed;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t t = q_start[r]; t < q_start[r + 1]; t += longest) {
             int64_t n = q_start[r + 1] - t < longest ? q_start[r + 1] - t : longest;
@@ -419,12 +424,15 @@ API void fengine_attention(const float *q, const float *k, const float *v, float
     int64_t patches = count * ((kv_heads + job.groups_per_task - 1) / job.groups_per_task);
     if (job.chunks > 1 && patches < 2 * threads) {
         job.stride = state_floats(&job, most * share * job.groups_per_task);
-        job.partials = scratch_floats(patches * job.chunks * job.stride);
-        run_tasks(attention_task, &job, patches * job.chunks, threads);
-        run_tasks(merge_task, &job, patches, 1);
+        job.partials = scratch_floats(patches * job.chunks * job.stride, &failed);
+        if (!failed)
+            run_tasks(attention_task, &job, patches * job.chunks, threads);
+        if (!failed)
+            run_tasks(merge_task, &job, patches, 1);
         free(job.partials);
     } else {
         run_tasks(attention_task, &job, patches, threads);
     }
     free(spans);
+    return failed;
 }

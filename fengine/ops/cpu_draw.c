@@ -17,6 +17,7 @@ typedef struct {
     int32_t *token;
     float *logprob;
     int64_t vocab;
+    int *failed; /* to tell that there was no memory */
 } draw_job;
 
 INLINE int any(vi mask) {
@@ -241,7 +242,10 @@ static void draw_task(const void *context, int64_t row) {
     int64_t padded = (job->vocab + 15) & ~15;
     int greedy = job->top_k[row] == 1, filtered = by_count(job, row) || by_mass(job, row);
     /* One allocation: malloc gives back to the system what several would leave on top of the heap, call after call. */
-    float *z = scratch_floats((greedy ? 1 : filtered ? 4 : 2) * (padded + 16)), *p = greedy ? NULL : z + padded + 16;
+    float *z = scratch_floats((greedy ? 1 : filtered ? 4 : 2) * (padded + 16), job->failed);
+    if (!z)
+        return;
+    float *p = greedy ? NULL : z + padded + 16;
     float top = scale_row(job->logits + row * job->vocab, job->temperature[row], job->vocab, z);
     job->token[row] = 0;
     job->logprob[row] = NAN;
@@ -256,11 +260,13 @@ static void draw_task(const void *context, int64_t row) {
     free(z);
 }
 
-API void fengine_draw(const float *logits, const float *temperature, const int32_t *top_k, const float *top_p,
-                      const float *min_p, const int64_t *seed, const int32_t *position, int32_t *token, float *logprob,
-                      int64_t rows, int64_t vocab, int threads) {
-    draw_job job = {logits, temperature, top_k, top_p, min_p, seed, position, token, logprob, vocab};
+API int fengine_draw(const float *logits, const float *temperature, const int32_t *top_k, const float *top_p,
+                     const float *min_p, const int64_t *seed, const int32_t *position, int32_t *token, float *logprob,
+                     int64_t rows, int64_t vocab, int threads) {
+    int failed = 0;
+    draw_job job = {logits, temperature, top_k, top_p, min_p, seed, position, token, logprob, vocab, &failed};
     run_tasks(draw_task, &job, rows, threads);
+    return failed;
 }
 
 /* -- logprobs of given ids, the likeliest ids, edits and masks: rules in logprobs.py, edit_logits.py, bitmask.py -------- */
@@ -270,13 +276,16 @@ typedef struct {
     const int32_t *id;
     float *logprob;
     int64_t vocab, count;
+    int *failed;
 } logprob_job;
 
 static void logprob_task(const void *context, int64_t row) {
     const logprob_job *job = context;
     int64_t padded = (job->vocab + 15) & ~15;
     const int32_t *id = job->id + row * job->count;
-    float *out = job->logprob + row * job->count, *z = scratch_floats(padded + 16);
+    float *out = job->logprob + row * job->count, *z = scratch_floats(padded + 16, job->failed);
+    if (!z)
+        return;
     float top = scale_row(job->logits + row * job->vocab, job->temperature[row], job->vocab, z);
     double log_total = top == top ? log(exp_row(z, top, padded, NULL)) : NAN;
     for (int64_t k = 0; k < job->count; k++)
@@ -284,16 +293,19 @@ static void logprob_task(const void *context, int64_t row) {
     free(z);
 }
 
-API void fengine_logprobs(const float *logits, const float *temperature, const int32_t *id, float *logprob,
-                          int64_t rows, int64_t vocab, int64_t count, int threads) {
-    logprob_job job = {logits, temperature, id, logprob, vocab, count};
+API int fengine_logprobs(const float *logits, const float *temperature, const int32_t *id, float *logprob,
+                         int64_t rows, int64_t vocab, int64_t count, int threads) {
+    int failed = 0;
+    logprob_job job = {logits, temperature, id, logprob, vocab, count, &failed};
     run_tasks(logprob_task, &job, rows, threads);
+    return failed;
 }
 
 typedef struct {
     const float *logits;
     int32_t *id;
     int64_t vocab, count;
+    int *failed;
 } top_job;
 
 /* Keeps the best so far in order; an id that only equals the last of them comes too late. */
@@ -301,7 +313,9 @@ static void top_task(const void *context, int64_t row) {
     const top_job *job = context;
     const float *z = job->logits + row * job->vocab;
     int32_t *id = job->id + row * job->count;
-    float *best = scratch_floats(job->count);
+    float *best = scratch_floats(job->count, job->failed);
+    if (!best)
+        return;
     for (int64_t k = 0; k < job->count; k++)
         best[k] = -INFINITY, id[k] = 0;
     for (int64_t i = 0; i < job->vocab; i += 16) {
@@ -320,9 +334,11 @@ static void top_task(const void *context, int64_t row) {
     free(best);
 }
 
-API void fengine_top_ids(const float *logits, int32_t *id, int64_t rows, int64_t vocab, int64_t count, int threads) {
-    top_job job = {logits, id, vocab, count};
+API int fengine_top_ids(const float *logits, int32_t *id, int64_t rows, int64_t vocab, int64_t count, int threads) {
+    int failed = 0;
+    top_job job = {logits, id, vocab, count, &failed};
     run_tasks(top_task, &job, count ? rows : 0, threads);
+    return failed;
 }
 
 API void fengine_edit_logits(float *logits, const int32_t *row, const int32_t *id, const float *before,

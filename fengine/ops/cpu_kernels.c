@@ -208,16 +208,19 @@ static void linear_task(const void *context, int64_t task) {
 }
 
 /* y[m,n] = x[m,k] @ w.T + bias; w packed as [ceil(n/32), k, 32]. */
-API void fengine_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
-                        int kind, int bias_kind, int threads) {
+API int fengine_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
+                       int kind, int bias_kind, int threads) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
     linear_job job = {x, w, bias, y, m, n, k, k, kind, bias_kind, blocks, m, 1};
     if (m == 0 || n == 0)
-        return;
+        return 0;
     float *spread = NULL;
+    int failed = 0;
     if (k % 1024 == 0 && m > 4) { /* rows 4 KiB apart fall into one set of the L1 cache: copy them farther apart */
         job.x_stride = k + 16;
-        spread = scratch_floats(m * job.x_stride);
+        spread = scratch_floats(m * job.x_stride, &failed);
+        if (failed)
+            return failed;
         for (int64_t row = 0; row < m; row++)
             memcpy(spread + row * job.x_stride, x + row * k, (size_t)k * 4);
         job.x = spread;
@@ -235,6 +238,7 @@ API void fengine_linear(const float *x, const void *w, const void *bias, float *
     int64_t column_tasks = (blocks + job.blocks_per_task - 1) / job.blocks_per_task;
     run_tasks(linear_task, &job, column_tasks * job.row_tasks, threads);
     free(spread);
+    return failed;
 }
 
 /* -- RMS norm ------------------------------------------------------------------------------------------------------ */
@@ -428,12 +432,13 @@ API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int
 
 /* -- two in one call, which a step of few rows has time for: linear, then what stands behind it -------------------- */
 
-/* `room` for gate and up, [m, 2n], from a caller who can tell of too little memory; null where they are small. */
-API void fengine_gated_linear(const float *x, const void *w, const void *bias, float *room, float *y, int64_t m,
-                              int64_t n, int64_t k, int kind, int bias_kind, int threads, int silu_threads) {
-    float *both = room ? room : scratch_floats(m * 2 * n);
-    fengine_linear(x, w, bias, both, m, 2 * n, k, kind, bias_kind, threads);
-    fengine_silu_mul(both, y, m, n, silu_threads);
-    if (!room)
-        free(both);
+API int fengine_gated_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
+                             int kind, int bias_kind, int threads, int silu_threads) {
+    int failed = 0;
+    float *both = scratch_floats(m * 2 * n, &failed);
+    failed = failed || fengine_linear(x, w, bias, both, m, 2 * n, k, kind, bias_kind, threads);
+    if (!failed)
+        fengine_silu_mul(both, y, m, n, silu_threads);
+    free(both);
+    return failed;
 }

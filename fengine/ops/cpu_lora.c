@@ -103,20 +103,21 @@ static void expand_task(const void *context, int64_t task) {
 
 /* Modifies y [T, n]. a [slots, parts, k, ranks], b [slots, ranks, n], ranks a multiple of 16; slot s owns tokens
  * token[start[s]] .. token[start[s + 1] - 1]. */
-API void fengine_lora_add(float *y, const float *x, const float *a, const float *b, const float *scale,
-                          const int32_t *rank, const int64_t *width, const int32_t *token, const int32_t *start,
-                          int64_t slots, int64_t n, int64_t k, int64_t parts, int64_t ranks, int64_t a_stride,
-                          int64_t b_stride, int64_t scale_stride, int64_t rank_stride, int threads) {
+API int fengine_lora_add(float *y, const float *x, const float *a, const float *b, const float *scale,
+                         const int32_t *rank, const int64_t *width, const int32_t *token, const int32_t *start,
+                         int64_t slots, int64_t n, int64_t k, int64_t parts, int64_t ranks, int64_t a_stride,
+                         int64_t b_stride, int64_t scale_stride, int64_t rank_stride, int threads) {
     lora_job job = {x, a, b, scale, rank, token, width, y, NULL, n, k, parts, ranks, a_stride, b_stride,
                     scale_stride, rank_stride, 0, NULL};
     int64_t tokens = start[slots], groups = 0;
     if (tokens == 0)
-        return;
+        return 0;
     for (int64_t part = 0; part < parts; part++)
         job.tiles += (width[part] + COLUMNS - 1) / COLUMNS;
-    float *h = scratch_floats(tokens * parts * ranks);
-    int32_t *group = (int32_t *)scratch_floats(3 * tokens);
-    for (int64_t slot = 0; slot < slots; slot++)
+    int failed = 0;
+    float *h = scratch_floats(tokens * parts * ranks, &failed);
+    int32_t *group = (int32_t *)scratch_floats(3 * tokens, &failed);
+    for (int64_t slot = 0; slot < slots && !failed; slot++)
         for (int32_t at = start[slot]; at < start[slot + 1]; at += TOGETHER, groups++) {
             group[3 * groups] = (int32_t)slot;
             group[3 * groups + 1] = at;
@@ -128,4 +129,5 @@ API void fengine_lora_add(float *y, const float *x, const float *a, const float 
     run_tasks(expand_task, &job, groups * job.tiles, threads);
     free(h);
     free(group);
+    return failed;
 }

@@ -169,11 +169,14 @@ INLINE vf vf_exp(vf x) {
     return vf_select(low, (vf){0}, p * (vf)exponent);
 }
 
-/* Scratch aligned to a cache line, freed by the caller. Running out of a few MiB inside a step leaves no way on. */
-static inline float *scratch_floats(int64_t n) {
+/* Scratch aligned to a cache line, freed by the caller. Null, and `failed` is set, which the tasks of a call may share,
+ * if there is no memory: kernels with scratch return whether that was so. */
+static inline float *scratch_floats(int64_t n, int *failed) {
     void *memory = NULL;
-    if (posix_memalign(&memory, 64, (size_t)n * 4 + 64))
-        abort();
+    if (posix_memalign(&memory, 64, (size_t)n * 4 + 64)) {
+        __atomic_store_n(failed, 1, __ATOMIC_RELAXED);
+        return NULL;
+    }
     return memory;
 }
 
