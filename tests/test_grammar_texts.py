@@ -254,8 +254,13 @@ def test_most_schemas_can_be_held() -> None:
         ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", "[1,  2]"),
         ({"type": "array", "items": {"type": "integer"}}, "[\n  1\n]", "[1] "),
         ({"type": "string", "maxLength": 2}, '"é日"', '"abc"'),
+        ({"type": "object", "required": ["n"], "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+         '{"n": {"n": null}}', '{"n": {}}'),
+        ({"type": "array", "items": {"$ref": "#/$defs/a~1b%25/items"}, "$defs": {"a/b%": {"items": {"const": 5}}}},
+         "[5]", "[6]"),
+        ({"type": "array", "minItems": 1, "prefixItems": [{"format": "date"}, {"$ref": "#"}]}, "[0]", "[]"),
     ],
-)
+)  # fmt: skip
 def test_schemas_by_example(schema: Any, right: str, wrong: str) -> None:
     grammar = compiled("json_schema", json.dumps(schema))
     assert accepts(grammar, right) and not accepts(grammar, wrong)
@@ -304,8 +309,14 @@ BAD = [
     ("json_schema", json.dumps({"enum": list(range(20_000))}), "1 to 10000"),
     ("json_schema", '{"$ref": "http://example.com/x.json"}', "nothing is ever fetched"),
     ("json_schema", '{"$ref": "file:///etc/passwd"}', "nothing is ever fetched"),
-    ("json_schema", '{"$ref": "#/$defs/none"}', "does not exist"),
-    ("json_schema", '{"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}', "no token|ircular"),
+    ("json_schema", '{"$ref": "#/$defs/none"}', "no schema stands"),
+    ("json_schema", '{"properties": {"a": {"$ref": "#/properties"}, "uniqueItems": true}}', "no schema stands"),
+    ("json_schema", '{"items": {"$ref": "#/const"}, "const": {"uniqueItems": true}}', "no schema stands"),
+    ("json_schema", '{"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}', "itself"),
+    ("json_schema", '{"type": "object", "properties": {"a/b": {"$ref": "#"}}, "required": ["a/b"]}', "no finite text"),
+    ("json_schema", '{"type": "array", "minItems": 2, "prefixItems": [{}], "items": {"$ref": "#"}}', "no finite text"),
+    ("json_schema", '{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#"}, {}]}', "no finite text"),
+    ("json_schema", '{"$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}]}}}', "itself"),
     ("json_schema", '{"type": "strin"}', "Invalid type"),
     ("json_schema", '{"type": "string", "format": "regex"}', "format 'regex'"),
     ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),

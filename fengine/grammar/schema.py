@@ -17,6 +17,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
 from fengine.errors import GrammarError
+from fengine.grammar import references
 from fengine.grammar.characters import SURROGATE
 from fengine.grammar.regex import explicit
 
@@ -69,7 +70,12 @@ def as_rule(schema: Any, whitespace: Whitespace) -> str:
     if schema is False:
         raise GrammarError("json_schema is false, which nothing satisfies")
     _check_joined(schema)
-    checked = {} if schema is True else _Checker(schema).schema(schema, "#")
+    if schema is True:
+        checked = {}
+    else:
+        checker = _Checker(schema)
+        checked = checker.schema(schema, "#")
+        references.check(checker.nodes)
     return "%json " + json.dumps(checked | {"x-guidance": options(whitespace)})
 
 
@@ -138,6 +144,7 @@ class _Checker:
 
     def __init__(self, document: Any) -> None:
         self.closing = not any("allOf" in node for node in _objects(document))
+        self.nodes: dict[str, Any] = {}
 
     def schema(self, value: Any, at: str) -> dict[str, Any]:
         """The schema as the matcher is to see it. Errors: GrammarError."""
@@ -154,7 +161,8 @@ class _Checker:
                 hint = f"did you mean {near[0]!r}?" if near else f"supported are {', '.join(sorted(KEYWORDS))}"
                 raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; {hint}")
             out[key] = self.keyword(key, item, f"{at}/{key}")
-        return self.exact(out, at)
+        self.nodes[at] = self.exact(out, at)
+        return out
 
     def keyword(self, key: str, value: Any, at: str) -> Any:
         if key in _LISTS or (key == "items" and isinstance(value, list)):
@@ -166,7 +174,7 @@ class _Checker:
         if key in _NAMED:
             if not isinstance(value, dict):
                 raise GrammarError(f"json_schema at {at} must be an object of schemas")
-            named = {name: self.part(item, f"{at}/{name}") for name, item in value.items()}
+            named = {name: self.part(item, references.pointer(at, name)) for name, item in value.items()}
             if key == "patternProperties":
                 return {explicit(name, f"json_schema at {at}:", searched=True): item for name, item in named.items()}
             return named
@@ -175,10 +183,13 @@ class _Checker:
 
     def part(self, value: Any, at: str) -> Any:
         """A schema inside; a bool stays one."""
-        return value if isinstance(value, bool) else self.schema(value, at)
+        if isinstance(value, bool):
+            self.nodes[at] = value
+            return value
+        return self.schema(value, at)
 
     def exact(self, out: dict[str, Any], at: str) -> dict[str, Any]:
-        """What the matcher would read otherwise, rewritten or refused. Modifies: `out`."""
+        """`out`. What the matcher would read otherwise, rewritten or refused. Modifies: `out`."""
         if self.closing and "properties" in out and not {"additionalProperties", "patternProperties"} & set(out):
             out["additionalProperties"] = False
         open_keys = out.get("additionalProperties", True) is not False or out.get("patternProperties")
@@ -188,7 +199,9 @@ class _Checker:
                 "nothing keeps a key that the schema does not name from standing there twice"
             )
         if out.get("format") in ("date", "date-time"):
-            out["allOf"] = [*out.get("allOf", ()), {"pattern": explicit(_DATE, "date", searched=True)}]
+            exists = {"pattern": explicit(_DATE, "date", searched=True)}
+            out["allOf"] = [*out.get("allOf", ()), exists]
+            self.nodes[f"{at}/allOf/{len(out['allOf']) - 1}"] = exists
         return out
 
 
