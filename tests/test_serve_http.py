@@ -142,6 +142,7 @@ IN_A_ROW = [  # (what is sent at once, the statuses of what comes back until the
     (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", [400]),
     (b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", [400]),
     (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", [400]),
+    (request("GET", "http://localhost/health", **UPGRADE) + GET, [200, 200]),
 ]
 
 
@@ -180,6 +181,22 @@ def test_a_body_that_is_answered_before_its_end_is_no_way_to_stay(engine: Engine
             while True:  # each byte would put off the end of an idle connection
                 link.sendall(b"x")
                 select.select([link], [], [], 0.02)
+
+
+def test_a_target_may_be_a_whole_url(server: Live) -> None:
+    """Its host counts, and not the one in Host."""
+    models = server.ask("GET", "/v1/models").json
+    for url in ("http://localhost", "HTTP://127.0.0.1:80", "https://[::1]:8000"):
+        assert server.ask("GET", f"{url}/v1/models?a=http://b/c", Host="example.com").json == models
+    assert server.ask("POST", "http://localhost/v1/completions", GOOD).status == 200
+    assert server.ask("GET", "http://example.com/v1/models").error["code"] == "foreign_host"
+    for root in ("http://localhost", "http://localhost/", "http://localhost?a", "/", "//localhost/v1/models"):
+        assert server.ask("GET", root).status == 404
+    for bad in ("*", "localhost:80", "v1/models", "ftp://localhost/health", "http://me@localhost/health", "http:///"):
+        for method in ("GET", "OPTIONS"):
+            assert server.ask(method, bad).status == 400, bad
+    assert "such as /v1/models" in server.ask("OPTIONS", "*").error["message"]
+    assert "no proxy" in server.ask("CONNECT", "localhost:80").error["message"]
 
 
 @pytest.mark.parametrize("host", ["a.com", "example.com:8000", "127.0.0.1.example.com", "localhost.a", "10.0.0.1"])

@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise ValueError("no proxy")
+                raise self._fault("this server is no proxy: it answers no CONNECT.")
             return
         version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
         hosts, encodings = names.count(b"host"), [v.lower() for n, v in self.headers if n == b"transfer-encoding"]
@@ -145,7 +145,7 @@ class Connection(asyncio.Protocol):
             raise self._too_large()
         if len(self.turns) >= MOST_AHEAD:
             raise self._fault(f"more than {MOST_AHEAD} requests wait on this connection; read their answers first.")
-        raw_path, _, query = self.target.partition(b"?")
+        raw_path, query = self._path_and_query()
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": version,
             "method": self.parser.get_method().decode("ascii"), "scheme": "http", "root_path": "",
@@ -157,6 +157,19 @@ class Connection(asyncio.Protocol):
         self.turns.append(self.reading)
         if len(self.turns) == 1:
             self._start()
+
+    def _path_and_query(self) -> tuple[bytes, bytes]:
+        """Of the target, a path or a whole URL, whose host then stands in for the header's (RFC 9112, 3.2.2).
+        Modifies: headers."""
+        path, _, query = self.target.partition(b"?")
+        if not path.startswith(b"/"):
+            scheme, _, rest = path.partition(b"://")
+            host, _, path = rest.partition(b"/")
+            if scheme.lower() not in (b"http", b"https") or not host or b"@" in host:
+                raise self._fault("a request must name a path or a URL of http, such as /v1/models.")
+            path, others = b"/" + path, [header for header in self.headers if header[0] != b"host"]
+            self.headers = [(b"host", host), *others]
+        return path, query
 
     def on_body(self, data: bytes) -> None:
         assert self.reading is not None
