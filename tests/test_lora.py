@@ -191,6 +191,21 @@ def test_bits_do_not_depend_on_the_layout(model: Path, paths: dict[str, str], re
             assert llm.stats()["preemptions"] > 0
 
 
+@pytest.mark.gpu
+def test_bits_on_a_gpu(model: Path, paths: dict[str, str]) -> None:
+    """In bfloat16: in a graph, where x A^T runs beside x W^T, and without; alone, among others, preempted."""
+    requests, found = work(count=36), []
+    for layout in ({}, {"disable_cuda_graph": True, "max_total_tokens": 124}, {"max_loras_per_batch": 2}):
+        with engine(model, lora_paths=paths, device="cuda", dtype="bfloat16", **layout) as llm:
+            if not found:
+                for request in requests:
+                    llm.flush_cache()
+                    found += batch(llm, [request])
+            order = random.Random(len(layout)).sample(range(len(requests)), len(requests))
+            assert batch(llm, [requests[i] for i in order]) == [found[i] for i in order]
+            check_idle(llm)
+
+
 def test_bits_of_random_arrivals_in_a_compiled_engine(model: Path, paths: dict[str, str], reference: Result) -> None:
     requests, got = work(), {}
 

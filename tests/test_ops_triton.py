@@ -31,6 +31,7 @@ from fengine.ops import (
     silu_mul,
 )
 from fengine.ops import linear_schedules as tables
+from fengine.ops.proof import captured
 from fengine.ops.registration import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -297,7 +298,7 @@ def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatc
 @kernel_test
 @pytest.mark.parametrize(
     ("tokens", "k", "widths", "padded", "ranks"),
-    [(1, 70, (5,), 16, [3]), (19, 550, (40, 17, 33), 48, [16, 0, 48, 7])],
+    [(1, 70, (5,), 16, [3]), (19, 4500, (40, 17, 33), 48, [16, 0, 48, 7])],
 )
 def test_lora(dtype: torch.dtype, tokens: int, k: int, widths: tuple[int, ...], padded: int, ranks: list[int]):
     y, x, stack, token, start = lora_case(tokens, k, widths, padded, ranks, swapped=False)
@@ -313,9 +314,27 @@ def test_lora(dtype: torch.dtype, tokens: int, k: int, widths: tuple[int, ...], 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 64, 900])
+def test_lora_in_a_graph_has_the_same_bits(tokens: int):
+    """There x A^T runs beside x W^T."""
+    y, x, stack, token, start = lora_case(tokens, 14336, (1024, 128, 128), 16, [16, 0, 7], swapped=False)
+    x, w, a, b = put((x, torch.randn(1280, 14336) / 128, stack.a_SPRK, stack.b_SNR), torch.bfloat16)
+    stack = lora.Stack(a, b, stack.scale_SP.to(DEVICE), stack.rank_SP.to(DEVICE), stack.widths)
+    token, start = token.to(DEVICE), start.to(DEVICE)
+
+    def layers() -> Tensor:
+        return torch.cat([lora.lora_linear(x * n, w, 1280, None, stack, token, start) for n in range(1, 30)])
+
+    want = layers()
+    assert not torch.equal(want[:tokens], linear.linear(x, w, 1280))
+    for _ in range(5):
+        assert torch.equal(captured(layers), want)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_lora_bits_do_not_depend_on_neighbours_or_schedule(dtype: torch.dtype):
-    y, x, stack, token, start = lora_case(900, 4096, (512, 128, 128), 32, [16, 0, 32, 7], swapped=False)
+    y, x, stack, token, start = lora_case(900, 4200, (512, 128, 128), 32, [16, 0, 32, 7], swapped=False)
     y, x, a, b = put((y, x, stack.a_SPRK, stack.b_SNR), dtype)
     stack = lora.Stack(a, b, stack.scale_SP.to(DEVICE), stack.rank_SP.to(DEVICE), stack.widths)
 

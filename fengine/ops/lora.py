@@ -11,12 +11,13 @@ once. Ranks are padded with zeros, which add nothing: a sum that began at +0 nev
 
 Schedules: few tokens give every chunk to a program of its own, many walk the chunks in one. The second is used where it
 was proved equal (see proof.py). A program of a slot without tokens, or of a part that the adapter leaves alone, ends at
-once; only what an adapter of the batch really has is read. x A^T comes before x W^T, whose weights are on their way
-meanwhile.
+once; only what an adapter of the batch really has is read. In a CUDA graph x A^T runs beside x W^T, on a branch of its
+own; otherwise in front of it, since a second stream would cost more launches than it saves.
 """
 # pyright: reportInvalidTypeForm=false
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,10 @@ from torch import Tensor
 
 from fengine.ops import linear
 from fengine.ops.ahead import launcher
-from fengine.ops.linear import fetch
 from fengine.ops.proof import proofs
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
 
-CHUNK = 512  # inputs
+CHUNK = 2048  # inputs
 RANKS = 16  # ranks are padded to a multiple
 
 
@@ -81,10 +81,8 @@ def find_block(start_ptr, slots, BM: tl.constexpr, SLOTS: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def shrink_kernel(x_ptr, a_ptr, rank_ptr, token_ptr, start_ptr, h_ptr, T, K, slots, a_stride, rank_stride,
                   P: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr,
-                  BR: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EVEN: tl.constexpr, FETCH: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
+                  BR: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """h[chunk, i, part, r] of BM tokens and BR ranks: CHUNKS chunks of K, summed left to right, by each program."""
-    begin(PDL)
     slot, first, end = find_block(start_ptr, slots, BM, SLOTS)
     part = tl.program_id(1) // (R // BR)
     first_r = tl.program_id(1) % (R // BR) * BR
@@ -94,10 +92,6 @@ def shrink_kernel(x_ptr, a_ptr, rank_ptr, token_ptr, start_ptr, h_ptr, T, K, slo
     r = first_r + tl.arange(0, BR)
     start = tl.program_id(2) * CHUNKS * CHUNK
     a_rows = a_ptr + slot.to(tl.int64) * a_stride + (part * R + r).to(tl.int64) * K + start
-    if PDL and FETCH:
-        if first_r < rank:
-            fetch(a_rows, CHUNK, 1)
-    wait(PDL)
     if first_r >= rank:
         return
     k = start + tl.arange(0, BK)
@@ -189,12 +183,10 @@ def shrink(x_TK: Tensor, stack: Stack, token_A: Tensor, start_S: Tensor, s: Sche
     chunks = triton.cdiv(k, CHUNK)
     stored = chunks if s.split else 1
     h = torch.empty(stored, tokens, parts, ranks, dtype=torch.float32, device=x_TK.device)
-    even = k % CHUNK == 0
     launcher(shrink_kernel, (_blocks(tokens, slots, s), parts * ranks // RANKS, stored))(
         x_TK, a, rank, token_A, start_S, h, tokens, k, slots, a.stride(0), rank.stride(0), parts, ranks, CHUNK,
-        1 if s.split else chunks, s.block_m, RANKS, s.block_k, triton.next_power_of_2(slots), even,
-        s.split and even and a.element_size() == 2, num_warps=2 if s.split else 4, num_stages=4,
-        **dependent_launch(x_TK.device.index),
+        1 if s.split else chunks, s.block_m, RANKS, s.block_k, triton.next_power_of_2(slots), k % CHUNK == 0,
+        num_warps=2 if s.split else 4, num_stages=4,
     )  # fmt: skip
     return h
 
@@ -268,10 +260,24 @@ def launch(
     many = len(x_TK) > FEW_TOKENS and proved(x_TK, stack)
     few = FLOAT32 if x_TK.dtype == torch.float32 else FEW
     s = MANY if many and few is FEW else few
-    h = shrink(x_TK, stack, token_A, start_S, s)
-    y_TN = product(x_TK, packed, n, bias_N, None)
+    if torch.cuda.is_current_stream_capturing():
+        here, beside = torch.cuda.current_stream(), side_stream(x_TK.device)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            h = shrink(x_TK, stack, token_A, start_S, s)
+        y_TN = product(x_TK, packed, n, bias_N, None)
+        here.wait_stream(beside)
+    else:
+        h = shrink(x_TK, stack, token_A, start_S, s)
+        y_TN = product(x_TK, packed, n, bias_N, None)
     expand(y_TN, h, stack, token_A, start_S, s)
     return y_TN
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A second stream of `device`, the same for all calls."""
+    return torch.cuda.Stream(device)
 
 
 def fake(x_TK: Tensor, packed: Tensor, n: int, *rest: object) -> Tensor:
