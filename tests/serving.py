@@ -150,7 +150,12 @@ STREAMED = request("POST", "/v1/completions", {**GOOD, "stream": True})
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(model_path="box", enable_torch_compile=False, enable_custom_logit_processor=True) as engine:
+    with Engine(
+        model_path="box",
+        enable_torch_compile=False,
+        enable_custom_logit_processor=True,
+        enable_priority_scheduling=True,
+    ) as engine:
         yield engine
 
 

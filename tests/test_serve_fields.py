@@ -46,6 +46,7 @@ COMPLETIONS = [  # (what is changed in a good body, the field to blame, the stat
     ({"n": "2"}, "n", 400),
     ({"n": 10**12}, "n", 400),
     ({"best_of": 3}, "best_of", 400),
+    ({"best_of": True}, "best_of", 400),
     ({"suffix": "end"}, "suffix", 400),
     ({"echo": 1}, "echo", 400),
     ({"logprobs": -1}, "logprobs", 400),
@@ -83,6 +84,10 @@ COMPLETIONS = [  # (what is changed in a good body, the field to blame, the stat
     ({"custom_logit_processor": {"a": 1}}, "custom_logit_processor", 400),
     ({"cache_salt": 3}, "cache_salt", 400),
     ({"priority": "high"}, "priority", 400),
+    ({"priority": [1]}, "priority", 400),
+    ({"json_schema": {"type": "temperature"}, "temperature": 0}, "json_schema", 400),
+    ({"regex": None, "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+     "response_format", 400),
     ({"custom_params": 5}, "custom_params", 400),
 ]  # fmt: skip
 

@@ -22,7 +22,7 @@ def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int) -> Ask
     """Errors: Refusal. What the engine checks is not checked here."""
     fields.check_names(body, KNOWN, REFUSED)
     wishes = fields.wishes_of(body, max_samples)
-    if body.get("best_of") not in (None, wishes.samples):
+    if fields.whole_number(body, "best_of", 1, max_samples) not in (None, wishes.samples):
         raise unsupported("best_of", "best_of is not built: all samples are returned; ask for them with n.")
     kind, prompts, count = fields.texts_or_ids(body, "prompt")
     echo, logprobs = fields.flag(body, "echo"), fields.whole_number(body, "logprobs", 0, MAX_LOGPROBS)

@@ -165,6 +165,7 @@ def call_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("lora_path", "custom_logit_processor", "cache_salt"):
         if not isinstance(body.get(name), str | None):
             raise invalid(name, f"{name} must be a string, got {body[name]!r:.80}.")
+    whole_number(body, "priority", -(2**31), 2**31 - 1)  # `generate` takes a list, too
     return {ours: body[name] for name, ours in CALL.items() if body.get(name) is not None}
 
 

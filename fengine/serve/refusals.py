@@ -1,7 +1,7 @@
 """What a request is refused with: a status and OpenAI's error body, from this package or from an engine's error."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fengine.errors import (
@@ -10,6 +10,7 @@ from fengine.errors import (
     EngineClosedError,
     EngineDeadError,
     FengineError,
+    GrammarError,
     LogitProcessorError,
     MemoryReleasedError,
     NumericsError,
@@ -19,6 +20,7 @@ from fengine.errors import (
 UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError)
 OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -51,7 +53,9 @@ def _told(text: str, most: int) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def refusal_of(error: BaseException, body: Container[str] = (), words: Mapping[str, str] | None = None) -> Refusal:
+def refusal_of(
+    error: BaseException, body: Mapping[str, Any] | None = None, words: Mapping[str, str] | None = None
+) -> Refusal:
     """The refusal for an engine's error. `words`: engine's word -> the field's name in `body`. Pure.
 
     What is not fengine's own error is a bug: its text stays here.
@@ -60,7 +64,7 @@ def refusal_of(error: BaseException, body: Container[str] = (), words: Mapping[s
         return error
     if not isinstance(error, FengineError):
         return Refusal(500, f"internal error: {type(error).__name__}; see the server's log", code="internal_error")
-    message = str(error)
+    message, body = str(error), body or {}
     for old, new in (words or {}).items():
         message = re.sub(rf"\b{old}\b", new, message)
     if isinstance(error, UNAVAILABLE):
@@ -70,11 +74,13 @@ def refusal_of(error: BaseException, body: Container[str] = (), words: Mapping[s
     if isinstance(error, ContextLengthError):
         param = next((name for name in ("messages", "prompt", "input") if name in body), None)
         return Refusal(400, message, param, "context_length_exceeded")
+    if isinstance(error, GrammarError):
+        return Refusal(400, message, next((name for name in GRAMMARS if body.get(name)), None), "invalid_value")
     code = "unsupported_feature" if isinstance(error, UnsupportedFeatureError) else "invalid_value"
     return Refusal(400, message, _blamed(message, body), code)
 
 
-def _blamed(message: str, body: Container[str]) -> str | None:
+def _blamed(message: str, body: Mapping[str, Any]) -> str | None:
     """The first word of a message that is a field of the body; rather one that is no ordinary word, if not in front."""
     found = [word for word in re.findall(r"\w+", re.sub(r"^prompt \d+: ", "", message)) if word in body]
     if not found or message.startswith(found[0]):
