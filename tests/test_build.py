@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from fengine import Engine
-from fengine.build import build, kv_bytes_per_token, new_pool, pool_pages
+from fengine.build import build
 from fengine.config import CacheConfig, EngineConfig, Hardware, ModelConfig, SchedulerConfig, resolve
 from fengine.device import device_of, refuse_unbuilt_shape
 from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
+from fengine.kv_pool import kv_bytes_per_token, new_pool, pool_pages
 from fengine.runner import CpuRunner
 from fengine.spec import ModelSpec, RopeSpec
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
-from fengine.ops import cpu, sampling
+from fengine.ops import cpu, cpu_library, sampling
 from fengine.ops.linear import pack
 
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
@@ -33,7 +33,7 @@ def one_seed() -> None:
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """That many threads, also for the smallest call."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(cpu, "SHORT", ALWAYS_PARALLEL)
+    monkeypatch.setattr(cpu_library, "SHORT", ALWAYS_PARALLEL)
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
@@ -295,7 +295,7 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int = 1 << 30, top_p: 
 
 def test_philox_known_answers() -> None:
     """philox4x32-10 of Random123's kat_vectors: counter, key, first word."""
-    keeping, _ = cpu._kernels()
+    keeping, _ = cpu_library.kernels()
     pi = ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822)
     for counter, key, word in (([0] * 4, 0, 0x6627E8D5), ([2**32 - 1] * 4, -1, 0x408F276D), (*pi, 0xD16CFE09)):
         counters, out = (ctypes.c_uint32 * 4)(*counter), ctypes.c_uint32()
@@ -369,7 +369,7 @@ def test_draw_frequencies_follow_the_distribution(options: dict, kept: int | Non
 
 LOADED = """
 import re, torch
-from fengine.ops import cpu
+from fengine.ops import cpu, cpu_library
 def state():
     names = {line.split()[-1] for line in open("/proc/self/maps")}
     threads = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("Threads"))
@@ -377,7 +377,7 @@ def state():
 torch.set_num_threads(3)
 torch.randn(1 << 22).sum()
 before = state()
-cpu.SHORT = 0
+cpu_library.SHORT = 0
 cpu.silu_mul(torch.randn(512, 512))
 assert before[0] and state() == before, (before, state())
 """

@@ -16,6 +16,7 @@ FOLDERS: dict[str, list[str]] = {
     "host": "pages plan prefix_cache adapters rows drafts ngram waiting scheduler retract steps".split(),
     "ops": [
         "compiler",
+        "cpu_library",
         "cpu",
         "registration",
         "ahead",
@@ -93,7 +94,7 @@ LAYERS: list[set[str]] = [
     {"sampling_params"},
     {"config", "spec", "request"},
     {"device", "state", "host", "ops", "checkpoint", "text", "utils", "test", "pooling"},
-    {"models"},
+    {"models", "kv_pool"},
     {"loader", "lora"},
     {"sampler"},
     {"step"},

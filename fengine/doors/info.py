@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from fengine import __version__
-from fengine.build import Parts, kv_bytes_per_token
+from fengine.build import Parts
 from fengine.checkpoint.safetensors_file import read_json
+from fengine.kv_pool import kv_bytes_per_token
 from fengine.server_args import ServerArgs
 
 

@@ -1,118 +1,37 @@
 """The ops on the CPU: C kernels through ctypes. Each function allocates its outputs; none keeps anything.
 
 Activations and KV pages are float32, integers int32 (seeds int64); weights are float32, bfloat16 or float16 and are
-widened in registers. A non-contiguous input is copied first. The kernels run on torch's own OpenMP threads, as many as
-`torch.get_num_threads()` says; their bits do not depend on it, nor on the compiler, nor on AVX2, AVX-512 or NEON.
-
-Small calls keep the GIL (giving it away costs more than the call, and waiting for it back may cost a switch interval);
-large ones release it, so that host threads go on.
+widened in registers. A non-contiguous input is copied first. Bits do not depend on the number of threads, nor on the
+compiler, nor on AVX2, AVX-512 or NEON.
 """
 
 import ctypes
-import re
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
-from fengine.ops import compiler
+from fengine.errors import UnsupportedFeatureError
+from fengine.ops.cpu_library import KIND, no_room, plain, readable, schedule
 
-FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / "cpu_kernels.c", FOLDER / "cpu_attention.c", FOLDER / "cpu_draw.c", FOLDER / "cpu_lora.c"]
-HEADERS = [FOLDER / "cpu_vector.h"]
-KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LANES = 32  # outputs side by side in a packed weight
-SHORT = 1 << 19
-"""Work (multiply-adds or elements) below which a call stays in the calling thread and keeps the GIL: some 10 µs."""
-
-_P, _I, _T, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-SIGNATURES = {
-    "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
-    "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _T],
-    "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _T],
-    "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
-    "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
-    "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
-    "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
-    "fengine_attention": [_P] * 7 + [_I] * 7 + [_F, _T],
-    "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
-    "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
-    "fengine_top_ids": [_P] * 2 + [_I] * 3 + [_T],
-    "fengine_edit_logits": [_P] * 6 + [_I] * 2 + [_F],
-    "fengine_apply_bitmask": [_P] * 3 + [_I] * 2 + [_F],
-    "fengine_philox": [_P, _I, _P, _I],
-}
-TELLING = ("linear", "gated_linear", "lora_add", "attention", "draw", "logprobs", "top_ids")
-"""Kernels with memory of their own, which return whether there was none."""
-
-
-def openmp_runtime() -> str | None:
-    """Path of the OpenMP runtime that this process has loaded (torch's), None if there is none to be seen."""
-    try:
-        found = re.findall(r"\S*/lib(?:gomp|omp|iomp5)[-.\w]*", Path("/proc/self/maps").read_text())
-    except OSError:
-        found = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib"))]
-    return min(found, key=lambda path: "/torch" not in path, default=None)
-
-
-@cache
-def _kernels() -> tuple[Any, Any]:
-    """The library twice: calls that keep the GIL, and calls that release it."""
-    runtime = openmp_runtime()
-    if runtime:
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # our GOMP_parallel resolves to torch's
-    keeping = compiler.load("cpu", SOURCES, HEADERS, ctypes.PyDLL)
-    releasing = ctypes.CDLL(keeping._name)
-    for library in (keeping, releasing):
-        for name, types in SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = types, _T if name.removeprefix("fengine_") in TELLING else None
-    return keeping, releasing
-
-
-def _schedule(work: int) -> tuple[Any, int]:
-    """(library, threads) for a call of this much work."""
-    keeping, releasing = _kernels()
-    return (keeping, 1) if work < SHORT else (releasing, torch.get_num_threads())
-
-
-def _no_room(op: str) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        f"{op} finds no memory to work in: lower scheduler.max_step_tokens or cache.max_total_tokens, or free some"
-    )
-
-
-def _plain(x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    if x.dtype != dtype:
-        raise UnsupportedFeatureError(f"{name} is {x.dtype}; on the CPU it must be {dtype}")
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def _weight(w: Tensor, name: str) -> Tensor:
-    if w.dtype not in KIND:
-        raise UnsupportedFeatureError(f"{name} is {w.dtype}; on the CPU weights are float32, bfloat16 or float16")
-    return w if w.is_contiguous() else w.contiguous()
 
 
 def linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     """x [T, K] @ w.T + bias -> [T, n]; packed [ceil(n/32), K, 32]."""
-    x = _plain(x, "linear's x")
-    packed = _weight(packed, "linear's weight")
+    x = plain(x, "linear's x")
+    packed = readable(packed, "linear's weight")
     m, k = x.shape
     y = x.new_empty((m, n))
-    library, threads = _schedule(m * n * k)
+    library, threads = schedule(m * n * k)
     bias_at, bias_kind = None, 0
     if bias is not None:
-        bias = _weight(bias, "linear's bias")
+        bias = readable(bias, "linear's bias")
         bias_at, bias_kind = bias.data_ptr(), KIND[bias.dtype]
     if library.fengine_linear(
         x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, threads
     ):
-        raise _no_room("linear")
+        raise no_room("linear")
     return y if out_dtype is None or out_dtype == torch.float32 else y.to(out_dtype)
 
 
@@ -121,29 +40,29 @@ linear_fast = linear  # nothing is gained by another order of summation
 
 def gated_linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) -> [T, n]; packed holds 2n outputs, gate first."""
-    x, packed = _plain(x, "gated_linear's x"), _weight(packed, "gated_linear's weight")
+    x, packed = plain(x, "gated_linear's x"), readable(packed, "gated_linear's weight")
     m, k = x.shape
     y = x.new_empty((m, n))
-    library, threads = _schedule(m * 2 * n * k)
+    library, threads = schedule(m * 2 * n * k)
     bias_at, bias_kind = None, 0
     if bias is not None:
-        bias = _weight(bias, "gated_linear's bias")
+        bias = readable(bias, "gated_linear's bias")
         bias_at, bias_kind = bias.data_ptr(), KIND[bias.dtype]
     if library.fengine_gated_linear(
         x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, threads,
-        _schedule(16 * m * n)[1],
+        schedule(16 * m * n)[1],
     ):  # fmt: skip
-        raise _no_room("gated_linear")
+        raise no_room("gated_linear")
     return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] -> weight * x / rms(x)."""
-    x = _plain(x, "rms_norm's x")
-    weight = _weight(weight, "rms_norm's weight")
+    x = plain(x, "rms_norm's x")
+    weight = readable(weight, "rms_norm's weight")
     d = x.shape[-1]
     y = torch.empty_like(x)
-    library, threads = _schedule(8 * x.numel())
+    library, threads = schedule(8 * x.numel())
     library.fengine_rms_norm(
         x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), None, x.numel() // max(d, 1), d, KIND[weight.dtype], eps,
         threads,
@@ -153,11 +72,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rows_rms_norm(packed: Tensor, index: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(rows), rows) for rows `index` of a packed weight [ceil(n/32), K, 32], widened."""
-    packed, weight = _weight(packed, "the embeddings"), _weight(weight, "rms_norm's weight")
-    index = _plain(index, "index", torch.int32)
+    packed, weight = readable(packed, "the embeddings"), readable(weight, "rms_norm's weight")
+    index = plain(index, "index", torch.int32)
     count, d = index.shape[0], packed.shape[1]
     y, rows = weight.new_empty((count, d), dtype=torch.float32), weight.new_empty((count, d), dtype=torch.float32)
-    library, threads = _schedule(16 * count * d)
+    library, threads = schedule(16 * count * d)
     library.fengine_rows_rms_norm(
         packed.data_ptr(), index.data_ptr(), weight.data_ptr(), y.data_ptr(), rows.data_ptr(), count, d,
         KIND[packed.dtype], KIND[weight.dtype], eps, threads,
@@ -167,11 +86,11 @@ def rows_rms_norm(packed: Tensor, index: Tensor, weight: Tensor, eps: float) -> 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(residual + delta), residual + delta)."""
-    delta, residual = _plain(delta, "add_rms_norm's delta"), _plain(residual, "add_rms_norm's residual")
-    weight = _weight(weight, "add_rms_norm's weight")
+    delta, residual = plain(delta, "add_rms_norm's delta"), plain(residual, "add_rms_norm's residual")
+    weight = readable(weight, "add_rms_norm's weight")
     d = delta.shape[-1]
     y, total = torch.empty_like(delta), torch.empty_like(delta)
-    library, threads = _schedule(8 * delta.numel())
+    library, threads = schedule(8 * delta.numel())
     library.fengine_rms_norm(
         delta.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), total.data_ptr(),
         delta.numel() // max(d, 1), d, KIND[weight.dtype], eps, threads,
@@ -187,19 +106,19 @@ def rope_kv_write_(
 
     q_norm and k_norm are both given, in one dtype, or both None.
     """
-    qkv, rope = _plain(qkv, "rope's qkv"), _plain(rope, "rope's table")
-    pos, slot = _plain(pos, "rope's pos", torch.int32), _plain(slot, "rope's slot", torch.int32)
+    qkv, rope = plain(qkv, "rope's qkv"), plain(rope, "rope's table")
+    pos, slot = plain(pos, "rope's pos", torch.int32), plain(slot, "rope's slot", torch.int32)
     if k_pages.dtype != torch.float32 or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise UnsupportedFeatureError(f"KV pages are {k_pages.dtype}; on the CPU they must be contiguous float32")
     q_norm_at, k_norm_at, kind = None, None, 0
     if q_norm is not None and k_norm is not None:
-        q_norm, k_norm = _weight(q_norm, "q_norm"), _weight(k_norm, "k_norm")
+        q_norm, k_norm = readable(q_norm, "q_norm"), readable(k_norm, "k_norm")
         if q_norm.dtype != k_norm.dtype:
             raise UnsupportedFeatureError(f"q_norm is {q_norm.dtype} and k_norm {k_norm.dtype}; they must be alike")
         q_norm_at, k_norm_at, kind = q_norm.data_ptr(), k_norm.data_ptr(), KIND[q_norm.dtype]
     tokens, groups, width = qkv.shape[0], k_pages.shape[2], k_pages.shape[3]
     q = qkv.new_empty((tokens, num_heads, width))
-    library, threads = _schedule(8 * qkv.numel())
+    library, threads = schedule(8 * qkv.numel())
     library.fengine_rope_kv_write(
         qkv.data_ptr(), rope.data_ptr(), pos.data_ptr(), slot.data_ptr(), q.data_ptr(), k_pages.data_ptr(),
         v_pages.data_ptr(), q_norm_at, k_norm_at, tokens, num_heads, groups, width, kind, eps, threads,
@@ -221,29 +140,29 @@ def attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, q_start: Tensor, kv_len: Tensor, page_table: Tensor, scale: float
 ) -> Tensor:
     """Causal paged attention -> [T, H, K]; tokens behind q_start[-1] give zeros."""
-    q, k_pages, v_pages = _plain(q, "attention's q"), _plain(k_pages, "k pages"), _plain(v_pages, "v pages")
-    q_start, kv_len = _plain(q_start, "q_start", torch.int32), _plain(kv_len, "kv_len", torch.int32)
-    page_table = _plain(page_table, "page_table", torch.int32)
+    q, k_pages, v_pages = plain(q, "attention's q"), plain(k_pages, "k pages"), plain(v_pages, "v pages")
+    q_start, kv_len = plain(q_start, "q_start", torch.int32), plain(kv_len, "kv_len", torch.int32)
+    page_table = plain(page_table, "page_table", torch.int32)
     tokens, heads, width = q.shape
     rows, table_width = page_table.shape
     o = torch.empty_like(q)
     # The kernel knows how many keys there are, so it picks the threads; here only a bound on short calls is needed.
-    library, _ = _schedule(tokens * heads * width * table_width * k_pages.shape[1])
+    library, _ = schedule(tokens * heads * width * table_width * k_pages.shape[1])
     if library.fengine_attention(
         q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), o.data_ptr(), q_start.data_ptr(), kv_len.data_ptr(),
         page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, scale,
         torch.get_num_threads(),
     ):  # fmt: skip
-        raise _no_room("attention")
+        raise no_room("attention")
     return o
 
 
 def silu_mul(x: Tensor) -> Tensor:
     """x [T, 2F] -> silu(x[:, :F]) * x[:, F:]."""
-    x = _plain(x, "silu_mul's x")
+    x = plain(x, "silu_mul's x")
     rows, f = x.shape[0], x.shape[1] // 2
     y = x.new_empty((rows, f))
-    library, threads = _schedule(8 * x.numel())
+    library, threads = schedule(8 * x.numel())
     library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), rows, f, threads)
     return y
 
@@ -255,18 +174,18 @@ def lora_linear(
     """`linear`, and the adapters on top: a [slots, P, R, K] and b [slots, N, R] as lora.py's Stack says."""
     y = linear(x, packed, n, bias, None)
     a, b = a.transpose(2, 3), b.transpose(1, 2)
-    x = _plain(x, "lora_linear's x")
-    token, start = _plain(token, "token", torch.int32), _plain(start, "start", torch.int32)
+    x = plain(x, "lora_linear's x")
+    token, start = plain(token, "token", torch.int32), plain(start, "start", torch.int32)
     if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (a[0], b[0])):
         raise UnsupportedFeatureError("on the CPU A and B of lora_linear must be float32, and lie as Stack says")
     _, parts, k, ranks = a.shape
-    library, threads = _schedule(token.shape[0] * ranks * (parts * k + n))
+    library, threads = schedule(token.shape[0] * ranks * (parts * k + n))
     if library.fengine_lora_add(
         y.data_ptr(), x.data_ptr(), a.data_ptr(), b.data_ptr(), scale.data_ptr(), rank.data_ptr(),
         (ctypes.c_int64 * parts)(*widths), token.data_ptr(), start.data_ptr(), start.shape[0] - 1, n, k, parts, ranks,
         a.stride(0), b.stride(0), scale.stride(0), rank.stride(0), threads,
     ):  # fmt: skip
-        raise _no_room("lora_linear")
+        raise no_room("lora_linear")
     return y
 
 
@@ -274,43 +193,43 @@ def draw(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, pos: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(token int32 [R], logprob float32 [R]); the rules stand in sampling.py."""
-    logits, temperature = _plain(logits, "logits"), _plain(temperature, "temperature")
-    top_p, min_p = _plain(top_p, "top_p"), _plain(min_p, "min_p")
-    top_k, pos = _plain(top_k, "top_k", torch.int32), _plain(pos, "pos", torch.int32)
-    seed = _plain(seed, "seed", torch.int64)
+    logits, temperature = plain(logits, "logits"), plain(temperature, "temperature")
+    top_p, min_p = plain(top_p, "top_p"), plain(min_p, "min_p")
+    top_k, pos = plain(top_k, "top_k", torch.int32), plain(pos, "pos", torch.int32)
+    seed = plain(seed, "seed", torch.int64)
     rows, vocab = logits.shape
     token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.float32)
-    library, threads = _schedule(32 * rows * vocab)
+    library, threads = schedule(32 * rows * vocab)
     if library.fengine_draw(
         logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
         seed.data_ptr(), pos.data_ptr(), token.data_ptr(), logprob.data_ptr(), rows, vocab, threads,
     ):  # fmt: skip
-        raise _no_room("draw")
+        raise no_room("draw")
     return token, logprob
 
 
 def logprobs(logits: Tensor, temperature: Tensor, id: Tensor) -> Tensor:
     """Log-probabilities float32 [R, K] of ids [R, K]; the rules stand in logprobs.py."""
-    logits, temperature = _plain(logits, "logits"), _plain(temperature, "temperature")
-    id = _plain(id, "id", torch.int32)
+    logits, temperature = plain(logits, "logits"), plain(temperature, "temperature")
+    id = plain(id, "id", torch.int32)
     (rows, vocab), count = logits.shape, id.shape[1]
     out = logits.new_empty((rows, count))
-    library, threads = _schedule(16 * rows * vocab)
+    library, threads = schedule(16 * rows * vocab)
     if library.fengine_logprobs(
         logits.data_ptr(), temperature.data_ptr(), id.data_ptr(), out.data_ptr(), rows, vocab, count, threads
     ):
-        raise _no_room("logprobs")
+        raise no_room("logprobs")
     return out
 
 
 def top_ids(logits: Tensor, count: int) -> Tensor:
     """The `count` <= V ids with the largest logits, int32 [R, count]; the rules stand in logprobs.py."""
-    logits = _plain(logits, "logits")
+    logits = plain(logits, "logits")
     rows, vocab = logits.shape
     id = logits.new_empty((rows, count), dtype=torch.int32)
-    library, threads = _schedule(rows * vocab)
+    library, threads = schedule(rows * vocab)
     if library.fengine_top_ids(logits.data_ptr(), id.data_ptr(), rows, vocab, count, threads):
-        raise _no_room("top_ids")
+        raise no_room("top_ids")
     return id
 
 
@@ -318,9 +237,9 @@ def edit_logits_(logits: Tensor, row: Tensor, id: Tensor, before: Tensor, scale:
     """Modifies: logits, which must be contiguous float32, at (row, id); the rules stand in edit_logits.py."""
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise UnsupportedFeatureError(f"logits are {logits.dtype}; they must be contiguous float32 to be edited")
-    row, id = _plain(row, "row", torch.int32), _plain(id, "id", torch.int32)
-    before, scale, after = _plain(before, "before"), _plain(scale, "scale"), _plain(after, "after")
-    library, _ = _schedule(row.shape[0])
+    row, id = plain(row, "row", torch.int32), plain(id, "id", torch.int32)
+    before, scale, after = plain(before, "before"), plain(scale, "scale"), plain(after, "after")
+    library, _ = schedule(row.shape[0])
     library.fengine_edit_logits(
         logits.data_ptr(), row.data_ptr(), id.data_ptr(), before.data_ptr(), scale.data_ptr(), after.data_ptr(),
         row.shape[0], logits.shape[1], 1e30,
@@ -331,8 +250,8 @@ def apply_bitmask_(logits: Tensor, row: Tensor, mask: Tensor) -> None:
     """Modifies: logits, which must be contiguous float32, in the rows `row`; the rules stand in bitmask.py."""
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise UnsupportedFeatureError(f"logits are {logits.dtype}; they must be contiguous float32 to be masked")
-    row, mask = _plain(row, "row", torch.int32), _plain(mask, "mask", torch.int32)
-    library, _ = _schedule(row.shape[0] * logits.shape[1] // 4)
+    row, mask = plain(row, "row", torch.int32), plain(mask, "mask", torch.int32)
+    library, _ = schedule(row.shape[0] * logits.shape[1] // 4)
     library.fengine_apply_bitmask(
         logits.data_ptr(), row.data_ptr(), mask.data_ptr(), row.shape[0], logits.shape[1], 1e30
     )

@@ -1,0 +1,93 @@
+"""The C kernels as a library: its functions' signatures, how a call runs, and what arguments it can read.
+
+Kernels run on torch's own OpenMP threads, as many as `torch.get_num_threads()` says. Small calls keep the GIL (giving
+it away costs more than the call, and waiting for it back may cost a switch interval); large ones release it, so that
+host threads go on.
+"""
+
+import ctypes
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
+from fengine.ops import compiler
+
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / "cpu_kernels.c", FOLDER / "cpu_attention.c", FOLDER / "cpu_draw.c", FOLDER / "cpu_lora.c"]
+HEADERS = [FOLDER / "cpu_vector.h"]
+KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SHORT = 1 << 19
+"""Work (multiply-adds or elements) below which a call stays in the calling thread and keeps the GIL: some 10 µs."""
+
+_P, _I, _T, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+SIGNATURES = {
+    "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
+    "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _T],
+    "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _T],
+    "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
+    "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
+    "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
+    "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
+    "fengine_attention": [_P] * 7 + [_I] * 7 + [_F, _T],
+    "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
+    "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
+    "fengine_top_ids": [_P] * 2 + [_I] * 3 + [_T],
+    "fengine_edit_logits": [_P] * 6 + [_I] * 2 + [_F],
+    "fengine_apply_bitmask": [_P] * 3 + [_I] * 2 + [_F],
+    "fengine_philox": [_P, _I, _P, _I],
+}
+TELLING = ("linear", "gated_linear", "lora_add", "attention", "draw", "logprobs", "top_ids")
+"""Kernels with memory of their own, which return whether there was none."""
+
+
+def openmp_runtime() -> str | None:
+    """Path of the OpenMP runtime that this process has loaded (torch's), None if there is none to be seen."""
+    try:
+        found = re.findall(r"\S*/lib(?:gomp|omp|iomp5)[-.\w]*", Path("/proc/self/maps").read_text())
+    except OSError:
+        found = [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib"))]
+    return min(found, key=lambda path: "/torch" not in path, default=None)
+
+
+@cache
+def kernels() -> tuple[Any, Any]:
+    """The library twice: calls that keep the GIL, and calls that release it."""
+    runtime = openmp_runtime()
+    if runtime:
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # our GOMP_parallel resolves to torch's
+    keeping = compiler.load("cpu", SOURCES, HEADERS, ctypes.PyDLL)
+    releasing = ctypes.CDLL(keeping._name)
+    for library in (keeping, releasing):
+        for name, types in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, _T if name.removeprefix("fengine_") in TELLING else None
+    return keeping, releasing
+
+
+def schedule(work: int) -> tuple[Any, int]:
+    """(library, threads) for a call of this much work."""
+    keeping, releasing = kernels()
+    return (keeping, 1) if work < SHORT else (releasing, torch.get_num_threads())
+
+
+def no_room(op: str) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"{op} finds no memory to work in: lower scheduler.max_step_tokens or cache.max_total_tokens, or free some"
+    )
+
+
+def plain(x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    if x.dtype != dtype:
+        raise UnsupportedFeatureError(f"{name} is {x.dtype}; on the CPU it must be {dtype}")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def readable(w: Tensor, name: str) -> Tensor:
+    if w.dtype not in KIND:
+        raise UnsupportedFeatureError(f"{name} is {w.dtype}; on the CPU weights are float32, bfloat16 or float16")
+    return w if w.is_contiguous() else w.contiguous()
