@@ -20,6 +20,7 @@ from fengine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from fengine.doors.adapter_paths import adapter_paths
 from fengine.doors.foreign_args import ALSO_OFF, HARMLESS
 from fengine.doors.foreign_args import REFUSED as REFUSED_BY_REASON
 from fengine.errors import ConfigError, GrammarError, UnsupportedFeatureError
@@ -255,38 +256,6 @@ class ServerArgs(_Foreign):
         if not self.weight_version:
             raise ConfigError("weight_version must be a text that is not empty")
         self.preferred()
-
-
-def adapter_paths(given: Any) -> tuple[dict[str, str], tuple[str, ...]]:
-    """SGLang's ways to name adapters and their paths: (path by name, those that are pinned). Errors: ConfigError."""
-    paths: dict[str, str] = {}
-    pinned = []
-    if isinstance(given, dict):
-        given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
-    for item in given or ():
-        if isinstance(item, str):  # a path alone is its own name
-            name, equals, path = item.partition("=")
-            item = {"lora_name": name, "lora_path": path if equals else name}
-        values = item if isinstance(item, dict) else {}
-        name, path = values.get("lora_name"), values.get("lora_path")
-        path = os.fspath(path) if isinstance(path, os.PathLike) else path
-        if not (isinstance(name, str) and name and isinstance(path, str) and path and values.keys() <= _LORA_KEYS):
-            raise ConfigError(
-                f'lora_paths must hold "name=path", paths, or dicts of lora_name, lora_path, pinned; got {item!r:.80}'
-            )
-        if "=" in name:
-            raise ConfigError(f"lora_paths: a name must not contain '=', got {name!r:.80}")
-        if name in paths:
-            raise ConfigError(f"lora_paths has two adapters of the name {name!r:.80}")
-        paths[name] = path
-        if values.get("pinned", False) is True:
-            pinned.append(name)
-        elif values.get("pinned", False) is not False:
-            raise ConfigError(f"lora_paths: pinned must be True or False, got {values['pinned']!r:.80}")
-    return paths, tuple(pinned)
-
-
-_LORA_KEYS = {"lora_name", "lora_path", "pinned"}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -41,6 +41,7 @@ FOLDERS: dict[str, list[str]] = {
     ],
     "checkpoint": ["safetensors_file", "hub"],
     "doors": [
+        "adapter_paths",
         "foreign_args",
         "adapters",
         "float_list",
@@ -88,7 +89,7 @@ FOLDERS: dict[str, list[str]] = {
 }
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"scalars", "text.regex_parts", "text.stop_regex", "doors.foreign_args"},
+    {"scalars", "text.regex_parts", "text.stop_regex", "doors.adapter_paths", "doors.foreign_args"},
     {"grammar"},
     {"extras"},
     {"sampling_params"},
