@@ -37,6 +37,7 @@ from fengine.state import KVState, Params, init_kv
 from fengine.step import make_forward, make_step
 from fengine.tokenizer import Tokenizer
 from fengine.weights.live import LiveWeights
+from fengine.weights.updates import WeightUpdates
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Parts:
     compile_seconds: float
     compiles_at_start: int
     weights: LiveWeights
+    updates: WeightUpdates
     memory: Memory
     profile: Profile
     kv_dtype: torch.dtype
@@ -68,6 +70,7 @@ class Parts:
             self.closed = True
             self.profile.close()
             self.driver.close()
+            self.updates.close()
             self.weights.close()
             gc.collect()
             if torch.cuda.is_available():
@@ -220,6 +223,7 @@ def assemble(
         compile_seconds=compile_seconds,
         compiles_at_start=compiles_at_start,
         weights=weights,
+        updates=WeightUpdates(weights),
         memory=Memory(
             driver, weights, lambda: new_pool(spec, pages, page_size, kv_dtype, device_of(config)), page_size
         ),

@@ -74,7 +74,7 @@ FOLDERS: dict[str, list[str]] = {
     "grammar": "characters regex rules ebnf references schema structural_tag trial backend cursor masks".split(),
     "models": ["llama", "qwen2", "qwen3"],
     "lora": ["layout", "peft_config", "peft_files", "adapters"],
-    "weights": ["places", "incoming", "group", "versions", "live"],
+    "weights": ["places", "incoming", "group", "versions", "live", "updates"],
     "serve": "config refusals fields token_text answers completions chat embeddings metrics bodies service app "
     "exchange connection server command __main__".split(),
     "runs": "words config vet explain hydra_state compose restore launch "

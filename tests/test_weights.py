@@ -445,7 +445,7 @@ def test_a_prompt_is_read_by_one_set_of_weights(two: tuple[Path, Path], kind: st
         def scheduling() -> Any:
             seen.append(1)
             if len(seen) == begun:
-                assert parts.weights.update_from_disk(two[1], None, version="v1").success
+                assert parts.updates.update_from_disk(two[1], None, version="v1").success
             return schedule()
 
         parts.driver.call(lambda: setattr(parts.driver.scheduler, "schedule", scheduling))
@@ -527,10 +527,10 @@ def test_spans_of_versions() -> None:
 
 def test_the_loop_does_not_wait_for_an_update_that_waits_for_it(shared: Engine) -> None:
     """As if a logit processor, which the loop calls, changed weights while another thread does."""
-    live = shared._parts.weights
-    with live._alone(), pytest.raises(EngineBusyError, match="from outside"):
-        shared._parts.driver.call(lambda: live.begin("all"))
-    assert shared._parts.driver.call(lambda: live.begin("all")).success and live.end().success
+    updates = shared._parts.updates
+    with updates._alone(), pytest.raises(EngineBusyError, match="from outside"):
+        shared._parts.driver.call(lambda: updates.begin("all"))
+    assert shared._parts.driver.call(lambda: updates.begin("all")).success and updates.end().success
 
 
 def test_a_closed_engine(two: tuple[Path, Path]) -> None:

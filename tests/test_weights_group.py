@@ -148,7 +148,7 @@ def test_what_is_to_be_received_must_be_described(two: tuple[Path, Path], monkey
         [norm[0], norm[1], [[2**70]]],
     ]
     with start(two[0]) as engine:
-        monkeypatch.setattr(engine._parts.weights.groups, "device", lambda name: torch.device("cpu"))
+        monkeypatch.setattr(engine._parts.updates.groups, "device", lambda name: torch.device("cpu"))
         for arguments in wrong:
             for load_format in (None, "flattened_bucket"):
                 with pytest.raises(InvalidRequestError):
@@ -164,13 +164,13 @@ def test_what_is_to_be_received_must_be_described(two: tuple[Path, Path], monkey
 def test_an_engine_may_be_shut_down_while_it_waits_for_a_trainer(two: tuple[Path, Path]) -> None:
     engine, results = start(two[0]), []
     waiting = threading.Event()
-    join = engine._parts.weights.groups.join
+    join = engine._parts.updates.groups.join
 
     def joining(*arguments: Any) -> None:
         waiting.set()
         join(*arguments)
 
-    engine._parts.weights.groups.join = joining  # type: ignore[method-assign]
+    engine._parts.updates.groups.join = joining  # type: ignore[method-assign]
 
     def call() -> None:
         results.append(engine.init_weights_update_group("127.0.0.1", free_port(), 1, 2, "g", "gloo", timeout=1))

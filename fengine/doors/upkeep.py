@@ -12,7 +12,7 @@ from fengine.errors import EngineClosedError, EngineDeadError, UnsupportedFeatur
 from fengine.host.steps import StepRecord, StepTeller
 from fengine.server_args import ServerArgs
 from fengine.weights.group import GroupError
-from fengine.weights.live import UpdateResult
+from fengine.weights.updates import UpdateResult
 
 GROUP_TIMEOUT = 300.0  # seconds
 
@@ -41,7 +41,7 @@ class Upkeep:
         Between two steps. The prefix cache is emptied. Requests that run are computed again from their tokens and go on
         with the new weights, or end first with `abort_all_requests`. `weight_version` labels what is drawn from then.
         """
-        return self._parts.weights.update_from_disk(
+        return self._parts.updates.update_from_disk(
             model_path, load_format, version=weight_version, abort=abort_all_requests
         )
 
@@ -53,7 +53,7 @@ class Upkeep:
 
         The prefix cache is emptied also with flush_cache=False: its pages were computed with the old weights.
         """
-        return self._parts.weights.update_from_tensor(
+        return self._parts.updates.update_from_tensor(
             named_tensors, load_format, version=weight_version, abort=abort_all_requests
         )
 
@@ -63,7 +63,7 @@ class Upkeep:
         abort_all_requests: bool = False,
     ) -> UpdateResult:  # fmt: skip
         """Weights that rank 0 of a group broadcasts in this order; as `update_weights_from_tensor`."""
-        return self._parts.weights.update_from_distributed(
+        return self._parts.updates.update_from_distributed(
             names, dtypes, shapes, group_name, load_format, version=weight_version, abort=abort_all_requests
         )
 
@@ -81,7 +81,7 @@ class Upkeep:
         broadcast may take. `backend`: "nccl" on CUDA, or "gloo"."""
         self._parts.driver.call(lambda: None)
         try:
-            self._parts.weights.groups.join(
+            self._parts.updates.groups.join(
                 master_address, master_port, rank_offset, world_size, group_name, backend, timeout
             )
         except GroupError as error:
@@ -92,20 +92,20 @@ class Upkeep:
         """Leaves a group."""
         self._parts.driver.call(lambda: None)
         try:
-            self._parts.weights.groups.leave(group_name)
+            self._parts.updates.groups.leave(group_name)
         except GroupError as error:
             return UpdateResult(False, str(error))
         return UpdateResult(True, f"left group {group_name!r}")
 
     def begin_weight_update(self, selector: str = "all") -> UpdateResult:
         """Updates are collected from here on, and take effect together in `end_weight_update`."""
-        return self._parts.weights.begin(selector)
+        return self._parts.updates.begin(selector)
 
     def end_weight_update(
         self, *, weight_version: str | None = None, abort_all_requests: bool = False
     ) -> UpdateResult:  # fmt: skip
         """All that was collected takes effect; nothing, if any part of it was refused."""
-        return self._parts.weights.end(version=weight_version, abort=abort_all_requests)
+        return self._parts.updates.end(version=weight_version, abort=abort_all_requests)
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any] | None:
         """The first `truncate_size` rows of a tensor as lists of floats; None for a name that the model has not."""
