@@ -31,6 +31,13 @@ class Plan:
         """One for each row, then those behind drafts, in the order of `drafts`."""
         return len(self.requests) + sum(len(draft) for _, draft in self.drafts)
 
+    def put_in(self, request: Request, start: int, count: int, sample: bool) -> None:
+        """A row behind those that are in."""
+        self.requests.append(request)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(sample)
+
     def take_out(self, request: Request) -> None:
         """Takes a decoding row out, if it is in, and sets the request back; its pages stay with it."""
         if request not in self.requests:

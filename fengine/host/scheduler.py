@@ -172,10 +172,7 @@ class Scheduler:
         if first_new_page < len(request.pages):
             plan.new_pages.append((request, first_new_page))
         sample = end == len(request.token_ids)
-        plan.requests.append(request)
-        plan.starts.append(start)
-        plan.counts.append(count)
-        plan.samples.append(sample)
+        plan.put_in(request, start, count, sample)
         request.num_computed = end
         if sample:
             request.num_pending += 1
