@@ -105,14 +105,17 @@ class RowTables:
 
     def _arrays(self, plan: Plan) -> Staged:
         size, count = self.page_size, len(plan.requests)
-        behind = [i for i, draft in plan.drafts for _ in draft]  # the row of each draw behind a draft
-        none = [0] * len(behind)
-        row_R = np.array([r.row for r in plan.requests] + [plan.requests[i].row for i in behind], np.int32)
-        start_R = np.array(plan.starts + none, np.int32)
-        count_R = np.array(plan.counts + none, np.int32)
+        rows, starts, counts = [request.row for request in plan.requests], plan.starts, plan.counts
+        if plan.drafts:
+            behind = [i for i, draft in plan.drafts for _ in draft]  # the row of each draw behind a draft
+            none = [0] * len(behind)
+            rows, starts, counts = rows + [rows[i] for i in behind], starts + none, counts + none
+        row_R = np.array(rows, np.int32)
+        start_R = np.array(starts, np.int32)
+        count_R = np.array(counts, np.int32)
         kv_len_R = start_R + count_R
-        q_start_B = np.zeros(len(row_R) + 1, np.int32)
-        np.cumsum(count_R, out=q_start_B[1:])
+        q_start_B = np.zeros(len(rows) + 1, np.int32)
+        np.add.accumulate(count_R, out=q_start_B[1:])
         if int(q_start_B[-1]) == count:  # one token a row: no expansion needed
             pos_T, row_T = start_R, row_R
         else:
@@ -120,9 +123,9 @@ class RowTables:
             row_T = np.repeat(row_R, count_R)
         width = -(-int(kv_len_R.max()) // size)
         feed_index_T, feed_from_T, token_T = self._tokens(plan, q_start_B)
-        self.last_index[row_R[:count]] = np.arange(count, dtype=np.int32)
+        self.last_index.put(row_R[:count], np.arange(count, dtype=np.int32))
         logit_index_R, sample_pos_R = q_start_B[1:] - 1, kv_len_R
-        if behind:
+        if plan.drafts:
             logit_index_R = draw_index(logit_index_R, plan)
             sample_pos_R = pos_T[logit_index_R] + 1
         return Staged(
@@ -133,11 +136,11 @@ class RowTables:
             kv_len_R=kv_len_R,
             page_table_RN=self.page_table[row_R, :width],
             logit_index_R=logit_index_R,
-            temperature_R=self.temperature[row_R],
-            top_k_R=self.top_k[row_R],
-            top_p_R=self.top_p[row_R],
-            min_p_R=self.min_p[row_R],
-            seed_R=self.seed[row_R],
+            temperature_R=self.temperature.take(row_R),
+            top_k_R=self.top_k.take(row_R),
+            top_p_R=self.top_p.take(row_R),
+            min_p_R=self.min_p.take(row_R),
+            seed_R=self.seed.take(row_R),
             sample_pos_R=sample_pos_R,
             feed_index_T=feed_index_T,
             feed_from_T=feed_from_T,

@@ -77,11 +77,13 @@ def views(buffer: Tensor, layout: list[Slot]) -> list[Tensor]:
     return [buffer[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in layout]
 
 
+BATCH = len(StepBatch._fields) - 1  # where in Staged the fields of SamplingBatch begin, of Feed, and of AdapterBatch
+SAMPLING = BATCH + len(SamplingBatch._fields)
+PLAIN = SAMPLING + len(Feed._fields) - 1
+
+
 def inputs(fields: list[Tensor], last_token_R: Tensor) -> tuple[StepBatch, SamplingBatch, Feed]:
-    """The step's arguments from tensors in the order of Staged's fields. Pure."""
-    batch = len(StepBatch._fields) - 1
-    sampling = batch + len(SamplingBatch._fields)
-    *fields, token_A, start_S = fields
-    adapters = AdapterBatch(token_A, start_S) if len(start_S) else None
-    step_batch = StepBatch(*fields[:batch], adapters=adapters)
-    return step_batch, SamplingBatch(*fields[batch:sampling]), Feed(last_token_R, *fields[sampling:])
+    """The step's arguments from tensors in the order of Staged's fields, those of adapters or not. Pure."""
+    adapters = AdapterBatch(*fields[PLAIN:]) if len(fields) > PLAIN and fields[-1].numel() else None
+    batch = StepBatch(*fields[:BATCH], adapters)
+    return batch, SamplingBatch(*fields[BATCH:SAMPLING]), Feed(last_token_R, *fields[SAMPLING:PLAIN])

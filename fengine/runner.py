@@ -20,6 +20,7 @@ from fengine.batching import ExtendedStaged, Staged, warm_staged
 from fengine.buckets import (
     FORWARD_TOKENS,
     GRAPH_TOKENS,
+    PLAIN,
     Bucket,
     Slot,
     decode_buckets,
@@ -47,8 +48,9 @@ class Flight(NamedTuple):
 
 
 def on_cpu(staged: Staged) -> list[Tensor]:
-    """The staged arrays as CPU tensors, without copies. Pure."""
-    return [torch.from_numpy(np.ascontiguousarray(array)) for array in staged]
+    """The staged arrays as CPU tensors, without copies; the adapters' only where there are some. Pure."""
+    arrays = staged if len(staged.adapter_start_S) else staged[:PLAIN]
+    return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
 
 class CpuRunner:

@@ -1,8 +1,8 @@
 """One step of the device column: a pure function of (params, kv, batch, sampling), and its compiled form."""
 
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ ForwardFn = Callable[[Params, KVState, StepBatch, "Feed"], tuple[KVState, Tensor
 # size of every intermediate costs as much as a small layer. `vec_isa_ok` takes the vector width from the CPU's flags
 # instead of from three test programs, which would be half of a warm start.
 INDUCTOR = {"cpp.threads": 1, "size_asserts": False, "cpp.vec_isa_ok": True}
+
+
+def guards(found: Sequence[Any]) -> list[bool]:
+    """Which of torch.compile's guards (its `GuardFilterEntry`s) are checked before every step. Pure.
+
+    What may differ between two calls of one engine's step: whether some row has an adapter, and how many layers there
+    are (a start tries one of each kind). All else is fixed when it is built, and to compare some 240 facts of it (every
+    weight's shape, every constant) would take a fifth of a short step.
+    """
+    return ["adapters" in guard.name or guard.guard_type == "SEQUENCE_LENGTH" for guard in found]
 
 
 class Feed(NamedTuple):
@@ -61,8 +71,6 @@ def make_step(spec: ModelSpec, *, compiled: bool) -> StepFn:
     def run(
         params: Params, kv: KVState, batch: StepBatch, sampling: SamplingBatch, feed: Feed
     ) -> tuple[KVState, StepOut]:
-        if compiled:  # nobody else asks, and torch would import its symbolic sizes for it, which takes seconds
-            tie_sizes(batch, sampling, feed)
         return step(params, spec, kv, resolve_feed(batch, feed), sampling)
 
     if not compiled:
@@ -70,7 +78,7 @@ def make_step(spec: ModelSpec, *, compiled: bool) -> StepFn:
     # A code object of its own: Dynamo keeps its graphs, and counts recompilations against a limit, per code object, and
     # every engine of this process would share this one.
     run.__code__ = run.__code__.replace()
-    return torch.compile(run, fullgraph=True, options=dict(INDUCTOR))
+    return torch.compile(run, fullgraph=True, options={**INDUCTOR, "guard_filter_fn": guards})
 
 
 def make_forward(spec: ModelSpec) -> ForwardFn:
@@ -83,23 +91,14 @@ def make_forward(spec: ModelSpec) -> ForwardFn:
     return run
 
 
-def tie_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:
-    """Tells the compiler which of the unbacked sizes are equal (T, R, B = R + 1)."""
-    tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
-    for tensor in (batch.pos_T, batch.slot_T, feed.index_T, feed.from_T):
-        torch._check(tensor.shape[0] == tokens)
-    for tensor in (batch.page_table_RN, batch.logit_index_R, *sampling):
-        torch._check(tensor.shape[0] == rows)
-    torch._check(batch.q_start_B.shape[0] == rows + 1)
-
-
 def mark_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:
-    """Marks T, R, B and N as sizes that the compiler must not specialise on. Call before the first compiled call."""
+    """Marks T, R, B, N and A as sizes that the compiler must not specialise on, each of them one size wherever it
+    stands in a name. Call before the first compiled call."""
     if "torch._dynamo" not in sys.modules:
         return  # nothing is compiled, and importing the compiler would take longer than importing torch
-    mark = torch._dynamo.decorators.mark_unbacked
-    token_A = () if batch.adapters is None else (batch.adapters.token_A,)
-    for tensor in (*batch._replace(adapters=None), *sampling, feed.index_T, feed.from_T, *token_A):
-        if tensor is not None:
-            mark(tensor, 0)
-    mark(batch.page_table_RN, 1)
+    adapters = {} if batch.adapters is None else {"token_A": batch.adapters.token_A}
+    fields = batch._asdict() | sampling._asdict() | feed._asdict() | adapters
+    for name, tensor in fields.items():
+        if name not in ("adapters", "last_token_R"):  # the latter always has all row slots
+            for dim, size in enumerate(name.rsplit("_", 1)[1]):
+                torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)

@@ -2,21 +2,30 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from fengine import Engine
-from fengine.build import build
-from fengine.config import CacheConfig, EngineConfig, Hardware, ModelConfig, SchedulerConfig, resolve
+from fengine.build import build, compile_count
+from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, ModelConfig, SchedulerConfig, resolve
 from fengine.device import device_of, refuse_unbuilt_shape
 from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
 from fengine.kv_pool import kv_bytes_per_token, new_pool, pool_pages
+from fengine.loader import load_params, read_config, spec_from_config
 from fengine.runner import CpuRunner
 from fengine.spec import ModelSpec, RopeSpec
+from fengine.state import KVState, init_kv, row_batch, row_sampling
+from fengine.step import Feed, StepFn, make_step, mark_sizes
 
 CPU = Hardware("cpu")
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32, "tie_word_embeddings": True, "rope_theta": 10000.0,
+}  # fmt: skip
 SPEC = ModelSpec("LlamaForCausalLM", 32, 8, 16, 2, 2, 1, 4, 1e-5, RopeSpec(1e4), 64, True)
 
 
@@ -86,16 +95,34 @@ def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:
 
 def test_each_engine_of_a_process_compiles_on_its_own(tmp_path) -> None:  # noqa: ANN001
     """Dynamo allows few recompilations per code object; engines must not eat up each other's."""
-    shape = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "num_key_value_heads": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 32, "tie_word_embeddings": True, "rope_theta": 10000.0,
-    }  # fmt: skip
     for i in range(10):
-        (tmp_path / "config.json").write_text(json.dumps(shape | {"hidden_size": 16 * (i + 1), "head_dim": 16}))
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 16 * (i + 1)}))
         with Engine(model_path=str(tmp_path), load_format="dummy", skip_tokenizer_init=True) as engine:
             assert engine.stats()["compiles"] == 1
             assert len(engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
+
+
+def test_a_compiled_step_tells_layers_apart_and_nothing_else(tmp_path) -> None:  # noqa: ANN001
+    """A start on CUDA tries one layer of each kind before it runs all: one compiled step serves both."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 32, "num_hidden_layers": 2}))
+    spec = spec_from_config(read_config(tmp_path))
+    params = load_params(tmp_path, spec, context_length=32, load_format=LoadFormat.dummy)
+    compiled, eager = make_step(spec, compiled=True), make_step(spec, compiled=False)
+
+    def run(step: StepFn, layers: int, tokens: list[int]) -> list[torch.Tensor]:
+        pages = init_kv(spec, 3, 4, torch.float32, "cpu")
+        batch, sampling = row_batch(tokens, 0, [1, 2], 4), row_sampling(len(tokens))
+        feed = Feed(torch.tensor([9], dtype=torch.int32), torch.zeros_like(batch.pos_T), batch.pos_T == 1)
+        mark_sizes(batch, sampling, feed)
+        kv = KVState(pages.k_PSGK[:layers], pages.v_PSGK[:layers])
+        kv, out = step(params | {"layers": params["layers"][:layers]}, kv, batch, sampling, feed)
+        return [*kv.k_PSGK, *kv.v_PSGK, *out]
+
+    before = compile_count()
+    for layers, tokens in product((1, 2, 1), ([3, 1, 2], [5], [4, 0, 1, 2, 8])):
+        pairs = zip(run(compiled, layers, tokens), run(eager, layers, tokens), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert compile_count() - before == 2
 
 
 @pytest.mark.parametrize(
