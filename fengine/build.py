@@ -110,6 +110,7 @@ def _from_compiler(error: Exception) -> bool:
     return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
 
 
+@torch.inference_mode(False)  # whatever the caller's mode: steps, in another thread, write to what is made here
 def build(config: EngineConfig) -> Parts:
     """Loads, compiles, warms up and starts. Errors: ConfigError, ModelLoadError and kinds, OutOfMemoryError."""
     started = time.perf_counter()
