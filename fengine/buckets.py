@@ -85,5 +85,5 @@ PLAIN = SAMPLING + len(Feed._fields) - 1
 def inputs(fields: list[Tensor], last_token_R: Tensor) -> tuple[StepBatch, SamplingBatch, Feed]:
     """The step's arguments from tensors in the order of Staged's fields, those of adapters or not. Pure."""
     adapters = AdapterBatch(*fields[PLAIN:]) if len(fields) > PLAIN and fields[-1].numel() else None
-    batch = StepBatch(*fields[:BATCH], adapters)
+    batch = StepBatch(*fields[:BATCH], adapters=adapters)
     return batch, SamplingBatch(*fields[BATCH:SAMPLING]), Feed(last_token_R, *fields[SAMPLING:PLAIN])
