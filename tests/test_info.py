@@ -3,6 +3,8 @@
 import gc
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -97,6 +99,21 @@ def test_freeze_gc(engine: Engine) -> None:
         assert gc.get_freeze_count() > before
     finally:
         gc.unfreeze()
+
+
+def test_collections_do_not_go_through_imports() -> None:
+    code = """if True:
+        import gc
+        from fengine import Engine
+        for _ in range(2):
+            with Engine(model_path="box", enable_torch_compile=False) as engine:
+                engine.generate("a", {"max_new_tokens": 1})
+                print(gc.get_freeze_count(), len(gc.get_objects()))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert done.stderr == "" and len(counts) == 2  # at exit, too, nobody complains of objects that stay
+    assert all(frozen > 100_000 and left < 20_000 for frozen, left in counts)
+    assert counts[1][0] <= counts[0][0]  # a second engine is not among them: it may be garbage one day
 
 
 def test_calls_without_a_counterpart_are_refused_by_name(engine: Engine) -> None:

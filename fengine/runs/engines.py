@@ -18,6 +18,7 @@ def open_engine(config: EngineConfig) -> Any:
     try:
         from fengine.engine import Engine
 
+        gc.freeze()
         return Engine.from_config(config)
     finally:
         gc.enable()
@@ -42,11 +43,7 @@ class EngineCache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        gc.freeze()  # the command ends: going through a million objects to free some of them would only take its time
-        try:
-            self.close()
-        finally:
-            gc.unfreeze()
+        self.close()
 
     def holds(self, config: EngineConfig) -> bool:
         return self._engine is not None and self._config == config
