@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fengine.errors import GrammarError, InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
-from fengine.scalars import exact_int, flag, integer, number
+from fengine.scalars import exact_int, flag, integer, number, told
 from fengine.text.stop_regex import compile_patterns
 
 TOP_K_ALL = 1 << 30  # stored form of "top_k off", as SGLang does
@@ -159,7 +159,7 @@ def _draw(given: dict[str, Any]) -> dict[str, Any]:
             raise InvalidRequestError(f"sampling_seed must be an integer, got {type(given['sampling_seed']).__name__}.")
         out["sampling_seed"] = seed
         if not -(2**63) <= seed < 2**63:
-            raise InvalidRequestError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}.")
+            raise InvalidRequestError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {told(seed)}.")
     return out
 
 

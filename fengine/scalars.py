@@ -5,6 +5,8 @@ from typing import Any
 
 from fengine.errors import InvalidRequestError
 
+MAX_BITS = 1024  # of an integer: its digits fit into a message
+
 
 def exact_int(value: Any) -> int | None:
     """The int that `value` is: an int, or an integer scalar of numpy or torch. None for bool and all else. Pure."""
@@ -26,17 +28,26 @@ def exact_float(value: Any) -> float | None:
     return None
 
 
+def told(value: Any) -> str:
+    """The beginning of its repr, for a message; of what has none (an int of 5,000 digits has none) its type. Pure."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"one that cannot be shown ({type(value).__name__})"
+
+
 def number(name: str, value: Any) -> float:
     found = exact_float(value)
     if found is None:
-        raise InvalidRequestError(f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}.")
+        raise InvalidRequestError(f"{name} must be a number, got {told(value)} of type {type(value).__name__}.")
     return found
 
 
 def integer(name: str, value: Any) -> int:
     found = exact_int(value)
-    if found is None:
-        raise InvalidRequestError(f"{name} must be an integer, got {value!r:.80} of type {type(value).__name__}.")
+    if found is None or found.bit_length() > MAX_BITS:
+        kind = "an integer" if found is None else f"an integer of at most {MAX_BITS} bits"
+        raise InvalidRequestError(f"{name} must be {kind}, got {told(value)} of type {type(value).__name__}.")
     return found
 
 
@@ -46,4 +57,4 @@ def flag(name: str, value: Any) -> bool:
         plain = value.tolist() if hasattr(value, "tolist") else value
         if isinstance(plain, bool):
             return plain
-    raise InvalidRequestError(f"{name} must be True or False, got {value!r:.80}.")
+    raise InvalidRequestError(f"{name} must be True or False, got {told(value)}.")

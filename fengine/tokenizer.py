@@ -196,7 +196,9 @@ class Tokenizer:
 
     def _render(self, messages: list[dict[str, Any]], values: dict[str, Any], add_generation_prompt: bool) -> str:
         if not isinstance(add_generation_prompt, bool):
-            raise InvalidRequestError(f"add_generation_prompt must be True or False, got {add_generation_prompt!r}.")
+            raise InvalidRequestError(
+                f"add_generation_prompt must be True or False, got {add_generation_prompt!r:.80}."
+            )
         size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
         if size > self.max_chars:
             raise ContextLengthError(

@@ -334,6 +334,8 @@ def test_chats_that_are_refused(llm: sgl.Engine) -> None:
             llm.chat(messages, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(UnknownParameterError, match="no_such"):
         llm.chat(MESSAGES, GREEDY, chat_template_kwargs={"no_such": 1})
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs must be a dict of values by name"):
+        llm.chat(MESSAGES, GREEDY, chat_template_kwargs={1: 1})
     with pytest.raises(InvalidRequestError, match="leave prompt out"):
         llm.chat(MESSAGES, GREEDY, prompt="x")
     with pytest.raises(TypeError, match="no_such"):

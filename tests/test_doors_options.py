@@ -255,6 +255,16 @@ def test_bad_batches_are_refused(engine: Engine, arguments: dict, message: str) 
         engine.generate(input_ids=[[1], [2]], **arguments)
 
 
+def test_integers_of_5000_digits_are_refused_by_name(engine: Engine) -> None:
+    """Python writes no more than 4,300 digits, also not into a message."""
+    for name in ("temperature", "top_k", "max_new_tokens", "n", "ignore_eos", "sampling_seed", "stream_interval"):
+        with pytest.raises(InvalidRequestError, match=f"{name} must be .*, got one that cannot be shown"):
+            engine.generate(input_ids=[1], sampling_params={name: 10**5000})
+    for arguments in ({"priority": 10**5000}, {"top_logprobs_num": 10**5000}, {"token_ids_logprob": [-(10**5000)]}):
+        with pytest.raises(InvalidRequestError, match=f"{next(iter(arguments))}.* one that cannot be shown"):
+            engine.generate(input_ids=[1], **arguments)
+
+
 def test_no_float_gets_past_that_is_not_finite(engine: Engine) -> None:
     draw = random.Random(1)
     names = ["temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"]

@@ -12,6 +12,7 @@ from fengine.doors.calls import AsyncStream, Call, Stream
 from fengine.doors.options import Door, bring_back, grammars_in
 from fengine.doors.results import Output
 from fengine.errors import EngineClosedError, InvalidRequestError
+from fengine.scalars import told
 from fengine.tokenizer import Tokenizer
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -199,8 +200,8 @@ class Generation:
         return [ids(chat) for chat in messages] if several else ids(messages)
 
     def _template_values(self, tools: Any, values: Any) -> dict[str, Any]:
-        if values is not None and not isinstance(values, dict):
-            raise InvalidRequestError(f"chat_template_kwargs must be a dict, got {type(values).__name__}.")
+        if values is not None and not (isinstance(values, dict) and all(isinstance(name, str) for name in values)):
+            raise InvalidRequestError(f"chat_template_kwargs must be a dict of values by name, got {told(values)}.")
         given = {} if tools is None else {"tools": tools}
         return {**(self._door.args.default_chat_template_kwargs or {}), **given, **(values or {})}
 

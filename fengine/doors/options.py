@@ -17,7 +17,7 @@ from fengine.extras import Extras
 from fengine.grammar.backend import Grammar, Grammars, Source
 from fengine.request import Adapter, SamplingParams
 from fengine.sampling_params import json_like
-from fengine.scalars import exact_int, integer
+from fengine.scalars import exact_int, integer, told
 from fengine.server_args import ServerArgs
 
 MAX_TOP_LOGPROBS = 1024
@@ -54,7 +54,7 @@ def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
         if None in exact:
             i = exact.index(None)
             kind = type(ids[i]).__name__
-            raise InvalidRequestError(f"{name}[{i}] must be an integer, got {ids[i]!r:.80} ({kind}).")
+            raise InvalidRequestError(f"{name}[{i}] must be an integer, got {told(ids[i])} ({kind}).")
         ids = exact
     try:  # a call may bring a million ids, before which no step can start: one pass over the objects, not two
         fit = np.frombuffer(array("I", ids), np.uintc).max() < vocab_size
@@ -62,7 +62,7 @@ def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
         fit = False
     if not fit:
         i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-        raise InvalidRequestError(f"{name}[{i}] is {bad}; token ids must be in [0, {vocab_size - 1}].")
+        raise InvalidRequestError(f"{name}[{i}] is {told(bad)}; token ids must be in [0, {vocab_size - 1}].")
     return list(ids)
 
 
