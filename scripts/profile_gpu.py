@@ -6,7 +6,7 @@ Each workload runs whole and unprofiled first: that gives wall, tokens/s and the
 wall of every step. Then it runs again with CUDA activity recorded in a short window in its middle, and is aborted
 behind the window. Kernels inside replayed CUDA graphs are recorded one by one. Recording slows launches a little: the
 table gives the window's own idle share, and the kernel time beside the wall that the same steps took unprofiled.
-Random weights, as in bench_gpu.py. Ends with status 2 where there is no GPU.
+Random weights, as in bench_gpu.py. --budget ends in time, with fewer workloads. Ends with status 2 without a GPU.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from bench_gpu import dummy_engine, write
 from floors import floor, shape
-from measure import need_gpu
+from measure import Budget, add_budget, need_gpu
 from workloads import Work, suite
 
 from fengine import Engine
@@ -31,13 +31,17 @@ FIRST = ["latency_b1", "latency_b32", "prefill_4k"]  # what runs unless others a
 WINDOW = {"latency_b1": 0.25, "latency_b32": 0.25, "throughput_mixed": 2.0}  # seconds; 1 for the others
 OPS = (  # the first that matches a kernel's name
     ("compiled glue", r"^triton_"),
-    ("draw", r"^(block|level|candidate|row)_kernel|draw|sampl|gumbel|argmax"),
-    ("linear, ours", r"linear"),
+    ("draw", r"^(block|level|candidate|row|gather)_kernel"),
+    ("linear, ours", r"^(linear|hopper)_kernel"),
     ("linear, cuBLAS", r"nvjet|cublas|gemm|gemv|cutlass|splitk|xmma"),
-    ("attention", r"attention|attend|flash|fmha|^merge_kernel|decode_kernel|prefill_kernel"),
+    ("q, k, v with rope and KV write", r"^qkv_kernel"),
+    ("attention, few tokens a row", r"^rows_kernel"),
+    ("attention, many", r"^(tiles|table|persistent)_kernel"),
     ("rope and KV write", r"rope|kv_write"),
     ("norm", r"norm"),
     ("silu", r"silu"),
+    ("feed, take, hand on", r"^(feed|take|hand_on)_kernel"),
+    ("adapters", r"^(shrink|expand)_kernel"),
     ("copies", r"memcpy|memset|copy|catarray|fill"),
     ("other glue", r"elementwise|index|gather|where"),
 )
@@ -204,13 +208,15 @@ def profile(engine: Engine, config: dict[str, Any], name: str, work: Work, secon
     }
 
 
-def profile_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
+def profile_model(model: str, args: argparse.Namespace, budget: Budget) -> dict[str, Any]:
     config = shape(model)
     works = suite(model, config["vocab_size"])
     names = list(works) if args.workload == ["all"] else args.workload or FIRST
     with dummy_engine(model, numerics=args.numerics) as engine:
         rows: dict[str, Any] = {"numerics": args.numerics, "engine": engine.stats()}
         for name in names:
+            if not budget.allows(f"{model} {name}", 3 * floor(config, works[name]).total + 3):
+                continue
             rows[name] = profile(
                 engine, config, name, works[name][: args.requests], args.window or WINDOW.get(name, 1.0)
             )
@@ -246,13 +252,15 @@ def main() -> None:
     p.add_argument("--requests", type=int, help="at most so many requests of each workload")
     p.add_argument("--window", type=float, help="seconds recorded")
     p.add_argument("--numerics", default="exact", choices=("exact", "fast"))
+    add_budget(p)
     args = p.parse_args()
     need_gpu(p)
+    budget = Budget(args.budget)
     record(lambda: torch.zeros(1, device="cuda").add_(1))  # its own start-up, before any graph is captured
     tables: dict[str, Any] = {}
     for model in args.model or ["llama-3.1-8b", "qwen2.5-0.5b"]:
-        tables[model] = profile_model(model, args)
-        write("profile_gpu", {"models": tables}, args.out)
+        tables[model] = profile_model(model, args, budget)
+        write("profile_gpu", {"models": tables, "left_out": budget.left_out}, args.out)
         gc.collect()
 
 

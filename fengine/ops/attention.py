@@ -132,6 +132,8 @@ def schedules(q_THK: Tensor, k_PSGK: Tensor, rows: int, keys: int, processors: i
     splits = max(1, 2 * processors // (rows * groups))  # two programs a multiprocessor: more would wait for room
     splits = chunks if splits >= 0.9 * chunks else splits  # nobody takes two chunks while others take one
     few = alone._replace(warps=4, splits=splits)  # ragged rows end 2 % earlier than with 2 warps
+    if rows * groups >= 4 * processors and q_THK.element_size() == 2:  # small programs, which hide each other's waits
+        few = alone._replace(warps=2, stages=stages_for(q_THK, alone.tile, 2))
     if tokens <= rows:
         return [Schedule(few, None), Schedule(alone, None)]
     tile = max(16 if q_THK.dtype == torch.float32 else 64, padded_heads(q_THK, k_PSGK))
