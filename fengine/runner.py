@@ -61,7 +61,7 @@ class CpuRunner:
     ) -> None:
         self.step, self.params, self.adapter_slots = step, params, adapter_slots
         self.forward, self.extended = forward, extended
-        self.last_token_R = torch.zeros(rows, dtype=torch.int32)
+        self.last_token_R = torch.zeros(rows, dtype=torch.int32)  # drawn by the step before
         self.before: Callable[[], list[int]] = list  # gives the tokens of the step before
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
@@ -81,7 +81,7 @@ class CpuRunner:
             kv, out, findings = self.extended(self.params, kv, *arguments, staged.wants, self.before, self.forward)
         else:
             kv, out = self.step(self.params, kv, *inputs(on_cpu(staged), self.last_token_R))
-        self.last_token_R[: out.token_R.shape[0]] = out.token_R
+        self.last_token_R = out.token_R
         self.before = out.token_R.tolist
         return kv, Flight(lambda: (out.token_R.tolist(), out.logprob_R.tolist()), findings)
 

@@ -39,7 +39,7 @@ class Feed(NamedTuple):
     Where from_T[t] is true, token t of the batch is last_token_R[index_T[t]] instead of what the host staged.
     """
 
-    last_token_R: Tensor  # int32, the tokens drawn by the step before
+    last_token_R: Tensor  # int32, the tokens drawn by the step before, which had its own R
     index_T: Tensor  # int32
     from_T: Tensor  # bool
 
@@ -99,6 +99,7 @@ def mark_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:
     adapters = {} if batch.adapters is None else {"token_A": batch.adapters.token_A}
     fields = batch._asdict() | sampling._asdict() | feed._asdict() | adapters
     for name, tensor in fields.items():
-        if name not in ("adapters", "last_token_R"):  # the latter always has all row slots
-            for dim, size in enumerate(name.rsplit("_", 1)[1]):
+        if name != "adapters":
+            sizes = ["R before"] if name == "last_token_R" else name.rsplit("_", 1)[1]
+            for dim, size in enumerate(sizes):
                 torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)

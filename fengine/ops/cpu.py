@@ -259,12 +259,22 @@ def apply_bitmask_(logits: Tensor, row: Tensor, mask: Tensor) -> None:
 
 def feed(token: Tensor, last_token: Tensor, index: Tensor, from_: Tensor) -> Tensor:
     """`token`, or where `from_` says so last_token[index]."""
-    return torch.where(from_, last_token.index_select(0, index), token)
+    token, last_token = plain(token, "token", torch.int32), plain(last_token, "last_token", torch.int32)
+    index, from_ = plain(index, "index", torch.int32), plain(from_, "from_", torch.bool)
+    out, tokens = torch.empty_like(token), token.shape[0]
+    schedule(tokens)[0].fengine_feed(
+        token.data_ptr(), last_token.data_ptr(), index.data_ptr(), from_.data_ptr(), out.data_ptr(), tokens
+    )
+    return out
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Rows `index` of x."""
-    return x.index_select(0, index)
+    x, index = plain(x, "take's x"), plain(index, "index", torch.int32)
+    rows, d = index.shape[0], x.shape[1]
+    out = x.new_empty((rows, d))
+    schedule(rows * d)[0].fengine_take(x.data_ptr(), index.data_ptr(), out.data_ptr(), rows, d)
+    return out
 
 
 def hand_on_(token: Tensor, logprob: Tensor, last_token: Tensor, out: Tensor) -> None:

@@ -366,3 +366,16 @@ API void fengine_apply_bitmask(float *logits, const int32_t *row, const int32_t 
         }
     }
 }
+
+/* -- the edges of a step: edges.py ----------------------------------------------------------------------------------- */
+
+API void fengine_feed(const int32_t *token, const int32_t *last, const int32_t *index, const uint8_t *from, int32_t *out,
+                      int64_t tokens) {
+    for (int64_t t = 0; t < tokens; t++)
+        out[t] = from[t] ? last[index[t]] : token[t];
+}
+
+API void fengine_take(const float *x, const int32_t *index, float *out, int64_t rows, int64_t d) {
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(out + row * d, x + index[row] * d, (size_t)d * 4);
+}

@@ -39,6 +39,8 @@ SIGNATURES = {
     "fengine_top_ids": [_P] * 2 + [_I] * 3 + [_T],
     "fengine_edit_logits": [_P] * 6 + [_I] * 2 + [_F],
     "fengine_apply_bitmask": [_P] * 3 + [_I] * 2 + [_F],
+    "fengine_feed": [_P] * 5 + [_I],
+    "fengine_take": [_P] * 3 + [_I] * 2,
     "fengine_philox": [_P, _I, _P, _I],
 }
 TELLING = ("linear", "gated_linear", "lora_add", "attention", "draw", "logprobs", "top_ids")
