@@ -170,7 +170,7 @@ def assemble(
     slots = 0 if adapters is None else adapters.slots
     runner: CpuRunner | CudaRunner
     if device_of(config) == "cpu":
-        runner = CpuRunner(step, params, draws, make_forward(stepped), extended, slots)
+        runner = CpuRunner(step, params, make_forward(stepped), extended, slots)
     else:
         runner = CudaRunner(
             step, params, rows=draws, tokens=tokens, width=width, graphs=config.compile.cuda_graph,

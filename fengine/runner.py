@@ -57,11 +57,11 @@ class CpuRunner:
     """Runs the step in the calling thread, without padding: sizes are dynamic in the one compiled graph."""
 
     def __init__(
-        self, step: StepFn, params: Params, rows: int, forward: ForwardFn, extended: ExtendedFn, adapter_slots: int
+        self, step: StepFn, params: Params, forward: ForwardFn, extended: ExtendedFn, adapter_slots: int
     ) -> None:
         self.step, self.params, self.adapter_slots = step, params, adapter_slots
         self.forward, self.extended = forward, extended
-        self.last_token_R = torch.zeros(rows, dtype=torch.int32)  # drawn by the step before
+        self.last_token_R = torch.zeros(1, dtype=torch.int32)  # drawn by the step before
         self.before: Callable[[], list[int]] = list  # gives the tokens of the step before
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:

@@ -3,9 +3,10 @@
     git worktree add /tmp/before COMMIT && python scripts/bench_commits.py /tmp/before
 
 Both engines live in processes of their own, with `PYTHONPATH` on their checkout, and take turns, so that a drift of the
-machine falls on both: each pair of runs gives one ratio. The ratio of the best runs is told, too: other work on the
-machine disturbs it least. The cases are those of bench_cpu_box.py and bench_cpu_qwen.py; one request to the box is
-asked eight times a run, as it takes a tenth of a second.
+machine falls on both: each pair of runs gives one ratio. Each pair has new processes, as where its memory lies makes
+one process up to a tenth faster than the next. The ratio of the best runs is told, too: other work on the machine
+disturbs it least. The cases are those of bench_cpu_box.py and bench_cpu_qwen.py; one request to the box is asked eight
+times a run, as it takes a tenth of a second.
 """
 
 import argparse
@@ -90,10 +91,16 @@ class Checkout:
         self.process.wait()
 
 
-def measured(pair: list[Checkout], case: str, first: int) -> tuple[float, float]:
-    """A run of each, of which pair[first] goes first."""
-    rates = {i: pair[i].run(case) for i in (first, 1 - first)}
-    return rates[0], rates[1]
+def measured(roots: tuple[Path, Path], model: str, names: list[str], first: int) -> dict[str, tuple[float, float]]:
+    """By case a run of each, of which roots[first] goes first, behind a run that warms up."""
+    pair = [Checkout(root, model) for root in roots]
+    found = {}
+    for case in names:
+        rates = [{i: pair[i].run(case) for i in (first, 1 - first)} for _ in range(2)][1]
+        found[case] = (rates[0], rates[1])
+    for one in pair:
+        one.close()
+    return found
 
 
 def commit(root: Path) -> str:
@@ -116,16 +123,14 @@ def main() -> None:
     if not (other / "fengine").is_dir():
         p.error(f"{other} is not a checkout: it has no folder fengine")
     for model in args.models.split(","):
-        pair = [Checkout(HERE, model), Checkout(other, model)]
-        for case in [name for name in cases(model) if (args.only or "") in name]:
-            turns = [measured(pair, case, first=turn % 2) for turn in range(args.runs + 1)][1:]  # the first warms up
-            mine, its = zip(*turns, strict=True)
-            ratios = [a / b for a, b in turns]
+        names = [name for name in cases(model) if (args.only or "") in name]
+        turns = [measured((HERE, other), model, names, first=turn % 2) for turn in range(args.runs)]
+        for case in names:
+            mine, its = zip(*(turn[case] for turn in turns), strict=True)
+            ratios = [a / b for a, b in zip(mine, its, strict=True)]
             table[f"{model}: {case}"] = {"ratio": statistics.median(ratios), "ratios": ratios,
                                          "ratio_of_best": max(mine) / max(its),
                                          "this": summary(mine), "other": summary(its)}  # fmt: skip
-        for one in pair:
-            one.close()
     figures = {"unit": "output tokens/s", "other_commit": commit(other), "table": table}
     save("bench_commits", figures, args.out)
 

@@ -139,9 +139,10 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
     """Has an engine that was built for the CPU go on with a `CudaRunner`."""
     monkeypatch.setattr("fengine.runner.torch", Torch())
     old, driver, page_size = parts.driver.runner, parts.driver, parts.config.cache.page_size
-    limits = parts.config.scheduler
+    limits, speculation = parts.config.scheduler, driver.scheduler.speculation
+    rows = max(limits.max_running_requests, speculation.step_tokens if speculation else 0)
     runner = CudaRunner(
-        old.step, old.params, rows=len(old.last_token_R), tokens=limits.max_step_tokens,
+        old.step, old.params, rows=rows, tokens=limits.max_step_tokens,
         width=driver.tables.page_table.shape[1], graphs=True, device="cpu", forward=old.forward, extended=old.extended,
         adapter_slots=old.adapter_slots,
     )  # fmt: skip
