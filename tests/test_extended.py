@@ -567,7 +567,7 @@ def test_torchs_default_device_is_refused_at_the_start_and_harmless_later(checkp
         asks = [Ask(prompt(9), Extras(logprob_start=0, hidden="full", frequency_penalty=1.0))]
         before = outcome(run(found, asks)[0])
         with torch.device("meta"):
-            assert found.weights.update_from_disk(checkpoint, None).success
+            assert found.updates.update_from_disk(checkpoint, None).success
             assert outcome(run(found, asks)[0]) == before
 
 
