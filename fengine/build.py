@@ -19,7 +19,6 @@ from fengine.device import detect_hardware, device_of, refuse_default_device, re
 from fengine.driver import Driver
 from fengine.errors import ConfigError, OutOfMemoryError
 from fengine.extended import make_extended, warm_up
-from fengine.garbage import freeze_imports
 from fengine.host.ngram import speculation_of
 from fengine.host.pages import PagePool
 from fengine.host.prefix_cache import PrefixCache
@@ -163,7 +162,6 @@ def assemble(
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(params)
     stepped = replace(spec, exact=config.numerics is Numerics.exact)
     step, extended = make_step(stepped, compiled=bool(config.compile.enabled)), make_extended(stepped)
-    freeze_imports()  # torch's compiler is among them by now
     speculation = speculation_of(config.speculation, spec.vocab_size)
     draws = rows if speculation is None else max(rows, speculation.step_tokens)
     adapters, adapter_memory = open_adapters(config.lora, spec, params, str(model_dir))

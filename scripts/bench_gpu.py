@@ -54,7 +54,11 @@ def dummy_engine(model: str, **options: Any) -> Iterator[Engine]:
         (Path(folder) / "config.json").write_text(json.dumps(shape(model)))
         base = {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True, "context_length": CONTEXT}
         with Engine(model_path=folder, **(base | options)) as engine:
-            yield engine
+            engine.freeze_gc()  # as the commands and the server do
+            try:
+                yield engine
+            finally:
+                gc.unfreeze()
 
 
 def write(name: str, figures: dict[str, Any], out: str | None) -> None:

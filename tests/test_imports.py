@@ -89,7 +89,7 @@ FOLDERS: dict[str, list[str]] = {
 }
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"scalars", "garbage", "text.regex_parts", "text.stop_regex", "doors.adapter_paths", "doors.foreign_args"},
+    {"scalars", "text.regex_parts", "text.stop_regex", "doors.adapter_paths", "doors.foreign_args"},
     {"grammar"},
     {"extras"},
     {"sampling_params"},

@@ -1,5 +1,7 @@
 """`Upkeep`: the calls of `Engine` that are not about prompts: weights, memory, caches, information, profiling."""
 
+import atexit
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -7,7 +9,6 @@ from typing import Any, NamedTuple
 from fengine.build import Parts
 from fengine.doors import info
 from fengine.errors import EngineClosedError, EngineDeadError, UnsupportedFeatureError
-from fengine.garbage import freeze
 from fengine.host.steps import StepRecord, StepTeller
 from fengine.server_args import ServerArgs
 from fengine.weights.group import GroupError
@@ -143,7 +144,9 @@ class Upkeep:
 
     def freeze_gc(self) -> None:
         """Collects garbage once, then exempts all that is left from later collections (`gc.freeze`)."""
-        freeze()
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or Triton's bindings would report at the end what the collector cannot take
 
     # -- information ---------------------------------------------------------------------------------------------------
 
