@@ -254,6 +254,12 @@ def test_most_schemas_can_be_held() -> None:
         ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", "[1,  2]"),
         ({"type": "array", "items": {"type": "integer"}}, "[\n  1\n]", "[1] "),
         ({"type": "string", "maxLength": 2}, '"é日"', '"abc"'),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0.5", "0"),
+        ({"type": "number", "exclusiveMinimum": 9, "exclusiveMaximum": 9.99}, "9.01", "9"),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, "-0.001", "-0"),
+        ({"minimum": -1.97, "allOf": [{"type": "number", "exclusiveMaximum": -1}]}, "-1.01", "-1"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0.001", "0"),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, "9007199254740993", "-1"),
         ({"type": "object", "required": ["n"], "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
          '{"n": {"n": null}}', '{"n": {}}'),
         ({"type": "array", "items": {"$ref": "#/$defs/a~1b%25/items"}, "$defs": {"a/b%": {"items": {"const": 5}}}},
@@ -322,6 +328,11 @@ BAD = [
     ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
     ("json_schema", '{"type": "integer", "multipleOf": 999983}', "multipleOf"),
     ("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+    *(("json_schema", json.dumps({"type": kind} | bound), "to be held exactly") for kind, bound in (
+        ("integer", {"minimum": 1e20}), ("integer", {"maximum": -(2**63) - 1}), ("integer", {"minimum": 2**53 + 1}),
+        (["integer", "null"], {"exclusiveMinimum": 2**63}), ("number", {"maximum": 2**53 + 3}),
+        ("number", {"maximum": -(10**400)}))),
+    ("json_schema", '{"type": "number", "maximum": 1e999}', "to be held exactly"),
     *(("json_schema", schema, "13 different patterns")  # the matcher's work would double with each
       for schema in (
           json.dumps({"allOf": [{"pattern": f"a.*{i}.*b"} for i in range(13)]}),

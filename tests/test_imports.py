@@ -71,7 +71,7 @@ FOLDERS: dict[str, list[str]] = {
         "tokenizer_files",
         "token_texts",
     ],
-    "grammar": "characters regex rules ebnf references schema structural_tag trial backend cursor masks".split(),
+    "grammar": "characters regex rules ebnf references bounds schema structural_tag trial backend cursor masks".split(),
     "models": ["llama", "qwen2", "qwen3"],
     "lora": ["layout", "peft_config", "peft_files", "adapters"],
     "weights": ["places", "incoming", "group", "versions", "live", "updates"],

@@ -17,7 +17,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
 from fengine.errors import GrammarError
-from fengine.grammar import references
+from fengine.grammar import bounds, references
 from fengine.grammar.characters import SURROGATE
 from fengine.grammar.regex import explicit
 
@@ -144,6 +144,7 @@ class _Checker:
 
     def __init__(self, document: Any) -> None:
         self.closing = not any("allOf" in node for node in _objects(document))
+        self.fractions = bounds.fractions(_objects(document))
         self.nodes: dict[str, Any] = {}
 
     def schema(self, value: Any, at: str) -> dict[str, Any]:
@@ -192,6 +193,7 @@ class _Checker:
         """`out`. What the matcher would read otherwise, rewritten or refused. Modifies: `out`."""
         if self.closing and "properties" in out and not {"additionalProperties", "patternProperties"} & set(out):
             out["additionalProperties"] = False
+        bounds.hold(out, self.fractions, at)
         open_keys = out.get("additionalProperties", True) is not False or out.get("patternProperties")
         if out.get("minProperties", 0) > 1 and open_keys:
             raise GrammarError(

@@ -1,0 +1,53 @@
+"""Bounds of numbers in a JSON schema: what the matcher reads in another way than a validator, rewritten or refused.
+
+- Between a whole number and a fraction behind it, 9 < x <= 9.99, it lets the 9 through: such a 9 becomes the float
+  next to it (and 0 becomes TINY, whose digits are still few).
+- It reads bounds as floats, and where integers are asked for as integers of 64 bits: a bound that these cannot hold is
+  refused, if they would let more through. No torch.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from fengine.errors import GrammarError
+
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LEAST, MOST = -(2**63), 2**63 - 1
+TINY = 1e-15
+
+
+def fractions(objects: Iterable[dict[str, Any]]) -> set[float]:
+    """The bounds that are no whole numbers: wherever they stand, they may meet any other bound. Pure."""
+    values = [node.get(key) for node in objects for key in LOWER + UPPER]
+    return {value for value in values if isinstance(value, float) and not value.is_integer()}
+
+
+def hold(node: dict[str, Any], among: set[float], at: str) -> None:
+    """`among`: the document's `fractions`. Modifies: node. Errors: GrammarError."""
+    for key in [key for key in LOWER + UPPER if key in node]:
+        if not _is_held(node[key], key in LOWER, node.get("type")):
+            raise GrammarError(f"json_schema: {key} at {at} is too large, or has too many digits, to be held exactly")
+    low, high = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
+    if low is not None and low >= 0 and low == int(low) and any(low < value < low + 1 for value in among):
+        del node["exclusiveMinimum"]
+        node["minimum"] = max(node.get("minimum", low), math.nextafter(low, math.inf) if low else TINY)
+    if high is not None and high <= 0 and high == int(high) and any(high - 1 < value < high for value in among):
+        del node["exclusiveMaximum"]
+        node["maximum"] = min(node.get("maximum", high), math.nextafter(high, -math.inf) if high else -TINY)
+
+
+def _is_held(value: float, lower: bool, kind: Any) -> bool:
+    """Whether the matcher lets no more through than this bound does. Pure."""
+    kinds = {kind} if isinstance(kind, str) else set(kind or ())
+    try:
+        seen = float(value)
+    except OverflowError:
+        return False
+    if not math.isfinite(seen):
+        return False
+    whole, either = kinds & {"integer", "number"} == {"integer"}, "integer" in kinds or not kinds
+    if lower:
+        return (min(seen, MOST) if either else seen) >= value
+    seen = max(seen, LEAST) if either else seen
+    return (min(seen, MOST) if whole else seen) <= value
