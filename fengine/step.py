@@ -27,7 +27,7 @@ def guards(found: Sequence[Any]) -> list[bool]:
     """Which of torch.compile's guards (its `GuardFilterEntry`s) are checked before every step. Pure.
 
     What may differ between two calls of one engine's step: whether some row has an adapter, and how many layers there
-    are (a start tries one of each kind). All else is fixed when it is built, and to compare some 240 facts of it (every
+    are (a start tries one of each kind). All else is fixed when it is built, and to compare some 200 facts of it (every
     weight's shape, every constant) would take a fifth of a short step.
     """
     return ["adapters" in guard.name or guard.guard_type == "SEQUENCE_LENGTH" for guard in found]
