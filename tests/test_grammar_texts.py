@@ -333,6 +333,9 @@ BAD = [
         (["integer", "null"], {"exclusiveMinimum": 2**63}), ("number", {"maximum": 2**53 + 3}),
         ("number", {"maximum": -(10**400)}))),
     ("json_schema", '{"type": "number", "maximum": 1e999}', "to be held exactly"),
+    ("json_schema", json.dumps({"allOf": [{"type": "integer"}, {"enum": [1, [1e20]]}]}), "a number of enum"),
+    ("json_schema", json.dumps({"const": {"a": 2**53 + 1}}), "a number of const at # is too large"),
+    ("json_schema", '{"const": 123456789.12345679}', "a number of const at # is too large"),
     *(("json_schema", schema, "13 different patterns")  # the matcher's work would double with each
       for schema in (
           json.dumps({"allOf": [{"pattern": f"a.*{i}.*b"} for i in range(13)]}),

@@ -1,20 +1,21 @@
 """Bounds of numbers in a JSON schema: what the matcher reads in another way than a validator, rewritten or refused.
 
-- Between a whole number and a fraction behind it, 9 < x <= 9.99, it lets the 9 through: such a 9 becomes the float
-  next to it (and 0 becomes TINY, whose digits are still few).
-- It reads bounds as floats, and where integers are asked for as integers of 64 bits: a bound that these cannot hold is
-  refused, if they would let more through. No torch.
+- Between a whole number and a fraction behind it, 9 < x <= 9.99, it lets the 9 through: such a 9 becomes the next
+  number of 15 digits.
+- It reads numbers as floats, and where integers are asked for as integers of 64 bits: a bound that these cannot hold is
+  refused, if they would let more through, and so is a const that would be another one. No torch.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from typing import Any
 
 from fengine.errors import GrammarError
 
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LEAST, MOST = -(2**63), 2**63 - 1
-TINY = 1e-15
+UNHELD = "too large, or has too many digits, to be held exactly"
 
 
 def fractions(objects: Iterable[dict[str, Any]]) -> set[float]:
@@ -27,14 +28,43 @@ def hold(node: dict[str, Any], among: set[float], at: str) -> None:
     """`among`: the document's `fractions`. Modifies: node. Errors: GrammarError."""
     for key in [key for key in LOWER + UPPER if key in node]:
         if not _is_held(node[key], key in LOWER, node.get("type")):
-            raise GrammarError(f"json_schema: {key} at {at} is too large, or has too many digits, to be held exactly")
+            raise GrammarError(f"json_schema: {key} at {at} is {UNHELD}")
+    for key in [key for key in ("const", "enum") if key in node]:  # to the matcher, a number is a range of one
+        if not all(map(_is_exact, _numbers(node[key]))):
+            raise GrammarError(f"json_schema: a number of {key} at {at} is {UNHELD}")
     low, high = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
     if low is not None and low >= 0 and low == int(low) and any(low < value < low + 1 for value in among):
         del node["exclusiveMinimum"]
-        node["minimum"] = max(node.get("minimum", low), math.nextafter(low, math.inf) if low else TINY)
+        node["minimum"] = max(node.get("minimum", low), _behind(int(low), at))
     if high is not None and high <= 0 and high == int(high) and any(high - 1 < value < high for value in among):
         del node["exclusiveMaximum"]
-        node["maximum"] = min(node.get("maximum", high), math.nextafter(high, -math.inf) if high else -TINY)
+        node["maximum"] = min(node.get("maximum", high), -_behind(-int(high), at))
+
+
+def _behind(whole: int, at: str) -> float:
+    """The next larger number of 15 digits, which every reader of decimals reads alike. Errors: GrammarError. Pure."""
+    if whole >= 10**13:
+        raise GrammarError(f"json_schema: an exclusive bound at {at} is {UNHELD}")
+    return float(f"{whole}.{'0' * (14 - len(str(whole)))}1")
+
+
+def _is_exact(value: float) -> bool:
+    """Whether the matcher, which reads decimals with small errors, reads a number as what it is. Pure."""
+    if not abs(value) < MOST:
+        return False
+    if value == int(value):
+        return float(value) == int(value)
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    return int("".join(map(str, digits))) < 2**53 and int(exponent) >= -22
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """The numbers in a JSON value. Pure."""
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
 
 
 def _is_held(value: float, lower: bool, kind: Any) -> bool:
