@@ -109,8 +109,8 @@ class SpeculationConfig:
 class CompileConfig:
     """`enabled` runs torch.compile over the step; `cuda_graph` captures it per bucket on CUDA.
 
-    None: compiled where the step is called as it is. Inside a CUDA graph the same kernels run either way, and compiling
-    would only make the start longer.
+    None: compiled on a GPU without graphs. Inside a graph, and on a CPU, nearly all that a step does is our own ops, in
+    which the compiler has no say: it would only make the start longer.
     """
 
     enabled: bool | None = None
@@ -285,7 +285,7 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
             overlap=gpu if scheduler.overlap is None else scheduler.overlap,
         ),
         compile=replace(
-            config.compile, enabled=not (gpu and config.compile.cuda_graph) if compile_step is None else compile_step
+            config.compile, enabled=gpu and not config.compile.cuda_graph if compile_step is None else compile_step
         ),
         speculation=replace(
             drafts,

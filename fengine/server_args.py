@@ -67,7 +67,7 @@ class ServerArgs(_Foreign):
     disable_radix_cache: bool = False
     disable_overlap_schedule: bool | None = None
     disable_cuda_graph: bool = False
-    enable_torch_compile: bool | None = None  # fengine's own default: yes on the CPU, no inside CUDA graphs
+    enable_torch_compile: bool | None = None  # fengine's own default: only on a GPU without CUDA graphs
     speculative_algorithm: str | None = None  # "NGRAM"
     speculative_num_draft_tokens: int | None = None  # of a row in one step, its own token included
     speculative_ngram_min_match_window_size: int | None = None

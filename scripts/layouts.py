@@ -194,7 +194,7 @@ def layouts(case: Case) -> list[Layout]:
         for n in (256, 512, 2048)
     ]
     flipped = Layout(f"overlap {'off' if gpu else 'on'}", batches(22, False), {"disable_overlap_schedule": gpu})
-    plain = {"disable_cuda_graph": True} if gpu else {"enable_torch_compile": False}
+    plain = {"disable_cuda_graph": True} if gpu else {"enable_torch_compile": True}
     return [
         Layout("batch of all, cold cache", batches(1, False)),
         Layout("random batches 1", batches(2, True)),
@@ -209,5 +209,5 @@ def layouts(case: Case) -> list[Layout]:
         Layout("guessing ahead", guessed, {"speculative_algorithm": "NGRAM"}),
         *chunks,
         flipped,
-        Layout("graphs off" if gpu else "compile off", batches(23, False), plain),
+        Layout("graphs off" if gpu else "compiled", batches(23, False), plain),
     ]  # fmt: skip

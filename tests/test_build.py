@@ -98,7 +98,9 @@ def test_each_engine_of_a_process_compiles_on_its_own(tmp_path) -> None:  # noqa
     """Dynamo allows few recompilations per code object; engines must not eat up each other's."""
     for i in range(10):
         (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 16 * (i + 1)}))
-        with Engine(model_path=str(tmp_path), load_format="dummy", skip_tokenizer_init=True) as engine:
+        with Engine(
+            model_path=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, enable_torch_compile=True
+        ) as engine:
             assert engine.stats()["compiles"] == 1
             assert len(engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
 

@@ -36,16 +36,16 @@ TINY = {
 }
 PROMISED = {"alone (reference)", "batch of all, cold cache", "random batches 1", "warm prefix", "partly warm prefix",
             "page edges -1, 0, +1", "chunks of 256", "chunks of 512", "chunks of 2048", "preempted", "overlap on",
-            "compile off", "fresh process, alone", "decoded, then prefilled", "re-scored as a prompt"}  # fmt: skip
+            "compiled", "fresh process, alone", "decoded, then prefilled", "re-scored as a prompt"}  # fmt: skip
 GOOD = {"reference", "equal", "differs, as it must"}
 
 
 @pytest.fixture
 def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> layouts.Case:
-    """A tiny random model, without torch.compile: many engines are built."""
+    """A tiny random model."""
     monkeypatch.setattr(prove_exact, "shape", lambda model: TINY)
     case = prove_exact.make_case("tiny", "cpu", 14, 130, tmp_path)
-    case.options |= {"enable_torch_compile": False, "max_total_tokens": 4096}
+    case.options |= {"max_total_tokens": 4096}
     return case
 
 

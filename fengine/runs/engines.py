@@ -53,8 +53,8 @@ class EngineCache:
     def get(self, config: EngineConfig) -> Any:
         """The engine of `config`; one of another config is closed first, to free its memory.
 
-        While it is open the collector is spared what is there by then: torch and its compiler are 400,000 objects, and
-        a full collection, which may come between any two steps, would go through them for 0.2 to 0.4 s.
+        While it is open the collector is spared what is there by then: torch and its kind are 200,000 objects or more,
+        and a full collection, which may come between any two steps, would go through them for 0.1 to 0.4 s.
         """
         if not self.holds(config):
             gc.unfreeze()
