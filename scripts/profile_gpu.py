@@ -42,6 +42,7 @@ OPS = (  # the first that matches a kernel's name
     ("silu", r"silu"),
     ("feed, take, hand on", r"^(feed|take|hand_on)_kernel"),
     ("adapters", r"^(shrink|expand)_kernel"),
+    ("logit edits and masks", r"^(edit|bitmask)_kernel"),
     ("copies", r"memcpy|memset|copy|catarray|fill"),
     ("other glue", r"elementwise|index|gather|where"),
 )

@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from floors import cached_prefixes, floor, shape
 from measure import Budget
 from profile_gpu import Kernel, Progress
 from workloads import suite
+
+import fengine
 
 FLOORS = {  # output tokens/s, but for prefill_4k total tokens/s, as published with the goals
     "llama-3.1-8b": (286, 7940, 14667, 49130, 4900, 260),
@@ -53,10 +56,13 @@ def test_kernels_are_grouped_by_op() -> None:
     rows = profile_gpu.table(kernels, profile_gpu.op_of, 2)
     assert [row["name"] for row in rows] == ["linear, ours", "copies", "linear, cuBLAS"]
     assert rows[0] == {"name": "linear, ours", "count": 2, "us": 7, "us_per_step": 3.5, "us_each": 3.5, "share": 0.7}
-    names = {"attention_kernel": "attention", "merge_kernel": "attention", "rms_norm_kernel": "norm", "what": "other"}
+    names = {"rows_kernel": "attention, few tokens a row", "rms_norm_kernel": "norm", "what": "other"}
     names |= {"triton_poi_fused_index_select_0": "compiled glue", "rope_kv_write_kernel": "rope and KV write"}
     names |= {"row_kernel": "draw", "level_kernel": "draw", "silu_mul_kernel": "silu"}
     assert {name: profile_gpu.op_of(name) for name in names} == names
+    ops = Path(fengine.__file__).parent / "ops"
+    kernels = {name for path in ops.glob("*.py") for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)}
+    assert len(kernels) > 20 and [name for name in kernels if profile_gpu.op_of(name) == "other"] == []
 
 
 def test_steps_and_times_are_read_between_samples() -> None:
