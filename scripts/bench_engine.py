@@ -1,11 +1,13 @@
 """What an engine costs besides arithmetic, on the model in the box: prefix sharing, compiles, memory, host work, start.
 
 - 512 requests on a shared 2,048-token prefix (the checkpoint's context is extended for it): computed / unique tokens
-- compiles after warm-up over a mixed workload, RSS growth over 10,000 small requests, pages at the end
+- under torch.compile: compiles after warm-up over a mixed workload, RSS growth over 10,000 small requests, pages at the
+  end; and Python's full garbage collections meanwhile: how many, their seconds, and the objects they go through
 - host work per step (schedule + stage + update) at 64, 256 and 1024 decoding rows, in microseconds
 - seconds of `--help`, and of a whole first run with a cold and with a warm compile cache
 """
 
+import gc
 import json
 import os
 import random
@@ -62,7 +64,18 @@ def mixed_load() -> dict[str, Any]:
         ]
         engine.generate(input_ids=prompts, sampling_params=params)
 
-    with Engine(model_path="box", skip_tokenizer_init=True) as engine:
+    begun, collections = 0.0, []
+
+    def told(phase: str, info: dict[str, int]) -> None:
+        nonlocal begun
+        if info["generation"] == 2 and phase == "start":
+            begun = time.perf_counter()
+        elif info["generation"] == 2:
+            collections.append(time.perf_counter() - begun)
+
+    with Engine(model_path="box", skip_tokenizer_init=True, enable_torch_compile=True) as engine:
+        objects = len(gc.get_objects())
+        gc.callbacks.append(told)
         for size in (1, 2, 3, 64, 100, 1, 17):
             batch(engine, size, 500)
         at_start = engine.stats()["compiles"]
@@ -78,10 +91,12 @@ def mixed_load() -> dict[str, Any]:
         engine.flush_cache()
         engine._parts.driver.call(engine._parts.driver.scheduler.check)
         after = engine.stats()
+        gc.callbacks.remove(told)
     return {
         "compiles_while_serving": stats["compiles"] - at_start,
         "rss_growth_mib_over_9000_requests": growth[-1] - before,
         "pages_used_at_the_end": after["pages_used"],
+        "full_collections": {"requests": stats["finished"], "objects": objects, "seconds": collections},
     }
 
 
