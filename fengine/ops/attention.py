@@ -5,9 +5,10 @@ o = softmax(scale * q k^T) v for the keys at positions 0 .. position(q) of q's r
 Reduction tree, by absolute key position and nothing else:
 - keys are cut into chunks of CHUNK positions, a chunk into blocks (`block_of` the head width);
 - inside a chunk, online softmax block by block: s = q k^T (the MMA, left to right over K), m' = max(m, max s),
-  p = exp2(s * c - m' * c) with c = scale * log2(e), l' = l * alpha + p, acc' = acc * alpha + P V with
-  alpha = exp2((m - m') * c). P is p rounded to v's dtype. l has one fp32 sum per key of a block; they are added at the
-  end of the chunk as a binary tree, neighbours first. (A sum over a register tile would follow the thread layout.);
+  p = exp2(s * c - m' * c) with c = scale * log2(e), alpha = exp2((m - m') * c), acc' = acc * alpha + P V, P being p
+  rounded to v's dtype. l has SUMS fp32 sums: the later half of p is added to the earlier until SUMS values are left,
+  l' = l * alpha + those; at the end of the chunk l is halved in the same way, to one. (A sum over a register tile would
+  follow the thread layout.);
 - chunk results (m, l, acc) are merged left to right in fp32, with explicit fused multiply-adds;
 - o = acc / l.
 A block with no visible key leaves (m, l, acc) as they are, so how far a tile walks does not matter. The schedule is
@@ -182,7 +183,7 @@ def run(
     m_part, sum_part, acc_part = (
         q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width)
     )
-    launcher(rows_kernel, (groups, splits, rows))(
+    launcher(rows_kernel, (groups, rows, splits))(
         q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, m_part, sum_part, acc_part,
         kv_len_R if arrived is None else arrived, c, tokens, rows, table_width, chunks, limit, heads, groups, width,
         padded_width, size, padded, s.rows.tile, CHUNK, block, splits > 1, MERGE_AHEAD, num_warps=s.rows.warps,

@@ -6,6 +6,9 @@ attend to 64 rows each. P V of a block is on the tensor cores while the softmax 
 scores of the next chunk, or tile, while a chunk is merged. The same reduction tree, hence the same bits: see
 attention.py. After FlashAttention-3 (arXiv 2407.08608).
 
+Scores of 64 rows and 64 keys take as long to multiply as their operands take out of shared memory: where registers have
+room, at width 64, the queries are there and a product takes 128 keys.
+
 Gluon, the language of this kernel, comes with Triton and is experimental: where it is missing or has changed, `usable`
 says no or the launch raises, and the Triton kernel computes.
 """
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.attention_kernels import table_kernel
+from fengine.ops.attention_kernels import SUMS, table_kernel
 from fengine.ops.gluon import (
     HAS_REINTERPRET,
     TensorDescriptor,
@@ -32,7 +35,7 @@ from fengine.ops.gluon import (
 from fengine.ops.registration import multiprocessors
 
 BM = 128  # rows of a tile: tokens times query heads
-PIECE = 64  # keys that are copied and multiplied together; a block of the tree is one or two
+PIECE = 64  # keys that are copied together, of one page; a block of the tree is one or two
 STAGES = 3  # blocks of keys and of values in the ring
 
 
@@ -79,35 +82,38 @@ def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
 
 
 @gluon.jit
-def total(sums):
-    """[64, 64] -> [64], as `total` of attention_kernels.py."""
-    x = gl.sum(sums.reshape((64, 32, 2)), 2)
-    x = gl.sum(x.reshape((64, 16, 2)), 2)
-    x = gl.sum(x.reshape((64, 8, 2)), 2)
-    x = gl.sum(x.reshape((64, 4, 2)), 2)
-    x = gl.sum(x.reshape((64, 2, 2)), 2)
-    return gl.sum(x, 1)
+def halved(x, WIDTH: gl.constexpr, LEFT: gl.constexpr):
+    """[64, WIDTH] -> [64, LEFT], as `halved` of attention_kernels.py."""
+    if WIDTH > LEFT:
+        x = gl.sum(x.reshape((64, 2, WIDTH // 2)), 1)
+        x = halved(x, WIDTH // 2, LEFT)
+    return x
 
 
 @gluon.jit
 def find_item(tiles_ptr, item, tiles, PER: gl.constexpr):
     """(first token, tokens from there, position of the first, row, which heads) of an item: a tile with PACK heads.
 
-    The last tiles see the most keys: first out, so that programs end together. Many tiles keep the programs busy with
-    the same heads, whose keys stay in the L2 cache; of few tiles, all heads are under way at once.
+    Many tiles keep the programs busy with the same heads, whose keys stay in the L2 cache; of few tiles, all heads are
+    under way at once.
     """
     many = 2 * tiles >= 3 * gl.num_programs(0)
     tile = gl.where(many, item % tiles, item // PER)
-    here = tiles_ptr + 4 + (tiles - 1 - tile) * 4
+    here = tiles_ptr + 4 + tile * 4
     part = gl.where(many, item // tiles, item % PER)
     return gl.load(here), gl.load(here + 1), gl.load(here + 2), gl.load(here + 3), part
 
 
 @gluon.jit
-def copy_piece(desc, table, ring, full, piece, key, kv_len, column, S: gl.constexpr):
-    """64 keys or values. Pages behind kv_len are page 0."""
-    line = gl.load(table + key // S, mask=key < kv_len, other=0) * S + key % S
-    async_load(desc, [line, column], full, ring.index(piece))
+def copy_block(desc, table, block, full, empty, phase, start, kv_len, column, BLOCK: gl.constexpr, K: gl.constexpr,
+               S: gl.constexpr):  # fmt: skip
+    """A block of keys or values, when its place is free. Pages behind kv_len are page 0."""
+    mbarrier.wait(empty, phase)
+    mbarrier.expect(full, BLOCK * K * 2)
+    for piece in gl.static_range(BLOCK // 64):
+        key = start + piece * 64
+        line = gl.load(table + key // S, mask=key < kv_len, other=0) * S + key % S
+        async_load(desc, [line, column], full, block.slice(piece * 64, 64))
 
 
 @gluon.jit
@@ -116,7 +122,6 @@ def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_rin
                PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The copying warp: item after item, block after block, as the rings have room. Behind the last item it hands on a
     number that is none."""
-    PIECES: gl.constexpr = BLOCK // 64
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     if HAS_REINTERPRET:
         q_tiles = q_ring.reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
@@ -141,16 +146,10 @@ def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_rin
         for block in range(0, gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)):
             slot = n % STAGES
             phase = ((n // STAGES) & 1) ^ 1
-            mbarrier.wait(k_empty.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), BLOCK * K * 2)
-            for piece in gl.static_range(PIECES):
-                copy_piece(k_desc, table, k_ring, k_full.index(slot), slot * PIECES + piece, block * BLOCK + piece * 64,
-                           kv_len, column, S)  # fmt: skip
-            mbarrier.wait(v_empty.index(slot), phase)
-            mbarrier.expect(v_full.index(slot), BLOCK * K * 2)
-            for piece in gl.static_range(PIECES):
-                copy_piece(v_desc, table, v_ring, v_full.index(slot), slot * PIECES + piece, block * BLOCK + piece * 64,
-                           kv_len, column, S)  # fmt: skip
+            copy_block(k_desc, table, k_ring.index(slot), k_full.index(slot), k_empty.index(slot), phase, block * BLOCK,
+                       kv_len, column, BLOCK, K, S)  # fmt: skip
+            copy_block(v_desc, table, v_ring.index(slot), v_full.index(slot), v_empty.index(slot), phase, block * BLOCK,
+                       kv_len, column, BLOCK, K, S)  # fmt: skip
             n += 1
         j += 1
         item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
@@ -166,59 +165,43 @@ def item_at(item_ring, j):
 
 
 @gluon.jit
-def hide(s, start, position, seen_by_all, end, LAYOUT: gl.constexpr):
-    """Scores of keys that a row does not see become -inf; `end` of the block tells whether there are any."""
-    if end > seen_by_all:
-        key = start + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+def hide(s, start, position, seen_by_all, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scores of keys that a row does not see become -inf; the end of the block tells whether there are any."""
+    if start + BLOCK > seen_by_all:
+        key = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
         s = gl.where(key[None, :] <= position[:, None], s, float("-inf"))
     return s
 
 
 @gluon.jit
-def clear_unowned(values, start, kv_len, LAYOUT: gl.constexpr):
+def clear_unowned(values, start, kv_len, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
     """Zeros in the slots at kv_len and behind, whatever they held: 0 * NaN would be NaN."""
     x = values.load(LAYOUT)
-    key = start + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    key = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
     values.store(gl.where((key < kv_len)[:, None], x, 0.0))
     fence_async_shared()
 
 
 @gluon.jit
-def weights_of(s, safe, c, none):
-    return gl.exp2(gl.fma(s, c + none, (safe * -c)[:, None] + none))
+def weights_of(s, m, c, none):
+    """exp2(s * c - m * c), where m is the largest score, or any above -inf if all are hidden."""
+    safe = gl.where(m == float("-inf"), 0.0, m)
+    return gl.exp2(gl.fma(s, c + none, (safe * -c)[:, None] + none)), safe
 
 
 @gluon.jit
-def begin_scores(q, k_ring, slot, none, TWO: gl.constexpr, PIECES: gl.constexpr):
-    """The scores of a block, under way: one piece or two."""
-    s = warpgroup_mma(q, k_ring.index(slot * PIECES).permute((1, 0)), none, use_acc=False, is_async=True)
-    if TWO:
-        t = warpgroup_mma(q, k_ring.index(slot * 2 + 1).permute((1, 0)), none, use_acc=False, is_async=True)
-    else:
-        t = s
-    return s, t
+def queries(q_ring, slot, LAYOUT: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """The queries of a slot as the left side of a product."""
+    q = q_ring.index(slot)
+    if IN_REGISTERS:
+        q = q.load(LAYOUT)
+    return q
 
 
 @gluon.jit
-def ended(s, t, OTHERS: gl.constexpr, TWO: gl.constexpr):
-    """Scores that were begun, when all but the OTHERS last products have ended."""
-    if TWO:
-        s, t = warpgroup_mma_wait(OTHERS, deps=[s, t])
-    else:
-        s = warpgroup_mma_wait(OTHERS, deps=[s])
-        t = s
-    return s, t
-
-
-@gluon.jit
-def hidden(s, t, start, position, seen_by_all, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """The scores of a block at `start` with -inf for keys that a row does not see, and each row's largest."""
-    s = hide(s, start, position, seen_by_all, start + BLOCK, LAYOUT)
-    most = s
-    if BLOCK == 128:
-        t = hide(t, start + 64, position, seen_by_all, start + BLOCK, LAYOUT)
-        most = gl.maximum(s, t)
-    return s, t, gl.max(most, 1)
+def begin_scores(q, k_ring, slot, none):
+    """The scores of a block, under way."""
+    return warpgroup_mma(q, k_ring.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -232,23 +215,23 @@ def store_rows(o_ptr, o, WHO: gl.constexpr, line, left, part, H: gl.constexpr, K
 
 
 @gluon.jit
-def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
-           v_full, v_empty, c, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr,
+def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+           k_empty, v_full, v_empty, c, H: gl.constexpr, K: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr,
            BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """A group of four warps: 64 rows of every item, all keys. A block of 128 keys is two pieces: s and t, p and r.
+    """A group of four warps: 64 rows of every item, all keys.
 
-    The first scores of a chunk (s, t) are begun at the end of the chunk before, of this item or the one before.
+    The first scores of a chunk (s) are begun at the end of the chunk before, of this item or the one before.
     """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
     BY_SCORE: gl.constexpr = gl.SliceLayout(1, SCORES)
-    BY_SUM: gl.constexpr = gl.SliceLayout(1, SUMS)
+    BY_OUT: gl.constexpr = gl.SliceLayout(1, OUT)
     DTYPE: gl.constexpr = o_ptr.dtype.element_ty
-    TWO: gl.constexpr = BLOCK == 128
-    PIECES: gl.constexpr = BLOCK // 64
-    none = gl.zeros([64, 64], gl.float32, SCORES)
+    SMALL: gl.constexpr = K == 64  # leaves registers for the queries
+    none = gl.zeros([64, BLOCK], gl.float32, SCORES)
     tiles = gl.load(tiles_ptr)
     items = tiles * (H // PACK)
     n = 0  # blocks so far
@@ -256,81 +239,66 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_rin
     mbarrier.wait(q_full.index(0), 0)
     item = item_at(item_ring, 0)
     mbarrier.wait(k_full.index(0), 0, pred=item < items)
-    s, t = begin_scores(q_ring.index(WHO), k_ring, 0, none, TWO, PIECES)
+    s = begin_scores(queries(q_ring, WHO, QUERIES, SMALL), k_ring, 0, none)
     while item < items:
         following = item
         line, left, start, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
         kv_len = start + left
         seen = gl.minimum(kv_len, start + 128 // PACK)
         position = start + (WHO * 64 + gl.arange(0, 64, layout=BY_SCORE)) // PACK
-        q = q_ring.index((j % 2) * 2 + WHO)
+        q = queries(q_ring, (j % 2) * 2 + WHO, QUERIES, SMALL)
         m = gl.full([64], float("-inf"), gl.float32, BY_SCORE)
         sum = gl.full([64], -0.0, gl.float32, BY_SCORE)
-        acc = gl.full([64, K], -0.0, gl.float32, SUMS)
+        acc = gl.full([64, K], -0.0, gl.float32, OUT)
         for low in range(0, seen, CHUNK):
             end = gl.cdiv(gl.minimum(low + CHUNK, seen), BLOCK)
-            s1, t1 = ended(s, t, 0, TWO)
+            first = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(n % STAGES))
-            s1, t1, m2 = hidden(s1, t1, low, position, start + 1, BLOCK, SCORES)
-            safe = gl.where(m2 == float("-inf"), 0.0, m2)
-            p = weights_of(s1, safe, c, none)
-            p_sums = p
-            p_weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-            if TWO:
-                r = weights_of(t1, safe, c, none)
-                r_sums = r
-                r_weights = gl.convert_layout(r.to(DTYPE), WEIGHTS)
-            acc2 = gl.zeros([64, K], gl.float32, SUMS)
+            first = hide(first, low, position, start + 1, BLOCK, SCORES)
+            m2 = gl.max(first, 1)
+            p, safe = weights_of(first, m2, c, none)
+            sums = halved(p, BLOCK, SUMS)
+            weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
+            acc2 = gl.zeros([64, K], gl.float32, OUT)
             for block in range(low // BLOCK + 1, end):
                 before = n % STAGES
                 phase = (n // STAGES) & 1
                 n += 1
                 mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1)
-                u, w = begin_scores(q, k_ring, n % STAGES, none, TWO, PIECES)
+                u = begin_scores(q, k_ring, n % STAGES, none)
                 mbarrier.wait(v_full.index(before), phase)
-                acc2 = warpgroup_mma(p_weights, v_ring.index(before * PIECES), acc2, is_async=True)
-                if TWO:
-                    acc2 = warpgroup_mma(r_weights, v_ring.index(before * 2 + 1), acc2, is_async=True)
-                u, w = ended(u, w, PIECES, TWO)
-                mbarrier.arrive(k_empty.index(n % STAGES))
-                u, w, top = hidden(u, w, block * BLOCK, position, start + 1, BLOCK, SCORES)
-                m_new = gl.maximum(m2, top)
-                safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+                acc2 = warpgroup_mma(weights, v_ring.index(before), acc2, is_async=True)
+                u = warpgroup_mma_wait(1, deps=[u])
+                u = hide(u, block * BLOCK, position, start + 1, BLOCK, SCORES)
+                m_new = gl.maximum(m2, gl.max(u, 1))
+                p, safe = weights_of(u, m_new, c, none)
                 alpha = gl.exp2((m2 - safe) * c)
                 m2 = m_new
-                p = weights_of(u, safe, c, none)
-                p_sums = gl.fma(p_sums, alpha[:, None] + none, p)
-                if TWO:
-                    r = weights_of(w, safe, c, none)
-                    r_sums = gl.fma(r_sums, alpha[:, None] + none, r)
-                # Passes at once. ptxas leaves the exponentials in front of it; without it they stand behind the wait
-                # for the product that they are to run beside.
-                mbarrier.wait(v_full.index(before), phase)
+                by = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + gl.zeros_like(sums)
+                sums = gl.fma(sums, by, halved(p, BLOCK, SUMS))
+                if not SMALL:
+                    # Passes at once. ptxas leaves the exponentials in front of it; without it they stand behind the
+                    # wait for the product that they are to run beside.
+                    mbarrier.wait(v_full.index(before), phase)
                 acc2 = warpgroup_mma_wait(0, deps=[acc2])
+                mbarrier.arrive(k_empty.index(n % STAGES))
                 mbarrier.arrive(v_empty.index(before))
-                acc2 = acc2 * gl.convert_layout(alpha, BY_SUM)[:, None]
-                p_weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-                if TWO:
-                    r_weights = gl.convert_layout(r.to(DTYPE), WEIGHTS)
+                acc2 = acc2 * gl.convert_layout(alpha, BY_OUT)[:, None]
+                weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
             slot = n % STAGES
             mbarrier.wait(v_full.index(slot), (n // STAGES) & 1)
             if end * BLOCK > kv_len:
-                for piece in gl.static_range(PIECES):
-                    clear_unowned(v_ring.index(slot * PIECES + piece), (end - 1) * BLOCK + piece * 64, kv_len, LINES)
-            acc2 = warpgroup_mma(p_weights, v_ring.index(slot * PIECES), acc2, is_async=True)
-            if TWO:
-                acc2 = warpgroup_mma(r_weights, v_ring.index(slot * 2 + 1), acc2, is_async=True)
-            sum2 = total(p_sums)
-            if TWO:
-                sum2 = sum2 + total(r_sums)
+                clear_unowned(v_ring.index(slot), (end - 1) * BLOCK, kv_len, BLOCK, LINES)
+            acc2 = warpgroup_mma(weights, v_ring.index(slot), acc2, is_async=True)
+            sum2 = gl.sum(halved(sums, SUMS, 2), 1)
             n += 1
             i = j + gl.where(low + CHUNK < seen, 0, 1)
             mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
             following = item_at(item_ring, i)
             more = following < items  # behind the last block: scores that nobody reads
             mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=more)
-            s, t = begin_scores(q_ring.index((i % 2) * 2 + WHO), k_ring, n % STAGES, none, TWO, PIECES)
-            acc2 = warpgroup_mma_wait(PIECES, deps=[acc2])
+            s = begin_scores(queries(q_ring, (i % 2) * 2 + WHO, QUERIES, SMALL), k_ring, n % STAGES, none)
+            acc2 = warpgroup_mma_wait(1, deps=[acc2])
             mbarrier.arrive(v_empty.index(slot))
             m_new = gl.maximum(m, m2)
             safe = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -338,14 +306,14 @@ def attend(tiles_ptr, WHO: gl.constexpr, o_ptr, item_ring, q_ring, k_ring, v_rin
             b = gl.exp2((m2 - safe) * c)
             m = m_new
             sum = gl.fma(gl.convert_layout(sum2, BY_SCORE), b, sum * a)
-            b_sum = gl.convert_layout(b, BY_SUM)[:, None] + gl.zeros_like(acc2)
-            acc = gl.fma(acc2, b_sum, acc * gl.convert_layout(a, BY_SUM)[:, None])
+            b_out = gl.convert_layout(b, BY_OUT)[:, None] + gl.zeros_like(acc2)
+            acc = gl.fma(acc2, b_out, acc * gl.convert_layout(a, BY_OUT)[:, None])
         mbarrier.arrive(q_empty.index(j % 2))
         j += 1
         item = following
-        o = acc / gl.convert_layout(sum, BY_SUM)[:, None]
+        o = acc / gl.convert_layout(sum, BY_OUT)[:, None]
         store_rows(o_ptr, o.to(DTYPE), WHO, line, left, part, H, K, PACK, LINES)
-    s, t = ended(s, t, 0, TWO)
+    warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit(do_not_specialize=["N"])
@@ -358,8 +326,8 @@ def persistent_kernel(
     RING: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, K], DTYPE)
     item_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_ring = gl.allocate_shared_memory(DTYPE, [4, 64, K], RING)
-    k_ring = gl.allocate_shared_memory(DTYPE, [STAGES * (BLOCK // 64), 64, K], RING)
-    v_ring = gl.allocate_shared_memory(DTYPE, [STAGES * (BLOCK // 64), 64, K], RING)
+    k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, K], RING)
+    v_ring = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, K], RING)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -377,10 +345,10 @@ def persistent_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (attend, (tiles_ptr, 0, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                      v_empty, c, H, K, PACK, CHUNK, BLOCK, STAGES)),
-            (attend, (tiles_ptr, 1, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                      v_empty, c, H, K, PACK, CHUNK, BLOCK, STAGES)),
+            (attend, (tiles_ptr, 0, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
+                      v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, STAGES)),
+            (attend, (tiles_ptr, 1, o_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
+                      v_full, v_empty, c, H, K, PACK, CHUNK, BLOCK, STAGES)),
             (copy_items, (q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full,
                           q_empty, k_full, k_empty, v_full, v_empty, H, G, K, S, PACK, BLOCK, STAGES)),
         ],

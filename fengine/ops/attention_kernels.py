@@ -7,19 +7,17 @@ Both compute the reduction tree that attention.py states; its constants come in 
 
 from fengine.ops.registration import begin, tl, triton, wait
 
+SUMS = tl.constexpr(32)  # sums of weights that a row has within a chunk
+
 
 @triton.jit
-def total(sums, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS, BLOCK] -> [ROWS, 1], neighbours first: sums of two, so that no thread layout can change the order."""
-    tl.static_assert((BLOCK == 64) | (BLOCK == 128))
-    x = tl.sum(tl.reshape(sums, (ROWS, BLOCK // 2, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, BLOCK // 4, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, BLOCK // 8, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, BLOCK // 16, 2)), 2)
-    x = tl.sum(tl.reshape(x, (ROWS, BLOCK // 32, 2)), 2)
-    if BLOCK == 128:
-        x = tl.sum(tl.reshape(x, (ROWS, 2, 2)), 2)
-    return tl.sum(x, 1)[:, None]
+def halved(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEFT: tl.constexpr):
+    """[ROWS, WIDTH] -> [ROWS, LEFT]: the later half added to the earlier, again and again. Sums of two, so that no
+    thread layout can change the order; what lies SUMS apart is mostly in one thread."""
+    if WIDTH > LEFT:
+        x = tl.sum(tl.reshape(x, (ROWS, 2, WIDTH // 2)), 1)
+        x = halved(x, ROWS, WIDTH // 2, LEFT)
+    return x
 
 
 @triton.jit
@@ -82,7 +80,7 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
     p = tl.exp2(tl.fma(s, c, (safe * -c)[:, None]))
     alpha = tl.exp2((m - safe) * c)[:, None]
     v = fetch(v_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE)
-    sums = tl.fma(sums, alpha, p)
+    sums = tl.fma(sums, alpha, halved(p, ROWS, BLOCK, SUMS))
     acc = tl.dot(p.to(v.dtype), v, acc * alpha, input_precision="ieee")
     return m_new, sums, acc
 
@@ -95,7 +93,7 @@ def attend_chunk(q, low, seen, seen_by_all, kv_len, position, table_ptr, k_ptr, 
     high = tl.minimum(low + CHUNK, seen)
     inner = low + tl.maximum(tl.minimum(high, seen_by_all) - low, 0) // BLOCK * BLOCK
     m = tl.full((ROWS,), float("-inf"), tl.float32)
-    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    sums = tl.zeros((ROWS, SUMS), tl.float32)
     acc = tl.zeros((ROWS, KP), tl.float32)
     for n in tl.range(low, inner, BLOCK):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K, KP,
@@ -103,7 +101,29 @@ def attend_chunk(q, low, seen, seen_by_all, kv_len, position, table_ptr, k_ptr, 
     for n in tl.range(inner, high, BLOCK, num_stages=1):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K, KP,
                                     ROWS, BLOCK, True)  # fmt: skip
-    return m, total(sums, ROWS, BLOCK), acc
+    return m, halved(sums, ROWS, SUMS, 1), acc
+
+
+@triton.jit
+def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, count, real, o_ptr, line, mask, c, K: tl.constexpr,
+                 KP: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Merges the stored results of a tile's chunks and stores the outcome.
+
+    The sums here meet no MMA: they keep the layout in which results are loaded, so that nothing stands between the
+    loads of AHEAD chunks. (Were they those of the attending loop, each load would wait for the one before.)
+    """
+    d = tl.arange(0, KP)
+    m, sum, acc = nothing(BM, KP)
+    for chunk in range(0, count, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            more = real & (chunk + ahead + tl.arange(0, BM) * 0 < count)
+            at = part + chunk + ahead
+            m2 = tl.load(m_part_ptr + at, mask=more, other=float("-inf"), cache_modifier=".cg")
+            sum2 = tl.load(sum_part_ptr + at, mask=more, other=0.0, cache_modifier=".cg")
+            acc2 = tl.load(acc_part_ptr + at[:, None] * KP + d[None, :], mask=more[:, None], other=0.0,
+                           cache_modifier=".cg")  # fmt: skip
+            m, sum, acc = merge(m, sum, acc, m2, sum2[:, None], acc2, c)
+    tl.store(o_ptr + line[:, None] * K + d[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "R", "N", "chunks", "limit"])
@@ -115,14 +135,14 @@ def rows_kernel(
 ):  # fmt: skip
     """Rows of 1 .. limit tokens; limit 0: every row, and zeros behind the last one.
 
-    Program (kv head, split, row) takes the row's chunks split, split + splits, ... With SPLIT the program that arrives
+    Program (kv head, row, split) takes the row's chunks split, split + splits, ... With SPLIT the program that arrives
     last merges the stored chunks, left to right, and leaves the counter at zero; a row of one chunk stores nothing.
     """
     BQ: tl.constexpr = BM // GP
     J: tl.constexpr = H // G  # query heads per kv head, padded to GP rows
     g = tl.program_id(0)
-    split = tl.program_id(1)
-    r = tl.program_id(2)
+    r = tl.program_id(1)
+    split = tl.program_id(2)
     begin(PDL)
     wait(PDL)
     start = tl.load(q_start_ptr + r)
@@ -145,7 +165,7 @@ def rows_kernel(
                 home = tl.where(limit == 0, start + first, r * BQ)
                 part = ((home + i // GP).to(tl.int64) * H + g * J + i % GP) * chunks
                 m, sum, acc = nothing(BM, KP)
-                for chunk in range(split, count, tl.num_programs(1)):
+                for chunk in range(split, count, tl.num_programs(2)):
                     m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, kv_len, position, table,
                                                   k_ptr + g * K, v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK,
                                                   BLOCK)  # fmt: skip
@@ -159,26 +179,17 @@ def rows_kernel(
                                      mask=real[:, None])  # fmt: skip
                     else:
                         m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c)
-                ready = True
                 if SPLIT:
                     if count > 1:
                         tile = tl.where(limit == 0, start // BQ, 0) + r + first // BQ
                         slot = arrived_ptr + tile * G + g
                         tl.debug_barrier()  # every thread's stores stand before the arrival
-                        ready = tl.atomic_add(slot, 1, sem="acq_rel", scope="gpu") == tl.minimum(
-                            count, tl.num_programs(1)) - 1  # fmt: skip
-                        if ready:
+                        programs = tl.minimum(count, tl.num_programs(2))
+                        if tl.atomic_add(slot, 1, sem="acq_rel", scope="gpu") == programs - 1:
                             tl.store(slot, 0)
-                            for chunk in range(0, count, AHEAD):
-                                for ahead in tl.static_range(AHEAD):
-                                    more = real & (chunk + ahead + i * 0 < count)
-                                    at = part + chunk + ahead
-                                    m2 = tl.load(m_part_ptr + at, mask=more, other=float("-inf"), cache_modifier=".cg")
-                                    sum2 = tl.load(sum_part_ptr + at, mask=more, other=0.0, cache_modifier=".cg")
-                                    acc2 = tl.load(acc_part_ptr + at[:, None] * KP + d[None, :], mask=more[:, None],
-                                                   other=0.0, cache_modifier=".cg")  # fmt: skip
-                                    m, sum, acc = merge(m, sum, acc, m2, sum2[:, None], acc2, c)
-                if ready:
+                            merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, count, real, o_ptr, line, mask,
+                                         c, K, KP, BM, AHEAD)  # fmt: skip
+                if (not SPLIT) | (count == 1):
                     tl.store(o_ptr + line[:, None] * K + d[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
     if (limit == 0) & (split == 0):
         for t in range(tl.load(q_start_ptr + R) + r, T, R):
@@ -214,14 +225,31 @@ def find_tile(q_start_ptr, tile, R, T, limit, BQ: tl.constexpr, WIDTH: tl.conste
     return r, first
 
 
+@triton.jit
+def rank_tile(q_start_ptr, kv_len_ptr, position, r, R, limit, BQ: tl.constexpr, WIDTH: tl.constexpr):
+    """How many tiles begin at a later position than row r's at `position`, or at an equal one in an earlier row."""
+    rank = r * 0
+    for low in range(0, R, WIDTH):
+        i = low + tl.arange(0, WIDTH)
+        start = tl.load(q_start_ptr + i, mask=i < R, other=0)
+        tokens = tl.load(q_start_ptr + i + 1, mask=i < R, other=0) - start
+        tiles = tl.where((i < R) & (tokens > limit), (tokens + BQ - 1) // BQ, 0)
+        ahead = position - (tl.load(kv_len_ptr + i, mask=i < R, other=0) - tokens)  # of the row's first tile
+        upto = tl.where(ahead < 0, 0, tl.minimum(tl.maximum(ahead, 0) // BQ + 1, tiles))  # tiles not behind `position`
+        equal = (ahead >= 0) & (ahead % BQ == 0) & (ahead // BQ < tiles) & (i < r)
+        rank += tl.sum(tiles - upto + equal.to(tl.int32), 0)
+    return rank
+
+
 @triton.jit(do_not_specialize=["T", "R", "limit"])
 def table_kernel(q_start_ptr, kv_len_ptr, tiles_ptr, o_ptr, T, R, limit, HK: tl.constexpr, BQ: tl.constexpr,
                  LANES: tl.constexpr):  # fmt: skip
     """The tiles of BQ tokens of rows of more than `limit` tokens, for a kernel whose programs take tile after tile.
 
-    Program 0 writes how many there are to tiles[0], and zero, of how many are taken, to tiles[1]; program n + 1 writes
-    tile n, in order, to tiles[4 + 4 n] and on: its first token, the row's tokens from there on, the position of the
-    first, the row. Tokens behind the last row get zeros.
+    Program 0 writes how many there are to tiles[0], and zero, of how many are taken, to tiles[1]. Each other program
+    writes a tile to tiles[4 + 4 n] and on: its first token, the row's tokens from there on, the position of the first,
+    the row. Those that see the most keys come first, so that programs end together. Tokens behind the last row get
+    zeros.
     """
     n = tl.program_id(0) - 1
     if n < 0:
@@ -238,10 +266,11 @@ def table_kernel(q_start_ptr, kv_len_ptr, tiles_ptr, o_ptr, T, R, limit, HK: tl.
             start = tl.load(q_start_ptr + r)
             tokens = tl.load(q_start_ptr + r + 1, mask=r < R, other=T) - start
             if r < R:
-                here = tiles_ptr + 4 + n * 4
+                position = tl.load(kv_len_ptr + r) - tokens + first
+                here = tiles_ptr + 4 + rank_tile(q_start_ptr, kv_len_ptr, position, r, R, limit, BQ, 512) * 4
                 tl.store(here, start + first)
                 tl.store(here + 1, tokens - first)
-                tl.store(here + 2, tl.load(kv_len_ptr + r) - tokens + first)
+                tl.store(here + 2, position)
                 tl.store(here + 3, r)
             else:
                 end = (start + tl.minimum(first + BQ, tokens)).to(tl.int64) * HK
