@@ -138,8 +138,11 @@ class TextLoop:
             self._tell(ticket)
 
     def _tell(self, ticket: Ticket) -> None:
+        notify = ticket.notify
+        if ticket.done:  # the last news. The call that is told holds its tickets: a circle, if they held it on
+            ticket.notify = _nobody
         try:
-            ticket.notify(ticket)
+            notify(ticket)
         except Exception:  # nobody can be told any more
             self.abort([ticket])
 
@@ -186,6 +189,10 @@ class TextLoop:
         self.abort([ticket])
         if notify:
             self._tell(ticket)
+
+
+def _nobody(ticket: Ticket) -> None:
+    """Is told what nobody waits for any more."""
 
 
 def ends_in_stop_token(request: Request) -> bool:

@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import gc
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -296,6 +298,35 @@ def test_closing_and_breaking_out_of_streams_frees_their_rows() -> None:
         asyncio.run(leave())
         assert engine.generate(input_ids=[4], sampling_params=greedy(5))["output_ids"] == expected([4], 5)
         assert quiet(engine)
+
+
+def test_what_a_call_held_goes_when_it_ends_and_needs_no_garbage_collector() -> None:
+    def requests() -> int:
+        return sum(type(each) is Request for each in gc.get_objects())
+
+    async def in_a_loop(engine: Engine) -> None:
+        await engine.async_generate(input_ids=[5], sampling_params=greedy(3))
+        async for _ in await engine.async_generate(input_ids=[6], sampling_params=greedy(3), stream=True):
+            pass
+
+    gc.collect()
+    before = requests()
+    gc.disable()
+    try:
+        with checksum_engine(context=256, pool=1024) as engine:
+            engine.generate(input_ids=[[5, 6], [7]], sampling_params=greedy(4, n=2))
+            list(engine.generate(input_ids=[5, 6], sampling_params=greedy(4), stream=True))
+            left = engine.generate(input_ids=[8], sampling_params=greedy(100), stream=True)
+            next(left)
+            left.close()
+            del left
+            asyncio.run(in_a_loop(engine))
+            end = time.monotonic() + 20
+            while requests() > before and time.monotonic() < end:
+                pass  # until the text thread has let go of what it told last
+            assert requests() == before
+    finally:
+        gc.enable()
 
 
 def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:
