@@ -215,3 +215,15 @@ def test_engine_needs_no_hydra() -> None:
         "assert Engine.__name__ == 'Engine'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_machine_without_triton_generates_on_its_cpu() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('triton', 'triton.language', 'triton.experimental'):\n"
+        "    sys.modules[name] = None\n"
+        "from fengine import Engine\n"
+        "with Engine(model_path='box', device='cpu') as engine:\n"
+        "    assert engine.generate('hello', {'max_new_tokens': 2})['meta_info']['completion_tokens'] == 2"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -25,7 +25,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
     triton = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
-    tl = SimpleNamespace(constexpr=object)
+    tl = SimpleNamespace(constexpr=lambda value: value)
     gdc_launch_dependents = gdc_wait = None
 
 LIBRARY = torch.library.Library("fengine", "DEF")
