@@ -54,7 +54,7 @@ def on_cpu(staged: Staged) -> list[Tensor]:
 
 
 class CpuRunner:
-    """Runs the step in the calling thread, without padding: sizes are dynamic in the one compiled graph."""
+    """Runs the step in the calling thread, without padding: if compiled, its sizes are dynamic in the one graph."""
 
     def __init__(
         self, step: StepFn, params: Params, forward: ForwardFn, extended: ExtendedFn, adapter_slots: int

@@ -226,14 +226,19 @@ def find_tile(q_start_ptr, tile, R, T, limit, BQ: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
+def tiles_of(q_start_ptr, i, R, limit, BQ: tl.constexpr):
+    """Tokens of rows i, and their tiles of BQ tokens: none of a row of at most `limit` tokens, or behind the last."""
+    tokens = tl.load(q_start_ptr + i + 1, mask=i < R, other=0) - tl.load(q_start_ptr + i, mask=i < R, other=0)
+    return tokens, tl.where((i < R) & (tokens > limit), (tokens + BQ - 1) // BQ, 0)
+
+
+@triton.jit
 def rank_tile(q_start_ptr, kv_len_ptr, position, r, R, limit, BQ: tl.constexpr, WIDTH: tl.constexpr):
     """How many tiles begin at a later position than row r's at `position`, or at an equal one in an earlier row."""
     rank = r * 0
     for low in range(0, R, WIDTH):
         i = low + tl.arange(0, WIDTH)
-        start = tl.load(q_start_ptr + i, mask=i < R, other=0)
-        tokens = tl.load(q_start_ptr + i + 1, mask=i < R, other=0) - start
-        tiles = tl.where((i < R) & (tokens > limit), (tokens + BQ - 1) // BQ, 0)
+        tokens, tiles = tiles_of(q_start_ptr, i, R, limit, BQ)
         ahead = position - (tl.load(kv_len_ptr + i, mask=i < R, other=0) - tokens)  # of the row's first tile
         upto = tl.where(ahead < 0, 0, tl.minimum(tl.maximum(ahead, 0) // BQ + 1, tiles))  # tiles not behind `position`
         equal = (ahead >= 0) & (ahead % BQ == 0) & (ahead // BQ < tiles) & (i < r)
@@ -255,9 +260,7 @@ def table_kernel(q_start_ptr, kv_len_ptr, tiles_ptr, o_ptr, T, R, limit, HK: tl.
     if n < 0:
         count = n * 0
         for base in range(0, R, 512):
-            i = base + tl.arange(0, 512)
-            tokens = tl.load(q_start_ptr + i + 1, mask=i < R, other=0) - tl.load(q_start_ptr + i, mask=i < R, other=0)
-            count += tl.sum(tl.where((i < R) & (tokens > limit), (tokens + BQ - 1) // BQ, 0), 0)
+            count += tl.sum(tiles_of(q_start_ptr, base + tl.arange(0, 512), R, limit, BQ)[1], 0)
         tl.store(tiles_ptr, count)
         tl.store(tiles_ptr + 1, n * 0)
     else:
