@@ -11,10 +11,10 @@ __version__ = "0.1.0"
 __all__ = ["Engine", "EngineConfig", "SamplingParams", "ServerArgs", "__version__"]
 
 _HOME = {
-    "Engine": "fengine.engine",
+    "Engine": "fengine.api.engine",
     "EngineConfig": "fengine.config",
-    "SamplingParams": "fengine.request",
-    "ServerArgs": "fengine.server_args",
+    "SamplingParams": "fengine.core.request",
+    "ServerArgs": "fengine.api.server_args",
 }
 
 

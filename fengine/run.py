@@ -12,18 +12,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fengine import evaluate
 from fengine.config import EngineConfig
 from fengine.errors import EngineDeadError, FengineError, StorageError
-from fengine.runs import generate, view
-from fengine.runs.compose import inspect, points
-from fengine.runs.config import Point
-from fengine.runs.engines import EngineCache, open_engine, report
-from fengine.runs.figures import Summary, count, duration, place
-from fengine.runs.words import parse
-from fengine.serve import command as serve
-from fengine.verbs import diff, lm_eval, merge, rerun, verify
-from fengine.verbs.report import main as report_verb
+from fengine.eval import evaluate
+from fengine.eval.commands import diff, lm_eval, merge, rerun, verify
+from fengine.eval.commands.report import main as report_verb
+from fengine.eval.runs import generate, view
+from fengine.eval.runs.compose import inspect, points
+from fengine.eval.runs.config import Point
+from fengine.eval.runs.engines import EngineCache, open_engine, report
+from fengine.eval.runs.figures import Summary, count, duration, place
+from fengine.eval.runs.words import parse
+from fengine.server import command as serve
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 # The first word, and who takes those behind it. Their modules import no torch (tests/test_verbs.py).

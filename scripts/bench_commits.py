@@ -26,7 +26,7 @@ from bench_cpu_qwen import CONFIG
 from measure import parser, save, summary
 
 from fengine import Engine
-from fengine.checkpoint.hub import resolve_model
+from fengine.worker.hub import resolve_model
 
 MODELS = ("box", "qwen2.5-0.5b")
 HERE = Path(__file__).resolve().parent.parent

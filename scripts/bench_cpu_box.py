@@ -15,7 +15,7 @@ from measure import parser, save, summary
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fengine import Engine
-from fengine.checkpoint.hub import resolve_model
+from fengine.worker.hub import resolve_model
 
 Request = tuple[list[int], int]
 

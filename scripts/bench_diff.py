@@ -21,8 +21,8 @@ from typing import Any
 
 import measure
 
-from fengine.evals.config import EvalConfig, flat
-from fengine.evals.digests import canonical
+from fengine.eval.tasks.config import EvalConfig, flat
+from fengine.eval.tasks.digests import canonical
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ("equal", "all differ", "another order")

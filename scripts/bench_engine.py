@@ -24,12 +24,12 @@ from typing import Any
 from measure import parser, save, summary
 
 from fengine import Engine
-from fengine.batching import RowTables
-from fengine.checkpoint.hub import resolve_model
-from fengine.host.pages import PagePool
-from fengine.host.prefix_cache import PrefixCache
-from fengine.host.scheduler import Scheduler
-from fengine.request import Request, SamplingParams
+from fengine.core.kv_pages import PagePool
+from fengine.core.prefix_cache import PrefixCache
+from fengine.core.request import Request, SamplingParams
+from fengine.core.scheduler import Scheduler
+from fengine.worker.hub import resolve_model
+from fengine.worker.input_batch import RowTables
 
 
 def rss_mib() -> float:

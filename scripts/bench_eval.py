@@ -75,7 +75,7 @@ def code_of(pid: int) -> int:
 
 def kill(trials: int, count: int) -> dict[str, Any]:
     """Every trial is killed at a random moment, three of four again while going on; then it is let to its end."""
-    importlib.import_module("fengine.engine")
+    importlib.import_module("fengine.api.engine")
     words = ["sampling.temperature=0.8", "sampling.max_new_tokens=24"]
     with tempfile.TemporaryDirectory() as top:
         whole = Path(top) / "whole"
@@ -136,8 +136,8 @@ def lines(path: Path) -> int:
 
 TIMED = """
 import sys, time, json, resource
-from fengine import evaluate
-from fengine.evals import answering, folder, journal, loop, trace
+from fengine.eval import evaluate
+from fengine.eval.tasks import answering, folder, journal, loop, trace
 journals = int(sys.argv.pop(1))
 spent, waited = {}, {}  # CPU seconds of the thread; wall, in which other threads (the engine's steps) go on
 inner = [[0.0, 0.0]]  # what timed calls inside a timed call took: each second counts once
@@ -226,7 +226,7 @@ FAKED = """
 import sys, time
 sys.path.insert(0, sys.argv.pop(1))
 from eval_fakes import FakeEngine
-from fengine import evaluate
+from fengine.eval import evaluate
 evaluate.open_engine = FakeEngine
 from fengine.run import main
 sys.exit(main(sys.argv[1:]))
@@ -262,8 +262,8 @@ def finished(count: int) -> dict[str, Any]:
 
 SWEPT = """
 import sys, time, json
-from fengine import evaluate
-from fengine.evals import loop
+from fengine.eval import evaluate
+from fengine.eval.tasks import loop
 spent = {"points": [], "load": []}  # seconds in which rows were computed; and in which the engine was opened
 def timed(owner, name, key):
     call = getattr(owner, name)

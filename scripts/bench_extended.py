@@ -18,7 +18,7 @@ from bench_gpu import dummy_engine
 from measure import Budget, add_budget, need_gpu, parser, save, summary
 
 from fengine import Engine
-from fengine.host.steps import StepRecord
+from fengine.core.step_trace import StepRecord
 
 TOKENS = 128
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # likeliest ids wanted, sampling parameters

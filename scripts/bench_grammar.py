@@ -22,9 +22,9 @@ from typing import Any
 from measure import parser, save, summary
 
 from fengine import Engine
+from fengine.core.step_trace import StepRecord
 from fengine.errors import GrammarError
-from fengine.grammar import masks
-from fengine.host.steps import StepRecord
+from fengine.structured_output import masks
 
 BATCH, TOKENS = 32, 128
 SIDES = ("without", "with", "again")

@@ -21,8 +21,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from fengine.checkpoint.hub import BOX
-from fengine.harness.lm_eval_model import FengineLM
+from fengine.eval.harness.lm_eval_model import FengineLM
+from fengine.worker.hub import BOX
 
 DATA = Path(__file__).resolve().parent.parent / "conf" / "task" / "data"
 Work = dict[str, tuple[str, list[Any]]]  # name -> (method, requests)

@@ -20,11 +20,11 @@ from workloads import shared_prefix
 
 from fengine import Engine
 from fengine.config import Policy
-from fengine.host.pages import PagePool
-from fengine.host.prefix_cache import PrefixCache
-from fengine.host.scheduler import Scheduler
-from fengine.request import Request, SamplingParams
-from fengine.runner import Flight
+from fengine.core.kv_pages import PagePool
+from fengine.core.prefix_cache import PrefixCache
+from fengine.core.request import Request, SamplingParams
+from fengine.core.scheduler import Scheduler
+from fengine.worker.model_runner import Flight
 
 VOCAB = 32_000
 TINY = {

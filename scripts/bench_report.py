@@ -22,9 +22,9 @@ from typing import Any
 import measure
 from playwright.sync_api import sync_playwright
 
-from fengine import evaluate
-from fengine.evals.trace import Trace
-from fengine.host.steps import NewPages, StepRecord
+from fengine.core.step_trace import NewPages, StepRecord
+from fengine.eval import evaluate
+from fengine.eval.tasks.trace import Trace
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = (

@@ -28,9 +28,9 @@ from typing import Any
 from measure import parser, save, summary
 
 from fengine import Engine
-from fengine.serve.app import make_app
-from fengine.serve.config import ServeConfig
-from fengine.serve.server import listen, server_of
+from fengine.server.app import make_app
+from fengine.server.config import ServeConfig
+from fengine.server.server import listen, server_of
 
 STREAMS = 64
 Work = list[tuple[list[int], int]]  # prompts, and how many tokens each is answered with

@@ -20,8 +20,8 @@ import triton
 from measure import Budget, add_budget
 from torch import Tensor
 
+from fengine.models.spec import ModelSpec, RopeSpec
 from fengine.ops import attention, linear, rms_norm, rope, sampling, silu_mul
-from fengine.spec import ModelSpec, RopeSpec
 
 BF16 = torch.bfloat16
 LINEARS = {  # name: (N, K)

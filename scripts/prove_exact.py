@@ -37,8 +37,8 @@ from proof import Answer, Ask, alone, difference, requests, total
 
 import fengine
 from fengine import Engine
-from fengine.checkpoint.hub import resolve_model
 from fengine.errors import UnsupportedFeatureError
+from fengine.worker.hub import resolve_model
 
 SIZES = {  # device -> model -> requests, longest prompt
     "cuda": {"box": (256, 4096), "qwen2.5-0.5b": (256, 4096), "llama-3.1-8b": (256, 4096)},

@@ -24,23 +24,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fengine import evaluate
 from fengine.errors import FengineError, MissingExtraError
-from fengine.evals import digests, manifest
-from fengine.evals.answering import FATAL, answer_row, error_record, line_of
-from fengine.evals.asking import Asker
-from fengine.evals.config import EVAL, EvalConfig, parse_shard
-from fengine.evals.folder import JOURNAL, MANIFEST, RunFolder
-from fengine.evals.journal import Journal, encode
-from fengine.evals.kinds import open_task
-from fengine.evals.resume import OK, Survey, Table, reopen, survey
-from fengine.evals.shards import shard_of
-from fengine.evals.task import BadRow, Row, Task
-from fengine.evals.task_config import base_directory
-from fengine.runs import view
-from fengine.runs.compose import points
-from fengine.runs.engines import model_directory, open_engine, report
-from fengine.runs.words import parse
+from fengine.eval import evaluate
+from fengine.eval.runs import view
+from fengine.eval.runs.compose import points
+from fengine.eval.runs.engines import model_directory, open_engine, report
+from fengine.eval.runs.words import parse
+from fengine.eval.tasks import digests, manifest
+from fengine.eval.tasks.answering import FATAL, answer_row, error_record, line_of
+from fengine.eval.tasks.asking import Asker
+from fengine.eval.tasks.config import EVAL, EvalConfig, parse_shard
+from fengine.eval.tasks.folder import JOURNAL, MANIFEST, RunFolder
+from fengine.eval.tasks.journal import Journal, encode
+from fengine.eval.tasks.kinds import open_task
+from fengine.eval.tasks.resume import OK, Survey, Table, reopen, survey
+from fengine.eval.tasks.shards import shard_of
+from fengine.eval.tasks.task import BadRow, Row, Task
+from fengine.eval.tasks.task_config import base_directory
 
 try:
     import ray

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fengine import models
-from fengine.build import Parts, assemble
+from fengine.api.engine import Engine
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, Policy, SchedulerConfig, SpeculationConfig
-from fengine.driver import Driver
-from fengine.engine import Engine
+from fengine.core.request import Request
+from fengine.engine.build import Parts, assemble
+from fengine.engine.engine_core import Driver
 from fengine.models import Model
-from fengine.request import Request
-from fengine.spec import ModelSpec, RopeSpec
-from fengine.state import KVState, Params, StepBatch
+from fengine.models.kv_state import KVState, Params, StepBatch
+from fengine.models.spec import ModelSpec, RopeSpec
 
 VOCAB = 97
 PRIME = 65521  # values stay exact in float32

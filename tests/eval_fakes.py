@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from fengine import evaluate, run
+from fengine import run
 from fengine.config import EngineConfig, Hardware, resolve
 from fengine.errors import ContextLengthError, EngineDeadError
-from fengine.evals import manifest
+from fengine.eval import evaluate
+from fengine.eval.tasks import manifest
 
 
 class FakeTokenizer:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fengine.build import Parts, build
 from fengine.config import CacheConfig, CompileConfig, Dtype, EngineConfig, ModelConfig, SchedulerConfig
-from fengine.extras import Extras, Record
-from fengine.request import Request, SamplingParams
-from fengine.tickets import Ticket
+from fengine.core.extras import Extras, Record
+from fengine.core.request import Request, SamplingParams
+from fengine.engine.build import Parts, build
+from fengine.engine.output_processor import Ticket
 
 
 @dataclass

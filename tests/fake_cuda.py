@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fengine.build import Parts
-from fengine.runner import CudaRunner
-from fengine.state import KVHandle
+from fengine.engine.build import Parts
+from fengine.models.kv_state import KVHandle
+from fengine.worker.model_runner import CudaRunner
 
 
 def tensors(values: Any) -> list[Tensor]:
@@ -137,7 +137,7 @@ class Torch:
 
 def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
     """Has an engine that was built for the CPU go on with a `CudaRunner`."""
-    monkeypatch.setattr("fengine.runner.torch", Torch())
+    monkeypatch.setattr("fengine.worker.model_runner.torch", Torch())
     old, driver, page_size = parts.driver.runner, parts.driver, parts.config.cache.page_size
     limits, speculation = parts.config.scheduler, driver.scheduler.speculation
     rows = max(limits.max_running_requests, speculation.step_tokens if speculation else 0)

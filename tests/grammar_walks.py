@@ -6,10 +6,10 @@ from functools import cache
 
 import numpy as np
 
-from fengine.grammar.backend import Grammar, Grammars, Source
-from fengine.grammar.cursor import Cursor
-from fengine.grammar.masks import Filled, MaskRow, fill
-from fengine.grammar.schema import Whitespace
+from fengine.structured_output.backend import Grammar, Grammars, Source
+from fengine.structured_output.cursor import Cursor
+from fengine.structured_output.masks import Filled, MaskRow, fill
+from fengine.structured_output.schema import Whitespace
 
 PIECES = [
     '{"',

@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve")
 
-from fengine.engine import Engine  # noqa: E402
-from fengine.serve.app import make_app  # noqa: E402
-from fengine.serve.config import ServeConfig  # noqa: E402
-from fengine.serve.server import Server, listen, server_of  # noqa: E402
-from fengine.serve.service import Service  # noqa: E402
+from fengine.api.engine import Engine  # noqa: E402
+from fengine.server.app import make_app  # noqa: E402
+from fengine.server.config import ServeConfig  # noqa: E402
+from fengine.server.server import Server, listen, server_of  # noqa: E402
+from fengine.server.service import Service  # noqa: E402
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

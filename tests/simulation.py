@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fengine.config import Policy
+from fengine.core.extras import Extras, Record
+from fengine.core.kv_pages import PagePool
+from fengine.core.prefix_cache import PrefixCache
+from fengine.core.request import Request, SamplingParams, Status
+from fengine.core.scheduler import Scheduler
+from fengine.core.scheduler_output import Plan
+from fengine.core.speculation import Ask, Proposer, Speculation
 from fengine.errors import CapacityError
-from fengine.extras import Extras, Record
-from fengine.host.drafts import Ask, Proposer, Speculation
-from fengine.host.ngram import ngram_proposer
-from fengine.host.pages import PagePool
-from fengine.host.plan import Plan
-from fengine.host.prefix_cache import PrefixCache
-from fengine.host.scheduler import Scheduler
-from fengine.request import Request, SamplingParams, Status
+from fengine.speculative.ngram import ngram_proposer
 
 Result = tuple[list[int], list[float]]
 

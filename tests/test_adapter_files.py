@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fengine.errors import AdapterError, UnsupportedFormatError
-from fengine.loader import spec_from_config
 from fengine.lora.adapters import Adapters, adapter_directory
 from fengine.lora.layout import ALONE, Layout, all_finite, all_sites, kinds_of
 from fengine.lora.peft_config import parse_config
 from fengine.lora.peft_files import Limits, from_tensors, read_adapter
+from fengine.worker.loader import spec_from_config
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fengine.core.kv_pages import PagePool
+from fengine.core.lora_slots import AdapterSlots
+from fengine.core.prefix_cache import PrefixCache
+from fengine.core.request import Adapter, Request, SamplingParams
+from fengine.core.scheduler import Scheduler
+from fengine.core.scheduler_output import Plan
+from fengine.core.waiting_queue import LPM_PATIENCE
 from fengine.errors import InvariantError
-from fengine.host.adapters import AdapterSlots
-from fengine.host.pages import PagePool
-from fengine.host.plan import Plan
-from fengine.host.prefix_cache import PrefixCache
-from fengine.host.scheduler import Scheduler
-from fengine.host.waiting import LPM_PATIENCE
-from fengine.request import Adapter, Request, SamplingParams
 
 
 def adapters(count: int, pinned: int = 0) -> list[Adapter]:

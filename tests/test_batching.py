@@ -6,9 +6,9 @@ import pytest
 from checksum import checksum_engine, expected
 
 from fengine import Engine
-from fengine.checkpoint.hub import BOX
 from fengine.config import CompileConfig, EngineConfig, ModelConfig
-from fengine.tokenizer import Tokenizer
+from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.hub import BOX
 
 WARM = {"temperature": 50.0, "max_new_tokens": 12, "sampling_seed": 3}  # hot: nearly uniform over the vocabulary
 

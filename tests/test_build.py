@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from fengine import Engine
-from fengine.build import build, compile_count
 from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, ModelConfig, SchedulerConfig, resolve
-from fengine.device import device_of, refuse_unbuilt_shape
+from fengine.engine.build import build, compile_count
 from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
-from fengine.kv_pool import kv_bytes_per_token, new_pool, pool_pages
-from fengine.loader import load_params, read_config, spec_from_config
-from fengine.runner import CpuRunner
-from fengine.spec import ModelSpec, RopeSpec
-from fengine.state import KVState, init_kv, row_batch, row_sampling
-from fengine.step import Feed, StepFn, make_step, mark_sizes
+from fengine.models.kv_state import KVState, init_kv, row_batch, row_sampling
+from fengine.models.spec import ModelSpec, RopeSpec
+from fengine.worker.device import device_of, refuse_unbuilt_shape
+from fengine.worker.kv_pool import kv_bytes_per_token, new_pool, pool_pages
+from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.model_runner import CpuRunner
+from fengine.worker.step import Feed, StepFn, make_step, mark_sizes
 
 CPU = Hardware("cpu")
 SHAPE = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fengine import Engine
-from fengine.build import use_private_caches
+from fengine.engine.build import use_private_caches
 
 
 @pytest.mark.parametrize("given", [None, os.path.join(tempfile.gettempdir(), "torchinductor_somebody")])
@@ -45,6 +45,6 @@ def test_an_engine_uses_the_private_directory(monkeypatch: pytest.MonkeyPatch) -
     def stop() -> None:
         raise Reached
 
-    monkeypatch.setattr("fengine.build.use_private_caches", stop)
+    monkeypatch.setattr("fengine.engine.build.use_private_caches", stop)
     with pytest.raises(Reached):
         Engine(model_path="box")

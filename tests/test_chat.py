@@ -7,7 +7,7 @@ from tokenizer_cases import Made
 from transformers import AutoTokenizer
 
 from fengine.errors import ChatTemplateError, ContextLengthError, InvalidRequestError, UnknownParameterError
-from fengine.tokenizer import Tokenizer
+from fengine.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ pytest.importorskip("hydra")
 
 from fengine.config import Dtype, Numerics, Policy
 from fengine.errors import ConfigError
-from fengine.runs.compose import conf_dir, inspect, load_config, points
-from fengine.runs.config import RunConfig, SamplingConfig, View
-from fengine.runs.words import CommandLine, parse
+from fengine.eval.runs.compose import conf_dir, inspect, load_config, points
+from fengine.eval.runs.config import RunConfig, SamplingConfig, View
+from fengine.eval.runs.words import CommandLine, parse
 
 FILES = sorted(p.relative_to(conf_dir()) for p in conf_dir().rglob("*.yaml"))
 OPTIONS = [(str(f.parent), f.stem) for f in FILES if len(f.parts) == 2 and f.parts[0] != "task"]  # that is of eval

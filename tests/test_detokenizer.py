@@ -5,9 +5,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizer_cases import TEXTS, Made
 
-from fengine.request import SamplingParams
-from fengine.text.decoding import clean_cut, clean_up
-from fengine.text.detokenizer import Detokenizer
+from fengine.core.request import SamplingParams
+from fengine.tokenizer.decoding import clean_cut, clean_up
+from fengine.tokenizer.detokenizer import Detokenizer
 
 
 @pytest.fixture(scope="module")

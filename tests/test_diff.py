@@ -16,10 +16,11 @@ pytest.importorskip("hydra")
 
 from eval_fakes import ROWS, Run, fake_runs, next_float32, records, rewrite, write_rows
 
-from fengine import evaluate, run
+from fengine import run
 from fengine.errors import StorageError
-from fengine.reading.compare import compare, compare_row, edges, flipped_bits, hex_bits
-from fengine.reading.records import Records, pairs_of, runs_of
+from fengine.eval import evaluate
+from fengine.eval.records.compare import compare, compare_row, edges, flipped_bits, hex_bits
+from fengine.eval.records.records import Records, pairs_of, runs_of
 
 
 @pytest.fixture

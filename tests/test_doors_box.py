@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
-from fengine.checkpoint.hub import BOX
 from fengine.errors import ConfigError, FengineError, InvalidRequestError, UnknownParameterError
+from fengine.worker.hub import BOX
 
 PROMPTS = ["The capital of France is", "Once upon a time", "2 + 3 =", "Sort: 3 1 2 ->"]
 GREEDY = {"temperature": 0, "max_new_tokens": 16}

@@ -11,13 +11,13 @@ import pytest
 import torch
 from checksum import checksum_engine, checksum_parts, expected
 
-from fengine.doors.arguments import split
-from fengine.engine import Engine
+from fengine.api.arguments import split
+from fengine.api.engine import Engine
+from fengine.api.server_args import ServerArgs
+from fengine.core.extras import Extras
+from fengine.core.request import Request, derive_seed
+from fengine.core.sampling_params import GRAMMARS
 from fengine.errors import CapacityError, ContextLengthError, InvalidRequestError, UnsupportedFeatureError
-from fengine.extras import Extras
-from fengine.request import Request, derive_seed
-from fengine.sampling_params import GRAMMARS
-from fengine.server_args import ServerArgs
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
 NAN, INF = float("nan"), float("inf")
@@ -395,7 +395,7 @@ def test_priorities_order_the_queue(policy: str) -> None:
 
 def test_what_an_early_end_is_banned_with(asked: Any, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """min_new_tokens bans eos and stop ids also where ignore_eos takes them from what ends the request."""
-    monkeypatch.setattr("fengine.doors.admission._refuse_without_text", lambda *_: None)
+    monkeypatch.setattr("fengine.api.admission._refuse_without_text", lambda *_: None)
     monkeypatch.setattr(engine._parts, "eos_ids", frozenset({8}))
     sampling = {"min_new_tokens": 2, "stop_token_ids": [9]}
     (ends,) = asked(input_ids=[1], sampling_params=sampling)
@@ -416,7 +416,7 @@ def test_flags_may_be_scalars_of_numpy_and_torch(asked: Any, engine: Engine) -> 
 
 
 def test_logprobs_that_no_memory_holds_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fengine.doors.options.MAX_LOGPROBS", 1000)
+    monkeypatch.setattr("fengine.api.options.MAX_LOGPROBS", 1000)
     many: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": [1] * 15}
     sampling = {"temperature": 0, "max_new_tokens": 10}
     engine.generate(input_ids=[1] * 40, sampling_params=sampling, logprob_start_len=0, **many)  # (40 + 10) * 20

@@ -10,13 +10,13 @@ from checksum import checksum_engine, expected
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fengine.doors.float_list import FloatList
-from fengine.doors.results import Seen, output_of
-from fengine.engine import Engine
-from fengine.extras import Extras, Record
-from fengine.request import Finish, Request, SamplingParams
-from fengine.server_args import ServerArgs
-from fengine.tickets import Ticket
+from fengine.api.engine import Engine
+from fengine.api.float_list import FloatList
+from fengine.api.results import Seen, output_of
+from fengine.api.server_args import ServerArgs
+from fengine.core.extras import Extras, Record
+from fengine.core.request import Finish, Request, SamplingParams
+from fengine.engine.output_processor import Ticket
 
 BASE = {
     "id", "finish_reason", "prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens",

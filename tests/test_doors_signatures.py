@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from checksum import checksum_engine
 
-from fengine.engine import Engine
+from fengine.api.engine import Engine
 
 GENERATE = """prompt=None sampling_params=None input_ids=None image_data=None audio_data=None video_data=None
 mm_hashes=None mm_content_hashes=None return_logprob=False logprob_start_len=None top_logprobs_num=None

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizer_cases import TEXTS, Made
 
-from fengine.engine import Engine
+from fengine.api.engine import Engine
+from fengine.core.request import SamplingParams
 from fengine.errors import InvalidRequestError
-from fengine.request import SamplingParams
-from fengine.text.detokenizer import Detokenizer
-from fengine.text.stop_regex import MAX_MEMO, MAX_STATES, StopRegex, StopRegexSearch, compile_patterns
+from fengine.tokenizer.detokenizer import Detokenizer
+from fengine.tokenizer.stop_regex import MAX_MEMO, MAX_STATES, StopRegex, StopRegexSearch, compile_patterns
 
 PATTERNS = [
     r"ab", r"a+b", r"\d{3}", r"(foo|bar)+x", r"^ab", r"ab$", r"a$\n", r"\bfoo\b", r"o\Bo", r"(?i)AB[c-e]", r"(?m)^x$",
@@ -179,7 +179,7 @@ def test_the_stop_token_is_kept_in_the_text_only_without_trimming(made) -> None:
 
 
 def test_memory_of_transitions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fengine.text.stop_regex.MAX_MEMO", 8)
+    monkeypatch.setattr("fengine.tokenizer.stop_regex.MAX_MEMO", 8)
     compiled, text = StopRegex(r"[a-y]z{3}"), "".join(map(chr, range(ord("a"), ord("y")))) * 3
     assert StopRegexSearch([compiled]).feed(text) is None and len(compiled._memo) <= 8
     assert StopRegexSearch([compiled]).feed(text + "zzz") is not None

@@ -14,10 +14,10 @@ import pytest
 from checksum import checksum_engine, expected
 
 from fengine import models
-from fengine.engine import Engine
+from fengine.api.engine import Engine
+from fengine.core.request import Request, SamplingParams
+from fengine.engine.output_processor import News, TextLoop, Ticket
 from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, NumericsError
-from fengine.request import Request, SamplingParams
-from fengine.tickets import News, TextLoop, Ticket
 
 
 def greedy(count: int, **more: Any) -> dict[str, Any]:

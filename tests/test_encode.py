@@ -23,10 +23,8 @@ from transformers import (
     Qwen3Model,
 )
 
-from fengine.checkpoint import hub
-from fengine.checkpoint.hub import BOX
-from fengine.doors.embedding import rerank_scores
-from fengine.engine import Engine
+from fengine.api.embedding import rerank_scores
+from fengine.api.engine import Engine
 from fengine.errors import (
     ContextLengthError,
     CorruptCheckpointError,
@@ -34,8 +32,10 @@ from fengine.errors import (
     ModelLoadError,
     UnsupportedFeatureError,
 )
-from fengine.loader import load_params, read_config, spec_from_config
-from fengine.pooling import Pooling, check_dimensions, finish_vector, read_pooling
+from fengine.worker import hub
+from fengine.worker.hub import BOX
+from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.pooling import Pooling, check_dimensions, finish_vector, read_pooling
 
 BODIES = {"llama": LlamaModel, "qwen2": Qwen2Model, "qwen3": Qwen3Model}
 CLASSIFIERS = {

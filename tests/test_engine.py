@@ -11,7 +11,8 @@ from checksum import VOCAB, checksum_engine, expected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fengine.engine import Engine
+from fengine.api.engine import Engine
+from fengine.api.server_args import ServerArgs
 from fengine.errors import (
     CapacityError,
     ContextLengthError,
@@ -22,7 +23,6 @@ from fengine.errors import (
     UnknownParameterError,
     UnsupportedFeatureError,
 )
-from fengine.server_args import ServerArgs
 
 
 def greedy(count: int, **more: object) -> dict:

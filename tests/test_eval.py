@@ -20,23 +20,24 @@ pytest.importorskip("hydra")
 
 from eval_fakes import FakeEngine, records, write_rows
 
-from fengine import evaluate, run
+from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import InputFileError, InvalidRequestError
-from fengine.evals import manifest
-from fengine.evals.asking import Asker
-from fengine.evals.config import EVAL, EvalConfig
-from fengine.evals.journal import Entry, Journal, scan
-from fengine.evals.kinds import GenerateTask
-from fengine.evals.manifest import row_seed
-from fengine.evals.resume import Table, row_key, survey
-from fengine.evals.task import Ask, BadRow, Row
-from fengine.evals.task_config import TaskConfig
-from fengine.runs.compose import conf_dir, points
-from fengine.runs.config import Point
-from fengine.runs.engines import EngineCache
-from fengine.runs.view import QuietView
-from fengine.runs.words import parse
+from fengine.eval import evaluate
+from fengine.eval.runs.compose import conf_dir, points
+from fengine.eval.runs.config import Point
+from fengine.eval.runs.engines import EngineCache
+from fengine.eval.runs.view import QuietView
+from fengine.eval.runs.words import parse
+from fengine.eval.tasks import manifest
+from fengine.eval.tasks.asking import Asker
+from fengine.eval.tasks.config import EVAL, EvalConfig
+from fengine.eval.tasks.journal import Entry, Journal, scan
+from fengine.eval.tasks.kinds import GenerateTask
+from fengine.eval.tasks.manifest import row_seed
+from fengine.eval.tasks.resume import Table, row_key, survey
+from fengine.eval.tasks.task import Ask, BadRow, Row
+from fengine.eval.tasks.task_config import TaskConfig
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "view=quiet", "compile=none"]
 ROWS = 12
@@ -293,7 +294,7 @@ def test_a_manifest_that_is_none_is_refused(
 def test_a_row_whose_record_is_too_long_fails_alone(
     engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fengine.evals.answering.MAX_RECORD", 2000)
+    monkeypatch.setattr("fengine.eval.tasks.answering.MAX_RECORD", 2000)
     write_rows(tmp_path / "rows.jsonl", 2, {"id": "long", "prompt": "x" * 2000, "answer": "y"})
     assert cli("out=f") == evaluate.FAILED
     (failed,) = [row for row in records(Path("f/outputs.jsonl")) if "error" in row]

@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
-from fengine.build import Parts
+from fengine.core.extras import Extras, ProcessorRequest, Record
+from fengine.core.kv_pages import PagePool
+from fengine.core.request import Finish
+from fengine.core.scheduler import Scheduler
+from fengine.core.scheduler_output import Plan
+from fengine.engine.build import Parts
 from fengine.errors import ConfigError, LogitProcessorError
-from fengine.extended import SLICE, apply_head, joined, score_prompts, warm_up
-from fengine.extras import Extras, ProcessorRequest, Record
-from fengine.host.pages import PagePool
-from fengine.host.plan import Plan
-from fengine.host.scheduler import Scheduler
+from fengine.models.kv_state import StepOut
 from fengine.ops.linear import pack
-from fengine.request import Finish
-from fengine.state import StepOut
-from fengine.wants import Scored, wants_of
+from fengine.worker.extended import SLICE, apply_head, joined, score_prompts, warm_up
+from fengine.worker.wants import Scored, wants_of
 
 VOCAB = SIZES["vocab_size"]
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-4}

@@ -12,10 +12,11 @@ from extended_cases import Ask, outcome, run, running
 from fake_cuda import use_graphs
 from tiny_checkpoints import write
 
-from fengine import Engine, runner
-from fengine.build import Parts
-from fengine.extras import Extras
-from fengine.runner import CudaRunner
+from fengine import Engine
+from fengine.core.extras import Extras
+from fengine.engine.build import Parts
+from fengine.worker import model_runner as runner
+from fengine.worker.model_runner import CudaRunner
 
 ON_GPU = [
     pytest.param(("cuda", family, dtype), marks=pytest.mark.gpu, id=f"{family}-{dtype}")

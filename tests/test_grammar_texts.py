@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
-from fengine.grammar.backend import Grammar, Grammars, Source, Vocabulary
-from fengine.grammar.schema import Whitespace
-from fengine.text.token_texts import token_texts
-from fengine.tokenizer import Tokenizer
+from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
+from fengine.structured_output.schema import Whitespace
+from fengine.tokenizer.token_texts import token_texts
+from fengine.tokenizer.tokenizer import Tokenizer
 
 # -- regular expressions -----------------------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fengine.checkpoint.hub import BOX
-from fengine.engine import Engine
+from fengine.api.engine import Engine
 from fengine.errors import (
     ConfigError,
     ContextLengthError,
@@ -17,13 +16,14 @@ from fengine.errors import (
     MissingExtraError,
     UnsupportedFeatureError,
 )
-from fengine.harness import reads
-from fengine.harness.chats import split_thoughts
-from fengine.harness.gen_kwargs import cut_text, generation_of, seeds
-from fengine.harness.identity import engine_facts
-from fengine.harness.texts import Texts
-from fengine.harness.tool_calls import form_of, split_calls
-from fengine.tokenizer import Tokenizer
+from fengine.eval.harness import reads
+from fengine.eval.harness.chats import split_thoughts
+from fengine.eval.harness.gen_kwargs import cut_text, generation_of, seeds
+from fengine.eval.harness.identity import engine_facts
+from fengine.eval.harness.texts import Texts
+from fengine.eval.harness.tool_calls import form_of, split_calls
+from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.hub import BOX
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +202,9 @@ def test_facts_name_weights_and_numerics(llm: Engine) -> None:
 @pytest.mark.parametrize(
     ("module", "library", "extra"),
     [
-        ("fengine.harness.lm_eval_model", "lm_eval", "lm-eval"),
-        ("fengine.harness.inspect_model", "inspect_ai", "inspect-ai"),
-        ("fengine.harness.inspect_registry", "inspect_ai", "inspect-ai"),
+        ("fengine.eval.harness.lm_eval_model", "lm_eval", "lm-eval"),
+        ("fengine.eval.harness.inspect_model", "inspect_ai", "inspect-ai"),
+        ("fengine.eval.harness.inspect_registry", "inspect_ai", "inspect-ai"),
     ],
 )
 def test_a_missing_library_is_named(module: str, library: str, extra: str) -> None:

@@ -5,136 +5,35 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent / "fengine"
 FILES = sorted(p for p in ROOT.rglob("*.py"))
 
-# Layer by layer; a module may import from earlier layers and, where listed together, from its own.
-# Order inside a folder, where modules of it import one another.
-FOLDERS: dict[str, list[str]] = {
-    "host": "pages plan prefix_cache adapters rows drafts ngram waiting scheduler retract steps".split(),
-    "ops": [
-        "compiler",
-        "cpu_library",
-        "cpu",
-        "registration",
-        "ahead",
-        "proof",
-        "silu_mul",
-        "linear_schedules",
-        "gluon",
-        "linear_hopper",
-        "linear",
-        "lora",
-        "rms_norm",
-        "rope",
-        "qkv",
-        "edges",
-        "attention_kernels",
-        "attention_hopper",
-        "attention",
-        "sampling",
-        "edit_logits",
-        "bitmask",
-        "logprobs",
-    ],
-    "checkpoint": ["safetensors_file", "hub"],
-    "doors": [
-        "adapter_paths",
-        "foreign_args",
-        "adapters",
-        "float_list",
-        "arguments",
-        "sessions",
-        "hf_tokenizer",
-        "info",
-        "upkeep",
-        "options",
-        "results",
-        "admission",
-        "calls",
-        "generation",
-        "embedding",
-        "scoring",
-        "readout",
-        "tokenizer_manager",
-    ],
-    "text": [
-        "regex_parts",
-        "stop_regex",
-        "decoding",
-        "detokenizer",
-        "sandbox",
-        "chat",
-        "chat_ids",
-        "tokenizer_files",
-        "token_texts",
-    ],
-    "grammar": "characters regex rules ebnf references bounds schema structural_tag trial backend cursor masks".split(),
-    "models": ["llama", "qwen2", "qwen3"],
-    "lora": ["layout", "peft_config", "peft_files", "adapters"],
-    "weights": ["places", "incoming", "group", "versions", "live", "updates"],
-    "serve": "config refusals fields token_text answers completions chat embeddings metrics bodies service app "
-    "exchange connection server command __main__".split(),
-    "runs": "words config vet explain hydra_state compose restore launch "
-    "output_file prompts builtin figures meter view generate engines".split(),
-    "evals": "task extract scoring task_config tables openai_batch statistics rows kinds config journal folder resume "
-    "machine digests manifest trace shards asking answering loop finish sweep points".split(),
-    "reading": "lines records compare texts".split(),
-    "report": "plain rows pieces schedule facts comparison sweep assemble page".split(),
-    "harness": "gen_kwargs reads texts chats tool_calls inspect_config identity opening lm_eval_model "
-    "inspect_model inspect_registry".split(),
-    "verbs": "frame diff merge rerun layouts replay verdict verify lm_eval report".split(),
+# Packages in order: each may import those before it, and itself.
+ORDER = (
+    "errors config utils test ops models core worker engine tokenizer structured_output lora speculative "
+    "api server eval run __main__"
+).split()
+# Arrows that still run up, from a package to a module.
+UP = {
+    ("ops", "models.spec"),
+    ("core", "structured_output.backend"),
+    ("core", "structured_output.cursor"),
+    ("core", "tokenizer.stop_regex"),
+    ("worker", "structured_output.masks"),
+    ("worker", "structured_output.cursor"),
+    ("engine", "tokenizer.detokenizer"),
+    ("engine", "tokenizer.tokenizer"),
+    ("engine", "lora.adapters"),
+    ("engine", "speculative.ngram"),
+    ("server", "eval.runs.config"),
+    ("server", "eval.runs.compose"),
+    ("server", "eval.runs.engines"),
+    ("server", "eval.runs.words"),
 }
-LAYERS: list[set[str]] = [
-    {"errors"},
-    {"scalars", "text.regex_parts", "text.stop_regex", "doors.adapter_paths", "doors.foreign_args"},
-    {"grammar"},
-    {"extras"},
-    {"sampling_params"},
-    {"config", "spec", "request"},
-    {"device", "state", "host", "ops", "checkpoint", "text", "utils", "test", "pooling"},
-    {"models", "kv_pool"},
-    {"loader", "lora"},
-    {"sampler"},
-    {"step"},
-    {"wants"},
-    {"records", "batching", "tokenizer"},
-    {"extended", "buckets"},
-    {"runner"},
-    {"tickets"},
-    {"driver"},
-    {"weights", "profiling"},
-    {"memory"},
-    {"build"},
-    {"server_args"},
-    {"doors"},
-    {"engine"},
-    {"runs"},
-    {"evals"},
-    {"reading"},
-    {"report"},
-    {"evaluate"},
-    {"harness"},
-    {"serve"},
-    {"verbs"},
-    {"run"},
-    {"__main__"},
-]
 
 
 def module_name(path: Path) -> str:
     return ".".join(part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__")
-
-
-def layer_of(module: str) -> int:
-    while module:
-        for index, names in enumerate(LAYERS):
-            if module in names:
-                return index
-        module = module.rpartition(".")[0]
-    raise AssertionError(f"a module without a layer: {module!r}")
 
 
 def imports_of(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
@@ -154,24 +53,40 @@ def imports_of(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
     return [(name, node) for name, node in found if name]
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_imports_point_one_way(path: Path) -> None:
-    module = module_name(path)
-    if not module:
-        return
-    own = layer_of(module)
-    for name, node in imports_of(ast.parse(path.read_text())):
-        folder, _, file = module.rpartition(".")
-        if name.rpartition(".")[0] == folder and folder in FOLDERS:
-            order = FOLDERS[folder]
-            assert order.index(name.rpartition(".")[2]) < order.index(file), f"{path}:{node.lineno}: {module} <- {name}"
-        elif not name.startswith(module + "."):  # a folder's __init__ may gather its files
-            assert layer_of(name) < own, f"{path}:{node.lineno}: {module} imports {name}"
+def test_packages_import_one_way() -> None:
+    wrong, used = [], set()
+    for path in FILES:
+        own = module_name(path).partition(".")[0]
+        for name, node in imports_of(ast.parse(path.read_text())) if own else ():
+            if ORDER.index(name.partition(".")[0]) > ORDER.index(own):
+                used.add((own, name))
+                if (own, name) not in UP:
+                    wrong.append(f"{path}:{node.lineno}: {own} imports {name}")
+    assert not wrong, "\n".join(wrong)
+    assert used == UP, f"arrows that are gone: {UP - used}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_no_forbidden_words(path: Path) -> None:
-    source = path.read_text()
+def test_no_import_cycles() -> None:
+    edges = {module_name(p): {n for n, _ in imports_of(ast.parse(p.read_text()))} for p in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail, module))
+        if module not in done:
+            for name in edges.get(module, ()):
+                visit(name, (*trail, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+def test_no_forbidden_words() -> None:
+    for path in FILES:
+        check_words(path, path.read_text())
+
+
+def check_words(path: Path, source: str) -> None:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
@@ -184,26 +99,26 @@ def test_no_forbidden_words(path: Path) -> None:
 
 # The engine, on the command line: `--help` needs no torch; optional libraries.
 LAZY = {
-    "runs.engines",
-    "evals.tables",
-    "report.pieces",
-    "grammar.backend",
-    "verbs.lm_eval",
-    "harness.inspect_registry",
-    "serve.command",
+    "eval.runs.engines",
+    "eval.tasks.tables",
+    "eval.report.pieces",
+    "structured_output.backend",
+    "eval.commands.lm_eval",
+    "eval.harness.inspect_registry",
+    "server.command",
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_no_imports_inside_functions(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            inner = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
-            assert not inner or module_name(path) in LAZY, f"{path}:{inner[0].lineno}"
+def test_no_imports_inside_functions() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
+                assert not inner or module_name(path) in LAZY, f"{path}:{inner[0].lineno}"
 
 
 def test_host_column_needs_no_torch() -> None:
-    code = "import sys, fengine.host.scheduler, fengine.host.prefix_cache; assert 'torch' not in sys.modules"
+    code = "import sys, fengine.core.scheduler, fengine.core.prefix_cache; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

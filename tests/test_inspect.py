@@ -33,8 +33,7 @@ from inspect_ai.tool import ToolCall, ToolFunction, ToolInfo, ToolParams
 from inspect_ai.util import JSONSchema
 from transformers import AutoTokenizer
 
-import fengine.harness.inspect_registry  # noqa: F401  (an installed fengine is found by its entry point)
-from fengine.checkpoint.hub import BOX
+import fengine.eval.harness.inspect_registry  # noqa: F401  (an installed fengine is found by its entry point)
 from fengine.errors import (
     ConfigError,
     EngineClosedError,
@@ -43,7 +42,8 @@ from fengine.errors import (
     UnknownParameterError,
     UnsupportedFeatureError,
 )
-from fengine.harness.inspect_model import NAME_ONLY, FengineAPI
+from fengine.eval.harness.inspect_model import NAME_ONLY, FengineAPI
+from fengine.worker.hub import BOX
 
 COUNTRIES = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima"}
 EAGER = {"enable_torch_compile": False, "dtype": "float32"}

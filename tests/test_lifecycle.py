@@ -11,9 +11,9 @@ import pytest
 from checksum import checksum_engine, expected
 from extended_cases import Ask
 
+from fengine.core.request import Request
+from fengine.engine.output_processor import News, Ticket
 from fengine.errors import EngineClosedError, EngineDeadError
-from fengine.request import Request
-from fengine.tickets import News, Ticket
 
 TESTS = str(Path(__file__).parent)
 

@@ -20,7 +20,6 @@ from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from fengine.checkpoint.hub import BOX
 from fengine.errors import (
     ConfigError,
     EngineClosedError,
@@ -29,8 +28,9 @@ from fengine.errors import (
     UnknownParameterError,
     UnsupportedFeatureError,
 )
-from fengine.harness.lm_eval_model import FengineLM, batch_of
-from fengine.verbs import lm_eval as verb
+from fengine.eval.commands import lm_eval as verb
+from fengine.eval.harness.lm_eval_model import FengineLM, batch_of
+from fengine.worker.hub import BOX
 
 WORDS = "the cat sat on a mat and Paris is in France while two plus 3 = 5 Rome Madrid because once upon time".split()
 TASKS = {

@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fengine import models
-from fengine.checkpoint.hub import BOX, resolve_model
-from fengine.checkpoint.safetensors_file import INDEX, SINGLE, read_header
 from fengine.config import Dtype, LoadFormat
 from fengine.errors import (
     ConfigError,
@@ -27,17 +25,13 @@ from fengine.errors import (
     UnsupportedArchitectureError,
     UnsupportedFormatError,
 )
-from fengine.loader import (
-    GenerationConfig,
-    load_params,
-    read_config,
-    read_generation_config,
-    spec_from_config,
-)
 from fengine.models import llama
+from fengine.models.kv_state import Params, StepBatch, init_kv
+from fengine.models.spec import RopeSpec
 from fengine.ops import linear
-from fengine.spec import RopeSpec
-from fengine.state import Params, StepBatch, init_kv
+from fengine.worker.hub import BOX, resolve_model
+from fengine.worker.loader import GenerationConfig, load_params, read_config, read_generation_config, spec_from_config
+from fengine.worker.safetensors_file import INDEX, SINGLE, read_header
 
 
 @pytest.fixture
@@ -393,7 +387,7 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("memory was allocated before the checks were through")
 
-    monkeypatch.setattr("fengine.loader.read_tensor", refuse)
+    monkeypatch.setattr("fengine.worker.loader.read_tensor", refuse)
 
 
 def test_bad_shards(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

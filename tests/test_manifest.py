@@ -15,13 +15,14 @@ pytest.importorskip("hydra")
 
 from eval_fakes import FakeEngine, write_rows
 
-from fengine import evaluate, run
+from fengine import run
 from fengine.config import ModelConfig
 from fengine.errors import ResumeMismatchError
-from fengine.evals import machine, manifest
-from fengine.evals.config import FREE, EvalConfig, JournalConfig, Trace, check, flat
-from fengine.evals.digests import canonical, model_digests
-from fengine.evals.manifest import differences, settings
+from fengine.eval import evaluate
+from fengine.eval.tasks import machine, manifest
+from fengine.eval.tasks.config import FREE, EvalConfig, JournalConfig, Trace, check, flat
+from fengine.eval.tasks.digests import canonical, model_digests
+from fengine.eval.tasks.manifest import differences, settings
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ from torch._inductor.utils import run_and_get_code
 from transformers import AutoModelForCausalLM
 
 from fengine import models
-from fengine.checkpoint.hub import BOX
-from fengine.loader import load_params, read_config, spec_from_config
 from fengine.models import llama
-from fengine.spec import ModelSpec
-from fengine.state import KVState, Params, StepBatch, init_kv
+from fengine.models.kv_state import KVState, Params, StepBatch, init_kv
+from fengine.models.spec import ModelSpec
+from fengine.worker.hub import BOX
+from fengine.worker.loader import load_params, read_config, spec_from_config
 
 TOLERANCE = 1e-4  # on logprobs
 NEW_TOKENS = 256

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from fengine.errors import UnsupportedFeatureError
+from fengine.models.spec import ModelSpec, RopeSpec
 from fengine.ops import attention, edges, linear, qkv, rms_norm, rope, sampling, silu_mul
-from fengine.spec import ModelSpec, RopeSpec
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 LLAMA3 = RopeSpec(5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)

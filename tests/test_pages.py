@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
+from fengine.core.kv_pages import PagePool
 from fengine.errors import ConfigError, InvariantError
-from fengine.host.pages import PagePool
 
 
 def test_hands_out_every_page_but_the_null_page_once() -> None:

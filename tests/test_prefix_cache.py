@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from fengine.core.kv_pages import PagePool
+from fengine.core.prefix_cache import PrefixCache, Reached
 from fengine.errors import InvariantError
-from fengine.host.pages import PagePool
-from fengine.host.prefix_cache import PrefixCache, Reached
 
 
 def build(page_size: int = 2, pages: int = 20) -> tuple[PagePool, PrefixCache]:

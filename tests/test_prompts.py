@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fengine.errors import ContextLengthError, InputFileError, StorageError
-from fengine.runs.prompts import BadRow, OutputWriter, PromptRow, error_record, read_prompts, result_record
+from fengine.eval.runs.prompts import BadRow, OutputWriter, PromptRow, error_record, read_prompts, result_record
 
 
 def rows_of(path, data: bytes, **options):

@@ -27,10 +27,3 @@ def test_python_examples_run(capsys) -> None:  # noqa: ANN001
     for shown in ("Paris", "1  5", "UpdateResult(success=True", "upside down", "[256, 256]"):
         assert shown in tour
     assert any("Once upon a time" in out for out in printed.values())
-
-
-def test_every_file_has_its_line() -> None:
-    files = sorted((ROOT / "fengine").rglob("*.py"))
-    for path in files:
-        if path.name != "__init__.py" or path.parent.name in ("models",):
-            assert f"`{path.relative_to(ROOT / 'fengine')}`" in README, path

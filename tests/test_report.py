@@ -14,14 +14,15 @@ import pytest
 from checksum import checksum_engine
 from eval_fakes import FakeEngine, records, write_rows
 
-from fengine import evaluate, run
-from fengine.evals import statistics
-from fengine.evals.trace import Trace
-from fengine.report import rows as report_rows
-from fengine.report import schedule
-from fengine.report.assemble import report_data
-from fengine.report.page import page
-from fengine.report.plain import script_json, size
+from fengine import run
+from fengine.eval import evaluate
+from fengine.eval.report import rows as report_rows
+from fengine.eval.report import schedule
+from fengine.eval.report.assemble import report_data
+from fengine.eval.report.page import page
+from fengine.eval.report.plain import script_json, size
+from fengine.eval.tasks import statistics
+from fengine.eval.tasks.trace import Trace
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

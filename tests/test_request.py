@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fengine.core.request import Finish, SamplingParams
+from fengine.core.sampling_params import NOT_BUILT, TOP_K_ALL
 from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
-from fengine.request import Finish, SamplingParams
-from fengine.sampling_params import NOT_BUILT, TOP_K_ALL
 
 RANGES = {
     "temperature": lambda x: x >= 0,

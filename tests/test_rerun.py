@@ -11,10 +11,11 @@ pytest.importorskip("hydra")
 
 from eval_fakes import ROWS, FakeEngine, Run, fake_runs, rewrite, write_rows
 
-from fengine import evaluate, run
+from fengine import run
 from fengine.errors import EngineDeadError
-from fengine.evals import digests, manifest
-from fengine.verbs import rerun, verify
+from fengine.eval import evaluate
+from fengine.eval.commands import rerun, verify
+from fengine.eval.tasks import digests, manifest
 
 
 @pytest.fixture

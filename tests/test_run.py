@@ -22,10 +22,10 @@ from rich.console import Console
 
 from fengine import run
 from fengine.config import EngineConfig, Hardware, resolve
+from fengine.core.request import SamplingParams, derive_seed
 from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
-from fengine.request import SamplingParams, derive_seed
-from fengine.runs import view
-from fengine.runs.figures import Progress, Shown, Summary, clean, clock, tail
+from fengine.eval.runs import view
+from fengine.eval.runs.figures import Progress, Shown, Summary, clean, clock, tail
 
 ROOT = Path(run.__file__).resolve().parent.parent
 
@@ -409,7 +409,7 @@ def test_the_model_in_the_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("0.0", "0.8"):
         assert Path(f"{name}-alone.jsonl").read_bytes() == Path(f"{name}.jsonl").read_bytes()
     assert Path("0.0.jsonl").read_bytes() != Path("0.8.jsonl").read_bytes()
-    engine = importlib.import_module("fengine.engine").Engine  # torch: not for the tests above
+    engine = importlib.import_module("fengine.api.engine").Engine  # torch: not for the tests above
     with engine(model_path="box", random_seed=0) as llm:
         row = llm.generate(["a", "b", rows[2]["prompt"]], {"temperature": 0.8, "max_new_tokens": 12})[2]
     assert row["output_ids"] == records("0.8.jsonl")[2]["output_ids"], "row i of a run is request i of an Engine"

@@ -10,14 +10,14 @@ from fake_cuda import Cuda, Torch, tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fengine.batching import warm_staged
-from fengine.buckets import decode_buckets, inputs, token_buckets
 from fengine.config import LoraConfig
-from fengine.loader import load_params, read_config, spec_from_config
 from fengine.lora.adapters import open_adapters
-from fengine.runner import CudaRunner, on_cpu
-from fengine.state import KVState, StepOut, init_kv, layer_kinds
-from fengine.step import make_forward
+from fengine.models.kv_state import KVState, StepOut, init_kv, layer_kinds
+from fengine.worker.buckets import decode_buckets, inputs, token_buckets
+from fengine.worker.input_batch import warm_staged
+from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.model_runner import CudaRunner, on_cpu
+from fengine.worker.step import make_forward
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_steps_with_adapters_and_without_run_before_any_is_captured(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile cannot compile inside a capture, and these are two graphs to it."""
-    monkeypatch.setattr("fengine.runner.torch", Torch())
+    monkeypatch.setattr("fengine.worker.model_runner.torch", Torch())
     seen: list[tuple[bool, bool]] = []  # whether with adapters, whether in a capture
 
     def step(params: Any, kv: Any, batch: Any, sampling: Any, feed: Any) -> Any:

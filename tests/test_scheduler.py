@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from simulation import Case, Job, Run, entry, make_request, make_scheduler, random_case, simulate
 
 from fengine.config import Policy
+from fengine.core.kv_pages import PagePool
+from fengine.core.prefix_cache import PrefixCache
+from fengine.core.request import Finish, Request, Status
+from fengine.core.scheduler import Scheduler
+from fengine.core.scheduler_output import Plan
+from fengine.core.waiting_queue import LPM_PATIENCE, LPM_WINDOW
 from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError
-from fengine.host.pages import PagePool
-from fengine.host.plan import Plan
-from fengine.host.prefix_cache import PrefixCache
-from fengine.host.scheduler import Scheduler
-from fengine.host.waiting import LPM_PATIENCE, LPM_WINDOW
-from fengine.request import Finish, Request, Status
 
 
 def start(case: Case) -> tuple[Scheduler, list[Request]]:

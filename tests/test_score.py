@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fengine.checkpoint.hub import BOX
-from fengine.doors.scoring import ScoreResult, Scoring, check_labels, join
-from fengine.engine import Engine
+from fengine.api.engine import Engine
+from fengine.api.scoring import ScoreResult, Scoring, check_labels, join
 from fengine.errors import AbortedError, FengineError, InvalidRequestError, UnsupportedFeatureError
+from fengine.worker.hub import BOX
 
 DEFAULTS: dict[str, Any] = {
     "query": "q",

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fengine.errors import InputFileError, InvalidRequestError
-from fengine.evals import extract, statistics
-from fengine.evals.extract import Extractor
-from fengine.evals.scoring import (
+from fengine.eval.tasks import extract, statistics
+from fengine.eval.tasks.extract import Extractor
+from fengine.eval.tasks.scoring import (
     choice_scores,
     count_words,
     exact_match,
@@ -24,7 +24,7 @@ from fengine.evals.scoring import (
     perplexity_scores,
     prefix_match,
 )
-from fengine.evals.task import Answer, Metric
+from fengine.eval.tasks.task import Answer, Metric
 
 # -- text --------------------------------------------------------------------------------------------------------------
 

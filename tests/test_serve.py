@@ -15,7 +15,7 @@ openai = pytest.importorskip("openai", reason="openai's client, of the extra dev
 
 from serving import Live, live, until  # noqa: E402
 
-from fengine.engine import Engine  # noqa: E402
+from fengine.api.engine import Engine  # noqa: E402
 
 BOX = Path(__file__).resolve().parent.parent / "fengine" / "models" / "box"
 

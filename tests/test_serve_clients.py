@@ -11,7 +11,7 @@ from typing import Any
 import serving
 from serving import GET, GOOD, POST, STREAMED, Live, live, paused, read, receive, request, until
 
-from fengine.engine import Engine
+from fengine.api.engine import Engine
 
 engine, server, untouched = serving.engine, serving.server, serving.untouched  # fixtures
 

@@ -15,13 +15,13 @@ import pytest
 import serving
 from serving import GET, GOOD, POST, STREAMED, Answer, Live, live, read, receive, request, until
 
-from fengine.engine import Engine
+from fengine.api.engine import Engine
 from fengine.errors import ConfigError, MissingExtraError
-from fengine.runs.compose import points
-from fengine.runs.words import parse
-from fengine.serve import command
-from fengine.serve.answers import Events
-from fengine.serve.config import SERVE, ServeConfig, ServerConfig, check
+from fengine.eval.runs.compose import points
+from fengine.eval.runs.words import parse
+from fengine.server import command
+from fengine.server.answers import Events
+from fengine.server.config import SERVE, ServeConfig, ServerConfig, check
 
 ROOT = Path(__file__).resolve().parent.parent
 engine, server, untouched = serving.engine, serving.server, serving.untouched  # fixtures
@@ -93,7 +93,7 @@ def test_answers_that_last_too_long_are_cut_off_and_told(engine: Engine) -> None
 
 
 def test_a_second_signal_cuts_answers_off() -> None:
-    words = [sys.executable, "-m", "fengine.serve", "serve.port=0", "compile=none", "serve.model_name=mine"]
+    words = [sys.executable, "-m", "fengine.server", "serve.port=0", "compile=none", "serve.model_name=mine"]
     body = {"model": "mine", "prompt": [5], "max_tokens": 1000, "ignore_eos": True, "n": 64, "stream": True}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
@@ -130,8 +130,8 @@ def test_the_command_refuses_before_it_loads(capsys: Any, monkeypatch: pytest.Mo
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "fengine.serve.server")
-    monkeypatch.delattr("fengine.serve.server")
+    monkeypatch.delitem(sys.modules, "fengine.server.server")
+    monkeypatch.delattr("fengine.server.server")
     monkeypatch.setattr(command, "open_engine", lambda _: pytest.fail("a model was loaded"))
     with pytest.raises(MissingExtraError, match=r"uvicorn.*pip install 'fengine\[serve\]'"):
         command.run(ServerConfig())

@@ -9,7 +9,7 @@ import pytest
 import serving
 from serving import GET, GOOD, POST, STREAMED, Live, live, read, request, until
 
-from fengine.engine import Engine
+from fengine.api.engine import Engine
 
 engine, server, untouched = serving.engine, serving.server, serving.untouched  # fixtures
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from checksum import checksum_engine, expected
 
-from fengine.build import Parts
+from fengine.api.engine import Engine
+from fengine.api.foreign_args import ALSO_OFF, HARMLESS
+from fengine.api.server_args import REFUSED, ServerArgs
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig
-from fengine.doors.foreign_args import ALSO_OFF, HARMLESS
-from fengine.engine import Engine
+from fengine.engine.build import Parts
 from fengine.errors import ConfigError, UnsupportedFeatureError
-from fengine.server_args import REFUSED, ServerArgs
 
 BASE = ServerArgs(model_path="box").to_config()
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from checksum import checksum_engine, expected
 
-from fengine.doors.sessions import Sessions, Turn
-from fengine.engine import Engine
+from fengine.api.engine import Engine
+from fengine.api.sessions import Sessions, Turn
+from fengine.core.request import Finish, Request
+from fengine.engine.output_processor import Ticket
 from fengine.errors import FengineError, InvalidRequestError, SessionError
-from fengine.request import Finish, Request
-from fengine.tickets import Ticket
 
 BOS = 1
 

@@ -19,14 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine
-import fengine.server_args
+import fengine.api.server_args
 import fengine.test.doc_patch
 import fengine.test.test_utils
 import fengine.utils
-from fengine.checkpoint.hub import BOX
-from fengine.doors.hf_tokenizer import HFTokenizer
-from fengine.engine import Engine
-from fengine.tokenizer import Tokenizer
+from fengine.api.engine import Engine
+from fengine.tokenizer.hf_tokenizer import HFTokenizer
+from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.hub import BOX
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         "sglang": shim,
         "sglang.utils": fengine.utils,
         "sglang.srt": ModuleType("sglang.srt"),
-        "sglang.srt.server_args": fengine.server_args,
+        "sglang.srt.server_args": fengine.api.server_args,
         "sglang.test": fengine.test,
         "sglang.test.doc_patch": fengine.test.doc_patch,
         "sglang.test.test_utils": fengine.test.test_utils,

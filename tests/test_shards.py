@@ -11,11 +11,12 @@ pytest.importorskip("hydra")
 
 from eval_fakes import FakeEngine, records, write_rows
 
-from fengine import evaluate, run
+from fengine import run
 from fengine.errors import ConfigError
-from fengine.evals import manifest
-from fengine.evals.config import parse_shard
-from fengine.verbs import merge
+from fengine.eval import evaluate
+from fengine.eval.commands import merge
+from fengine.eval.tasks import manifest
+from fengine.eval.tasks.config import parse_shard
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none", "view=quiet"]
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from simulation import Case, Job, make_scheduler, random_case, simulate
 
 from fengine import Engine
-from fengine.batching import RowTables
+from fengine.api.server_args import ServerArgs
 from fengine.config import Algorithm, EngineConfig, Hardware, SpeculationConfig, resolve
+from fengine.core.request import Drafting, Request, SamplingParams
+from fengine.core.speculation import Ask, Proposer, drafting_of
+from fengine.core.step_trace import StepRecord
 from fengine.errors import ConfigError, UnsupportedFeatureError
-from fengine.host.drafts import Ask, Proposer, drafting_of
-from fengine.host.ngram import CANDIDATES, PATIENCE, REST, NgramIndex, Trust, follow, ngram_proposer
-from fengine.host.steps import StepRecord
-from fengine.request import Drafting, Request, SamplingParams
-from fengine.server_args import ServerArgs
+from fengine.speculative.ngram import CANDIDATES, PATIENCE, REST, NgramIndex, Trust, follow, ngram_proposer
+from fengine.worker.input_batch import RowTables
 
 NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
 

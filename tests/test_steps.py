@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from checksum import checksum_engine
 
-from fengine.engine import Engine
-from fengine.host.steps import StepRecord
+from fengine.api.engine import Engine
+from fengine.core.step_trace import StepRecord
 
 PROMPT = [5, 9, 2, 7] * 6
 

@@ -13,18 +13,19 @@ pytest.importorskip("hydra")
 from eval_fakes import FakeEngine, records, write_rows
 from omegaconf import OmegaConf
 
-from fengine import evaluate, run
+from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError, ModelLoadError
-from fengine.evals import manifest
-from fengine.evals.config import EVAL
-from fengine.evals.sweep import Told, markdown
-from fengine.runs import compose as composing
-from fengine.runs.compose import jobs, points
-from fengine.runs.config import BadPoint, Point
-from fengine.runs.launch import launch
-from fengine.runs.vet import LAUNCHERS
-from fengine.runs.words import parse
+from fengine.eval import evaluate
+from fengine.eval.runs import compose as composing
+from fengine.eval.runs.compose import jobs, points
+from fengine.eval.runs.config import BadPoint, Point
+from fengine.eval.runs.launch import launch
+from fengine.eval.runs.vet import LAUNCHERS
+from fengine.eval.runs.words import parse
+from fengine.eval.tasks import manifest
+from fengine.eval.tasks.config import EVAL
+from fengine.eval.tasks.sweep import Told, markdown
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none"]
 ROWS = 6

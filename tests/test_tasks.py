@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from fengine.errors import ConfigError, InputFileError, UnsupportedFeatureError
-from fengine.evals import rows as rows_file
-from fengine.evals.config import EVAL
-from fengine.evals.kinds import open_task
-from fengine.evals.task import Answer, Ask, BadRow, Metric, Row, Task
-from fengine.evals.task_config import Format, Match, Select, TaskConfig, TaskKind, base_directory, check
-from fengine.runs.words import parse
+from fengine.eval.runs.words import parse
+from fengine.eval.tasks import rows as rows_file
+from fengine.eval.tasks.config import EVAL
+from fengine.eval.tasks.kinds import open_task
+from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Task
+from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, base_directory, check
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = ["capitals", "addition", "sorting", "json_filling", "multiple_choice", "stories"]
@@ -497,7 +497,7 @@ def test_a_yaml_chooses_among_values(tmp_path: Path, words: list[str]) -> None:
 def composed(*words: str) -> tuple[TaskConfig, Path]:
     """The task of a command line, and what its data is relative to."""
     pytest.importorskip("hydra")
-    from fengine.runs.compose import points
+    from fengine.eval.runs.compose import points
 
     (point,) = points(parse(words, EVAL.program), EVAL)
     base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
-from fengine.checkpoint.hub import BOX
-from fengine.request import Finish, Request, SamplingParams
+from fengine.core.request import Finish, Request, SamplingParams
+from fengine.engine.output_processor import Ticket
 from fengine.test.test_utils import is_in_ci
-from fengine.text.detokenizer import Detokenizer
-from fengine.tickets import Ticket
+from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.utils import async_stream_and_merge, stream_and_merge
+from fengine.worker.hub import BOX
 
 PROMPTS = [
     "Hello, my name is",

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import fengine
 from fengine.errors import ContextLengthError, InvalidRequestError, ModelLoadError, UnsupportedFeatureError
-from fengine.tokenizer import Tokenizer
+from fengine.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_ids_of_special_tokens(made):
 
 
 def test_imports_neither_torch_nor_transformers():
-    code = "import sys, fengine.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, fengine.tokenizer.tokenizer; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 

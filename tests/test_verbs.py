@@ -11,7 +11,7 @@ pytest.importorskip("hydra")
 
 from fengine import run
 from fengine.errors import ConfigError, EngineDeadError, StorageError
-from fengine.verbs import frame
+from fengine.eval.commands import frame
 
 ROOT = Path(run.__file__).resolve().parent.parent
 OPTIONS = {"v.fraction": frame.number(0, 1, above=True), "v.seed": frame.whole(0, 9), "v.of": frame.names(["a", "b"])}

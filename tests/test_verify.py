@@ -14,16 +14,17 @@ pytest.importorskip("hydra")
 
 from eval_fakes import ROWS, FakeEngine, Run, fake_runs, next_float32, records, rewrite, write_rows
 
-from fengine import evaluate, run
+from fengine import run
 from fengine.config import EngineConfig, check
 from fengine.errors import ConfigError, EngineDeadError, OutOfMemoryError
-from fengine.evals import manifest
-from fengine.evals.config import EVAL, EvalConfig, flat
+from fengine.eval import evaluate
+from fengine.eval.commands import verify
+from fengine.eval.commands.layouts import LAYOUTS, Sizes, layout
+from fengine.eval.commands.verify import drawn
+from fengine.eval.runs.restore import restore
+from fengine.eval.tasks import manifest
+from fengine.eval.tasks.config import EVAL, EvalConfig, flat
 from fengine.ops import linear
-from fengine.runs.restore import restore
-from fengine.verbs import verify
-from fengine.verbs.layouts import LAYOUTS, Sizes, layout
-from fengine.verbs.verify import drawn
 
 FAKE = "verify.layouts=[permuted,alone,batch,chunks,pages,uncached]"  # a fake engine has neither cache nor pool
 

@@ -18,6 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fengine import Engine
+from fengine.core.extras import Extras
+from fengine.engine.weights import incoming
+from fengine.engine.weights.places import Place
+from fengine.engine.weights.versions import version_spans
 from fengine.errors import (
     EngineBusyError,
     EngineClosedError,
@@ -25,11 +29,7 @@ from fengine.errors import (
     MemoryReleasedError,
     UnsupportedFeatureError,
 )
-from fengine.extras import Extras
 from fengine.ops import linear
-from fengine.weights import incoming
-from fengine.weights.places import Place
-from fengine.weights.versions import version_spans
 
 KINDS: dict[str, dict[str, Any]] = {  # heads of 10: the parts of fused matrices begin in the middle of a packed block
     "tied": {"family": "llama", "tie_word_embeddings": True, "dtype": torch.bfloat16},

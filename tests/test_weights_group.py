@@ -17,8 +17,8 @@ from test_weights import ask, fresh, start
 from torch import Tensor
 
 from fengine import Engine
+from fengine.engine.weights.group import buffers
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
-from fengine.weights.group import buffers
 
 GROUP = "weight_update_group"
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fengine.loader import read_config, spec_from_config
 from fengine.lora.layout import Module, all_sites
-from fengine.spec import ModelSpec
+from fengine.models.spec import ModelSpec
+from fengine.worker.loader import read_config, spec_from_config
 
 CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_alpha": 16, "lora_dropout": 0.05}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from fengine.tokenizer import Tokenizer
+from fengine.tokenizer.tokenizer import Tokenizer
 
 CORPUS = [
     "Hello, my name is Ada and I am 27 years old.",

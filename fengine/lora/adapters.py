@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fengine.checkpoint.hub import resolve_model
 from fengine.config import DEFAULT_RANK, MAX_RANK, LoraConfig
+from fengine.core.request import Adapter
 from fengine.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError, OutOfMemoryError
 from fengine.lora.layout import PIECE, Layout, Update, all_finite, all_sites, fits, kinds_of, rest
 from fengine.lora.peft_config import read_config
 from fengine.lora.peft_files import Limits, Read, from_tensors, read_adapter, sha256_of
-from fengine.request import Adapter
-from fengine.spec import ModelSpec
-from fengine.state import Params
+from fengine.models.kv_state import Params
+from fengine.models.spec import ModelSpec
+from fengine.worker.hub import resolve_model
 
 MAX_NAME = 512
 

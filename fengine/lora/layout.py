@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from fengine import models
+from fengine.models.kv_state import Params
+from fengine.models.spec import ModelSpec
 from fengine.ops.lora import RANKS, Stack
-from fengine.spec import ModelSpec
-from fengine.state import Params
 
 ALIGNMENT = 128  # bytes
 ALONE = 32768 - 1  # elements: what is not more torch computes in the calling thread (at::internal::GRAIN_SIZE)

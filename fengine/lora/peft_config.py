@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fengine.checkpoint.safetensors_file import read_json
 from fengine.errors import AdapterError, InvalidRequestError, ModelLoadError
-from fengine.text.stop_regex import Spot, StopRegex
+from fengine.tokenizer.stop_regex import Spot, StopRegex
+from fengine.worker.safetensors_file import read_json
 
 CONFIG = "adapter_config.json"
 READ = {

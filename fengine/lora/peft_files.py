@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.checkpoint.safetensors_file import DTYPES, listing, open_file, read_header, read_tensor
 from fengine.errors import AdapterError, ModelLoadError, UnsupportedFormatError
 from fengine.lora.layout import Module, Site, Update, all_finite, rest
 from fengine.lora.peft_config import CONFIG, PeftConfig, parse_config, read_config
+from fengine.worker.safetensors_file import DTYPES, listing, open_file, read_header, read_tensor
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")

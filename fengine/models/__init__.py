@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import llama, qwen2, qwen3
+from fengine.models.kv_state import KVState, Params, StepBatch
 from fengine.models.llama import Weight
-from fengine.spec import Config, ModelSpec, classifier_spec, embedding_spec
-from fengine.state import KVState, Params, StepBatch
+from fengine.models.spec import Config, ModelSpec, classifier_spec, embedding_spec
 
 
 class Model(NamedTuple):

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
+from fengine.models.spec import Config, ModelSpec, bias_flag, decoder_spec
 from fengine.ops import attention, linear, lora, qkv, rms_norm, rope, silu_mul
-from fengine.spec import Config, ModelSpec, bias_flag, decoder_spec
-from fengine.state import AdapterBatch, KVState, Params, StepBatch
 
 ARCHITECTURE = "LlamaForCausalLM"
 

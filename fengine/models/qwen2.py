@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama's decoder with biases on q, k and v, often with tied embeddings."""
 
-from fengine.spec import Config, ModelSpec, decoder_spec, refuse_sliding_window
+from fengine.models.spec import Config, ModelSpec, decoder_spec, refuse_sliding_window
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 

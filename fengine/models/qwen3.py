@@ -1,7 +1,7 @@
 """Qwen3 (dense): Llama's decoder with an RMS norm on every query and key head, and a head width of its own."""
 
 from fengine.errors import ModelLoadError
-from fengine.spec import Config, ModelSpec, bias_flag, decoder_spec, refuse_sliding_window
+from fengine.models.spec import Config, ModelSpec, bias_flag, decoder_spec, refuse_sliding_window
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 

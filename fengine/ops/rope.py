@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
+from fengine.models.spec import ModelSpec, RopeSpec
 from fengine.ops import rms_norm
 from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
-from fengine.spec import ModelSpec, RopeSpec
 
 HEADS = 8  # heads per program
 TOKENS, MANY = 4, 512  # tokens per program, in a step of so many tokens or more; one token with the norm, whose sum's

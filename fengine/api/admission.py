@@ -1,0 +1,191 @@
+"""What a call asks for, checked against the model and the engine's settings: items -> requests, all or none.
+
+Nothing is queued here. Every error names value, limit and remedy; those of several prompts are told together.
+"""
+
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fengine.api.arguments import Item
+from fengine.api.options import Door, adapter_of, check_amount, check_ids, extras_of, priority_of, salt_of, stop_ids
+from fengine.api.sessions import Turn
+from fengine.core.extras import Extras, Record
+from fengine.core.request import Request, SamplingParams, derive_seed
+from fengine.core.sampling_params import GRAMMARS
+from fengine.core.scalars import flag
+from fengine.engine.build import Parts
+from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
+
+PLAIN = frozenset((int, float, bool, str, type(None)))  # equal values of one of these types mean the same
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A checked request, and what its result must hold besides text and ids."""
+
+    request: Request
+    return_logprob: bool = False
+    turn: Turn | None = None  # of a session
+
+
+def admit_all(door: Door, items: Sequence[Item], first_index: int) -> list[Admitted]:
+    """Checks every prompt before any is queued and reports all that fail, with their index. Prompt-major samples."""
+    admitted: list[Admitted] = []
+    errors: list[tuple[int, FengineError]] = []
+    checked: dict[Hashable, SamplingParams] = {}  # most calls give all prompts the same ones
+    for i, item in enumerate(items):
+        try:
+            if (key := _key(item.sampling)) not in checked:
+                checked[key] = SamplingParams.of(item.sampling, door.parts.spec.vocab_size)
+            admitted += admit(door, item, checked[key], first_index + i)
+        except FengineError as error:
+            errors.append((i, error))
+    if errors:
+        if len(items) == 1:
+            raise errors[0][1]
+        kinds = {type(error) for _, error in errors}
+        kind = kinds.pop() if len(kinds) == 1 else InvalidRequestError
+        shown = [f"prompt {i}: {error}" for i, error in errors[:20]] + ["..."] * (len(errors) > 20)
+        raise kind("\n".join(shown))
+    return admitted
+
+
+def _key(sampling: Any) -> Hashable:
+    """Equal only for sampling parameters that come to the same. Pure."""
+    if type(sampling) is dict and PLAIN.issuperset(map(type, sampling.values())):
+        return tuple((name, type(value), value) for name, value in sampling.items())
+    return id(sampling)
+
+
+def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Admitted]:
+    """The checked requests of one prompt, one for each sample. `params` are `item.sampling`, checked.
+
+    Errors: InvalidRequestError and its kinds.
+    """
+    parts = door.parts
+    _refuse_without_text(parts, params)
+    ids, turn = _ids(door, item)
+    ids = _fitting(door, ids, params.max_new_tokens == 0 and item.return_logprob is True)
+    explicit = isinstance(item.sampling, SamplingParams) or "max_new_tokens" in (item.sampling or {})
+    most = _room(door, params, len(ids), explicit)
+    return_logprob = flag("return_logprob", item.return_logprob)
+    unasked = Extras() if return_logprob and most == 0 else None  # the token drawn all the same is told of
+    extras = [extras_of(door, item, params, len(ids), return_logprob) or unasked for _ in item.rids]
+    check_amount(extras[0], len(extras), len(ids), most)
+    adapter = adapter_of(parts, item.lora)
+    salt, priority = salt_of(item.cache_salt), priority_of(door.args, item.priority)
+    return [
+        Admitted(
+            Request(
+                rid=rid,
+                prompt_len=len(ids),
+                token_ids=list(ids) if sample else ids,
+                params=params,
+                seed=_seed(parts.config.random_seed, params, index, sample),
+                max_new_tokens=most,
+                stop_ids=stop_ids(door, params),
+                cache_salt=salt,
+                priority=priority,
+                adapter=adapter,
+                extras=own,
+                record=None if own is None else Record(),
+            ),
+            return_logprob,
+            turn,
+        )
+        for sample, (rid, own) in enumerate(zip(item.rids, extras, strict=True))
+    ]
+
+
+def _seed(engine_seed: int, params: SamplingParams, index: int, sample: int) -> int:
+    """A given seed is the first sample's own; whatever is not given derives, so no two samples draw alike. Pure."""
+    if params.sampling_seed is not None:
+        return derive_seed(params.sampling_seed, sample) if sample else params.sampling_seed
+    return derive_seed(engine_seed, index) if params.n == 1 else derive_seed(engine_seed, index, sample)
+
+
+# -- the prompt --------------------------------------------------------------------------------------------------------
+
+
+def prompt_ids(parts: Parts, item: Item) -> list[int]:
+    """The prompt as ids within the width of the logits."""
+    vocab_size, tokenizer = parts.spec.vocab_size, parts.tokenizer
+    if item.input_ids is not None:
+        return check_ids(item.input_ids, vocab_size)
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "The engine initialized with skip_tokenizer_init=True cannot accept text prompts; give input_ids."
+        )
+    ids = tokenizer.encode(item.prompt)
+    if not ids:
+        raise InvalidRequestError("the prompt is empty and this model has no bos token to start from.")
+    return check_ids(ids, vocab_size)
+
+
+def _ids(door: Door, item: Item) -> tuple[list[int], Turn | None]:
+    """All prompt ids; of a session's turn those of its context, too."""
+    ids = prompt_ids(door.parts, item)
+    if item.session is None:
+        return ids, None
+    bos_id = None if door.parts.tokenizer is None else door.parts.tokenizer.bos_id
+    turn = door.sessions.prepare(item.session, ids, item.rids[0], bos_id)
+    ids = turn.prompt_ids()
+    if not ids:
+        raise InvalidRequestError("session_params['offset'] leaves nothing of the context, and the prompt is empty.")
+    return ids, turn
+
+
+def _fitting(door: Door, ids: list[int], read_only: bool) -> list[int]:
+    """The prompt if it fits the context; with allow_auto_truncate, as much of its beginning as fits it and the pool.
+    One that is `read_only`, for its logprobs, may fill the context: evaluation harnesses score whole windows."""
+    context, pool, count = door.parts.context_length, door.parts.pool_tokens, len(ids)
+    if count < min(context + read_only, pool):
+        return ids
+    if door.args.allow_auto_truncate:
+        keep = min(context, pool) - 1
+        warnings.warn(f"the input ({count} tokens) was truncated to its first {keep} tokens", stacklevel=2)
+        return ids[:keep]
+    if count >= context:
+        raise ContextLengthError(
+            f"The input ({count} tokens) is longer than the model's context length ({context} tokens), of which one is "
+            "needed for the answer; shorten the prompt or raise context_length."
+        )
+    return ids
+
+
+def _room(door: Door, params: SamplingParams, count: int, explicit: bool) -> int:
+    """How many tokens may be drawn behind `count`. An explicit demand must fit the context; the default is clamped to
+    it, and all to what the pool has room for."""
+    parts, args = door.parts, door.args
+    room = parts.context_length - count
+    wanted = room if params.max_new_tokens is None else params.max_new_tokens
+    if wanted > room and explicit and not args.allow_auto_truncate:
+        raise ContextLengthError(
+            f"Requested token count exceeds the model's maximum context length of {parts.context_length} tokens. You "
+            f"requested a total of {count + wanted} tokens: {count} of the input and {wanted} for the completion. "
+            "Lower max_new_tokens."
+        )
+    if count >= parts.pool_tokens:
+        raise CapacityError(
+            f"Input length ({count} tokens) exceeds the maximum allowed length ({parts.pool_tokens - 1} tokens). Use a "
+            "shorter input, raise max_total_tokens, or enable --allow-auto-truncate (allow_auto_truncate=True)."
+        )
+    most = min(wanted, room, parts.pool_tokens - count)
+    if params.min_new_tokens > most:
+        raise InvalidRequestError(
+            f"min_new_tokens must be in [0, max_new_tokens({most})], got {params.min_new_tokens}: of "
+            f"{parts.context_length} tokens of context and {parts.pool_tokens} of cache the prompt takes {count}."
+        )
+    return most
+
+
+def _refuse_without_text(parts: Parts, params: SamplingParams) -> None:
+    if parts.tokenizer is not None:
+        return
+    for name in ("stop", "stop_regex", "min_new_tokens", *GRAMMARS):
+        if getattr(params, name):
+            raise InvalidRequestError(
+                f"{name} is unavailable when skip_tokenizer_init=True: it needs the tokenizer. Leave {name} out."
+            )

@@ -1,0 +1,266 @@
+"""One `generate` call under way: its tickets, and their results collected in any thread or event loop."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fengine.api.admission import Admitted
+from fengine.api.options import Door
+from fengine.api.results import Output, Seen, output_of
+from fengine.core.request import Finish
+from fengine.engine.output_processor import Ticket
+from fengine.errors import InvalidRequestError, NumericsError
+from fengine.tokenizer.detokenizer import Detokenizer
+from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
+
+Post = Callable[..., Any]  # of (function, argument): calls it in the event loop; callable from any thread
+
+
+class Mail:
+    """The numbers of tickets that have news, for one reader at a time in the event loop's thread: `asyncio.Queue`, at a
+    part of its cost. `wake` is called behind each `put`. Modifies: itself."""
+
+    def __init__(self) -> None:
+        self._items: deque[int] = deque()
+        self.wake: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: int) -> None:
+        self._items.append(item)
+        if self.wake is not None:
+            self.wake()
+
+    def pop(self) -> int:
+        return self._items.popleft()
+
+    async def get(self) -> int:
+        if not self._items:
+            came = asyncio.get_running_loop().create_future()
+            self.wake = lambda: None if came.done() else came.set_result(None)
+            try:
+                await came
+            finally:
+                self.wake = None
+        return self._items.popleft()
+
+
+class Call:
+    """The tickets of one call and the mail that tells about them. `put` is called by the text thread."""
+
+    def __init__(
+        self, door: Door, admitted: Sequence[Admitted], *, stream: bool, single: bool,
+        loop: asyncio.AbstractEventLoop | None, deltas: bool = False, pace: Callable[[], float] | None = None,
+        post: Post | None = None,
+    ) -> None:  # fmt: skip
+        """Queues the requests. A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with
+        which all but the last are `brief`, too. Those of one request, but for the first and the last, come not before
+        the moment (perf_counter) that `pace` told when the one before was read. `post` replaces
+        `loop.call_soon_threadsafe`.
+
+        Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
+        SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
+        """
+        self.door, self.admitted, self.stream, self.single, self.loop = door, admitted, stream, single, loop
+        self.driver = door.parts.driver
+        self.brief = stream and deltas
+        self.incremental = self.brief or stream and (door.args.incremental_streaming_output or door.args.stream_output)
+        self.mail: Any = Mail() if loop else queue.SimpleQueue()
+        self.post, self.pace = post or (loop and loop.call_soon_threadsafe), pace
+        self.not_before = [0.0] * len(admitted)
+        self.dirty = [False] * len(admitted)
+        self.sent = [("", 0)] * len(admitted)
+        self.open = set(range(len(admitted)))
+        self.patterns: dict[tuple[str, ...], tuple[StopRegex, ...]] = {}  # compiled once for all of them
+        self.tickets = [self._ticket(i, one) for i, one in enumerate(admitted)]
+        self._submit()
+
+    def _ticket(self, index: int, one: Admitted) -> Ticket:
+        params, tokenizer = one.request.params, self.door.parts.tokenizer
+        if params.stop_regex not in self.patterns:
+            self.patterns[params.stop_regex] = compile_patterns(params.stop_regex)
+        patterns = self.patterns[params.stop_regex]
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, patterns=patterns)
+        live = self.stream or bool(params.stop) or bool(params.stop_regex)
+        ticket = Ticket(one.request, detokenizer, live, self._notifier(index))
+        if one.turn is not None:
+            one.turn.ticket = ticket
+        return ticket
+
+    def _submit(self) -> None:
+        """All requests or none; those of sessions enter their trees."""
+        turns = [one.turn for one in self.admitted if one.turn is not None]
+        self.driver.submit(self.tickets)
+        try:
+            if turns:  # not before: what they replace is aborted
+                self.door.sessions.enter(turns)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _notifier(self, index: int) -> Callable[[Ticket], None]:
+        def notify(ticket: Ticket) -> None:
+            if self.loop is not None and self.loop.is_closed():  # nobody will read
+                self.driver.abort([ticket])
+                return
+            if self.dirty[index] or not (ticket.done or self.stream and self._due(index, ticket)):
+                return  # the reader will see this news with that which it has not read yet
+            self.dirty[index] = True
+            if self.post is None:
+                self.mail.put(index)
+                return
+            with suppress(RuntimeError):  # it was closed just now; the next news ends the request
+                self.post(self.mail.put, index)
+
+        return notify
+
+    def _due(self, index: int, ticket: Ticket) -> bool:
+        """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k; and whether it is
+        time for it."""
+        every, had = ticket.request.params.stream_interval or self.door.args.stream_interval, self.sent[index][1]
+        if had and self.pace is not None and time.perf_counter() < self.not_before[index]:
+            return False  # the next news, or the last, brings these tokens along
+        return had == 0 or every == 1 or ticket.num_tokens - had >= every
+
+    def abort(self) -> None:
+        """Ends what is still open; called when the caller goes away. Idempotent."""
+        if self.open:
+            tickets = [self.tickets[i] for i in self.open]
+            for ticket in tickets:
+                ticket.abandoned = True
+            self.driver.abort(tickets)
+            self.open = set()
+
+    def read(self, index: int) -> Output | None:
+        """What is new of one ticket, as SGLang's dict; None if nothing is. Errors: the ticket's own, but in a stream a
+        request that failed by itself ends with a chunk that tells so, and its neighbours go on."""
+        self.dirty[index] = False
+        ticket = self.tickets[index]
+        if index not in self.open:
+            return None
+        done = ticket.done  # read before `seen`: what is seen after it is complete
+        if ticket.error is not None and not self._told_by_chunk(ticket):
+            self.open.discard(index)
+            raise ticket.error
+        if done:
+            self.open.discard(index)
+        elif ticket.seen == self.sent[index] or not self._due(index, ticket):
+            return None
+        output = self._output(index, ticket, done)
+        if self.stream and not self.single:
+            output["index"] = index
+        return output
+
+    def _told_by_chunk(self, ticket: Ticket) -> bool:
+        if not self.stream or not (ticket.own_fault or isinstance(ticket.error, NumericsError)):
+            return False
+        if ticket.finish is None:
+            ticket.finish = Finish("abort", message=str(ticket.error), code=400 if ticket.own_fault else 500)
+        return True
+
+    def _output(self, index: int, ticket: Ticket, done: bool) -> Output:
+        (text, count), (had_text, had) = ticket.seen, self.sent[index] if self.incremental else ("", 0)
+        self.sent[index] = ticket.seen
+        if self.pace is not None:
+            self.not_before[index] = moment = self.pace()
+            if not ticket.stops_in_text:
+                ticket.quiet_until = moment
+        return output_of(
+            ticket,
+            Seen(text, count, len(had_text), had, done),
+            brief=self.brief and not done,
+            return_logprob=self.admitted[index].return_logprob,
+            has_text=self.door.parts.tokenizer is not None,
+            metrics=self.door.args.enable_metrics,
+        )
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def wait_sync(self) -> Output | list[Output]:
+        results: list[Any] = [None] * len(self.tickets)
+        try:
+            while self.open:
+                index = self.mail.get()
+                results[index] = self.read(index)
+        finally:
+            self.abort()
+        return results[0] if self.single else results
+
+    async def wait_async(self) -> Output | list[Output]:
+        results: list[Any] = [None] * len(self.tickets)
+        try:
+            while self.open:
+                index = await self.mail.get()
+                results[index] = self.read(index)
+        finally:
+            self.abort()
+        return results[0] if self.single else results
+
+
+class Stream:
+    """Iterator over a call's chunks. Dropping, closing or failing it aborts what still runs. Several threads may read
+    it; each chunk goes to one of them."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._reading = threading.Lock()  # or a second reader would wait for news behind the last
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Output:
+        call = self._call
+        with self._reading:
+            try:
+                while call.open:
+                    output = call.read(call.mail.get())
+                    if output is not None:
+                        return output
+            except BaseException:
+                call.abort()
+                raise
+        raise StopIteration
+
+    def close(self) -> None:
+        self._call.abort()
+
+    __del__ = close
+
+
+class AsyncStream:
+    """Async iterator over a call's chunks, in the event loop that made the call; the same promises as `Stream`."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._reading = asyncio.Lock()
+
+    def __aiter__(self) -> "AsyncStream":
+        return self
+
+    async def __anext__(self) -> Output:
+        call = self._call
+        if asyncio.get_running_loop() is not call.loop:
+            call.abort()
+            raise InvalidRequestError("this stream belongs to another event loop; read it in the one that made it.")
+        async with self._reading:
+            try:
+                while call.open:
+                    output = call.read(await call.mail.get())
+                    if output is not None:
+                        return output
+            except BaseException:
+                call.abort()
+                raise
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._call.abort()
+
+    def __del__(self) -> None:
+        self._call.abort()

@@ -1,0 +1,126 @@
+"""What an engine tells about itself, in SGLang's shapes."""
+
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fengine import __version__
+from fengine.api.server_args import ServerArgs
+from fengine.engine.build import Parts
+from fengine.worker.kv_pool import kv_bytes_per_token
+from fengine.worker.safetensors_file import read_json
+
+
+def server_info(parts: Parts, args: ServerArgs) -> dict[str, Any]:
+    """ServerArgs with every "auto" resolved, what the engine is made of, and one internal state. Pure."""
+    return resolved_args(parts, args) | {
+        "launch_command": " ".join(sys.argv),
+        "status": "ready" if not parts.driver.refusals else next(iter(parts.driver.refusals.values())),
+        "max_total_num_tokens": parts.pool_tokens,
+        "max_req_input_len": min(parts.context_length, parts.pool_tokens) - 1,
+        "startup_time": parts.start_seconds,
+        "version": __version__,
+        "internal_states": [internal_state(parts)],
+    }
+
+
+def resolved_args(parts: Parts, args: ServerArgs) -> dict[str, Any]:
+    """Every field of ServerArgs, those that were "auto" with the value in force. Pure."""
+    config = parts.config
+    model, scheduler, compile_ = config.model, config.scheduler, config.compile
+    in_force = {
+        "load_format": model.load_format.value,
+        "revision": model.revision,
+        "skip_tokenizer_init": model.skip_tokenizer_init,
+        "mem_fraction_static": config.cache.mem_fraction_static,
+        "disable_radix_cache": not config.cache.prefix_cache,
+        "schedule_policy": scheduler.policy.value,
+        "enable_torch_compile": compile_.enabled,
+        "disable_cuda_graph": not compile_.cuda_graph,
+        "numerics": config.numerics.value,
+        "speculative_num_draft_tokens": config.speculation.num_draft_tokens if args.speculative_algorithm else None,
+        "model_path": str(args.model_path),
+        "tokenizer_path": args.tokenizer_path or str(args.model_path),
+        "served_model_name": args.served_model_name or str(args.model_path),
+        "device": model.device,
+        "context_length": parts.context_length,
+        "max_total_tokens": parts.pool_tokens,
+        "page_size": config.cache.page_size,
+        "max_running_requests": scheduler.max_running_requests,
+        "chunked_prefill_size": scheduler.max_step_tokens,
+        "disable_overlap_schedule": not scheduler.overlap,
+        "random_seed": config.random_seed,
+        "weight_version": parts.weights.version,
+    }
+    return asdict(args) | in_force
+
+
+def internal_state(parts: Parts) -> dict[str, Any]:
+    """SGLang's state of one data-parallel rank, fengine's counters with it. Memory in GiB. Pure."""
+    stats = parts.stats()
+    busy = time.perf_counter() - parts.ready_at
+    return {
+        "world_size": 1,
+        "effective_max_running_requests_per_dp": parts.config.scheduler.max_running_requests,
+        "last_gen_throughput": stats["output_tokens"] / busy,  # output tokens per second since the start
+        "memory_usage": memory_usage(parts),
+        "weight_version": parts.weights.version,
+        **({} if parts.driver.scheduler.speculation is None else {"avg_spec_accept_length": _accept_length(stats)}),
+        **stats,
+    }
+
+
+def _accept_length(stats: dict[str, Any]) -> float:
+    """Output tokens for each draw of a row in a step. Pure."""
+    tokens = stats["output_tokens"]
+    return tokens / max(tokens - stats["correct_draft_tokens"], 1)
+
+
+def memory_usage(parts: Parts) -> dict[str, Any]:
+    """GiB of weights, KV pool and graphs (on CUDA: all else that torch holds); what is released counts 0. Pure."""
+    refusals = parts.driver.refusals
+    leaves = {id(place.leaf): place.leaf for place in parts.weights.places.values()}.values()
+    weights = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
+    tokens = parts.pool_tokens + (parts.config.cache.page_size or 16)
+    kv = 0 if "kv_cache" in refusals else kv_bytes_per_token(parts.spec, parts.kv_dtype) * tokens
+    device = parts.config.model.device or "cpu"
+    held = torch.cuda.memory_reserved(device) if device.startswith("cuda") else weights + kv
+    return {
+        "weight": weights / 2**30,
+        "kvcache": kv / 2**30,
+        "graph": max(held - weights - kv, 0) / 2**30,
+        "token_capacity": parts.pool_tokens,
+    }
+
+
+def model_info(parts: Parts, args: ServerArgs) -> dict[str, Any]:
+    """What kind of model runs. Pure."""
+    path = parts.model_dir / "config.json"
+    config = read_json(path) if path.exists() else {}
+    return {
+        "model_path": str(args.model_path),
+        "tokenizer_path": args.tokenizer_path or str(args.model_path),
+        "served_model_name": args.served_model_name or str(args.model_path),
+        "is_generation": parts.spec.generates,
+        "preferred_sampling_params": args.preferred_sampling_params,
+        "weight_version": parts.weights.version,
+        "load_format": args.load_format,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": config.get("model_type"),
+        "architectures": [parts.spec.architecture],
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": args.disaggregation_mode,
+    }
+
+
+def load(parts: Parts) -> list[dict[str, int]]:
+    """SGLang's load of each data-parallel rank: requests, those that wait, tokens in the pages that they hold. Pure."""
+    stats = parts.stats()
+    waiting = stats["waiting"]
+    tokens = stats["pages_used"] * (parts.config.cache.page_size or 16)
+    return [{"dp_rank": 0, "num_reqs": stats["running"] + waiting, "num_waiting_reqs": waiting, "num_tokens": tokens}]

@@ -1,0 +1,150 @@
+"""Tickets to SGLang's result dicts: text, ids, `meta_info` with finish reason, logprobs, hidden states and times."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fengine.api.float_list import FloatList
+from fengine.core.extras import Extras, Record
+from fengine.core.request import Request
+from fengine.engine.output_processor import Ticket
+from fengine.engine.weights.versions import version_spans
+
+Output = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How much of a ticket a result shows: characters and tokens from .. to. `done`: nothing follows."""
+
+    text: str
+    count: int
+    text_from: int = 0
+    count_from: int = 0
+    done: bool = False
+
+
+def output_of(
+    ticket: Ticket, seen: Seen, *, return_logprob: bool, has_text: bool, metrics: bool, brief: bool = False
+) -> Output:
+    """SGLang's dict for one request: everything so far, or with a `from` what is new. Pure but for the clock.
+
+    `brief`: `meta_info` has no more than `finish_reason` and what was asked for of each token.
+    """
+    request, start = ticket.request, ticket.request.prompt_len
+    ids = request.token_ids[start + seen.count_from : start + seen.count]
+    meta = {"finish_reason": None} if brief else _meta(ticket, seen) | _speculation(request, seen.count)
+    if return_logprob:
+        meta |= _logprobs(request, seen.count_from, seen.count, ids)
+    extras, record = request.extras, request.record
+    if extras is not None and record is not None and extras.hidden is not None:
+        meta["hidden_states"] = _hidden(extras, record, seen.count)
+    if seen.done:
+        meta |= _times(ticket, seen.count, metrics)
+    output: Output = {"text": seen.text[seen.text_from :]} if has_text else {}
+    return output | {"output_ids": ids, "meta_info": meta}
+
+
+def _meta(ticket: Ticket, seen: Seen) -> dict[str, Any]:
+    request = ticket.request
+    spans = version_spans(request, seen.count)
+    return {
+        "id": request.rid,
+        "finish_reason": ticket.finish.as_dict() if seen.done and ticket.finish is not None else None,
+        "prompt_tokens": request.prompt_len,
+        "completion_tokens": seen.count,
+        "reasoning_tokens": 0,
+        "cached_tokens": request.num_cached,
+        "cached_tokens_details": {"device": request.num_cached, "host": 0},
+        "weight_version": spans[-1]["version"] if spans else "default",
+        "weight_versions": spans,
+        "num_retractions": request.num_preempted,
+    }
+
+
+def _speculation(request: Request, count: int) -> dict[str, Any]:
+    """SGLang's keys. Every step that drew behind the first token counts as a verification, one without drafts too: so
+    `spec_accept_length` is how many tokens a step brought."""
+    drafting = request.drafting
+    steps = 0 if drafting is None else request.num_output - 1 - drafting.correct
+    if drafting is None or steps < 1:
+        return {}
+    histogram = [0, *drafting.histogram[1:]]
+    histogram[0] = steps - sum(histogram)
+    return {
+        "spec_accept_rate": drafting.correct / drafting.proposed if drafting.proposed else 0.0,
+        "spec_accept_length": count / steps,
+        "spec_num_correct_drafts": drafting.correct,
+        "spec_num_proposed_drafts": drafting.proposed,
+        "spec_verify_ct": steps,
+        "spec_correct_drafts_histogram": histogram,
+    }
+
+
+def _logprobs(request: Request, first: int, count: int, ids: list[int]) -> dict[str, Any]:
+    """Tuples (logprob, id, None). A request for no tokens still tells of the one that was drawn."""
+    extras, record = request.extras, request.record
+    drawn = list(zip(request.logprobs[first:count], ids, strict=True))
+    if record is not None and record.unasked is not None:
+        drawn = [record.unasked]
+    meta: dict[str, Any] = {
+        "input_token_logprobs": [] if record is None else _triples(record.input_logprobs),
+        "output_token_logprobs": _triples(drawn),
+        "output_token_logprobs_length": len(drawn),
+    }
+    if extras is None or record is None:
+        return meta
+    last = max(count, first + len(drawn))
+    for asked, name, before, after in (
+        (extras.top_logprobs, "top_logprobs", record.input_top, record.output_top),
+        (extras.logprob_ids, "token_ids_logprobs", record.input_ids, record.output_ids),
+    ):
+        if asked:
+            meta[f"input_{name}"] = [None if entry is None else _triples(entry) for entry in before]
+            meta[f"output_{name}"] = [_triples(entry) for entry in after[first:last]]
+    return meta
+
+
+def _triples(pairs: Any) -> list[tuple[float | None, int, None]]:
+    return [(logprob, token, None) for logprob, token in pairs]
+
+
+def _hidden(extras: Extras, record: Record, count: int) -> Any:
+    """A list with the prompt's states [tokens, D] first, then one [D] for each decode step; "last": one [D]."""
+    states = record.hidden[: max(count, 1)]
+    if extras.hidden == "full":
+        return [FloatList.of(state) for state in states]
+    if not states:
+        return None
+    return FloatList.of(states[-1] if states[-1].ndim == 1 else states[-1][-1])
+
+
+def _times(ticket: Ticket, count: int, metrics: bool) -> dict[str, Any]:
+    """Seconds since the call came, and moments (`time.time`) derived from them."""
+    if ticket.finished is None:
+        return {}
+
+    def moment(at: float) -> float:
+        return ticket.received + at - ticket.submitted
+
+    times: dict[str, Any] = {
+        "e2e_latency": ticket.finished - ticket.submitted,
+        "response_sent_to_client_ts": time.time(),
+    }
+    if not metrics:
+        return times
+    times |= {
+        "request_received_ts": ticket.received,
+        "api_server_dispatch_finish_ts": ticket.received,
+        "request_finished_ts": moment(ticket.finished),
+    }
+    if ticket.started is not None:
+        times |= {"queue_time": ticket.started - ticket.submitted, "forward_entry_time": moment(ticket.started)}
+    if ticket.first_token is not None:
+        decoding = ticket.finished - ticket.first_token
+        times |= {
+            "first_token_latency": ticket.first_token - ticket.submitted,
+            "prefill_finished_time": moment(ticket.first_token),
+            "decode_throughput": (count - 1) / decoding if count > 1 and decoding > 0 else 0.0,
+        }
+    return times

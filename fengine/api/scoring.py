@@ -1,0 +1,184 @@
+"""`score`: how likely each of a few label tokens comes next after query and item, or what a classifier says of them.
+
+A language model is asked for the logprobs of the labels at the last prompt position, through `generate` with
+max_new_tokens 0; a classifier for its head's outputs, through `encode`. Everything after that is float64 arithmetic on
+the host, so a score has the same bits in any batch. No torch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fengine.core.sampling_params import SamplingParams
+from fengine.core.scalars import exact_float, exact_int
+from fengine.errors import AbortedError, InvalidRequestError, UnsupportedFeatureError
+
+REFUSED = (
+    "embed_override_token_id",
+    "query_embed_overrides",
+    "item_embed_overrides",
+    "score_extraction_token_id",
+    "stacked_query_item_embed_overrides",
+)
+
+
+class ScoreResult(list[list[float]]):
+    """`result[i][j]`: item i, label j. A list, with the attributes of SGLang's result, too."""
+
+    def __init__(
+        self,
+        scores: Sequence[list[float]] = (),
+        prompt_tokens: int = 0,
+        pooled_hidden_states: list[Any] | None = None,
+        token_logprobs: list[list[float]] | None = None,
+    ) -> None:
+        super().__init__(scores)
+        self.prompt_tokens = prompt_tokens
+        self.pooled_hidden_states = pooled_hidden_states  # one vector per item
+        self.token_logprobs = token_logprobs  # as scores: the logprobs they were made from
+
+    @property
+    def scores(self) -> list[list[float]]:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A checked `score` call. `labels` has one list per prompt; None for a classifier, whose labels are its own."""
+
+    prompts: list[Any]  # str, or lists of token ids
+    labels: list[list[int]] | None
+    softmax: bool
+    temperature: float
+    want_logprobs: bool
+    want_hidden: bool
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], *, generates: bool, vocab_size: int) -> "Scoring":
+        """From the arguments of `Engine.score`. Errors: InvalidRequestError, UnsupportedFeatureError."""
+        given = [name for name in REFUSED if arguments[name] is not None]
+        if given:
+            raise UnsupportedFeatureError(f"not built: {', '.join(given)}. Leave these arguments out.")
+        flags = ("apply_softmax", "item_first", "return_pooled_hidden_states", "return_token_logprobs")
+        for name in flags:
+            if not isinstance(arguments[name], bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {arguments[name]!r:.80}.")
+        softmax, item_first, want_hidden, want_logprobs = (arguments[name] for name in flags)
+        temperature = _temperature(arguments["temperature"], softmax)
+        if want_hidden and generates:
+            raise InvalidRequestError(
+                "return_pooled_hidden_states is not supported for CausalLM models; classifiers have them."
+            )
+        if want_logprobs and not generates:
+            raise InvalidRequestError("return_token_logprobs needs a CausalLM model: a classifier scores no tokens.")
+        labels = arguments["label_token_ids"]
+        if labels is None and generates:
+            raise InvalidRequestError("label_token_ids is required for generation (CausalLM) models.")
+        prompts = join(arguments["query"], arguments["items"], item_first)
+        checked = check_labels(labels, len(prompts), vocab_size) if generates else None
+        return cls(prompts, checked, softmax, temperature, want_logprobs, want_hidden)
+
+    def generate_arguments(self) -> dict[str, Any]:
+        """What `Engine.generate` is called with for a language model. Checked parameters: the engine's
+        `preferred_sampling_params`, a bias say, are not mixed in."""
+        text = isinstance(self.prompts[0], str)
+        return {
+            "prompt": self.prompts if text else None,
+            "input_ids": None if text else self.prompts,
+            "sampling_params": SamplingParams(max_new_tokens=0, top_k=1),
+            "return_logprob": True,
+            "token_ids_logprob": self.labels,
+        }
+
+    def from_logprobs(self, outputs: list[dict[str, Any]]) -> ScoreResult:
+        """The result, from what `generate` returned. Pure. Errors: AbortedError."""
+        _refuse_aborted(outputs)
+        metas = [output["meta_info"] for output in outputs]
+        rows = [[entry[0] for entry in meta["output_token_ids_logprobs"][0]] for meta in metas]
+        scores = [self._softmax(row) if self.softmax else [math.exp(value) for value in row] for row in rows]
+        tokens = sum(meta["prompt_tokens"] for meta in metas)
+        return ScoreResult(scores, tokens, token_logprobs=rows if self.want_logprobs else None)
+
+    @property
+    def heads(self) -> list[bool]:
+        """For a classifier, the calls of `encode`: with its head, and without it where the hidden states are wanted."""
+        return [True, False] if self.want_hidden else [True]
+
+    def from_heads(self, outputs: list[dict[str, Any]], hidden: list[dict[str, Any]] | None = None) -> ScoreResult:
+        """The result of a classifier, from what these calls returned. Pure. Errors: AbortedError."""
+        _refuse_aborted([*outputs, *(hidden or ())])
+        rows = [output["embedding"] for output in outputs]
+        scores = [self._softmax(row) for row in rows] if self.softmax else rows
+        tokens = sum(output["meta_info"]["prompt_tokens"] for output in outputs)
+        return ScoreResult(scores, tokens, None if hidden is None else [output["embedding"] for output in hidden])
+
+    def _softmax(self, row: list[float]) -> list[float]:
+        top = max(row)
+        powers = [math.exp((value - top) / self.temperature) for value in row]
+        total = math.fsum(powers)
+        return [power / total for power in powers]
+
+
+def _refuse_aborted(outputs: list[dict[str, Any]]) -> None:
+    for output in outputs:
+        if (output["meta_info"].get("finish_reason") or {}).get("type") == "abort":
+            raise AbortedError("a request of this score call was aborted, so its scores are not known; call it again.")
+
+
+def _temperature(value: Any, softmax: bool) -> float:
+    number = exact_float(value)
+    if number is None or not (math.isfinite(number) and number > 0):
+        raise InvalidRequestError(f"temperature must be finite and greater than zero, got {value!r:.80}.")
+    if number != 1 and not softmax:
+        raise InvalidRequestError(f"temperature requires apply_softmax=True (got {value!r} without).")
+    return number
+
+
+def join(query: Any, items: Any, item_first: bool) -> list[Any]:
+    """One prompt per item: query + item, or item + query; all of text or all of token ids. Pure.
+
+    Errors: InvalidRequestError.
+    """
+    if items is None:
+        raise InvalidRequestError("items must be provided")
+    items = [items] if isinstance(items, str) else items
+    if not isinstance(items, (list, tuple)):
+        raise InvalidRequestError(f"items must be a string or a list, got {type(items).__name__}.")
+    if not items:
+        return []
+    text = isinstance(query, str) and all(isinstance(item, str) for item in items)
+    if not text and not all(isinstance(part, (list, tuple)) for part in (query, *items)):
+        kinds = ", ".join(sorted({type(item).__name__ for item in items}))
+        raise InvalidRequestError(
+            "Invalid combination of query/items types for score_request. Give text for both or token ids for both, "
+            f"got a query of {type(query).__name__} and items of {kinds}."
+        )
+    pairs: Any = ((item, query) if item_first else (query, item) for item in items)
+    return [first + second if text else [*first, *second] for first, second in pairs]
+
+
+def check_labels(labels: Any, count: int, vocab_size: int) -> list[list[int]]:
+    """One list of label ids per prompt, from one list for all or one each. Errors: InvalidRequestError."""
+    if not isinstance(labels, (list, tuple)) or not labels:
+        raise InvalidRequestError(f"label_token_ids must be a nonempty list, got {labels!r:.80}.")
+    if not any(isinstance(entry, (list, tuple)) for entry in labels):
+        return [_check_row(labels, vocab_size)] * count
+    if len(labels) != count or not all(isinstance(entry, (list, tuple)) and entry for entry in labels):
+        raise InvalidRequestError(
+            f"label_token_ids must be a list of token ids or one list per item, none empty, got {len(labels)} entries "
+            f"for {count} items."
+        )
+    return [_check_row(row, vocab_size) for row in labels]
+
+
+def _check_row(row: Sequence[Any], vocab_size: int) -> list[int]:
+    ids = [exact_int(label) for label in row]
+    for label, given in zip(ids, row, strict=True):
+        if label is None or label < 0:
+            raise InvalidRequestError(f"label_token_ids must be nonnegative integers, got {given!r:.80}.")
+        if label >= vocab_size:
+            raise InvalidRequestError(f"Token ID {label} is out of vocabulary (vocab size: {vocab_size})")
+    if len(set(ids)) < len(ids):
+        raise InvalidRequestError(f"label_token_ids must not contain duplicate tokens, got {list(row)}.")
+    return [label for label in ids if label is not None]

@@ -1,0 +1,283 @@
+"""Sessions: trees of turns, each the continuation of an earlier one. Host words, no torch.
+
+A turn remembers what it adds: how many tokens of its parent's context it keeps, its own prompt, its output. Its KV
+pages are ordinary entries of the prefix cache: a turn that continues or forks it finds them there, none is pinned.
+
+    open -> turn a (prompt, output) -> turn b (prompt, output)     append
+                                   `-> turn c (prompt, output)     branch: session_params["rid"] is a's
+
+`session_params` is SGLang's {"id", "rid", "offset", "replace", "drop_previous_output"}:
+
+- rid: the turn to continue; None: the last one that finished, or a new root where none has.
+- offset: only so many tokens of the context are kept (negative: so many fewer).
+- drop_previous_output: the context is that turn's prompt without its output.
+- replace: what continues that turn so far is aborted and forgotten. A turn that still runs, or was aborted, is replaced
+  itself: the new one takes its place under the last turn that finished. Without rid everything is.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fengine.core.scalars import exact_float, exact_int
+from fengine.engine.output_processor import Ticket
+from fengine.errors import InvalidRequestError, SessionError
+
+KEYS = ("id", "rid", "offset", "replace", "drop_previous_output")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParams:
+    """Checked `session_params`."""
+
+    id: str
+    rid: str | None = None
+    offset: int = 0
+    replace: bool = False
+    drop_previous_output: bool = False
+
+    @classmethod
+    def of(cls, values: Any) -> "SessionParams":
+        """Errors: InvalidRequestError; SessionError without an id."""
+        if not isinstance(values, dict):
+            raise InvalidRequestError(f"session_params must be a dict, got {type(values).__name__}.")
+        unknown = [str(key) for key in values if key not in KEYS]
+        if unknown:
+            raise InvalidRequestError(f"unknown key in session_params: {unknown[0]!r}; known: {', '.join(KEYS)}.")
+        given = {key: value for key, value in values.items() if value is not None}
+        if "id" not in given:
+            raise SessionError("Invalid request session id: session_params needs the id that open_session returned.")
+        for key, kind, what in (
+            *((key, str, "a string") for key in ("id", "rid")),
+            *((key, bool, "True or False") for key in ("replace", "drop_previous_output")),
+        ):
+            if not isinstance(given.get(key, kind()), kind):
+                raise InvalidRequestError(f"session_params[{key!r}] must be {what}, got {given[key]!r:.80}.")
+        if "offset" in given:
+            given["offset"] = exact_int(given["offset"])
+            if given["offset"] is None:
+                raise InvalidRequestError(f"session_params['offset'] must be an integer, got {values['offset']!r:.80}.")
+        return cls(**given)
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One request of a session: made by `prepare`, part of the tree from `enter` on."""
+
+    rid: str
+    session_id: str
+    parent: "Turn | None"
+    kept: int  # tokens of the parent's context that it continues
+    ids: list[int]  # its own prompt
+    replaced: "tuple[Turn, ...]" = ()  # turns that go when it comes
+    ticket: Ticket | None = None  # its request while that runs
+    output: list[int] | None = None  # once it has finished
+    aborted: bool = False
+    children: "list[Turn]" = field(default_factory=list)
+
+    def prompt_ids(self) -> list[int]:
+        """All its prompt tokens, those that come from the turns above included."""
+        chain: list[Turn] = [self]
+        while chain[-1].parent is not None:
+            chain.append(chain[-1].parent)
+        ids: list[int] = []
+        for turn in reversed(chain):
+            if turn.parent is not None:
+                ids += turn.parent.output or ()
+            del ids[turn.kept :]
+            ids += turn.ids
+        return ids
+
+    @property
+    def running(self) -> bool:
+        return self.output is None and not self.aborted
+
+    def settle(self, now: float) -> float:
+        """Takes over the outcome of its request, if that has ended. Returns until when it ran, as far as is known."""
+        ticket = self.ticket
+        if ticket is None or not (ticket.done or ticket.abandoned):
+            return now
+        start = ticket.request.prompt_len
+        self.aborted = ticket.error is not None or ticket.finish is None or ticket.finish.kind == "abort"
+        self.output = None if self.aborted else ticket.request.token_ids[start : start + ticket.num_tokens]
+        self.ticket = None
+        return now if ticket.finished is None else ticket.finished
+
+    def with_below(self) -> "Iterator[Turn]":
+        """This turn and every one that continues it."""
+        stack: list[Turn] = [self]
+        while stack:
+            turn = stack.pop()
+            stack.extend(turn.children)
+            yield turn
+
+
+@dataclass(slots=True)
+class _Session:
+    timeout: float | None
+    used: float
+    turns: dict[str, Turn] = field(default_factory=dict)  # by rid, in the order of arrival
+    running: list[Turn] = field(default_factory=list)  # of these, those whose outcome is not known yet
+
+    def settle(self, now: float) -> None:
+        """Takes over what has ended. While a turn runs, the session is in use."""
+        for turn in self.running:
+            self.used = max(self.used, turn.settle(now))
+        self.running = [turn for turn in self.running if turn.running]
+
+    def last_finished(self) -> Turn | None:
+        return next((turn for turn in reversed(self.turns.values()) if turn.output is not None), None)
+
+
+class Sessions:
+    """All sessions of an engine. Thread-safe. `abort` ends the requests of tickets; `clock` is that of their times."""
+
+    def __init__(
+        self, abort: Callable[[Sequence[Ticket]], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._abort, self._clock = abort, clock
+        self._lock = threading.RLock()
+        self._sessions: dict[str, _Session] = {}
+
+    def open(
+        self, capacity_of_str_len: Any, session_id: Any = None, streaming: Any = False, timeout: Any = None
+    ) -> str | None:
+        """A new session's id; None if that id is in use. It closes after `timeout` seconds without a request.
+
+        `capacity_of_str_len` is checked and bounds nothing, as in SGLang: the model's context length does.
+        Errors: InvalidRequestError.
+        """
+        if streaming:
+            raise InvalidRequestError(
+                "Streaming sessions are disabled. Please relaunch with --enable-streaming-session. fengine has none: "
+                "the prefix cache keeps an ordinary session's KV, too. Leave streaming out."
+            )
+        capacity = exact_int(capacity_of_str_len)
+        if capacity is None or capacity < 0:
+            raise InvalidRequestError(
+                f"capacity_of_str_len must be a whole number of at least 0, got {capacity_of_str_len!r:.80}."
+            )
+        if session_id is not None and (not isinstance(session_id, str) or not session_id):
+            raise InvalidRequestError(f"session_id must be a string that is not empty, got {session_id!r:.80}.")
+        seconds = exact_float(timeout)
+        if timeout is not None and not (seconds is not None and 0 < seconds < float("inf")):
+            raise InvalidRequestError(f"timeout must be a number of seconds above 0, or None, got {timeout!r:.80}.")
+        with self._lock:
+            self._expire()
+            if session_id in self._sessions:
+                return None
+            name = session_id or uuid.uuid4().hex
+            self._sessions[name] = _Session(seconds, self._clock())
+            return name
+
+    def close(self, session_id: Any) -> None:
+        """Forgets a session; a turn that still runs goes on to its end. Errors: SessionError if there is none."""
+        with self._lock:
+            self._find(session_id)
+            del self._sessions[session_id]
+
+    def prepare(self, values: Any, new_ids: list[int], rid: str, bos_id: int | None) -> Turn:
+        """The turn that a request `rid` with the prompt `new_ids` would be; its whole prompt is `Turn.prompt_ids()`.
+
+        A bos token that begins `new_ids` goes where there is a context. Changes nothing. Errors: InvalidRequestError,
+        SessionError.
+        """
+        params = SessionParams.of(values)
+        with self._lock:
+            session = self._find(params.id)
+            if rid in session.turns:
+                raise SessionError(f"rid {rid!r} is a turn of session {params.id!r} already; choose another.")
+            parent, replaced = self._place(session, params)
+            if parent is None:
+                return Turn(rid, params.id, None, 0, list(new_ids), replaced)
+            above = parent.prompt_ids()
+            length = len(above) + (0 if params.drop_previous_output else len(parent.output or ()))
+            if abs(params.offset) > length:
+                raise SessionError(
+                    f"session_params['offset'] is {params.offset}, but the context of turn {parent.rid!r} has {length} "
+                    "tokens; give an offset within it."
+                )
+            kept = params.offset if params.offset > 0 else length + params.offset
+            fresh = new_ids[1:] if new_ids and new_ids[0] == bos_id else new_ids
+            return Turn(rid, params.id, parent, kept, list(fresh), replaced)
+
+    def _place(self, session: _Session, params: SessionParams) -> tuple[Turn | None, tuple[Turn, ...]]:
+        """(the turn to continue, the turns that are replaced)."""
+        if params.rid is None:
+            if params.replace:
+                return None, tuple(session.turns.values())
+            last = next(reversed(session.turns.values()), None)
+            if last is not None and last.running:
+                raise SessionError(_UNFINISHED.format(last.rid))
+            return session.last_finished(), ()
+        turn = session.turns.get(params.rid)
+        if turn is None:
+            raise SessionError(
+                f"Invalid request session id: session {params.id!r} has no turn {params.rid!r}; give the rid (the "
+                "meta_info id) of one of its requests."
+            )
+        if params.replace:
+            if turn.output is None:
+                return turn.parent, tuple(turn.with_below())
+            return turn, tuple(below for child in turn.children for below in child.with_below())
+        if turn.aborted:
+            before = "nothing" if turn.parent is None else f"turn {turn.parent.rid!r}"
+            raise SessionError(f"turn {turn.rid!r} was aborted and cannot be continued; before it came {before}.")
+        if turn.running:
+            raise SessionError(_UNFINISHED.format(turn.rid))
+        return turn, ()
+
+    def enter(self, turns: Sequence[Turn]) -> None:
+        """Puts prepared turns into their trees, all or none, and aborts what they replace. Errors: SessionError."""
+        with self._lock:
+            for turn in turns:
+                session, parent = self._find(turn.session_id), turn.parent
+                if turn.rid in session.turns or (parent is not None and session.turns.get(parent.rid) is not parent):
+                    raise SessionError(f"session {turn.session_id!r} changed while a turn was added to it; try again.")
+            gone = [turn for new in turns for turn in new.replaced]
+            for turn in gone:
+                self._take_out(turn)
+            for turn in turns:
+                session = self._sessions[turn.session_id]
+                session.turns[turn.rid] = turn
+                session.running.append(turn)
+                if turn.parent is not None:
+                    turn.parent.children.append(turn)
+                turn.replaced = ()
+        tickets = [turn.ticket for turn in gone if turn.ticket is not None]
+        if tickets:
+            self._abort(tickets)
+
+    def _take_out(self, turn: Turn) -> None:
+        session = self._sessions.get(turn.session_id)
+        if session is not None and session.turns.get(turn.rid) is turn:
+            del session.turns[turn.rid]
+            if turn.running:
+                session.running.remove(turn)
+            if turn.parent is not None:
+                turn.parent.children.remove(turn)
+
+    def _find(self, session_id: Any) -> _Session:
+        self._expire()
+        session = self._sessions.get(session_id) if isinstance(session_id, str) else None
+        if session is None:
+            raise SessionError(
+                f"Invalid request: session id {session_id!s:.80} does not exist: it was never opened here, was closed, "
+                "or its timeout has passed. open_session gives a new one."
+            )
+        session.used = self._clock()
+        return session
+
+    def _expire(self) -> None:
+        """Settles every session, and closes those whose time is up."""
+        now = self._clock()
+        for session_id, session in list(self._sessions.items()):
+            session.settle(now)
+            if session.timeout is not None and now - session.used > session.timeout:
+                del self._sessions[session_id]
+
+
+_UNFINISHED = "Session request is appending to a request that hasn't finished. Wait for turn {!r}, or replace it."

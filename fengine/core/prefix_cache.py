@@ -1,0 +1,235 @@
+"""`PrefixCache`: KV pages of token prefixes computed before, as a trie over whole pages. No torch.
+
+One node is one page; the edge to it is the tuple of the page's `page_size` token ids, compared in full (a dict look-up
+hashes first, but equal hashes alone never match). The path from the root spells the whole prefix.
+
+A request's salt, if it has one, stands before the tokens of its first page: whoever has another salt, or none, never
+meets its pages.
+
+    root -(t0 .. t15)-> page 7 -(t16 .. t31)-> page 3 -(...)-> page 9     leaf
+                                    `---------(...)-> page 4              leaf
+
+Invariant, which makes `evictable` exact: **whoever holds a node's page holds the pages of all its ancestors.** So idle
+nodes (held by the cache alone) have only idle descendants and can go leaf by leaf. `insert` keeps it by adding nothing
+below a node that has another page than the caller's (two requests computed the same tokens) that would stay held.
+
+Eviction takes the least recently used leaf. Only the deepest node of a path is stamped on use. A node that becomes a
+leaf was last used with the child that has just gone as the oldest leaf, or has a later stamp of its own; so in the
+first case it goes next, as it should. The heap of leaves is put right when an entry is popped. O(log n) amortised.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from fengine.core.kv_pages import PagePool
+from fengine.errors import InvariantError
+
+_Key = tuple[Hashable, ...]  # a page's tokens, behind the salt if it is a salted first page
+
+
+class _Node:
+    __slots__ = ("tokens", "page", "parent", "children", "used", "queued")
+
+    def __init__(self, tokens: "_Key", page: int, parent: "_Node | None") -> None:
+        self.tokens = tokens
+        self.page = page
+        self.parent = parent  # None for the root and for nodes taken out of the trie
+        self.children: dict[_Key, _Node] = {}
+        self.used = 0
+        self.queued = False  # has an entry in the heap
+
+
+class Reached(NamedTuple):
+    """How far a holder's pages are in the cache: `insert` goes on from there. For the cache's own eyes."""
+
+    node: _Node
+    depth: int  # pages from the root to the node
+    foreign: bool  # some node of the path has another page than the holder's
+
+
+class PrefixCache:
+    """Deterministic. Modifies: itself, and the holders of pages in `pool`. Counters never go back."""
+
+    __slots__ = ("pool", "page_size", "num_pages", "lookups", "hit_tokens", "_root", "_clock", "_heap")
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.num_pages = 0
+        self.lookups = 0
+        self.hit_tokens = 0
+        self._root = _Node((), 0, None)
+        self._clock = 0  # counts uses
+        self._heap: list[tuple[int, int, _Node]] = []  # (used, tie-breaker, node)
+
+    @property
+    def evictable(self) -> int:
+        """Pages that `evict` could free now."""
+        return self.pool.num_idle
+
+    def _keys(self, token_ids: Sequence[int], limit: int) -> Iterator[_Key]:
+        """The whole pages among the first `limit` tokens, lazily."""
+        return zip(*[iter(token_ids[:limit])] * self.page_size, strict=False)
+
+    def _path(self, token_ids: Sequence[int], limit: int, salt: Hashable | None) -> Iterator[_Key]:
+        """The keys from the root on."""
+        keys = self._keys(token_ids, limit)
+        return keys if salt is None else _salted(keys, salt)
+
+    def match(self, token_ids: Sequence[int], limit: int, salt: Hashable | None = None) -> list[int]:
+        """The pages of the longest cached prefix within `limit` tokens; the caller becomes a holder of them."""
+        node = self._root
+        pages: list[int] = []
+        for tokens in self._path(token_ids, limit, salt):
+            child = node.children.get(tokens)
+            if child is None:
+                break
+            pages.append(child.page)
+            node = child
+        self.lookups += 1
+        if pages:
+            self.hit_tokens += len(pages) * self.page_size
+            self._touch(node)
+            self.pool.retain(pages)
+        return pages
+
+    def match_length(self, token_ids: Sequence[int], limit: int, salt: Hashable | None = None) -> int:
+        """Tokens that `match` would find. Pure."""
+        node, count = self._root, 0
+        for tokens in self._path(token_ids, limit, salt):
+            child = node.children.get(tokens)
+            if child is None:
+                break
+            node, count = child, count + 1
+        return count * self.page_size
+
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salt: Hashable | None = None,
+        after: Reached | None = None,
+    ) -> Reached:  # fmt: skip
+        """Remembers `pages`, which the caller holds, as the KV of the first `len(pages) * page_size` tokens.
+
+        Nodes that exist stay as they are. `leaving`: the caller releases all these pages next, so those that it alone
+        holds may be put below a node with another page (see the invariant above). `after` is what the caller's last
+        insertion returned, of the same tokens and pages as far as it went: only those behind are looked at.
+        """
+        node, depth, foreign = after or (self._root, 0, False)
+        if node.parent is None:  # the root; or taken out since, and perhaps what is above it, too
+            node, depth, foreign = self._root, 0, False
+        start, end = depth * self.page_size, len(pages) * self.page_size
+        keys = self._keys(token_ids[start:end], end - start) if depth else self._path(token_ids, end, salt)
+        for tokens, page in zip(keys, pages[depth:], strict=True):
+            child = node.children.get(tokens)
+            if child is None:
+                if foreign and not (leaving and self.pool.num_holders(page) == 1):
+                    break
+                child = node.children[tokens] = _Node(tokens, page, node)
+                self.pool.keep(page)
+                self.num_pages += 1
+            elif child.page != page:
+                foreign = True
+            node, depth = child, depth + 1
+        if node is not self._root:
+            self._touch(node)
+            self._queue(node)
+        return Reached(node, depth, foreign)
+
+    def evict(self, count: int) -> int:
+        """Frees up to `count` pages, least recently used leaves first. Returns how many."""
+        heap, holders = self._heap, self.pool.num_holders
+        count = min(count, self.pool.num_idle)
+        evicted = 0
+        while evicted < count:  # an idle page is left, so by the invariant an idle leaf is in the heap
+            used, _, node = heappop(heap)
+            node.queued = False
+            parent = node.parent
+            if parent is None or node.children:
+                continue  # taken out, or no leaf any more
+            if holders(node.page) > 1:
+                self._touch(node)  # in use right now
+                self._queue(node)
+            elif node.used != used:
+                self._queue(node)
+            else:
+                del parent.children[node.tokens]
+                self._take_out(node)
+                self._queue(parent)
+                evicted += 1
+        return evicted
+
+    def drop(self, token_ids: Sequence[int], salt: Hashable | None = None) -> None:
+        """Forgets all pages of these tokens, and with them everything that starts with their first page."""
+        for tokens in self._path(token_ids, self.page_size, salt):
+            node = self._root.children.pop(tokens, None)
+            if node is not None:
+                self._take_out_below(node)
+                self._heap = [entry for entry in self._heap if entry[2].parent is not None]
+                heapify(self._heap)
+
+    def flush(self) -> None:
+        """Forgets everything. Pages that requests hold stay theirs."""
+        for node in self._root.children.values():
+            self._take_out_below(node)
+        self._root.children.clear()
+        self._heap.clear()
+
+    def pages(self) -> list[int]:
+        """Every page in the cache, one node each."""
+        return [node.page for node in self._nodes()]
+
+    def check(self) -> None:
+        """Walks the trie. Errors: InvariantError if links, counts, the heap or the holder invariant are broken."""
+        nodes = list(self._nodes())
+        queued = [node for _, _, node in self._heap if node.parent is not None]
+        if len(nodes) != self.num_pages or len({id(node) for node in queued}) != len(queued):
+            raise InvariantError(f"prefix cache: {len(nodes)} pages, {self.num_pages} counted; or one queued twice")
+        for node in nodes:
+            parent = node.parent
+            size = sum(type(token) is int for token in node.tokens)
+            if parent is None or parent.children.get(node.tokens) is not node or size != self.page_size:
+                raise InvariantError(f"prefix cache: the node of page {node.page} is not linked to its parent")
+            if not node.children and not node.queued:
+                raise InvariantError(f"prefix cache: leaf page {node.page} could never be evicted")
+            held, above = self.pool.num_holders(node.page), self.pool.num_holders(parent.page)
+            if parent is not self._root and held > 1 and above == 1:
+                raise InvariantError(f"prefix cache: page {node.page} is held but its ancestor {parent.page} is not")
+
+    def _nodes(self) -> Iterator[_Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def _touch(self, node: _Node) -> None:
+        self._clock += 1
+        node.used = self._clock
+
+    def _queue(self, node: _Node) -> None:
+        """Puts a leaf into the heap, once."""
+        if not node.queued and not node.children and node.parent is not None:
+            node.queued = True
+            self._clock += 1
+            heappush(self._heap, (node.used, self._clock, node))
+
+    def _take_out(self, node: _Node) -> None:
+        node.parent = None
+        self.num_pages -= 1
+        self.pool.unkeep(node.page)
+
+    def _take_out_below(self, top: _Node) -> None:
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            node.children.clear()
+            self._take_out(node)
+
+
+def _salted(keys: Iterator[_Key], salt: Hashable) -> Iterator[_Key]:
+    """The same keys, the salt before the first. Pure."""
+    for first in keys:
+        yield (salt, *first)
+        break
+    yield from keys

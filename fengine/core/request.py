@@ -1,0 +1,119 @@
+"""`Request` (what the scheduler moves along), `Finish`, derived seeds. No torch."""
+
+import hashlib
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from fengine.core.extras import Extras, Record
+from fengine.core.sampling_params import SamplingParams
+from fengine.core.scalars import exact_int
+
+__all__ = ["Adapter", "Finish", "Request", "SamplingParams", "Status", "derive_seed", "exact_int"]
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from (engine seed, request index, ...): SHA-256, so that neighbours are unrelated. Pure."""
+    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class Status(Enum):
+    WAITING = "waiting"  # in the queue: new, or preempted
+    RUNNING = "running"  # owns pages and a row slot
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a request ended. `kind` is "stop", "length" or "abort"; `matched` is the token id, stop string or stop
+    pattern. An abort with a `code` is a request's own failure (400: asked for, 500: non-finite numbers)."""
+
+    kind: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    code: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """SGLang's `finish_reason`."""
+        if self.kind == "stop":
+            return {"type": "stop", "matched": self.matched}
+        if self.kind == "length":
+            return {"type": "length", "length": self.length}
+        why: dict[str, Any] = {"type": "abort", "message": self.message or "Aborted"}
+        if self.code is not None:
+            kind = "BadRequestError" if self.code == 400 else "InternalServerError"
+            why |= {"status_code": self.code, "err_type": kind}
+        return why
+
+
+@dataclass(slots=True)
+class Drafting:
+    """How a request's drafts fared so far. Modifies: itself, by the loop alone."""
+
+    in_flight: int = 0  # drafts of the step that is not read yet
+    tries: int = 0  # steps with drafts that are read
+    tried: int = 0  # drafts of the last of these
+    right: int = 0  # and how many of them were drawn
+    proposed: int = 0  # drafts of all tries
+    correct: int = 0
+    histogram: list[int] = field(default_factory=list)  # tries by how many of their drafts were drawn
+    rest_until: int = 0  # set by the proposer: it need not be asked before so many tokens are computed
+    memo: Any = None  # the proposer's own: what it knows of the tokens, and what it has learnt
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One load of a LoRA adapter, which requests refer to; loaded again it is another one."""
+
+    name: str
+    number: int  # of the load: what was computed under one is not reused under another
+    image: Any  # its bytes in pieces, as lora/layout.py lays them out in a slot
+    pinned: bool = False  # its slot is not given to another
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Only the scheduler changes it after `Scheduler.add`.
+
+    `token_ids` = prompt + drawn tokens that the host knows. With overlapped scheduling one more drawn token may be in
+    flight on the device (`num_pending`); `num_computed` counts tokens whose KV is written, or scheduled to be.
+    """
+
+    rid: str
+    prompt_len: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int  # the resolved sampling seed: the caller's, or derived from (engine seed, request index)
+    max_new_tokens: int  # after clamping to context and pool
+    stop_ids: frozenset[int]  # eos ids and stop_token_ids that end this request; empty with ignore_eos
+    arrival: int = 0  # set by Scheduler.add; the order of service in FCFS and of preemption
+    logprobs: list[float] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish: Finish | None = None
+    row: int | None = None  # row slot in the batch's tables while running
+    pages: list[int] = field(default_factory=list)
+    reached: Any = None  # how far they are in the prefix cache, in the cache's own terms
+    num_computed: int = 0
+    num_pending: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preempted: int = 0
+    versions: tuple[tuple[str, int], ...] = ()  # (weight version, number of output tokens where it began to draw)
+    cache_salt: str | None = None
+    adapter: Adapter | None = None
+    adapter_slot: int | None = None  # where the adapter lies while the request runs
+    priority: int = 0  # the higher, the earlier it is admitted
+    extras: Extras | None = None  # what it asks for beyond drawn tokens and their logprobs; None: nothing
+    record: Record | None = None  # where the loop puts what was asked for
+    drafting: Drafting | None = None  # set by Scheduler.add where drafts may be computed for it
+
+    @property
+    def salt(self) -> Hashable | None:
+        """Requests with another one never share prefix pages with this one."""
+        return self.cache_salt if self.adapter is None else (self.adapter.number, self.cache_salt)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len

@@ -1,0 +1,188 @@
+"""`Rows`: the requests that run, with their row slots and pages. No torch.
+
+    prompting   known tokens are still to be computed: the prompt, or after a preemption everything
+    decoding    one token is to be computed, the one drawn last (which may still be pending)
+    draining    everything asked for is planned; ends at the next update
+
+The first two are in order of arrival. A row has exactly the pages for its `num_computed` tokens, no more: so a decoding
+row needs a page when `num_computed % page_size == 0`. Drafts in flight have pages besides, until their step is read.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from operator import attrgetter
+
+from fengine.core.kv_pages import PagePool
+from fengine.core.lora_slots import AdapterSlots
+from fengine.core.prefix_cache import PrefixCache
+from fengine.core.request import Adapter, Finish, Request, Status
+from fengine.errors import InvariantError
+
+_arrival = attrgetter("arrival")
+
+
+class Rows:
+    """Modifies: itself, its requests, `pool` and `cache`."""
+
+    __slots__ = ("pool", "cache", "page_size", "capacity", "prompting", "decoding", "draining", "num_lockstep",
+                 "num_drafts", "num_correct_drafts", "adapters", "_free")  # fmt: skip
+
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache | None, page_size: int, capacity: int, adapter_slots: int = 0
+    ) -> None:
+        self.pool, self.cache, self.page_size, self.capacity = pool, cache, page_size, capacity
+        self.prompting: list[Request] = []
+        self.decoding: list[Request] = []
+        self.draining: dict[str, Request] = {}
+        self.num_lockstep = 0  # running rows that wait for each of their tokens
+        self.num_drafts = self.num_correct_drafts = 0  # computed and read so far
+        self.adapters = AdapterSlots(adapter_slots)
+        self._free = list(range(capacity))  # a heap: the lowest free row slot is given out
+
+    @property
+    def num_running(self) -> int:
+        return self.capacity - len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def reserve(self) -> int:
+        """Pages that a newcomer must leave: what admitted prompts will still take, and one for each running row."""
+        due = sum(self.pages_for(len(request.token_ids)) - len(request.pages) for request in self.prompting)
+        return self.num_running + due
+
+    def enter(self, request: Request, pages: list[int]) -> list[tuple[int, Adapter]]:
+        """Gives a waiting request a row slot, its adapter's slot, and the pages of its prefix hit, which it holds
+        already. Returns the adapter and its slot if it must be written there first."""
+        request.status, request.row = Status.RUNNING, heappop(self._free)
+        self.num_lockstep += is_lockstep(request)
+        request.pages, request.num_computed = pages, len(pages) * self.page_size
+        insort(self.prompting, request, key=_arrival)
+        if request.adapter is None:
+            return []
+        request.adapter_slot, new = self.adapters.enter(request.adapter)
+        return [(request.adapter_slot, request.adapter)] if new else []
+
+    def grow(self, request: Request, tokens: int) -> None:
+        """Pages for `tokens` in all, which must be available; evicts cached ones where free ones are missing."""
+        count = self.pages_for(tokens) - len(request.pages)
+        short = count - self.pool.num_free
+        if short > 0 and self.cache is not None:
+            self.cache.evict(short)
+        pages = self.pool.allocate(count)
+        if pages is None:
+            raise InvariantError(f"{count} pages were promised, but {self.pool.num_free} are free after eviction")
+        request.pages += pages
+
+    def shrink(self, request: Request) -> None:
+        """Gives the pages behind `num_computed` tokens back: those of drafts that were not drawn."""
+        keep = self.pages_for(request.num_computed)
+        self.pool.release(request.pages[keep:])
+        del request.pages[keep:]
+
+    def move(self, request: Request) -> None:
+        """Puts a request that has planned its last known token where it belongs: decoding, or draining."""
+        if draws_last(request):
+            self._take_out(request)
+            self.draining[request.rid] = request
+        elif _remove(self.prompting, request):
+            insort(self.decoding, request, key=_arrival)
+
+    def latest(self) -> Request:
+        """The latest arrival among the rows that still need pages."""
+        return max((rows[-1] for rows in (self.prompting, self.decoding) if rows), key=_arrival)
+
+    def leave(self, request: Request, cached: bool) -> None:
+        """Gives row slot and pages back. With `cached` the full pages of known tokens go to the prefix cache first."""
+        if self.cache is not None and cached:
+            full = min(request.num_computed, len(request.token_ids)) // self.page_size
+            self.cache.insert(request.token_ids, request.pages[:full], True, request.salt, request.reached)
+        self.pool.release(request.pages)
+        if request.row is not None:
+            heappush(self._free, request.row)
+            self.num_lockstep -= is_lockstep(request)
+        if request.adapter_slot is not None:
+            self.adapters.leave(request.adapter_slot)
+        self._take_out(request)
+        request.row, request.adapter_slot, request.pages, request.num_computed = None, None, [], 0
+        request.reached = None
+        if request.drafting is not None:
+            request.drafting.memo = None  # as large as the tokens
+
+    def _take_out(self, request: Request) -> None:
+        if self.draining.pop(request.rid, None) is None and not _remove(self.decoding, request):
+            _remove(self.prompting, request)
+
+    def check(self, waiting: Iterable[Request]) -> None:
+        """Page identity over running requests, cache and pool; row slots; lists. Errors: InvariantError."""
+        running = self.prompting + self.decoding + list(self.draining.values())
+        slots = [request.row for request in running if request.row is not None] + self._free
+        if self.num_lockstep != sum(map(is_lockstep, running)):
+            raise InvariantError(f"{self.num_lockstep} lockstep rows are counted, not those that run")
+        if sorted(slots) != list(range(self.capacity)) or len({r.rid for r in running}) != self.num_running:
+            raise InvariantError(f"row slots are taken twice or lost: {slots}")
+        for ordered in (self.prompting, self.decoding):
+            if any(a.arrival >= b.arrival for a, b in zip(ordered, ordered[1:], strict=False)):
+                raise InvariantError("running requests are out of order")
+        for request in running:
+            held = request.num_computed + (0 if request.drafting is None else request.drafting.in_flight)
+            if len(request.pages) != self.pages_for(held) or request.status is not Status.RUNNING:
+                raise InvariantError(f"request {request.rid!r}: {request.num_computed} tokens in pages {request.pages}")
+        for request in waiting:
+            if request.row is not None or request.pages or request.num_computed or request.status is not Status.WAITING:
+                raise InvariantError(f"request {request.rid!r} waits, with row {request.row}, pages {request.pages}")
+        self.adapters.check((request.adapter_slot, request.adapter) for request in running)
+        self.pool.check([request.pages for request in running], () if self.cache is None else self.cache.pages())
+        if self.cache is not None:
+            self.cache.check()
+
+
+def draws_last(request: Request) -> bool:
+    """Whether the token drawn after `num_computed` tokens is the last that was asked for."""
+    return request.num_computed + 1 >= request.prompt_len + request.max_new_tokens
+
+
+def is_lockstep(request: Request) -> bool:
+    """Whether the row's next step needs on the host what its last one draws."""
+    drafted = request.drafting is not None and request.drafting.in_flight > 0
+    return drafted or (request.extras is not None and request.extras.lockstep)
+
+
+def prefix_limit(request: Request) -> int:
+    """How many tokens may come from the prefix cache, for what its extras still need to see computed. Pure."""
+    if request.extras is None or request.record is None:
+        return len(request.token_ids)
+    num_cached = request.num_cached if request.num_preempted else None
+    due = request.extras.first_needed(request.record, request.prompt_len, num_cached)
+    return due if due < request.prompt_len else len(request.token_ids)
+
+
+def verdict(request: Request, token: int, logprob: float) -> tuple[Finish, bool]:
+    """How a request ends that drew this last, and whether the KV in its pages is sound. Modifies: its record."""
+    record, extras = request.record, request.extras
+    if logprob != logprob:
+        if record is not None and record.error is not None:  # its own processor's doing
+            return Finish("abort", message=str(record.error)), True
+        message = f"non-finite logits at position {len(request.token_ids)}; dtype=float32 may help"
+        return Finish("abort", message=message), False
+    if request.max_new_tokens == 0:
+        if record is not None and extras is not None and extras.pool is None:
+            record.unasked = (logprob, token)
+        return Finish("length", length=0), True
+    if token in request.stop_ids:
+        return Finish("stop", matched=token), True
+    return Finish("length", length=request.num_output), True
+
+
+def _remove(ordered: list[Request], request: Request) -> bool:
+    """Removes a request from a list in order of arrival. False if it is not there."""
+    i = bisect_left(ordered, request.arrival, key=_arrival)
+    if i == len(ordered) or ordered[i] is not request:
+        return False
+    del ordered[i]
+    return True

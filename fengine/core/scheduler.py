@@ -1,0 +1,298 @@
+"""`Scheduler`: continuous batching without phases. No torch.
+
+A request has tokens (`token_ids`, and `num_pending` that are drawn but not read yet), and `num_computed` of them have
+their KV written. Each step brings `num_computed` nearer: by one token for a row that decodes, by a chunk for one that
+has a prompt to compute, or to compute again after a preemption. A row draws a token when nothing is left.
+
+    waiting  --admit-->  prompting  --last chunk-->  decoding  --last token planned-->  draining  --update-->  finished
+       ^                     |                          |
+       `------ preempt ------+--------------------------'
+
+**Overlap.** `schedule()` for step n+1 may run before `update()` of step n. The token of step n is then pending, and
+step n+1 feeds it on the device. Every plan is executed, in order, whatever happens to its requests meanwhile: results
+for requests that have ended are discarded, and pages and row slots given back are used again only by later plans, which
+the device runs later. A plan must be staged before the scheduler is called again: its requests go on changing.
+A *lockstep* row (`is_lockstep`) sits out while its token is pending: what changes its logits must be known first.
+
+**Sharing within a step.** On the device every layer writes the KV of all rows before any row attends. So prompt pages
+go into the prefix cache when they are scheduled, and another request may hit them in the same step. Such a chunk is
+never taken out of its plan again: only decoding rows are, and those put pages into the cache when they leave.
+"""
+
+from fengine.config import Policy
+from fengine.core.kv_pages import PagePool
+from fengine.core.prefix_cache import PrefixCache
+from fengine.core.request import Finish, Request, Status
+from fengine.core.running import Rows, draws_last, is_lockstep, prefix_limit, verdict
+from fengine.core.scheduler_output import Plan
+from fengine.core.speculation import Speculation, drafting_of, plan_drafts, take_drafts
+from fengine.core.waiting_queue import WaitingQueue
+from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError
+
+
+class Scheduler:
+    """Modifies: itself, its requests, `pool` and `cache`. Deterministic; for one thread."""
+
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache | None, *, page_size: int, max_running_requests: int,
+        max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
+        adapter_slots: int = 0,
+    ) -> None:  # fmt: skip
+        """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts. Errors: ConfigError."""
+        limits = {"max_running_requests": max_running_requests, "max_step_tokens": max_step_tokens}
+        for name, value in {"page_size": page_size, **limits}.items():
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        self.pool, self.cache, self.max_step_tokens, self.speculation = pool, cache, max_step_tokens, speculation
+        self.num_preemptions = self.num_hit_tokens = self.num_computed_tokens = self.num_finished = 0
+        self._rows = Rows(pool, cache, page_size, max_running_requests, adapter_slots)
+        self._waiting = WaitingQueue(policy, cache)
+        self._requests: dict[str, Request] = {}  # all that have not finished
+        self._arrivals = self._steps_planned = self._steps_updated = 0
+        self._blocked = False  # the next to admit found too few pages, and nothing has changed since
+
+    # -- doors ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def counters(self) -> dict[str, int]:
+        """Gauges of this moment, and counters since the start."""
+        return {
+            "running": self._rows.num_running,
+            "waiting": len(self._waiting),
+            "finished": self.num_finished,
+            "pages": self.pool.capacity,
+            "free_pages": self.pool.num_free,
+            "used_pages": self.pool.capacity - self.pool.num_available,  # held by running requests
+            "cached_pages": 0 if self.cache is None else self.cache.num_pages,
+            "preemptions": self.num_preemptions,
+            "hit_tokens": self.num_hit_tokens,
+            "computed_tokens": self.num_computed_tokens,
+            "drafts": self._rows.num_drafts,
+            "correct_drafts": self._rows.num_correct_drafts,
+        }
+
+    def add(self, request: Request) -> None:
+        """Queues a request, or changes nothing. Errors: CapacityError if it could never fit, InvalidRequestError."""
+        need, capacity = self._rows.pages_for(request.prompt_len + request.max_new_tokens), self.pool.capacity
+        if need > capacity:
+            raise CapacityError(
+                f"request {request.rid!r} needs {need} pages of {self._rows.page_size} tokens for {request.prompt_len} "
+                f"prompt tokens and max_new_tokens={request.max_new_tokens}, but the pool has {capacity}: "
+                "shorten it, or raise max_total_tokens"
+            )
+        if request.rid in self._requests:
+            raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
+        if request.finish is not None or request.prompt_len < 1 or len(request.token_ids) != request.prompt_len:
+            raise InvalidRequestError(f"request {request.rid!r} must be new and have at least one prompt token")
+        request.drafting = drafting_of(request) if self.speculation else None
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[request.rid] = request
+        self._waiting.add(request)
+
+    def abort(self, rid: str) -> Request | None:
+        """Ends a request in any state and frees at once what it holds. None if no such request is unfinished."""
+        if (request := self._requests.get(rid)) is not None:
+            self._end(request, Finish("abort"))
+        return request
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None if nothing can be done before the next `update` or `add`."""
+        plan = Plan(self._steps_planned)
+        left = self.max_step_tokens - self._plan_decoding(plan)
+        for request in list(self._rows.prompting):
+            if left and request.row is not None:
+                left -= self._plan_prompt(plan, request, left)
+        if left and self._waiting and self._rows.num_free and not self._blocked and not plan.preempted:
+            self._admit(plan, left)
+        if not plan.requests:
+            return None
+        if self.speculation:
+            plan_drafts(plan, self._rows, self.speculation)
+        self._steps_planned += 1
+        self.num_computed_tokens += sum(plan.counts)
+        return plan
+
+    def _plan_decoding(self, plan: Plan) -> int:
+        """One token for each decoding row. The hot loop: as little per row as can be. Returns the tokens of the budget.
+
+        They always fit: a row begins to decode with a chunk for which the budget had room beside all rows that decode,
+        lockstep rows that sit out included.
+        """
+        requests, page_size = self._rows.decoding.copy(), self._rows.page_size
+        reserved = len(requests)
+        if self._rows.num_lockstep:
+            requests = [request for request in requests if not request.num_pending or not is_lockstep(request)]
+        starts: list[int] = []
+        unpaged: list[Request] = []
+        last: list[Request] = []
+        for request in requests:
+            start = request.num_computed
+            starts.append(start)
+            request.num_computed = start + 1
+            request.num_pending += 1
+            if not start % page_size:
+                unpaged.append(request)
+            if start + 2 >= request.prompt_len + request.max_new_tokens:
+                last.append(request)
+        count = len(starts)
+        plan.requests, plan.starts, plan.counts, plan.samples = requests, starts, [1] * count, [True] * count
+        for request in unpaged:
+            if request.row is not None and self._make_room(plan, request):
+                plan.new_pages.append((request, len(request.pages)))
+                self._rows.grow(request, request.num_computed)
+            else:
+                plan.take_out(request)
+        for request in last:
+            if request.row is not None and draws_last(request):  # still in the plan
+                self._rows.move(request)
+        return reserved
+
+    def _plan_prompt(self, plan: Plan, request: Request, left: int) -> int:
+        """The next chunk of a running prompt: all that budget and pages allow. Returns its number of tokens."""
+        rows, start = self._rows, request.num_computed
+        room = len(request.pages) * rows.page_size - start
+        if not room and not self._make_room(plan, request):
+            return 0
+        room += self.pool.num_available * rows.page_size
+        count = min(len(request.token_ids) - start, left, room)
+        self._plan_chunk(plan, request, count, len(request.pages))
+        return count
+
+    def _plan_chunk(self, plan: Plan, request: Request, count: int, first_new_page: int) -> None:
+        """Plans `count` tokens of a running prompt, for which pages are available."""
+        rows, start = self._rows, request.num_computed
+        end = start + count
+        rows.grow(request, end)
+        if first_new_page < len(request.pages):
+            plan.new_pages.append((request, first_new_page))
+        sample = end == len(request.token_ids)
+        plan.put_in(request, start, count, sample)
+        request.num_computed = end
+        if sample:
+            request.num_pending += 1
+            rows.move(request)
+        full = end // rows.page_size
+        if self.cache is not None and full > start // rows.page_size:
+            pages, salt = request.pages[:full], request.salt
+            request.reached = self.cache.insert(request.token_ids, pages, salt=salt, after=request.reached)
+
+    def _admit(self, plan: Plan, left: int) -> None:
+        """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
+        for request in self._waiting.admissible(self._rows.num_free, self._rows.adapters.fits):
+            if not left or request.num_pending:
+                return  # a preempted request waits for the token that it drew last
+            if not (count := self._start(plan, request, left)):
+                self._blocked = True  # none goes in its place, or pages might never suffice for a large request
+                return
+            left -= count
+
+    def _start(self, plan: Plan, request: Request, left: int) -> int:
+        """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages.
+
+        Pages must suffice for all its known tokens and for the reserve of those that run, or it might be preempted at
+        once. When nothing runs, every page is free or idle, and `add` has made sure that it fits.
+        """
+        rows, known = self._rows, len(request.token_ids)
+        pages: list[int] = []  # the last token is always computed: its logits are needed
+        if self.cache is not None:
+            pages = self.cache.match(request.token_ids, min(known - 1, prefix_limit(request)), request.salt)
+        need = rows.pages_for(known) - len(pages)
+        if rows.num_running and need + rows.reserve() > self.pool.num_available:
+            self.pool.release(pages)
+            return 0
+        hit = len(pages) * rows.page_size
+        self.num_hit_tokens += hit
+        if request.num_preempted == 0:
+            request.num_cached = hit
+        self._waiting.admit(request)
+        plan.adapters += rows.enter(request, pages)
+        count = min(known - hit, left)
+        self._plan_chunk(plan, request, count, 0)
+        return count
+
+    def _make_room(self, plan: Plan, request: Request) -> bool:
+        """Makes a page available by preempting the latest arrivals. False: `request` sits this step out.
+
+        That is when it is the latest itself, or when rows are draining, whose pages come back at the next update. The
+        earliest running request is never preempted, so it always gets on.
+        """
+        while not self.pool.num_available:
+            if self._rows.draining:
+                return False
+            victim = self._rows.latest()
+            self._preempt(plan, victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, plan: Plan, victim: Request) -> None:
+        """Back to the queue's front, to be computed again. A token that is still in flight arrives and counts."""
+        plan.take_out(victim)
+        self._rows.leave(victim, cached=True)
+        victim.status = Status.WAITING
+        victim.num_preempted += 1
+        self.num_preemptions += 1
+        self._blocked = False
+        self._waiting.put_back(victim)
+        plan.preempted.append(victim)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def update(self, plan: Plan, tokens: list[int], logprobs: list[float]) -> list[Request]:
+        """Takes token and logprob of each of the plan's draws; those of rows that do not sample are ignored.
+
+        Returns the requests that finished now. Plans are updated in order, once each. Errors: InvariantError.
+        """
+        if plan.step != self._steps_updated or min(len(tokens), len(logprobs)) < plan.num_draws:
+            raise InvariantError(f"update of step {plan.step}, {len(tokens)} draws; {self._steps_updated} is due")
+        self._steps_updated += 1
+        finished: list[Request] = []
+        for request, sample, token, logprob in zip(plan.requests, plan.samples, tokens, logprobs, strict=False):
+            if not sample or request.finish is not None:
+                continue  # nothing was drawn, or the request has ended since: discarded
+            request.num_pending -= 1
+            ids = request.token_ids
+            ids.append(token)
+            request.logprobs.append(logprob)
+            full = len(ids) >= request.prompt_len + request.max_new_tokens
+            if full or token in request.stop_ids or logprob != logprob:
+                self._end_drawn(request, token, logprob)
+                finished.append(request)
+        if plan.drafts:
+            finished += take_drafts(plan, self._rows, tokens, logprobs, self._end_drawn)
+            self._blocked = False  # pages have come back
+        return finished
+
+    def _end_drawn(self, request: Request, token: int, logprob: float) -> None:
+        """Ends a request because of the token that was just appended."""
+        if logprob != logprob or request.max_new_tokens == 0:  # in the second case only the prompt's KV was asked for
+            del request.token_ids[-1], request.logprobs[-1]
+        finish, sound = verdict(request, token, logprob)
+        self._end(request, finish, cached=sound)
+
+    def _end(self, request: Request, finish: Finish, cached: bool = True) -> None:
+        if request.status is Status.RUNNING:
+            self._rows.leave(request, cached)
+        else:
+            self._waiting.remove(request)
+        if self.cache is not None and not cached:
+            self.cache.drop(request.token_ids, request.salt)  # whichever page is bad, nobody may hit it again
+        del self._requests[request.rid]
+        request.status, request.finish, request.num_pending = Status.FINISHED, finish, 0
+        self.num_finished += 1
+        self._blocked = False
+
+    def check(self) -> None:
+        """Walks everything; for tests and debugging, O(pool). Errors: InvariantError with what does not balance."""
+        waiting = self._waiting.requests()
+        if len(self._requests) != self._rows.num_running + len(waiting):
+            raise InvariantError(f"{len(self._requests)} requests, {self._rows.num_running} run, {len(waiting)} wait")
+        if (decoding := len(self._rows.decoding)) > self.max_step_tokens:
+            raise InvariantError(f"{decoding} rows decode, more than max_step_tokens={self.max_step_tokens}")
+        self._rows.check(waiting)

@@ -1,0 +1,162 @@
+"""Speculation: tokens guessed for a row are computed behind its last one, and kept where the row draws them itself.
+
+    proposer --drafts--> plan_drafts --> a step with 1 + k tokens of the row, a draw behind each --> take_drafts
+                                                                                               |
+    drawn:    d0  d1  d2  d3                d0 == g1, d1 == g2, d2 != g3: d0 d1 d2 are the row's next tokens,
+    computed:  t  g1  g2  g3                and the KV of g3 is overwritten by that of d2 in a later step
+
+A draw is a function of logits, seed and position, and the logits behind g1 are those behind d0 where the two are equal.
+So tokens and logprobs are the same bits with any proposer and without one: a proposal costs or saves time only.
+
+Drafts take nothing from others: they get what is left of a step when everything else is planned, and pages only beyond
+the reserve of the rows that run. While they are in flight their row waits, for nobody knows its next position.
+Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; here the draws are coupled.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fengine.core.extras import NOTHING
+from fengine.core.request import Drafting, Request
+from fengine.core.running import Rows
+from fengine.core.scheduler_output import Plan
+
+
+class Ask(NamedTuple):
+    """Guess what follows the `token_ids` of the plan's row `row`, leaving out the first `skip` tokens, which are drawn
+    already. There is room for `most` tokens, and fewer than `least` are not worth it.
+    """
+
+    row: int
+    request: Request
+    drafting: Drafting
+    skip: int
+    least: int
+    most: int
+
+
+FEW = 4  # beside other rows, which wait for the drafts: more than the first try of a short copy
+
+Proposer = Callable[[Sequence[Ask]], Sequence[Sequence[int]]]  # one proposal for each ask; any length, any ids
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Who proposes, and how much. A draft model is another `propose`."""
+
+    propose: Proposer
+    most: int  # drafts of a row in one step
+    step_tokens: int  # drafts fill a step up to so many tokens; fuller steps have none
+    vocab_size: int
+
+
+def drafting_of(request: Request) -> Drafting | None:
+    """The record of a request that may have drafts. None: its logits depend on its drawn tokens, or more is read
+    from its steps than draws. Pure."""
+    extras = request.extras
+    if extras is None or replace(extras, logprob_start=None, min_new_tokens=0, early_ids=frozenset()) == NOTHING:
+        return Drafting()
+    return None
+
+
+def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
+    """Adds drafts to decoding rows of a plan that is complete otherwise. Modifies: the plan, rows, their requests."""
+    if len(plan.requests) >= speculation.step_tokens or (left := speculation.step_tokens - sum(plan.counts)) < 1:
+        return
+    asks = _asks(plan, speculation.most)
+    proposals = speculation.propose(asks) if asks else []
+    wanting = sum(map(bool, proposals))
+    if not wanting:
+        return
+    spare, grown = max(rows.pool.num_available - rows.reserve(), 0), {request for request, _ in plan.new_pages}
+    for ask, proposal in zip(asks, proposals, strict=True):
+        if not proposal:
+            continue
+        request, held = ask.request, len(ask.request.pages)
+        room = (held + spare) * rows.page_size - request.num_computed
+        draft = _known(proposal, min(ask.most, room, -(-left // wanting)), speculation.vocab_size)
+        wanting -= 1
+        if not draft:
+            continue
+        left -= len(draft)
+        plan.counts[ask.row] += len(draft)
+        plan.drafts.append((ask.row, draft))
+        rows.grow(request, request.num_computed + len(draft))
+        if held < len(request.pages):
+            spare -= len(request.pages) - held
+            if request not in grown:
+                plan.new_pages.append((request, held))
+        ask.drafting.in_flight = len(draft)
+        rows.num_lockstep += 1
+
+
+def _asks(plan: Plan, most: int) -> list[Ask]:
+    """What may be proposed for the rows of a plan that decode. As little per row as can be. Pure."""
+    least = 1 if len(plan.requests) == 1 else min(FEW, most)
+    asks = []
+    for i, request in enumerate(plan.requests):
+        drafting, start = request.drafting, plan.starts[i]
+        if drafting is None or start < drafting.rest_until:
+            continue
+        if start < request.prompt_len or plan.counts[i] > 1 or not plan.samples[i]:
+            continue  # it does not decode
+        room = request.prompt_len + request.max_new_tokens - 2 - start  # the last token is drawn, not computed
+        if room < least or (request.extras is not None and request.num_output < request.extras.min_new_tokens):
+            continue  # at its end, or its stop ids are banned
+        asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(most, room)))
+    return asks
+
+
+def _known(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:
+    """Its first `most` tokens, as far as they are ids that the model has. Pure."""
+    draft: list[int] = []
+    for token in proposal[: max(most, 0)]:
+        if not 0 <= token < vocab_size:
+            break
+        draft.append(token)
+    return draft
+
+
+def take_drafts(
+    plan: Plan, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float],
+    end: Callable[[Request, int, float], None],
+) -> list[Request]:  # fmt: skip
+    """Takes what was drawn behind the drafts that turned out right, when the first draw of every row is taken.
+
+    `end` ends a request by the draw appended last. Returns the requests that ended. Modifies: rows, the requests.
+    """
+    ended, at = [], len(plan.requests)
+    for i, draft in plan.drafts:
+        request, drafting, correct = plan.requests[i], plan.requests[i].drafting, 0
+        assert drafting is not None
+        runs = request.row is not None
+        rows.num_lockstep -= runs
+        drafting.in_flight = 0
+        ids, full = request.token_ids, request.prompt_len + request.max_new_tokens
+        while request.finish is None and correct < len(draft) and ids[-1] == draft[correct]:
+            token, logprob = tokens[at + correct], logprobs[at + correct]
+            correct += 1
+            request.num_computed += runs
+            ids.append(token)
+            request.logprobs.append(logprob)
+            if len(ids) >= full or token in request.stop_ids or logprob != logprob:
+                end(request, token, logprob)
+                ended.append(request)
+        at += len(draft)
+        rows.num_drafts += len(draft)
+        rows.num_correct_drafts += correct
+        settle(drafting, len(draft), correct)
+        if request.row is not None:
+            rows.shrink(request)
+    return ended
+
+
+def settle(drafting: Drafting, tried: int, right: int) -> None:
+    """Notes a try of which `right` drafts were drawn. Modifies: drafting."""
+    drafting.tries += 1
+    drafting.tried, drafting.right = tried, right
+    drafting.proposed += tried
+    drafting.correct += right
+    drafting.histogram += [0] * (right + 1 - len(drafting.histogram))
+    drafting.histogram[right] += 1

@@ -1,0 +1,213 @@
+"""New weights, checked in full before a byte of the live ones changes: names, shapes, dtypes, finite values."""
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine import models
+from fengine.engine.weights.places import Place
+from fengine.errors import CorruptCheckpointError, InvalidRequestError, ModelLoadError, UnsupportedFeatureError
+from fengine.models.spec import ModelSpec
+from fengine.worker.loader import (
+    EMBEDDING,
+    HARMLESS,
+    TIED_HEAD,
+    check_entries,
+    check_tied,
+    full_names,
+    read_config,
+    spec_from_config,
+)
+from fengine.worker.safetensors_file import DTYPES, open_file, read_shards, read_tensor
+
+FLOATS = tuple(DTYPES.values())
+
+
+class Origin(NamedTuple):
+    """A checkpoint directory, and what its weight files were when it was read: (name, size, time of change)."""
+
+    directory: Path
+    stamp: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def of(cls, directory: Path) -> "Origin":
+        files = sorted(directory.glob("*.safetensors"))
+        try:
+            facts = [(file.name, file.stat()) for file in files]
+        except OSError as error:
+            raise ModelLoadError(f"{error.filename} cannot be read: {error.strerror}.") from None
+        return cls(directory, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts))
+
+
+class Change(NamedTuple):
+    """A checked tensor of the place's shape and dtype, and where it goes."""
+
+    name: str
+    place: Place
+    tensor: Tensor
+
+    def kept(self) -> "Change":
+        """With a copy on the CPU that nobody else holds: the caller may reuse its own."""
+        return self._replace(tensor=self.tensor.cpu() if self.tensor.is_cuda else self.tensor.clone())
+
+
+def pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
+    """(name, tensor) pairs from a list of them or a dict. Errors: InvalidRequestError, UnsupportedFeatureError."""
+    items = list(named_tensors.items()) if isinstance(named_tensors, dict) else named_tensors
+    if isinstance(items, (str, bytes, bytearray)) or (
+        isinstance(items, (list, tuple)) and any(isinstance(item, (str, bytes, bytearray)) for item in items)
+    ):
+        raise UnsupportedFeatureError(
+            "named_tensors holds serialized tensors: those are pickles, which are never opened. Pass (name, tensor) "
+            "pairs; everything runs in one process."
+        )
+    if not isinstance(items, (list, tuple)) or not all(isinstance(i, (list, tuple)) and len(i) == 2 for i in items):
+        raise InvalidRequestError(f"named_tensors must be a list of (name, tensor) or a dict, got {items!r:.200}.")
+    for name, value in items:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise UnsupportedFeatureError(f"the tensor of {name!r:.80} is serialized: pickles are never opened.")
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"the name of a tensor must be a string, got {name!r:.80}.")
+    return [(name, value) for name, value in items]
+
+
+def check(
+    spec: ModelSpec, places: dict[str, Place], fused: dict[str, tuple[str, ...]],
+    tensors: Iterable[tuple[str, Tensor]], seen: set[str],
+) -> list[Change]:  # fmt: skip
+    """What the tensors change, in the live dtypes. Errors: InvalidRequestError with every problem, one a line.
+
+    `seen` are names that came before in the same update. A tied output head is returned too: see `settle_head`.
+    """
+    problems: list[str] = []
+    changes: list[Change] = []
+    names = set(seen)
+    for name, tensor in _split_fused(tensors, fused, places):
+        tied = spec.tie_embeddings and name == TIED_HEAD
+        place = places.get(EMBEDDING if tied else name)
+        if name in names:
+            problems.append(f"tensor {name!r} is given twice")
+        elif name.endswith(HARMLESS) or (name == TIED_HEAD and not spec.generates):
+            continue
+        elif place is None:
+            problems.append(f"tensor {name!r} is not part of this {spec.architecture}")
+        elif fault := _fault(tensor, place):
+            problems.append(f"tensor {name!r}: {fault}")
+        else:
+            converted = tensor.detach().to(place.leaf.dtype)
+            if finite(converted):
+                changes.append(Change(name, place, converted))
+            else:
+                problems.append(f"tensor {name!r} holds NaN or infinite values (as {place.leaf.dtype})")
+        names.add(name)
+    if problems:
+        shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
+        raise InvalidRequestError("the weights were refused and nothing was changed:\n  " + "\n  ".join(shown))
+    return changes
+
+
+def _split_fused(
+    tensors: Iterable[tuple[str, Tensor]], fused: dict[str, tuple[str, ...]], places: dict[str, Place]
+) -> Iterable[tuple[str, Tensor]]:
+    """A tensor under a fused name becomes its parts, if it has their rows; a decoder's own names get "model."."""
+    for name, tensor in tensors:
+        if name not in places and f"model.{name}" in places:
+            name = f"model.{name}"
+        rows = [places[part].shape[0] for part in fused.get(name, ()) if part in places]
+        if rows and _unreadable(tensor):
+            yield fused[name][0], tensor  # what cannot be split is refused in the name of the first part
+        elif not rows or not tensor.dim() or tensor.shape[0] != sum(rows):
+            yield name, tensor
+        else:
+            yield from zip(fused[name], tensor.split(rows), strict=True)
+
+
+def _unreadable(tensor: Any) -> str | None:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return f"must be a torch.Tensor, got {type(tensor).__name__}" + (
+            " (give full_tensor())" if hasattr(tensor, "full_tensor") else ""
+        )
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return f"must be a dense tensor with values, got layout {tensor.layout} on {tensor.device}"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "its memory has been released (give the whole, gathered parameter)"
+    return None
+
+
+def _fault(tensor: Any, place: Place) -> str | None:
+    if why := _unreadable(tensor):
+        return why
+    if tensor.dtype not in FLOATS:
+        return f"dtype {tensor.dtype} is not supported; use float32, bfloat16 or float16"
+    if tuple(tensor.shape) != place.shape:
+        return f"expected shape {list(place.shape)}, got {list(tensor.shape)}"
+    return None
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every value is; without temporaries of the tensor's size. Pure."""
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tensor]) -> list[Change]:
+    """The changes without a tied output head, which must be the embedding that will be in force: a new one, or what
+    `live` gives. Pure.
+
+    Errors: InvalidRequestError, and those of `live`.
+    """
+    head = next((change for change in changes if spec.tie_embeddings and change.name == TIED_HEAD), None)
+    if head is None:
+        return changes
+    others = [change for change in changes if change is not head]
+    embedding = next((change.tensor for change in others if change.name == EMBEDDING), None)
+    embedding = live() if embedding is None else embedding
+    if not torch.equal(head.tensor.cpu(), embedding.cpu()):
+        raise InvalidRequestError(
+            f"the weights were refused and nothing was changed: this model ties its embeddings, but {TIED_HEAD!r} "
+            f"differs from {EMBEDDING!r}; give both, equal, or the embedding alone."
+        )
+    return others
+
+
+def read_directory(
+    directory: Path, told: ModelSpec, spec: ModelSpec, names: Collection[str]
+) -> list[tuple[str, Tensor]]:  # fmt: skip
+    """All tensors of a checkpoint of the model that runs, `names` among them, in CPU memory.
+
+    `told` is what the running model's own config.json said; the directory's must say the same. Errors: ModelLoadError
+    and its kinds; a file that changes meanwhile is one.
+    """
+    found = read_spec(directory)
+    if found != told:
+        differ = [
+            f"{f.name} is {getattr(found, f.name)!r}, {getattr(told, f.name)!r} runs"
+            for f in fields(ModelSpec)
+            if getattr(found, f.name) != getattr(told, f.name)
+        ]
+        raise CorruptCheckpointError(f"{directory} is another model than the one that runs: {'; '.join(differ)}.")
+    entries = full_names(read_shards(directory))
+    check_entries(directory, spec, models.lookup(spec.architecture).weights(spec), entries, mixed=True)
+    absent = sorted(set(names) - entries.keys())
+    if absent:
+        raise CorruptCheckpointError(f"{directory} lacks tensor {absent[0]!r}, which the model that runs has.")
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
+        wanted = [entry for entry in entries.values() if not entry.name.endswith(HARMLESS)]
+        tensors = {entry.name: read_tensor(files[entry.path], entry) for entry in wanted}
+    if spec.generates and spec.tie_embeddings and TIED_HEAD in tensors:
+        check_tied(tensors.pop(TIED_HEAD), tensors[EMBEDDING])
+    return list(tensors.items())
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """The architecture that a directory holds. Errors: ModelLoadError and its kinds."""
+    return spec_from_config(read_config(directory))

@@ -1,0 +1,142 @@
+"""`LiveWeights`: the parameters that steps run with, as the loop's thread writes, loses and reads them.
+
+A change happens between two steps, into the storage that is there: no address changes, nothing is compiled or captured
+again. What the old weights computed is forgotten: the prefix cache is emptied, and requests that run go back to the
+queue and are computed again from their tokens, so they go on as the new weights would from there.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine import models
+from fengine.core.retract import forget_prompts, retract
+from fengine.engine.engine_core import Driver
+from fengine.engine.weights.incoming import Change, Origin, check, read_directory, read_spec
+from fengine.engine.weights.places import Place, fused_names, places_of
+from fengine.engine.weights.versions import relabel
+from fengine.errors import InvalidRequestError, MemoryReleasedError
+from fengine.models.kv_state import Params
+from fengine.models.spec import ModelSpec
+from fengine.worker.loader import EMBEDDING, TIED_HEAD
+
+LOST = "the weights are incomplete"  # the key of a refusal
+
+
+class LiveWeights:
+    """Modifies, in the loop's thread: the parameters' storage; itself; the driver's label of the weights."""
+
+    def __init__(self, params: Params, spec: ModelSpec, driver: Driver, model_dir: Path, from_disk: bool) -> None:
+        """`from_disk`: the parameters are those of the checkpoint in `model_dir`."""
+        self.params, self.spec, self.driver = params, spec, driver
+        self.origin = Origin.of(model_dir) if from_disk else None  # where the live weights can be read again
+        weights = models.lookup(spec.architecture).weights(spec)
+        self.places: dict[str, Place] = places_of(params, weights)
+        self._fused = fused_names(weights)
+        self.missing: set[str] = set()  # tensors whose values were lost
+        self._told = read_spec(model_dir) if weights and (model_dir / "config.json").exists() else spec
+
+    @property
+    def version(self) -> str:
+        """The label of the weights that steps run with."""
+        return self.driver.weight_version
+
+    def close(self) -> None:
+        """Drops the parameters."""
+        self.params, self.places = {}, {}
+
+    # -- in any thread -------------------------------------------------------------------------------------------------
+
+    def check(self, tensors: Iterable[tuple[str, Tensor]], seen: set[str]) -> list[Change]:
+        """As `incoming.check`."""
+        return check(self.spec, self.places, self._fused, tensors, seen)
+
+    def read_origin(self, origin: Origin) -> list[tuple[str, Tensor]]:
+        """Errors: ModelLoadError and its kinds."""
+        return read_directory(origin.directory, self._told, self.spec, self.places)
+
+    def read(self, name: Any, rows: Any) -> list[Any] | None:
+        """The first `rows` rows of a tensor as nested lists of floats; None for a name that the model has not.
+
+        Errors: InvalidRequestError, MemoryReleasedError, EngineClosedError.
+        """
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"name must be the name of a tensor, got {name!r:.80}.")
+        if type(rows) is not int or rows < 0:
+            raise InvalidRequestError(f"truncate_size must be a whole number of rows, got {rows!r:.80}.")
+        return self.driver.call(lambda: self._read(name, rows))
+
+    # -- in the loop's thread ------------------------------------------------------------------------------------------
+
+    def replace(self, changes: list[Change], version: str | None, origin: Origin | None) -> int:
+        """Forgets what the old weights computed, then writes. Returns how many requests ran, and go on with the new.
+
+        Errors: MemoryReleasedError.
+        """
+        driver = self.driver
+        if "weights" in driver.refusals:
+            raise MemoryReleasedError(driver.refusals["weights"])
+        driver.quiesce()
+        retracted = len(retract(driver.scheduler))
+        forget_prompts(driver.scheduler)
+        if driver.scheduler.cache is not None:
+            driver.scheduler.cache.flush()
+        self.write(changes)
+        if changes:
+            self.origin = origin
+        if version is not None:
+            self.driver.weight_version = version
+            for ticket in self.driver.tickets.values():
+                relabel(ticket.request, version)
+        return retracted
+
+    def write(self, changes: list[Change]) -> None:
+        """Copies checked tensors into the live ones; on the device nothing is allocated.
+
+        Should a copy fail all the same, nobody may compute with the mixture: what runs is aborted, and requests are
+        refused until every tensor has been given again.
+        """
+        names = {change.name for change in changes}
+        self.lose(self.missing | names)
+        try:
+            for change in changes:
+                change.place.write(change.tensor)
+            if changes and changes[0].place.leaf.is_cuda:
+                torch.cuda.synchronize(changes[0].place.leaf.device)  # the caller may reuse its tensors
+        except Exception:
+            self.origin = None
+            self.driver.abort_rids(None)  # before the next step
+            raise
+        self.lose(self.missing - names)
+
+    def lose(self, names: set[str]) -> None:
+        """Sets which tensors hold no values; while there are any, requests are refused."""
+        self.missing = names
+        with self.driver.door:
+            if names:
+                shown = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
+                self.driver.refusals[LOST] = (
+                    f"{LOST}: {len(names)} tensors hold no values ({shown}); give them with update_weights_from_disk "
+                    "or update_weights_from_tensor"
+                )
+            else:
+                self.driver.refusals.pop(LOST, None)
+
+    def _read(self, name: str, rows: int) -> list[Any] | None:
+        tied = self.spec.tie_embeddings and name == TIED_HEAD
+        out: list[Any] = []
+        for part in (EMBEDDING,) if tied else self._fused.get(name, (name,)):
+            if part not in self.places:
+                return None
+            out += self.values(part, rows - len(out)).float().tolist()
+        return out
+
+    def values(self, name: str, rows: int | None = None) -> Tensor:
+        """Errors: MemoryReleasedError where there are none."""
+        reason = self.driver.refusals.get("weights") or (name in self.missing and self.driver.refusals.get(LOST))
+        if reason:
+            raise MemoryReleasedError(reason)
+        return self.places[name].read(rows)

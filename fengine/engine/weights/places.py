@@ -1,0 +1,92 @@
+"""Where each checkpoint tensor lies in the parameters: rows of a leaf, which may be fused and packed.
+
+    "model.layers.3.self_attn.k_proj.weight"  ->  rows [q, q + kv) of params["layers"][3]["wqkv"]
+
+Reads and writes go through views of the leaf's storage, so nothing is allocated on the device and every address stays:
+compiled code and captured graphs remain valid.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fengine.models.kv_state import Params
+from fengine.models.llama import Weight
+from fengine.ops.linear import LANES
+
+FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # SGLang's name of a leaf, from that of its first part
+
+
+class Place(NamedTuple):
+    """Rows [start, start + shape[0]) of `leaf`."""
+
+    leaf: Tensor
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def views(self) -> Iterator[tuple[int, Tensor]]:
+        """The place as views of the leaf's storage: (first row within the place, [..., columns] or [rows])."""
+        stop = self.start + self.shape[0]
+        if self.leaf.dim() < 3:
+            yield 0, self.leaf[self.start : stop]
+            return
+        at = self.start
+        while at < stop:  # blocks of LANES rows side by side: what is left of one, whole ones, the beginning of one
+            block, lane = divmod(at, LANES)
+            whole = (stop - at) // LANES if lane == 0 else 0
+            if whole:
+                yield at - self.start, self.leaf[block : block + whole].transpose(1, 2)
+                at += whole * LANES
+            else:
+                end = min(stop, (block + 1) * LANES)
+                yield at - self.start, self.leaf[block, :, lane : lane + end - at].T
+                at = end
+
+    def write(self, tensor: Tensor) -> None:
+        """Copies a tensor of the place's shape and dtype, on any device. Modifies: the leaf's storage."""
+        for first, view in self.views:
+            rows = view.numel() // (view.shape[-1] if len(self.shape) > 1 else 1)
+            view.copy_(tensor[first : first + rows].reshape(view.shape))
+
+    def read(self, rows: int | None = None) -> Tensor:
+        """The first `rows` rows (default: all) as a new tensor on the CPU. Pure."""
+        shape = (self.shape[0] if rows is None else min(rows, self.shape[0]), *self.shape[1:])
+        out = self.leaf.new_empty(shape, device="cpu")
+        for first, view in Place(self.leaf, self.start, shape).views:
+            flat = view.reshape(-1, *shape[1:])
+            out[first : first + flat.shape[0]] = flat
+        return out
+
+
+def leaf_of(params: Params, weight: Weight) -> Tensor | None:
+    """The leaf of a weight; None if the model does without it."""
+    parent: Any = params
+    for key in weight.path[:-1]:
+        parent = parent[key]
+    return parent.get(weight.path[-1])
+
+
+def places_of(params: Params, weights: list[Weight]) -> dict[str, Place]:
+    """Every tensor of the checkpoint by its Hugging Face name, in the order of the forward pass. Pure."""
+    found = {}
+    for weight in weights:
+        leaf, start = leaf_of(params, weight), 0
+        if leaf is None:
+            continue
+        for source in weight.sources:
+            found[source.name] = Place(leaf, start, source.shape)
+            start += source.shape[0]
+    return found
+
+
+def fused_names(weights: list[Weight]) -> dict[str, tuple[str, ...]]:
+    """The names that SGLang gives to fused leaves, and the tensors that each holds, in order. Pure."""
+    found = {}
+    for weight in weights:
+        names = tuple(source.name for source in weight.sources)
+        for part, fused in FUSED.items():
+            if len(names) > 1 and f".{part}." in names[0]:
+                found[names[0].replace(part, fused)] = names
+    return found

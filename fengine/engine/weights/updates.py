@@ -1,0 +1,203 @@
+"""`WeightUpdates`: every way to give an engine new weights.
+
+    tensors, a directory, a broadcast  --checked, in the caller's thread-->  changes  --one call of the loop-->  live
+
+A change is all or nothing. Between `begin` and `end` changes are collected in CPU memory and take effect together.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.engine.weights.group import GroupError, Groups, buffers
+from fengine.engine.weights.incoming import Change, Origin, pairs, settle_head
+from fengine.engine.weights.live import LiveWeights
+from fengine.errors import (
+    ConfigError,
+    EngineBusyError,
+    InvalidRequestError,
+    MemoryReleasedError,
+    ModelLoadError,
+    OutOfMemoryError,
+    UnsupportedFeatureError,
+)
+from fengine.worker.hub import resolve_model
+from fengine.worker.loader import EMBEDDING
+
+Reader = Callable[[], list[tuple[str, Tensor]]]
+DISK_FORMATS = (None, "auto", "safetensors")
+TENSOR_FORMATS = (None, "direct")
+BROADCAST_FORMATS = (None, "direct", "flattened_bucket")
+SELECTORS = ("all", "target")
+
+
+class UpdateResult(NamedTuple):
+    """SGLang's answer to everything that concerns weights. Without success, nothing was changed."""
+
+    success: bool
+    message: str
+
+
+class Session:
+    """What came between `begin` and `end`. `fault`: why all of it will be refused."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.fault: str | None = None
+
+
+class WeightUpdates:
+    """Modifies: itself, and in the loop's thread the live weights.
+
+    Updates answer with an UpdateResult. They raise only what says nothing about the weights: InvalidRequestError for a
+    malformed call, UnsupportedFeatureError, EngineClosedError, EngineDeadError.
+    """
+
+    def __init__(self, live: LiveWeights) -> None:
+        self.live, self.driver = live, live.driver
+        self._session: Session | None = None
+        device = next((str(place.leaf.device) for place in live.places.values()), "cpu")
+        self.groups = Groups(device)
+        self._lock = threading.Lock()  # see `_alone`
+
+    def close(self) -> None:
+        """Leaves every group."""
+        self.groups.close()
+        self._session = None
+
+    def update_from_disk(
+        self, path: Any, load_format: Any, *, version: str | None = None, abort: bool = False
+    ) -> UpdateResult:
+        """Every tensor of a checkpoint directory or hub id, read into CPU memory before anything changes."""
+        if load_format not in DISK_FORMATS:
+            raise UnsupportedFeatureError(f"load_format={load_format!r} is not built; use 'auto' or 'safetensors'.")
+        if not isinstance(path, (str, Path)) or not str(path):
+            raise InvalidRequestError(f"model_path must be a directory or a hub id, got {path!r:.80}.")
+        try:
+            origin = Origin.of(resolve_model(str(path)))
+        except (ModelLoadError, ConfigError, OSError) as error:
+            return self._refused(error)
+        return self._update(lambda: self.live.read_origin(origin), version, abort, origin)
+
+    def update_from_tensor(
+        self, named_tensors: Any, load_format: Any, *, version: str | None = None, abort: bool = False
+    ) -> UpdateResult:
+        """Some or all tensors by name, from any device. They are copied before the call returns."""
+        if load_format not in TENSOR_FORMATS:
+            raise UnsupportedFeatureError(
+                f"load_format={load_format!r} is not built: flattened buckets are pickles, custom loaders are code. "
+                "Pass (name, tensor) pairs with load_format=None."
+            )
+        given = pairs(named_tensors)
+        return self._update(lambda: given, version, abort)
+
+    def update_from_distributed(
+        self, names: Any, dtypes: Any, shapes: Any, group_name: str, load_format: Any, *, version: str | None = None,
+        abort: bool = False,
+    ) -> UpdateResult:  # fmt: skip
+        """What rank 0 of a group broadcasts, one tensor after another. It is received whole, then checked."""
+        if load_format not in BROADCAST_FORMATS:
+            raise UnsupportedFeatureError(f"load_format={load_format!r} is not built; use None or 'flattened_bucket'.")
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise InvalidRequestError(f"names must be a list of tensor names, got {names!r:.80}.")
+        self.driver.call(lambda: None)  # a closed engine has left its groups
+        try:
+            device = self.groups.device(group_name)
+        except GroupError as error:
+            return UpdateResult(False, str(error))
+        received, tensors = buffers(dtypes, shapes, len(names), device, load_format == "flattened_bucket")
+
+        def receive() -> list[tuple[str, Tensor]]:
+            self.groups.receive(group_name, received)
+            return list(zip(names, tensors, strict=True))
+
+        return self._update(receive, version, abort)
+
+    def _update(self, read: Reader, version: str | None, abort: bool, origin: Origin | None = None) -> UpdateResult:
+        """Reads, checks and commits; in a session: reads, checks and collects."""
+        self._check_version(version)
+        self.driver.call(lambda: None)  # a closed engine is told before anything is read
+        with self._alone():
+            session = self._session
+            seen = {change.name for change in session.changes} if session else set()
+            try:
+                changes = self.live.check(read(), seen)
+                if session is None:
+                    return self._commit(self._settled(changes), version, abort, origin)
+            except (
+                ModelLoadError, ConfigError, InvalidRequestError, OutOfMemoryError, MemoryReleasedError, GroupError,
+                torch.OutOfMemoryError,
+            ) as error:  # fmt: skip
+                return self._refused(error)
+            session.changes += [change.kept() for change in changes]
+            return UpdateResult(True, f"{len(changes)} tensors wait for end_weight_update()")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One update at a time. A logit processor, called by the loop, must not wait: who is ahead waits for the loop.
+
+        Errors: EngineBusyError.
+        """
+        in_loop = threading.current_thread() is self.driver.threads[0]
+        if not self._lock.acquire(blocking=not in_loop):
+            raise EngineBusyError("another weight update waits for this very step: update the weights from outside it")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _refused(self, error: Exception) -> UpdateResult:
+        """Nothing changes; in a session, nothing of the session will."""
+        if self._session is not None and self._session.fault is None:
+            self._session.fault = str(error)
+        return UpdateResult(False, str(error))
+
+    def begin(self, selector: Any) -> UpdateResult:
+        """From here to `end`, updates are collected."""
+        if selector == "draft":
+            raise UnsupportedFeatureError("selector='draft': there is no draft model: drafts are n-grams.")
+        if selector not in SELECTORS:
+            raise InvalidRequestError(f"selector must be 'all' or 'target', got {selector!r:.80}.")
+        self.driver.call(lambda: None)
+        with self._alone():
+            if self._session is not None:
+                return UpdateResult(False, "a weight update has begun already: end it with end_weight_update() first")
+            self._session = Session()
+            return UpdateResult(True, "the weight update has begun")
+
+    def end(self, *, version: str | None = None, abort: bool = False) -> UpdateResult:
+        """All that was collected takes effect, or, if one part of it was refused, nothing."""
+        self._check_version(version)
+        self.driver.call(lambda: None)
+        with self._alone():
+            session, self._session = self._session, None
+            if session is None:
+                return UpdateResult(False, "no weight update has begun: call begin_weight_update() first")
+            if session.fault is not None:
+                return UpdateResult(False, f"nothing was changed, for a part was refused: {session.fault}")
+            try:
+                return self._commit(self._settled(session.changes), version, abort)
+            except (InvalidRequestError, MemoryReleasedError) as error:
+                return UpdateResult(False, str(error))
+
+    def _settled(self, changes: list[Change]) -> list[Change]:
+        """As `incoming.settle_head`. The live embedding, if it is needed, is read by the loop, which may release it."""
+        return settle_head(self.live.spec, changes, lambda: self.driver.call(lambda: self.live.values(EMBEDDING)))
+
+    def _check_version(self, version: str | None) -> None:
+        if version is not None and (not isinstance(version, str) or not version):
+            raise InvalidRequestError(f"weight_version must be a string that is not empty, got {version!r:.80}.")
+
+    def _commit(
+        self, changes: list[Change], version: str | None, abort: bool, origin: Origin | None = None
+    ) -> UpdateResult:
+        if abort:
+            self.driver.abort_rids(None)
+        retracted = self.driver.call(lambda: self.live.replace(changes, version, origin))
+        again = f"; {retracted} running requests go on with the new weights" if retracted else ""
+        return UpdateResult(True, f"{len(changes)} tensors were updated, the prefix cache is empty{again}")

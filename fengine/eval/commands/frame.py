@@ -1,0 +1,208 @@
+"""What the verbs of `fengine` share: their words, their help, their exit codes. No torch.
+
+A verb is a module with `main(argv) -> exit code`, which `run.py` lists in VERBS; its `main` is one call of `run` here.
+"""
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, StorageError
+from fengine.eval.runs.engines import report
+from fengine.eval.runs.figures import clean
+
+OK, DIFFERS, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Words:
+    """A verb's words in order of kind: places (folders, files), key=value, overrides (keys that the verb passes on)."""
+
+    places: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    flags: frozenset[str] = frozenset()
+    overrides: tuple[str, ...] = ()
+
+
+def run(usage: str, argv: Sequence[str], work: Callable[[Sequence[str]], int]) -> int:
+    """`work(argv)`, its errors told and turned into exit codes; `--help` prints `usage` instead."""
+    try:
+        if "-h" in argv or "--help" in argv:
+            print(usage.strip(), flush=True)
+            return OK
+        return work(argv)
+    except KeyboardInterrupt:
+        print("fengine: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except FengineError as error:
+        return _told(error)
+    except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DIFFERS
+
+
+def _told(error: FengineError) -> int:
+    report(error)
+    return DIFFERS if isinstance(error, (EngineDeadError, EngineClosedError)) else USAGE
+
+
+def each(runs: Sequence[Path], work: Callable[[Path], int], recover: Callable[[], None] = lambda: None) -> int:
+    """`work` on every run, and the worst of its exit codes. An error of one of several is told and stops no other; at
+    the end it is said which ones did not end well. `recover` is called after an error. An interruption stops it all.
+
+    Errors: those of `work`, if there is one run only.
+    """
+    codes: dict[str, int] = {}
+    for one in runs:
+        try:
+            codes[one.name] = work(one)
+        except FengineError as error:
+            if len(runs) == 1:
+                raise
+            print(f"{one}:", file=sys.stderr)
+            codes[one.name] = _told(error)
+            recover()
+        if codes[one.name] >= INTERRUPTED:
+            break
+    bad = [f"{name} ({code})" for name, code in codes.items() if code != OK]
+    if bad and len(runs) > 1:
+        print(f"{len(bad)} of {len(runs)} runs with an exit code other than 0: {', '.join(bad)}", file=sys.stderr)
+    return max(codes.values(), default=OK)
+
+
+def parse(
+    argv: Sequence[str],
+    options: Mapping[str, Callable[[str], Any]] | None = None,
+    flags: Sequence[str] = (),
+    overrides: bool = False,
+) -> Words:
+    """Sorts words. `options` maps a key to what reads its value (ValueError: its text says what is allowed). With
+    `overrides`, other key=value words are kept as they are. A word with "=" that is a path is a place.
+
+    Errors: ConfigError for an unknown word, with the nearest known one; for a key given twice.
+    """
+    known, places, found, others = options or {}, [], {}, []
+    for word in argv:
+        key, sign, value = word.partition("=")
+        if sign and key in known:
+            if key in found:
+                raise ConfigError(f"{word}: {key} is given twice")
+            found[key] = _read(known[key], key, value)
+        elif word.startswith("-") and word not in flags:
+            raise ConfigError(_unknown(word, [*flags, "--help"]))
+        elif sign and not Path(word).exists():
+            if not overrides:
+                raise ConfigError(_unknown(key, [*known]))
+            others.append(word)
+        elif word not in flags:
+            places.append(word)
+    return Words(tuple(places), found, frozenset(w for w in argv if w in flags), tuple(others))
+
+
+def _read(reader: Callable[[str], Any], key: str, value: str) -> Any:
+    try:
+        return reader(value)
+    except ValueError as error:
+        raise ConfigError(f"{key}={value}: {error}") from error
+
+
+def _unknown(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"there {'are' if len(known) > 1 else 'is'} {', '.join(known)}"
+    return f"unknown word {word}; {hint if known else 'this verb takes no key=value'}"
+
+
+def say(*lines: str) -> None:
+    """Lines for readers on standard output; what a terminal would obey, or an encoding lacks, is shown escaped."""
+    text, encoding = "\n".join(map(clean, lines)), getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def check_writable(path: Path) -> None:
+    """Errors: StorageError if `write_json` could not write there."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        problem = "is a folder" if path.is_dir() else "cannot be written"
+        raise StorageError(f"{path} {problem}; choose another place with out=FILE")
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """As `write_file`."""
+    write_file(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A whole file, durable, or the one that was there before. Errors: StorageError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):  # of a full disk, which it would keep full
+            partial.unlink()
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose out=FILE") from error
+
+
+def number(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
+    """Reads a number from low to high; with `above`, low itself is not allowed."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high or above and value == low:
+            raise ValueError(
+                f"must be a number {'above' if above else 'from'} {low:g} {'and at most' if above else 'to'} {high:g}"
+            )
+        return value
+
+    return read
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Reads an integer from low to high."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError as error:
+            raise ValueError("must be an integer") from error
+        if not low <= value <= high:
+            raise ValueError(f"must be from {low} to {high}")
+        return value
+
+    return read
+
+
+def switch(text: str) -> bool:
+    """Reads true or false."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return text.lower() == "true"
+
+
+def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """Reads a list of names, with or without [ ]; each must be one of `allowed`."""
+
+    def read(text: str) -> list[str]:
+        bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        found = [word.strip().strip("'\"") for word in bare.split(",") if word.strip()]
+        wrong = [word for word in found if word not in allowed]
+        if wrong or not found:
+            raise ValueError(
+                f"{wrong[0]!r} is none of {', '.join(allowed)}" if wrong else f"choose of {', '.join(allowed)}"
+            )
+        if len(set(found)) < len(found):
+            raise ValueError("a name occurs twice")
+        return found
+
+    return read

@@ -1,0 +1,180 @@
+"""Rows of a run through an engine once more, and what came out otherwise. No torch.
+
+A row is taken from its record (id, data), asked as the run asked, and its record compared with the one that is there;
+or re-scored: its prompt and answer are read as one prompt, whose logprobs are compared with those of decoding.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fengine.eval.records.compare import Record, RowDifference, compare_row
+from fengine.eval.records.records import Records
+from fengine.eval.runs.generate import WINDOW
+from fengine.eval.tasks.answering import FATAL, answer_row, sampling_of
+from fengine.eval.tasks.asking import Asker, Scored
+from fengine.eval.tasks.config import EvalConfig
+from fengine.eval.tasks.task import Ask, Row, Task
+
+# Sampling parameters by which logits are edited before a token is drawn, and the values that edit nothing. A prompt's
+# logprobs know no edits, so such answers are not re-scored.
+EDITS = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+STOPS = ("stop", "stop_token_ids", "stop_regex", "max_new_tokens", "ignore_eos")
+
+
+@dataclass
+class Found:
+    """What one layout gave. `answers` counts those compared; `failed` the rows that it could not compute."""
+
+    rows: int = 0
+    answers: int = 0
+    tokens: int = 0
+    logprobs: int = 0
+    differing_rows: int = 0
+    differing_tokens: int = 0  # rows whose tokens differ
+    differing_logprobs: int = 0
+    differing_bits: int = 0
+    failed: int = 0
+    left_out: int = 0  # answers that cannot be re-scored
+    first: RowDifference | None = None  # of the row that comes first in the run
+    error: str | None = None  # of the first row that failed
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    longest: int = 0  # tokens of the longest request, and of the longest prompt
+    longest_prompt: int = 0
+    requests: int = 0
+    _first_at: int = field(default=-1, repr=False)
+
+    def count(self, number: int, found: RowDifference, answers: int) -> None:
+        """Modifies: itself."""
+        self.rows += 1
+        self.answers += answers
+        self.tokens += found.tokens
+        self.logprobs += found.logprobs
+        if found.same:
+            return
+        self.differing_rows += 1
+        self.differing_tokens += found.first_token is not None
+        self.differing_logprobs += found.differing_logprobs
+        self.differing_bits += found.differing_bits
+        if self.first is None or number < self._first_at:
+            self.first, self._first_at = found, number
+
+    def measure(self, metas: Sequence[dict[str, Any]]) -> None:
+        """Counts the calls of one row. Modifies: itself."""
+        for meta in metas:
+            self.requests += 1
+            self.prompt_tokens += meta["prompt_tokens"]
+            self.cached_tokens += meta.get("cached_tokens", 0)
+            self.longest = max(self.longest, meta["prompt_tokens"] + meta["completion_tokens"])
+            self.longest_prompt = max(self.longest_prompt, meta["prompt_tokens"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is verified: the records of a run, its config, and the longest input that its engine took."""
+
+    records: Records
+    config: EvalConfig
+    max_input: int
+
+    def asker(self, engine: Any) -> Asker:
+        return Asker(engine, self.config.top_logprobs, self.max_input, self.config.adapter)
+
+
+def replay(case: Case, order: Sequence[int], engine: Any, task: Task, rescore: bool = False) -> Found:
+    """The rows of these numbers, in this order, as many at once as the engine takes. Rows that failed in the run are
+    left out. Errors: EngineDeadError, EngineClosedError, StorageError."""
+    try:
+        return asyncio.run(_replay(case, order, engine, task, rescore))
+    except ExceptionGroup as group:  # of the first worker that saw the engine die, and perhaps of others
+        raise group.exceptions[0] from group
+
+
+async def _replay(case: Case, order: Sequence[int], engine: Any, task: Task, rescore: bool) -> Found:
+    found, asker = Found(), case.asker(engine)
+    one, left = _rescored if rescore else _asked, iter(order)
+
+    async def work() -> None:
+        for number in left:  # one iterator for all
+            record = case.records.record(number)
+            if "error" in record:
+                continue
+            try:
+                await one(case, asker, task, number, record, found)
+            except FATAL:
+                raise
+            except Exception as error:  # the engine's word on this row, or a fault of the task's own code with it
+                found.failed += 1
+                found.error = found.error or f"row {record['id']!r}: {type(error).__name__}: {error}"
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(min(len(order), WINDOW * engine.config.scheduler.max_running_requests)):
+            workers.create_task(work())
+    return found
+
+
+async def _asked(case: Case, asker: Asker, task: Task, number: int, record: Record, found: Found) -> None:
+    """Modifies: found."""
+    metas: list[dict[str, Any]] = []
+    _, line = await answer_row(asker, case.config, task, Row(record["id"], record["data"]), metas)
+    found.measure(metas)
+    found.count(number, compare_row(record, json.loads(line)), len(record["answers"]))
+
+
+# -- re-scoring --------------------------------------------------------------------------------------------------------
+
+
+async def _rescored(case: Case, asker: Asker, task: Task, number: int, record: Record, found: Found) -> None:
+    """Compares the logprobs that decoding gave with those of reading. Modifies: found."""
+    row = Row(record["id"], record["data"])
+    asks, mine, its, count, known = task.asks(row), [], [], 0, 0
+    for sample, (ask, answer) in enumerate(zip(asks, record["answers"], strict=True)):
+        sampling = sampling_of(case.config, ask, row.id, sample)
+        part = None
+        if ask.kind == "generate" and answer["output_ids"] and not _edited(sampling):
+            part = await _read_again(asker, ask, answer, sampling)
+        count += part is not None
+        found.left_out += part is None
+        ids, logprobs, start = ([], [], 0) if part is None else part
+        until = start + len(ids)  # what comes before `start` is taken over, so that places keep their numbers
+        known += start
+        a_ids, a_logprobs = answer["output_ids"][:until], answer["logprobs"][:until]
+        mine.append(answer | {"output_ids": a_ids, "logprobs": a_logprobs})
+        its.append(answer | {"output_ids": a_ids[:start] + ids, "logprobs": a_logprobs[:start] + logprobs})
+    difference = compare_row(record | {"answers": mine}, record | {"answers": its})
+    difference.tokens -= known
+    difference.logprobs -= known
+    found.count(number, difference, count)
+
+
+def _edited(sampling: dict[str, Any]) -> bool:
+    plain = all(sampling.get(name, value) in (value, None) for name, value in EDITS.items())
+    return not plain or bool(sampling.get("logit_bias")) or bool(sampling.get("custom_params"))
+
+
+async def _read_again(
+    asker: Asker, ask: Ask, answer: Record, sampling: dict[str, Any]
+) -> tuple[list[int], list[float], int] | None:
+    """(ids, logprobs, the place in the answer from which on they are). None if the context has no room.
+
+    At temperature 0 and 1 the logprobs of drawn tokens are those of the plain distribution, which reading gives too. At
+    another one the first half of the answer is read behind the prompt, and the rest is drawn again from there.
+    """
+    prompt, ids = asker.ids_of(ask.prompt), answer["output_ids"]
+    if sampling["temperature"] in (0, 1):
+        whole = [*prompt, *ids][: asker.max_input]
+        if len(whole) <= len(prompt):
+            return None
+        output = await asker.read(Scored(whole, len(prompt)))
+        scored = output["meta_info"]["input_token_logprobs"][1:]
+        return [entry[1] for entry in scored], [entry[0] for entry in scored], 0
+    half = len(ids) // 2
+    if half == 0 or len(prompt) + half > asker.max_input:
+        return None
+    rest = {name: value for name, value in sampling.items() if name not in STOPS}
+    rest |= {"max_new_tokens": len(ids) - half, "ignore_eos": True}
+    again, _ = await asker.ask(Ask([*prompt, *ids[:half]], {}, "generate"), rest)
+    return again.token_ids, again.logprobs, half

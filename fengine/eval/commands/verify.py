@@ -1,0 +1,233 @@
+"""`fengine verify RUN`: the rows of a run computed again under other schedules, and compared bit for bit."""
+
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, ResumeMismatchError
+from fengine.eval.commands import frame
+from fengine.eval.commands.frame import DIFFERS, OK
+from fengine.eval.commands.layouts import LAYOUTS, Layout, layout, ordered, sizes_of
+from fengine.eval.commands.replay import Case, Found, replay
+from fengine.eval.commands.verdict import COUNTERS, LayoutVerdict, judged, whole
+from fengine.eval.evaluate import now
+from fengine.eval.records.records import Records, runs_of
+from fengine.eval.records.texts import row_lines
+from fengine.eval.runs.engines import EngineCache, model_directory, open_engine
+from fengine.eval.runs.figures import count, place
+from fengine.eval.runs.restore import restore
+from fengine.eval.tasks import digests, machine, manifest
+from fengine.eval.tasks.config import EVAL, EvalConfig
+from fengine.eval.tasks.kinds import open_task
+
+USAGE = f"""
+Usage: fengine verify RUN [verify.fraction=1] [verify.seed=0] [verify.layouts=[NAME,...]] [model.path=DIR] [out=FILE]
+
+Computes the rows of a run again under other schedules and compares tokens and every bit of every logprob with what the
+run recorded. The verdict and its counts are shown and written to verify.json in the run's folder, of which nothing else
+is touched; of a sweep, every run is verified. Layouts:
+
+{chr(10).join(f"  {name:<10} {what}" for name, what in LAYOUTS.items())}
+
+  verify.fraction=F   a part of the rows, drawn by verify.seed
+  verify.layouts=L    only these layouts
+  model.path=DIR      where the run's checkpoint is now (its files are compared by SHA-256); model.tokenizer_path
+                      and model.device likewise
+  out=FILE            another place for verify.json
+
+Re-scoring reads prompt and answer as one prompt, whose logprobs are at temperature 1: answers drawn at temperature 0 or
+1 are compared token by token; of others the second half is drawn again behind the first half, read; answers drawn under
+penalties or min_new_tokens are left out and counted. Layouts from "warm" on run without torch.compile.
+
+Exit codes: 0 identical   1 it differs, or could not be computed   2 usage, or another checkpoint   130 interrupted
+"""
+OPTIONS = {
+    "verify.fraction": frame.number(0, 1, above=True),
+    "verify.seed": frame.whole(0, 2**63 - 1),
+    "verify.layouts": frame.names(list(LAYOUTS)),
+    "out": Path,
+}
+CHANGES = ("model.path", "model.tokenizer_path", "model.device")  # where things are; not what they are
+LEGITIMATE = "not the run's, so that bits may differ legitimately"
+
+
+def main(argv: Sequence[str]) -> int:
+    return frame.run(USAGE, argv, _work)
+
+
+def _work(argv: Sequence[str]) -> int:
+    words = frame.parse(argv, OPTIONS, overrides=True)
+    if len(words.places) != 1:
+        raise ConfigError(f"fengine verify takes one run folder, got {len(words.places)}; see fengine verify --help")
+    strange = [word for word in words.overrides if word.partition("=")[0] not in CHANGES]
+    if strange:
+        raise ConfigError(f"unknown word {strange[0]}; there are {', '.join([*OPTIONS, *CHANGES])}")
+    folders = runs_of(Path(words.places[0]))
+    if len(folders) > 1 and "out" in words.options:
+        raise ConfigError("out=FILE is for one run; those of a sweep have their verify.json in their own folders")
+    with EngineCache(open_engine) as engines:
+
+        def verify(folder: Path) -> int:
+            with Records(folder) as records:
+                return Verification(records, words, engines).run()
+
+        return frame.each(folders, verify, engines.close)
+
+
+class Verification:
+    """One run under verification. Modified by `run`."""
+
+    def __init__(self, records: Records, words: frame.Words, engines: EngineCache) -> None:
+        """Errors: FengineError for what cannot be verified, before an engine is opened."""
+        options = words.options
+        self.records, self.engines = records, engines
+        self.out: Path = options.get("out", records.folder / "verify.json")
+        frame.check_writable(self.out)
+        self.config: EvalConfig = restore(records.identity["config"], words.overrides, EVAL)
+        self.names = ordered(options.get("verify.layouts", list(LAYOUTS)))
+        self.fraction, self.seed = options.get("verify.fraction", 1.0), options.get("verify.seed", 0)
+        self.numbers = drawn(len(records), self.fraction, self.seed)
+        self.in_force: dict[str, Any] = records.manifest.get("in_force") or {}
+        self.notes = [*records.notes, *self._other_code()]
+        self.rows: list[LayoutVerdict] = []
+        self.case: Case | None = None
+        self.longest = self.prompt = 0  # tokens, once a layout has measured them
+
+    def run(self) -> int:
+        """Every layout; shows and writes the verdict. Returns the exit code. Errors: FengineError."""
+        drawn = "" if len(self.numbers) == len(self.records) else f" of {len(self.records):,}, drawn by verify.seed"
+        frame.say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{drawn}")
+        for note in self.notes:
+            frame.say(f"note: {note}")
+        started = now()
+        for name in self.names:
+            self.rows.append(self._layout(name))
+            frame.say(self.rows[-1].line())
+            if self.rows[-1].found.first is not None:
+                frame.say(*row_lines(self.rows[-1].found.first, ("recorded", "computed")))
+        verdict, good = whole(self.rows, self.records.damaged)
+        frame.write_json(self.out, self.as_dict(verdict, good, started))
+        frame.say(f"verdict: {verdict}; in {place(str(self.out))}")
+        return OK if good else DIFFERS
+
+    def as_dict(self, verdict: str, good: bool, started: str) -> dict[str, Any]:
+        """The content of verify.json."""
+        result, records = self.records.manifest.get("result") or {}, self.records
+        return {
+            "fengine_verify": 1,
+            "run_id": (records.manifest.get("origin") or {}).get("run_id"),
+            "outputs_sha256": result.get("outputs_sha256"),
+            "verdict": verdict,
+            "identical": good,
+            "sample": {"fraction": self.fraction, "seed": self.seed, "rows": len(self.numbers), "of": len(records)},
+            "notes": self.notes,
+            "layouts": [row.as_dict() for row in self.rows],
+            "environment": {"versions": manifest.versions(), "git": machine.checkout(), "cpu": manifest.cpu_name()},
+            "started": started,
+            "ended": now(),
+        }
+
+    # -- one layout ----------------------------------------------------------------------------------------------------
+
+    def _layout(self, name: str) -> LayoutVerdict:
+        """Errors: EngineDeadError, EngineClosedError, StorageError; whatever opening the run's own engine raises."""
+        one, begun = self._planned(name), time.perf_counter()
+        found, counted = Found(), dict.fromkeys(COUNTERS, 0)
+        try:
+            engine = self.engines.get(one.config)
+            self._meet(engine)
+            found, counted = self._compute(one, engine)
+        except (EngineDeadError, EngineClosedError, ResumeMismatchError):
+            raise
+        except FengineError as error:
+            if one.config == self.config.engine:
+                raise
+            found.failed, found.error = len(self.numbers), f"{type(error).__name__}: {error}"
+        return judged(one, found, counted, time.perf_counter() - begun, one.settings(self.config.engine))
+
+    def _planned(self, name: str) -> Layout:
+        result = self.records.manifest.get("result") or {}
+        known = result.get("prompt_tokens")
+        prompt = self.prompt or (known if type(known) is int else 0) // max(1, len(self.records))
+        sizes = sizes_of(self.in_force, len(self.numbers), prompt, self.longest or self._longest_recorded())
+        return layout(name, self.config.engine, sizes)
+
+    def _longest_recorded(self) -> int:
+        """Tokens of the longest row, as far as timings.jsonl tells; a row may be several requests."""
+        most = 0
+        try:
+            with (self.records.folder / "timings.jsonl").open("rb") as file:
+                for line in file:
+                    one = json.loads(line)
+                    counts = [one[key] for key in ("prompt_tokens", "completion_tokens")]
+                    if all(type(value) is int and 0 <= value < 1 << 31 for value in counts):
+                        most = max(most, sum(counts))
+        except (OSError, ValueError, KeyError, TypeError):
+            return most or 512
+        return most
+
+    def _compute(self, one: Layout, engine: Any) -> tuple[Found, dict[str, int]]:
+        """What the last pass of a layout found, and what its engine counted."""
+        assert self.case is not None
+        task = open_task(self.config.task, Path(), engine.tokenizer.encode_chat)
+        before, found = engine.stats(), Found()
+        for number in range(one.passes):
+            order = self.numbers * one.copies
+            random.Random(f"{one.name} {self.seed} {number}").shuffle(order)
+            found = replay(self.case, order, engine, task, one.rescore)
+        if found.requests:
+            self.longest, self.prompt = max(self.longest, found.longest), found.prompt_tokens // found.requests
+        after = engine.stats()
+        return found, {name: after.get(name, 0) - before.get(name, 0) for name in COUNTERS}
+
+    # -- what the run depended on --------------------------------------------------------------------------------------
+
+    def _other_code(self) -> list[str]:
+        """Versions and code that are not the run's. Errors: ResumeMismatchError for another checkpoint."""
+        old, told = self.records.identity, []
+        known, new = old.get("model") or {}, digests.model_digests(self.config.model)
+        for part in ("files", "tokenizer_files"):
+            if part in known and part in new:
+                self._refuse_other_files(known[part], new[part])
+        for name, value in (("versions", manifest.versions()), ("code_sha256", manifest.code_digest())):
+            told += [f"{line}: {LEGITIMATE}" for line in manifest.differences(old.get(name), value, name)]
+        if self.config.numerics.value != "exact":
+            told.append(f"numerics={self.config.numerics.value} makes no promise: bits may differ legitimately")
+        return told
+
+    def _refuse_other_files(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        lines = manifest.differences(old, new)
+        if lines:
+            more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+            raise ResumeMismatchError(
+                f"{self.config.model.path} is not the checkpoint of {self.records.folder} (recorded → now):\n"
+                + "\n".join(f"  {line}" for line in lines[:10])
+                + f"{more}\nput it back, or name the place where it is now with model.path=DIR"
+            )
+
+    def _meet(self, engine: Any) -> None:
+        """The first engine: which machine it runs on, how long its inputs may be. Errors: ResumeMismatchError."""
+        if self.case is not None:
+            return
+        files = self.in_force.get("model_files")
+        if files is not None:
+            self._refuse_other_files(files, digests.file_digests(model_directory(self.config.model)))
+        here = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
+        lines = manifest.differences(self.in_force.get("hardware"), here["hardware"], "hardware")
+        for line in lines if self.in_force else ():
+            self.notes.append(f"{line}: {LEGITIMATE}")
+            frame.say(f"note: {self.notes[-1]}")
+        known = self.in_force.get("max_input")
+        self.case = Case(self.records, self.config, known if type(known) is int else here["max_input"])
+
+
+def drawn(count: int, fraction: float, seed: int) -> list[int]:
+    """Which rows are verified, in order: a part of them, at least one, without replacement. Pure."""
+    if fraction >= 1:
+        return list(range(count))
+    part = min(count, max(1, math.ceil(fraction * count)))
+    return sorted(random.Random(f"verify {seed}").sample(range(count), part))

@@ -1,0 +1,263 @@
+"""`FengineAPI`: fengine as a model provider of inspect-ai, `inspect eval task.py --model fengine/PATH`.
+
+Every call awaits the engine, which batches what is under way, so `--max-connections` is how many run together; no bit
+of an output depends on it. Fields of GenerateConfig that are not built are refused by name.
+"""
+
+# pyright: reportMissingImports=false
+
+import asyncio
+import json
+import weakref
+from collections import Counter
+from typing import Any
+
+from fengine.api.engine import Engine
+from fengine.errors import (
+    AbortedError,
+    ConfigError,
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    MissingExtraError,
+    UnsupportedFeatureError,
+)
+from fengine.eval.harness.chats import raw_prompt, split_thoughts, template_messages, tool_schemas
+from fengine.eval.harness.inspect_config import DEFAULT_MAX_TOKENS, logprob_arguments, sampling_of
+from fengine.eval.harness.opening import open_engine
+from fengine.eval.harness.tool_calls import form_of, split_calls
+from fengine.eval.tasks.manifest import row_seed
+
+try:
+    from inspect_ai.log._samples import sample_active
+    from inspect_ai.model import (
+        ChatCompletionChoice,
+        ChatMessage,
+        ChatMessageAssistant,
+        ContentReasoning,
+        ContentText,
+        GenerateConfig,
+        Logprob,
+        Logprobs,
+        ModelAPI,
+        ModelOutput,
+        ModelUsage,
+        TopLogprob,
+    )
+    from inspect_ai.tool import ToolCall, ToolChoice, ToolInfo
+except ImportError as error:
+    raise MissingExtraError.of("FengineAPI", "inspect_ai", "inspect-ai") from error
+
+NAME_ONLY = "__model_info_lookup__"  # inspect-ai's api_key of a provider that is made for its name alone
+
+
+class FengineAPI(ModelAPI):
+    """Model arguments (`-M name=value`): `use_chat_template=false` gives the text of a single user message to the model
+    as it is; `chat_template_args` are variables of the template (`enable_thinking`, too); the rest are the arguments of
+    `fengine.Engine` (`context_length`, `random_seed`, `chat_template` …).
+
+    Errors at construction: ConfigError, UnknownParameterError, ModelLoadError and kinds, UnsupportedFeatureError.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig | None = None,
+        use_chat_template: bool = True,
+        chat_template_args: dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        **settings: Any,
+    ) -> None:
+        config = GenerateConfig() if config is None else config
+        super().__init__(model_name=model_name, base_url=base_url, api_key=api_key, config=config)
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self.chat_values = {**(chat_template_args or {}), **thinking}
+        self.use_chat_template = use_chat_template
+        self._drawn: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+        self._drawn_elsewhere: Counter[str] = Counter()
+        self._engine: Engine | None = None
+        if api_key == NAME_ONLY:
+            return
+        if base_url is not None or api_key is not None:
+            raise UnsupportedFeatureError("fengine runs in this process: leave base_url and api_key out")
+        if not isinstance(use_chat_template, bool):
+            raise ConfigError(f"use_chat_template must be true or false, got {use_chat_template!r}")
+        sampling_of(config)
+        self._engine = open_engine(model_name, "inspect-ai", settings)
+        self._closer = weakref.finalize(self, self._engine.shutdown)  # at the latest when the process ends
+        if use_chat_template and not self.engine.tokenizer.chat_templates:  # type: ignore[union-attr]
+            self.close()
+            raise ConfigError(
+                f"{model_name} has no chat template: give -M chat_template=FILE, or -M use_chat_template=false"
+            )
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineClosedError("this provider was made for its name alone and has no engine")
+        return self._engine
+
+    def close(self) -> None:
+        """Shuts the engine down. Idempotent."""
+        if self._engine is not None:
+            self._closer()
+
+    # -- what inspect-ai asks about a provider -------------------------------------------------------------------------
+
+    def max_tokens(self) -> int | None:
+        return DEFAULT_MAX_TOKENS
+
+    def max_connections(self) -> int:
+        """Without adaptive connections: as many as the engine runs together."""
+        return int(self.engine.config.scheduler.max_running_requests or super().max_connections())
+
+    def connection_key(self) -> str:
+        return self.model_name
+
+    def collapse_user_messages(self) -> bool:
+        return True
+
+    async def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    async def count_text_tokens(self, text: str) -> int:
+        return len(await self.tokenize(text))
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    # -- generate ------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        """One call. A prompt that the context does not hold ends with the stop reason model_length.
+
+        Errors: InvalidRequestError and kinds, UnsupportedFeatureError; AbortedError.
+        """
+        sampling, form = sampling_of(config), self._tool_form(tools, tool_choice)
+        try:
+            ids = self._prompt(input, tools if form else [], config)
+            asked = DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
+            room = self.engine.tokenizer_manager.context_len - len(ids)
+            sampling |= {"max_new_tokens": min(asked, max(room, 0))}
+            outputs = await self._ask(ids, sampling | self._seed(ids, sampling), config)
+        except ContextLengthError as error:
+            return ModelOutput.from_content(self.model_name, str(error), "model_length", str(error))
+        opened = self.use_chat_template and self._tokenizer.decode(ids[-8:], False).rstrip().endswith("<think>")
+        calls_before = sum(len(m.tool_calls or []) for m in input if m.role == "assistant")
+        choices = [self._choice(output, config, form, opened, room < asked, calls_before) for output in outputs]
+        written = sum(output["meta_info"]["completion_tokens"] for output in outputs)
+        # Prompt tokens that were found in the prefix cache are not told apart: that would depend on the neighbours.
+        usage = ModelUsage(input_tokens=len(ids), output_tokens=written, total_tokens=len(ids) + written)
+        return ModelOutput(model=self.model_name, choices=choices, usage=usage)
+
+    def _tool_form(self, tools: list[ToolInfo], choice: ToolChoice) -> str | None:
+        """How the template writes tool calls; None if there are no tools to be used."""
+        if not tools or choice == "none":
+            return None
+        if choice != "auto":
+            raise UnsupportedFeatureError(f"tool_choice={choice!r} is not built: only a grammar could force a call")
+        if not self.use_chat_template:
+            raise UnsupportedFeatureError("tools need the chat template, and use_chat_template=false is set")
+        templates = self._tokenizer.chat_templates
+        return form_of(templates.get("tool_use", templates.get("default")))
+
+    def _prompt(self, input: list[ChatMessage], tools: list[ToolInfo], config: GenerateConfig) -> list[int]:
+        if not self.use_chat_template:
+            prompt = raw_prompt(input)
+            ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            if not ids:
+                raise InvalidRequestError("the prompt is empty and this model has no bos token to start from")
+            return ids
+        values = {**self.chat_values, **((config.extra_body or {}).get("chat_template_kwargs") or {})}
+        values |= {"tools": tool_schemas(tools)} if tools else {}
+        return self._tokenizer.encode_chat(template_messages(input), add_generation_prompt=True, **values)
+
+    def _seed(self, ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        """Where none is given: a function of the engine's seed, of sample and epoch, of the call, and of how many equal
+        calls the sample made before. So it does not depend on what else runs."""
+        if "sampling_seed" in sampling:
+            return {}
+        active = sample_active()
+        of = None if active is None else [active.sample.id, active.epoch]
+        text = json.dumps([of, ids, sampling], sort_keys=True, default=str)
+        counter = self._drawn_elsewhere if active is None else self._drawn.setdefault(active, Counter())
+        count, counter[text] = counter[text], counter[text] + 1
+        return {"sampling_seed": row_seed(self.engine.config.random_seed, text, count)}
+
+    async def _ask(self, ids: list[int], sampling: dict[str, Any], config: GenerateConfig) -> list[dict[str, Any]]:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise UnsupportedFeatureError("fengine needs asyncio; leave INSPECT_ASYNC_BACKEND=trio out") from None
+        found: Any = await self.engine.async_generate(
+            input_ids=ids, sampling_params=sampling, **logprob_arguments(config)
+        )
+        outputs = found if isinstance(found, list) else [found]
+        for output in outputs:
+            finish = output["meta_info"]["finish_reason"]
+            if finish["type"] == "abort":
+                raise AbortedError(f"the request ended early: {finish['message']}")
+        return outputs
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _choice(
+        self, output: dict[str, Any], config: GenerateConfig, form: str | None, opened: bool, filled: bool, calls: int
+    ) -> ChatCompletionChoice:
+        """`filled`: the context held fewer tokens than were allowed. `calls`: tool calls made before."""
+        meta = output["meta_info"]
+        thoughts, text = split_thoughts(output["text"], opened)
+        text, found = (text, []) if form is None else split_calls(text, form)
+        stop = "stop" if meta["finish_reason"]["type"] == "stop" else "model_length" if filled else "max_tokens"
+        message = ChatMessageAssistant(
+            content=text if thoughts is None else [ContentReasoning(reasoning=thoughts), ContentText(text=text)],
+            tool_calls=[
+                ToolCall(f"call_{i}", call.name or "unknown", call.arguments, parse_error=call.problem)
+                for i, call in enumerate(found, calls)
+            ]
+            or None,
+            model=self.model_name,
+            source="generate",
+        )
+        written = slice(0, len(output["output_ids"]))
+        prompt = config.prompt_logprobs is not None
+        return ChatCompletionChoice(
+            message=message,
+            stop_reason="tool_calls" if found and stop == "stop" else stop,
+            logprobs=self._logprobs(meta, "output", written, config.top_logprobs or 0) if config.logprobs else None,
+            prompt_logprobs=self._logprobs(meta, "input", slice(1, None), _several(config)) if prompt else None,
+        )
+
+    def _logprobs(self, meta: dict[str, Any], side: str, part: slice, top: int) -> Logprobs:
+        """Those of the prompt lack its first token's, before which there is nothing."""
+        tokens = meta[f"{side}_token_logprobs"][part]
+        tops: list[Any] = meta[f"{side}_top_logprobs"][part] if top else [None] * len(tokens)
+        return Logprobs(
+            content=[
+                Logprob(
+                    logprob=logprob,
+                    top_logprobs=None if likeliest is None else [self._top(entry) for entry in likeliest[:top]],
+                    **self._token(token),
+                )
+                for (logprob, token, _), likeliest in zip(tokens, tops, strict=True)
+            ]
+        )
+
+    def _top(self, entry: tuple[float, int, None]) -> TopLogprob:
+        return TopLogprob(logprob=entry[0], **self._token(entry[1]))
+
+    def _token(self, token: int) -> dict[str, Any]:
+        """A token as text and as bytes."""
+        piece = self._tokenizer.decoding.piece(token, False)
+        found = bytes([piece]) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece or b""
+        return {"token": found.decode("utf-8", "replace"), "bytes": list(found)}
+
+
+def _several(config: GenerateConfig) -> int:
+    """Alternatives per prompt token: prompt_logprobs=1 asks for the prompt's own tokens only. Pure."""
+    return config.prompt_logprobs if (config.prompt_logprobs or 0) > 1 else 0

@@ -1,0 +1,92 @@
+"""Texts and chats to ids and back, by the rules of lm-eval's backends. No lm_eval here, and no torch."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from fengine.errors import ChatTemplateError, ConfigError, InvalidRequestError
+from fengine.tokenizer.hf_tokenizer import HFTokenizer
+from fengine.tokenizer.tokenizer import Tokenizer
+
+MAX_CHARS = 1 << 28  # of one text: documents are cut to windows after they are tokenized
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """`add_bos`: True and False say whether texts begin with the bos token, None leaves it to the tokenizer.
+    `prefix` stands before the first token of a text without context, in place of bos or eos."""
+
+    tokenizer: Tokenizer
+    context_length: int
+    add_bos: bool | None = None
+    prefix: int | None = None
+    chat_values: dict[str, Any] = field(default_factory=dict)  # what chat templates are given besides the chat
+
+    @cached_property
+    def hf(self) -> HFTokenizer:
+        """The tokenizer under transformers' names."""
+        return HFTokenizer(replace(self.tokenizer, max_chars=MAX_CHARS), self.context_length)
+
+    @property
+    def eot(self) -> int | None:
+        """The token that ends texts, if there is one."""
+        eos = self.hf.eos_token_id
+        return min(self.tokenizer.eos_ids, default=None) if eos is None else eos
+
+    @property
+    def eot_text(self) -> str | None:
+        return None if self.eot is None else self.hf.decode([self.eot])
+
+    def first(self) -> int:
+        """The id before a text's first. Errors: InvalidRequestError if there is none."""
+        for token in (self.prefix, self.hf.bos_token_id, self.eot):
+            if token is not None:
+                return token
+        raise InvalidRequestError("the tokenizer has neither bos nor eos to begin a text with; give prefix_token_id")
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Ids of a text. Unless told, with the tokenizer's special tokens, or as `add_bos` says, but none before a text
+        that begins with such a token, as rendered chats do. Errors: InvalidRequestError."""
+        hf = self.hf
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"a text must be a string, got {type(text).__name__}")
+        if add_special_tokens is not None:
+            return hf.encode(text, add_special_tokens=add_special_tokens)
+        begins = self._begin is not None and text.startswith(self._begin)
+        ids = hf.encode(text, add_special_tokens=self.add_bos is not False and not begins)
+        bos = hf.bos_token_id
+        return [bos, *ids] if self.add_bos and not begins and bos is not None and ids[:1] != [bos] else ids
+
+    @cached_property
+    def _begin(self) -> str | None:
+        ids = (self.prefix, self.hf.bos_token_id, self.eot)
+        return next((self.hf.decode([token]) or None for token in ids if token is not None), None)
+
+    def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """A chat as text; without a generation prompt its last message is left open, for the model to go on with it.
+        Where the template refuses a system message, it is left out, with a warning.
+
+        Errors: InvalidRequestError (no template), UnknownParameterError, ChatTemplateError.
+        """
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        options |= {"tokenize": False, **self.chat_values}
+        try:
+            return self.hf.apply_chat_template(messages, **options)
+        except ChatTemplateError:
+            rest = [message for message in messages if message.get("role") != "system"]
+            if len(rest) == len(messages):
+                raise
+            logger.warning("The chat template refuses this chat with its system message, which is left out.")
+            return self.hf.apply_chat_template(rest, **options)
+
+    def template(self, name: bool | str | None) -> str | None:
+        """The chat template in force; None if none is to be used. Errors: ConfigError for another one's name."""
+        if isinstance(name, str) and name != "default":
+            known = ", ".join(sorted(self.tokenizer.chat_templates)) or "none"
+            raise ConfigError(
+                f"the chat template is chosen with the model argument hf_chat_template_name={name}; there are: {known}"
+            )
+        return self.hf.chat_template if name else None

@@ -1,0 +1,280 @@
+"""The rows of a run for a page: which of them, and what of each, so that the page stays small. No torch.
+
+A row is failed (it has an error), wrong or right (by its first score that says so), or scored (none does).
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fengine.eval.records.lines import record_of
+from fengine.eval.records.records import Records
+from fengine.eval.report.plain import cut, number, scalar, size, told
+
+FAILED, WRONG, RIGHT, SCORED = range(4)
+KINDS = ("failed", "wrong", "right", "scored")
+PRIMARY = (
+    "exact_match",
+    "prefix_match",
+    "json_match",
+    "acc",
+)  # scores that say right or wrong, the first that is there
+LEAST, CHARS = 4, 6  # tokens of an answer that are kept of the largest rows; characters of a text for each of them
+MAX_LINE = 64 << 20  # a longer line is not parsed
+ID, TOP = 200, 20  # characters of an id; likeliest tokens beside one
+LOGPROB = len("-12.3456,")
+STRANGE = (TypeError, ValueError, KeyError, IndexError, AttributeError)  # a record has parts that no run writes
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Every row's kind and the bytes of its line; `score` is the name of what says right or wrong, if anything does."""
+
+    kinds: bytearray
+    sizes: array  # of int64
+    score: str | None
+
+    def counts(self) -> dict[str, int]:
+        return {name: self.kinds.count(kind) for kind, name in enumerate(KINDS)}
+
+
+def primary(scores: dict[str, Any]) -> str | None:
+    """The score that says whether a row is right. Pure."""
+    known = [name for name in PRIMARY if isinstance(scores.get(name), (bool, int, float))]
+    return next(iter([*known, *(name for name, value in scores.items() if isinstance(value, bool))]), None)
+
+
+def kind_of(record: dict[str, Any]) -> int:
+    """Right is a score of 1 or more: of several samples, that all are right. Pure."""
+    if "error" in record:
+        return FAILED
+    name = primary(record["scores"])
+    return SCORED if name is None else RIGHT if record["scores"][name] >= 1 else WRONG
+
+
+def survey(records: Records, each: Callable[[dict[str, Any]], None] | None = None) -> Seen:
+    """One pass over all rows, one in memory at a time; `each` gets every record. Errors: StorageError."""
+    kinds, sizes, score = bytearray(), array("q"), None
+    for place in range(len(records)):
+        line = records.line(place)
+        record = record_of(line) if len(line) <= MAX_LINE else None
+        kinds.append(SCORED if record is None else kind_of(record))
+        sizes.append(len(line))
+        if record is not None and "error" not in record:
+            score = score or primary(record["scores"])
+            if each is not None:
+                each(record)
+    return Seen(kinds, sizes, score)
+
+
+# -- which -------------------------------------------------------------------------------------------------------------
+
+
+def chosen(kinds: Sequence[int], most: int) -> list[int]:
+    """At most `most` places in input order: a third each for failed, wrong and other rows, what one does not need goes
+    to the others in this order; of each the same distance apart. Pure."""
+    if len(kinds) <= most:
+        return list(range(len(kinds)))
+    groups: list[list[int]] = [[], [], []]
+    for place, kind in enumerate(kinds):
+        groups[min(kind, 2)].append(place)
+    shares = [min(len(group), most // 3) for group in groups]
+    for i, group in enumerate(groups):
+        shares[i] += min(len(group) - shares[i], most - sum(shares))
+    return sorted(
+        group[i * len(group) // share] for group, share in zip(groups, shares, strict=True) for i in range(share)
+    )
+
+
+def why(kinds: Sequence[int], kept: Sequence[int]) -> str | None:
+    """A sentence about rows that are left out. Pure."""
+    if len(kept) == len(kinds):
+        return None
+    parts = []
+    for name, those in (("failed", {FAILED}), ("wrong", {WRONG}), ("other", {RIGHT, SCORED})):
+        there, here = sum(kind in those for kind in kinds), sum(kinds[place] in those for place in kept)
+        if there:
+            parts.append(f"{here:,} of {there:,} {name}")
+    return (
+        f"{len(kept):,} of {len(kinds):,} rows are in this file, evenly spaced within each group ({', '.join(parts)}). "
+        "Counts and metrics are of all rows; outputs.jsonl has every row, and rows=N puts more of them here."
+    )
+
+
+# -- what of each ------------------------------------------------------------------------------------------------------
+
+
+def items(records: Records, seen: Seen, kept: Sequence[int], budget: int) -> list[dict[str, Any]]:
+    """The kept rows, in all of at most about `budget` bytes: the largest ones are cut, all to the same size. Errors:
+    StorageError."""
+    weights = []
+    for place in kept:
+        try:
+            record = _small(records, seen, place)
+            weights.append(0 if record is None else weight(item(record, place)))
+        except STRANGE:
+            weights.append(0)
+    allowance, found = level(weights, budget), []
+    for place in kept:
+        stub = {"n": place, "s": seen.kinds[place], "lost": seen.sizes[place], "i": f"row {place + 1}"}
+        try:
+            record = _small(records, seen, place)
+            stub["i"] = stub["i"] if record is None else cut(record["id"], 40)
+            one = None if record is None else fitted(record, place, allowance)
+            found.append(stub if one is None else rounded(one))
+        except STRANGE:
+            found.append(stub | {"strange": 1})
+    return found
+
+
+def _small(records: Records, seen: Seen, place: int) -> dict[str, Any] | None:
+    """The record, unless its line is too long to be parsed. Errors: StorageError; ValueError if the line is none."""
+    if seen.sizes[place] > MAX_LINE:
+        return None
+    record = record_of(records.line(place))
+    if record is None:
+        raise ValueError(f"row {place} is no record")
+    return record
+
+
+def level(sizes: Sequence[int], budget: int) -> int:
+    """The size to which the larger ones must be cut so that all fit the budget. Pure."""
+    left, ordered = budget, sorted(sizes)
+    for i, one in enumerate(ordered):
+        share = left // (len(ordered) - i)
+        if one > share:
+            return share
+        left -= one
+    return max([budget, *ordered])
+
+
+def fitted(record: dict[str, Any], place: int, allowance: int) -> dict[str, Any] | None:
+    """One row, cut as little as the allowance asks for, with numbers as they are; None if it cannot be cut enough.
+    Pure. Errors: one of STRANGE."""
+    found = item(record, place)
+    if (large := weight(found)) <= allowance:
+        return found
+    cap, least = _longest(found), item(record, place, LEAST)
+    if (small := weight(least)) > allowance:
+        return None
+    while cap > LEAST:  # a row grows by its cap ever more slowly, so that the chord leads to its place from above
+        chord = LEAST + (cap - LEAST) * (allowance - small) // (large - small)
+        cap = min(chord, cap * 31 // 32)
+        found = item(record, place, cap)
+        if (large := weight(found)) <= allowance:
+            return found
+    return least
+
+
+def weight(found: dict[str, Any]) -> int:
+    """Bytes of a `rounded` item in a page, found without rounding: texts are measured, numbers counted as the longest
+    that are usual. Pure."""
+    bare = [{key: value for key, value in answer.items() if key not in ("k", "l", "top")} for answer in found["a"]]
+    total = size(found | {"a": bare})
+    for answer in found["a"]:
+        digits = len(str(max(answer["k"], default=0)))
+        total += len(answer["k"]) * (digits + 1) + len(answer["l"]) * LOGPROB + 20
+        total += sum(map(len, answer.get("top", ()))) * (LOGPROB + max(digits, 5) + 3) + 2 * len(answer.get("top", ()))
+    return total
+
+
+def rounded(found: dict[str, Any]) -> dict[str, Any]:
+    """An item with logprobs as a page has them. Modifies: found."""
+    for answer in found.get("a", ()):
+        answer["l"] = [number(value) for value in answer["l"]]
+        if "top" in answer:
+            answer["top"] = [[[number(lp), _token(token)] for lp, token in top] for top in answer["top"]]
+    return found
+
+
+def _token(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.40} is no token id")
+    return value
+
+
+def _longest(found: dict[str, Any]) -> int:
+    """In tokens, or what counts as one for a cap. Pure."""
+    texts = [*(a["t"] for a in found["a"]), *found["p"], *(v for _, v in found["d"]), *found.get("e", ())]
+    counts = [*(len(a["k"]) for a in found["a"]), len(found["a"]), len(found["d"]), len(found["sc"])]
+    return max([*counts, *(len(text) // CHARS for text in texts)])
+
+
+def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str, Any]:
+    """A record with short keys and its own numbers: n place, s kind, i id, d columns, e error, p prompts, a answers,
+    sc scores; `cut`: not all of it. `cap` bounds answers, tokens of each, and (times CHARS) characters of each text.
+    Pure. Errors: one of STRANGE."""
+    most = None if cap is None else CHARS * cap
+    prompts: list[Any] = []
+    answers = [_answer(one, prompts, cap) for one in record.get("answers", ())[:cap]]
+    texts = {prompt for prompt in prompts if isinstance(prompt, str)}
+    columns = [(k, v) for k, v in (record.get("data") or {}).items() if v not in (record["id"], None)]
+    found: dict[str, Any] = {
+        "n": place,
+        "s": kind_of(record),
+        "i": cut(record["id"], ID),
+        "d": [[cut(k, ID), cut(told(v), most)] for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)],
+        "p": [cut(p, most) if isinstance(p, str) else list(map(_token, p[:cap])) for p in prompts],
+        "a": answers,
+        "sc": {cut(k, ID): _score(v, most) for k, v in list(record.get("scores", {}).items())[:cap]},
+    }
+    if "error" in record:
+        found["e"] = [cut(told(record["error"].get(key, "")), most) for key in ("type", "message")]
+    if cap is not None:
+        found["cut"] = 1
+    return found
+
+
+def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict[str, Any]:
+    """p place of its prompt, t text, k token ids, l logprobs, f finish, seed, kind, m tokens in all, top pairs.
+
+    Modifies: prompts.
+    """
+    prompt = answer.get("prompt", "")
+    if prompt not in prompts:
+        prompts.append(prompt)
+    ids = answer["output_ids"]
+    found: dict[str, Any] = {
+        "p": prompts.index(prompt),
+        "t": cut(answer["text"], None if cap is None else CHARS * cap),
+        "k": ids[:cap],
+        "l": answer["logprobs"][:cap],
+        "f": _finish(answer.get("finish_reason")),
+    }
+    if cap is not None and len(ids) > cap:
+        found["m"] = len(ids)
+    if "sampling_seed" in answer:
+        found["seed"] = str(answer["sampling_seed"])
+    if "kind" in answer:
+        found["kind"] = cut(told(answer["kind"]), ID)
+    if answer.get("top_logprobs"):
+        found["top"] = [top if len(top) <= TOP else top[:TOP] for top in answer["top_logprobs"][:cap]]
+    return found
+
+
+def _finish(reason: Any) -> str:
+    if not isinstance(reason, dict):
+        return ""
+    more = reason.get("matched", reason.get("length"))
+    kind = told(reason.get("type", ""))
+    return cut(
+        kind if more is None else f"{kind} ({'token ' if isinstance(more, int) and kind == 'stop' else ''}{more})", ID
+    )
+
+
+def _score(value: Any, most: int | None) -> Any:
+    found = scalar(value)
+    return cut(found, most) if isinstance(found, str) else found
+
+
+def token_ids(found: Sequence[dict[str, Any]]) -> list[int]:
+    """Each once: those of answers and prompts, then those of likeliest tokens only. Pure."""
+    ids: dict[int, None] = {}
+    answers = [answer for row in found for answer in row.get("a", ())]
+    for answer in answers:
+        ids.update(dict.fromkeys(answer["k"]))
+    for prompt in (prompt for row in found for prompt in row.get("p", ()) if not isinstance(prompt, str)):
+        ids.update(dict.fromkeys(prompt))
+    ids.update({token: None for answer in answers for top in answer.get("top", ()) for _, token in top})
+    return list(ids)

@@ -1,0 +1,181 @@
+"""The points of a sweep for a page: what they differ in, their metrics, and paired differences. No torch."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fengine.errors import FengineError
+from fengine.eval.records.lines import id_key
+from fengine.eval.records.records import Records
+from fengine.eval.report.facts import figures
+from fengine.eval.report.plain import cut, mapping, number, scalar, told
+from fengine.eval.report.rows import Seen, survey
+from fengine.eval.runs.figures import place
+from fengine.eval.tasks.finish import METRICS
+from fengine.eval.tasks.statistics import paired
+from fengine.eval.tasks.task import Scores
+
+PAIRS, ROWS = 2_000_000, 1000  # scores that are paired at most beyond those with the first point; rows of the grid
+RESAMPLED = "loglikelihood"  # paired by a bootstrap, which costs a thousandfold
+NAN = float("nan")
+
+
+@dataclass
+class Point:
+    """One run of a sweep: what it has of every row, in numbers; `problem` if it cannot be read."""
+
+    folder: Path
+    problem: str | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    finished: bool = False
+    rows: int = 0
+    notes: list[str] = field(default_factory=list)
+    seen: Seen = field(default_factory=lambda: Seen(bytearray(), array("q"), None))
+    keys: array = field(default_factory=lambda: array("Q"))  # of the ids of the rows that have scores
+    columns: dict[str, array] = field(default_factory=dict)  # score -> value, nan where a row lacks it
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.identity.get("config", {})
+
+
+def read_point(folder: Path) -> Point:
+    """Memory: 8 bytes for each row and score."""
+    point = Point(folder)
+    try:
+        with Records(folder) as records:
+            point.identity, point.manifest, point.rows = records.identity, records.manifest, records.rows
+            point.finished, point.notes = records.finished, records.notes
+            point.seen = survey(records, lambda record: _add(point, record))
+    except FengineError as error:
+        point.problem = str(error)
+    return point
+
+
+def _add(point: Point, record: dict[str, Any]) -> None:
+    """The scores of one more row. Modifies: point."""
+    before = len(point.keys)
+    point.keys.append(id_key(record["id"]))
+    for name, value in record["scores"].items():
+        if not isinstance(value, str):
+            column = point.columns.setdefault(name, array("d", [NAN] * before))
+            column.append(value)
+    for column in point.columns.values():
+        if len(column) == before:
+            column.append(NAN)
+
+
+def swept(points: Sequence[Point]) -> list[str]:
+    """The keys of the config in which points differ, in its order. Pure."""
+    good = [point.config for point in points if point.problem is None]
+    keys = list(dict.fromkeys(key for config in good for key in config))
+    return [key for key in keys if len({told(config.get(key)) for config in good}) > 1]
+
+
+def assembled(folder: Path, points: Sequence[Point], names: dict[str, str], metrics: Any) -> dict[str, Any]:
+    """`names`: the sweep's own words for points, by folder. `metrics(folder)`: the object in metrics.json, or None."""
+    keys = swept(points)
+    short = [key for key in keys if not key.startswith("task.")] or keys
+    if any(point.identity.get("task") != points[0].identity.get("task") for point in points if point.problem is None):
+        short = ["task.name", *(key for key in short if key != "task.name")]
+    told_of = []
+    for point in points:
+        values = [[key, scalar(point.config[key]) if key in point.config else None] for key in short]
+        label = "  ".join(f"{_word(key)}={told(value)}" for key, value in values)
+        told_of.append(
+            {
+                "name": cut(names.get(point.folder.name) or label or point.folder.name, 200),
+                "folder": point.folder.name,
+                "task": cut(told(mapping(point.identity.get("task")).get("name", "?")), 200),
+                "input": cut(told(mapping(point.identity.get("input")).get("sha256", "")), 100),
+                "values": values,
+                "problem": point.problem,
+                "finished": point.finished,
+                "rows": point.rows,
+                "counts": point.seen.counts(),
+                "metrics": figures(metrics(point.folder)) if point.problem is None else [],
+                "notes": point.notes,
+            }
+        )
+    return {
+        "folder": place(str(folder.resolve())),
+        "keys": short,
+        "points": told_of,
+        **_deltas(points),
+        "grid": _grid(points),
+    }
+
+
+def _word(key: str) -> str:
+    """A key as short as it can be read. Pure."""
+    return "task" if key == "task.name" else key.rpartition(".")[2]
+
+
+# -- paired differences ------------------------------------------------------------------------------------------------
+
+
+def _deltas(points: Sequence[Point]) -> dict[str, Any]:
+    """`deltas`: [a, b, score, value, stderr, low, high, n, up, down] of b - a over the rows that both have. Every
+    pair of points of one input, where they are not too many; then each with the first of its input."""
+    good = [i for i, point in enumerate(points) if point.problem is None and len(point.keys)]
+    kin = [(a, b) for a in good for b in good if a < b and _input(points[a]) == _input(points[b])]
+    cost = sum(len(points[a].keys) * (1000 if RESAMPLED in points[a].columns else 1) for a, _ in kin)
+    complete = cost <= PAIRS
+    if not complete:
+        first = {_input(points[i]): i for i in reversed(good)}
+        kin = [(a, b) for a, b in kin if first[_input(points[a])] == a]
+    found = []
+    for a, b in kin:
+        for name, delta in paired(_both(points[a], points[b])).items():
+            values = [number(value, 9) for value in (delta.value, delta.stderr, delta.low, delta.high)]
+            found.append([a, b, cut(name, 100), *values, delta.n, delta.up, delta.down])
+    return {"deltas": found, "complete": complete}
+
+
+def _input(point: Point) -> tuple[str, str]:
+    return told(point.identity.get("task")), told(point.identity.get("input"))
+
+
+def _both(a: Point, b: Point) -> Iterator[tuple[Scores, Scores]]:
+    """Scores of the rows that both have."""
+    others = {key: place for place, key in enumerate(b.keys)}
+    names = [name for name in a.columns if name in b.columns]
+    for place_a, key in enumerate(a.keys):
+        if (place_b := others.get(key)) is not None:
+            mine = {name: a.columns[name][place_a] for name in names}
+            its = {name: b.columns[name][place_b] for name in names}
+            there = [name for name in names if mine[name] == mine[name] and its[name] == its[name]]
+            yield {name: mine[name] for name in there}, {name: its[name] for name in there}
+
+
+def _grid(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """For each input that several points have: their rows' kinds as digits, a text a point, if all have all rows."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for i, point in enumerate(points):
+        if point.problem is None and point.finished and 0 < len(point.seen.kinds):
+            found.setdefault(_input(point), []).append(i)
+    grids = []
+    for places in found.values():
+        rows = len(points[places[0]].seen.kinds)
+        if len(places) > 1:
+            digits = ["".join(map(str, points[i].seen.kinds[:ROWS])) for i in places]
+            grids.append(
+                {
+                    "points": places,
+                    "kinds": digits,
+                    "rows": rows,
+                    "task": cut(told(mapping(points[places[0]].identity.get("task")).get("name")), 200),
+                }
+            )
+    return grids
+
+
+def metrics_of(folder: Path, read: Any) -> Any:
+    """The object in a run's metrics.json; None if there is none that can be read."""
+    try:
+        return read(folder / METRICS)
+    except FengineError:
+        return None

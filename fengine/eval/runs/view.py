@@ -1,0 +1,272 @@
+"""What a person sees of a run: a calm live view in a terminal, plain lines elsewhere. Rich stays in this file.
+
+Views only render: they get `Progress`, `Shown` and `Summary` values and hold nothing but the console.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fengine.eval.runs.config import View
+from fengine.eval.runs.figures import (
+    Progress,
+    Shown,
+    Summary,
+    clean,
+    clock,
+    common_place,
+    count,
+    one_line,
+    place,
+    summary_lines,
+    tail,
+)
+
+STREAMED_ROWS = 6  # rows whose text is shown while it grows
+PLAIN_SECONDS = 5.0  # between two plain progress lines
+
+
+class QuietView:
+    """Says nothing but what is wrong; errors are told by `run.py`. The base of the others: other calls do nothing."""
+
+    streams = False  # does the view show text while it grows?
+
+    def headline(self, text: str) -> None: ...
+
+    @contextmanager
+    def opening(self, text: str) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def job(self) -> Iterator[None]:
+        yield
+
+    def progress(self, progress: Progress) -> None: ...
+    def row(self, row: Shown) -> None: ...
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None:
+        """Something is not as it should be, and the run goes on."""
+        print(f"fengine: {clean(text)}", file=sys.stderr)
+
+    def summary(self, summary: Summary) -> None: ...
+    def figures(self, lines: Sequence[tuple[str, str]]) -> None: ...
+    def table(self, points: Sequence[tuple[str, Summary]]) -> None: ...
+
+
+@dataclass
+class PlainView(QuietView):
+    """Lines without colour or cursor movement: results on `out`, progress on `err`."""
+
+    out: Any = field(default_factory=lambda: sys.stdout)
+    err: Any = field(default_factory=lambda: sys.stderr)
+    said: float = field(default_factory=time.perf_counter)
+
+    def _say(self, stream: Any, *lines: str) -> None:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        text = "\n".join(clean(line) for line in lines) + "\n"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+
+    def headline(self, text: str) -> None:
+        self._say(self.err, text)
+
+    @contextmanager
+    def opening(self, text: str) -> Iterator[None]:
+        self._say(self.err, f"{text} ...")
+        yield
+
+    @contextmanager
+    def job(self) -> Iterator[None]:
+        self.said = time.perf_counter()
+        yield
+
+    def progress(self, progress: Progress) -> None:
+        now = time.perf_counter()
+        if now - self.said < PLAIN_SECONDS:
+            return
+        self.said = now
+        p = progress
+        total = "" if p.total is None else f"/{p.total:,}"
+        failed = f", {p.failed:,} failed" if p.failed else ""
+        self._say(
+            self.err,
+            f"[{clock(p.seconds)}] {p.done:,}{total} rows{failed}, running {p.running:,}, waiting {p.waiting:,}, "
+            f"in {p.in_rate:,.0f} tok/s, out {p.out_rate:,.0f} tok/s, pages {p.pages_used:,}/{p.pages_total:,}",
+        )
+
+    def row(self, row: Shown) -> None:
+        body = row.text if row.error is None else f"error: {row.error}"
+        self._say(self.out, f"--- {row.number}  {row.note}".rstrip(), f"prompt: {row.prompt}", f"output: {body}", "")
+
+    def note(self, text: str) -> None:
+        self._say(self.err, text)
+
+    warn = note
+
+    def summary(self, summary: Summary) -> None:
+        self.figures(summary_lines(summary))
+
+    def figures(self, lines: Sequence[tuple[str, str]]) -> None:
+        width = max([13, *(len(label) + 2 for label, _ in lines)])
+        self._say(self.out, *(f"{label + ':':<{width}}{value}" for label, value in lines))
+
+    def table(self, points: Sequence[tuple[str, Summary]]) -> None:
+        figures = (f"{count(s.rows, 'row')}, {s.failed} failed, {s.output_tokens:,} tokens out" for _, s in points)
+        lines = (f"{name}: {told}; {place(s.out)}" for (name, s), told in zip(points, figures, strict=True))
+        self._say(self.out, "", *lines)
+
+
+class LiveView(QuietView):
+    """A terminal: finished rows scroll by in input order, below them the rows that grow and one status block."""
+
+    streams = True
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live: Live | None = None
+
+    def headline(self, text: str) -> None:
+        self.console.print(Text(f"\n{clean(text)}\n", style="bold cyan"))
+
+    @contextmanager
+    def opening(self, text: str) -> Iterator[None]:
+        with self.console.status(Text(clean(text), style="dim"), spinner="dots", spinner_style="cyan"):
+            yield
+
+    @contextmanager
+    def job(self) -> Iterator[None]:
+        with Live(console=self.console, auto_refresh=False, transient=True) as live:
+            self.live = live
+            try:
+                yield
+            finally:
+                live.update(Text(), refresh=True)
+                self.live = None
+
+    def progress(self, progress: Progress) -> None:
+        if self.live is not None:
+            self.live.update(live_block(progress, self.console.width), refresh=True)
+
+    def row(self, row: Shown) -> None:
+        self.console.print(row_block(row))
+
+    def note(self, text: str) -> None:
+        self.console.print(Text(f"{clean(text)}\n", style="dim"))
+
+    warn = note
+
+    def summary(self, summary: Summary) -> None:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, value in summary_lines(summary):
+            bad = label == "requests" and (summary.failed or summary.ended)
+            grid.add_row(label, Text(clean(value), style="red" if bad else "bold" if label == "output" else ""))
+        self.console.print(grid)
+
+    def figures(self, lines: Sequence[tuple[str, str]]) -> None:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, value in lines:
+            grid.add_row(label, clean(value))
+        self.console.print(grid)
+
+    def table(self, points: Sequence[tuple[str, Summary]]) -> None:
+        self.console.print(sweep_table(points))
+
+
+def row_block(row: Shown) -> RenderableType:
+    """A finished row: its number, the prompt on one line with its figures, and below it the whole completion. Pure."""
+    head = Table.grid(expand=True, padding=(0, 1))
+    head.add_column(width=4, justify="right", style="dim")
+    head.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="bold")
+    head.add_column(no_wrap=True, justify="right", style="dim")
+    head.add_row(str(row.number), Text(one_line(row.prompt)), row.note)
+    if row.error is not None:
+        body = Text(clean(row.error), style="red")
+    else:
+        body = Text(clean(row.text).strip() or "(nothing)", style="" if row.text.strip() else "dim")
+    return Group(head, Padding(body, (0, 0, 1, 5)))
+
+
+def live_block(progress: Progress, width: int) -> RenderableType:
+    """The rows that grow, then the bar and the figures. Its height depends on the job's size only: no jumping. Pure."""
+    p = progress
+    rows = STREAMED_ROWS if p.total is None else min(STREAMED_ROWS, p.total)
+    growing = Table.grid(expand=True, padding=(0, 1))
+    growing.add_column(width=4, justify="right", style="dim")
+    growing.add_column(width=max(12, width // 3), no_wrap=True, overflow="ellipsis", style="dim")
+    growing.add_column(ratio=1, no_wrap=True, overflow="crop")
+    room = width - 4 - max(12, width // 3) - 3
+    for row in p.growing[:rows]:
+        growing.add_row(str(row.number), Text(one_line(row.prompt)), Text(tail(one_line(row.text), room)))
+    for _ in range(rows - len(p.growing)):
+        growing.add_row("", "", "")
+    return Group(growing, Text(), _bar(p, width), _figures(p))
+
+
+def _bar(p: Progress, width: int) -> RenderableType:
+    bar = Table.grid(padding=(0, 1), expand=True)
+    bar.add_column(ratio=1)
+    for _ in range(3):
+        bar.add_column(no_wrap=True)
+    total = "" if p.total is None else f"/{p.total:,}"
+    failed = Text(f"{p.failed:,} failed", style="red") if p.failed else Text()
+    line = ProgressBar(total=p.total or None, completed=p.done, pulse=p.total is None, complete_style="cyan")
+    done = f"{p.done:,}".rjust(len(total) - 1)
+    bar.add_row(Padding(line, (0, 0, 0, 5)), f"{done}{total} rows", failed, Text(clock(p.seconds), style="dim"))
+    return bar
+
+
+def _figures(p: Progress) -> RenderableType:
+    """Fixed widths, so that the figures change and nothing moves."""
+    text = Text("     ")
+    for value, unit in (
+        (f"{p.running:>3,}", " running "),
+        (f"{p.waiting:>3,}", " waiting "),
+        (f"{p.in_rate:>7,.0f}", " in "),
+        (f"{p.out_rate:>7,.0f}", " out tok/s "),
+    ):
+        text.append(value, "bold").append(unit, "dim")
+    used = p.pages_used / p.pages_total if p.pages_total else 0.0
+    text.append(f"  {100 * used:>3.0f}%", "bold").append(f" of {p.pages_total:,} pages", "dim")
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def sweep_table(points: Sequence[tuple[str, Summary]]) -> RenderableType:
+    """One line per point of a sweep, and the directory that holds their outputs."""
+    root = common_place([s.out for _, s in points])
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("point", overflow="fold")
+    for name in ("rows", "failed", "tokens", "tok/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("output", overflow="fold")
+    for name, s in points:
+        failed = Text(f"{s.failed:,}", style="red" if s.failed else "dim")
+        out = clean(os.path.relpath(s.out, root))
+        table.add_row(clean(name), f"{s.rows:,}", failed, f"{s.output_tokens:,}", f"{s.out_rate:,.0f}", out)
+    return Group(Text(), table, Text(f"outputs below {clean(place(root))}", style="dim"))
+
+
+def choose(view: View) -> QuietView:
+    """The view for this process's standard output."""
+    if view is View.quiet:
+        return QuietView()
+    console = Console(highlight=False, markup=False, emoji=False)
+    terminal = console.is_terminal and not console.is_dumb_terminal
+    live = view is View.live or view is View.auto and terminal
+    return LiveView(console) if live else PlainView()

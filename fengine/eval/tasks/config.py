@@ -1,0 +1,159 @@
+"""The schema of an evaluation run: `EvalConfig`, whose defaults `conf/eval.yaml` repeats for readers. No torch."""
+
+import re
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from fengine import config as engine_config
+from fengine.config import (
+    CacheConfig,
+    CompileConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    Numerics,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from fengine.core.sampling_params import SamplingParams
+from fengine.errors import ConfigError, FengineError
+from fengine.eval.runs.config import SamplingConfig, Schema, View
+from fengine.eval.tasks import task_config
+from fengine.eval.tasks.task_config import TaskConfig
+
+MAX_TOP_LOGPROBS = 100  # beside each token of outputs.jsonl, some 30 bytes each
+
+
+class Trace(Enum):
+    off = "off"
+    requests = "requests"  # a line for each request: queue, prefill, decode; gauges between them
+    steps = "steps"  # besides, an event for each step of the scheduler: its rows, its pages
+
+
+@dataclass(frozen=True)
+class JournalConfig:
+    """How much a power failure may cost: fsync after so many seconds or rows. Killed processes lose nothing."""
+
+    sync_seconds: float = 1.0
+    sync_rows: int = 1000
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """Which of the rows are this run's."""
+
+    shard: str | None = None  # "2/4": every fourth row from the second on; None: all of them
+
+
+@dataclass(frozen=True)
+class ResumeConfig:
+    """What may have changed since a run began."""
+
+    allow_code_change: bool = False  # fengine's own sources and version; the manifest then tells of the change
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """One evaluation: a task's rows through a model. The first six fields are the engine's."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    numerics: Numerics = Numerics.exact
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    seed: int = 0
+    adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
+    top_logprobs: int = 0
+    out: str | None = None
+    run: PartConfig = field(default_factory=PartConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)
+    trace: Trace = Trace.requests
+    max_errors: int | None = None
+    show: int = 3
+    view: View = View.auto
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The part that an engine is built from. The run's seed is not in it: each row brings its own."""
+        return EngineConfig(
+            model=self.model,
+            cache=self.cache,
+            scheduler=self.scheduler,
+            compile=self.compile,
+            speculation=self.speculation,
+            lora=self.lora,
+            numerics=self.numerics,
+        )
+
+
+# What may change between the parts of one run, since no result depends on it and it names no other experiment.
+FREE = ("out", "resume", "journal", "trace", "max_errors", "show", "view")
+
+
+def check(config: EvalConfig) -> list[str]:
+    """Every problem that can be seen without loading anything, one line each. Pure."""
+    problems = engine_config.check(config.engine) + task_config.check(config.task)
+    problems += engine_config.check_adapter(config.adapter, config.lora)
+    try:
+        SamplingParams.of(config.sampling.as_dict())
+    except FengineError as error:
+        problems.append(f"sampling.{error}")
+    for name in ("max_errors", "show"):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            problems.append(f"{name} must be at least 0, got {value}")
+    if not 0 <= config.journal.sync_seconds < float("inf"):
+        problems.append(f"journal.sync_seconds must be at least 0, got {config.journal.sync_seconds}")
+    if config.journal.sync_rows < 1:
+        problems.append(f"journal.sync_rows must be at least 1, got {config.journal.sync_rows}")
+    if not -(2**63) <= config.seed < 2**63:
+        problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
+    try:
+        parse_shard(config.run.shard)
+    except ConfigError as error:
+        problems.append(str(error))
+    if not 0 <= config.top_logprobs <= MAX_TOP_LOGPROBS:
+        problems.append(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {config.top_logprobs}")
+    if config.out is not None and not config.out.strip():
+        problems.append("out must name a folder; leave it out for a new one below runs/")
+    if config.model.skip_tokenizer_init:
+        problems.append("an evaluation needs texts: set model.skip_tokenizer_init=false")
+    if config.model.is_embedding:
+        problems.append("an evaluation needs a model that generates: set model.is_embedding=false")
+    return problems
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """(number from 0, of how many) of "2/4". Pure. Errors: ConfigError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise ConfigError(f"run.shard must be i/n with i from 1 to n, such as 1/4, 2/4, 3/4 and 4/4, got {text!r:.40}")
+    return number - 1, count
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """A config dataclass as {"section.key": plain JSON value}. Pure."""
+    return dict(_flatten(asdict(config), ""))
+
+
+def _flatten(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found += _flatten(value, f"{prefix}{key}.")
+        else:
+            plain = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+            found.append((f"{prefix}{key}", plain))
+    return found
+
+
+EVAL = Schema(EvalConfig, "eval", "eval_schema", check, "fengine eval", one_file=False, launchers=True, each_alone=True)

@@ -1,0 +1,248 @@
+"""The kinds of task that a YAML can choose: generation, multiple choice, perplexity. No torch."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fengine.errors import ConfigError, InputFileError
+from fengine.eval.tasks import scoring, statistics
+from fengine.eval.tasks.extract import Extractor
+from fengine.eval.tasks.rows import data_path, read_rows
+from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
+from fengine.eval.tasks.task_config import Match, Select, TaskConfig, TaskKind, check
+
+Render = Callable[[list[dict[str, Any]]], list[int]]  # messages -> the ids of the chat, ready to be answered
+_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+
+
+def open_task(config: TaskConfig, base: Path, render: Render | None = None) -> Task:
+    """The task that a config describes; nothing is read yet. `base` is what a relative `data` is under
+    (`task_config.base_directory`); `render` is the model's chat template, for messages. Errors: ConfigError."""
+    problems = check(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    kinds = {TaskKind.generate: GenerateTask, TaskKind.choice: ChoiceTask, TaskKind.perplexity: PerplexityTask}
+    return kinds[config.kind](config, base, render)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the kinds share."""
+
+    config: TaskConfig
+    base: Path
+    render: Render | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def version(self) -> str:
+        return self.config.version
+
+    @property
+    def data(self) -> Path | None:
+        """The file of the rows; None for a dataset of Hugging Face."""
+        return data_path(self.config, self.base)
+
+    def rows(self) -> Iterator[Row | BadRow]:
+        """Errors: those of `rows.read_rows`."""
+        return read_rows(self.config, self.base)
+
+    def prompt_of(self, row: Row) -> str | list[int]:
+        """The row's prompt as text or ids. Pure. Errors: InputFileError."""
+        template, data = self.config.prompt, row.data
+        if template is not None:
+            return self._sent(row, _filled(template, row))
+        given = [name for name in ("prompt", "messages", "input_ids") if data.get(name) is not None]
+        if len(given) != 1:
+            what = " and ".join(given) if given else "none of prompt, messages, input_ids"
+            raise _problem(row, f"holds {what}; give exactly one, or set task.prompt to a template")
+        value = data[given[0]]
+        if given[0] == "messages":
+            if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+                raise _problem(row, 'messages must be a list of objects with "role" and "content"')
+            return self._rendered(row, value)
+        if given[0] == "input_ids":
+            if not isinstance(value, list) or not value or not all(type(t) is int and t >= 0 for t in value):
+                raise _problem(row, "input_ids must be a list of token ids, integers >= 0")
+            return value
+        if not isinstance(value, str):
+            raise _problem(row, f"prompt must be a text, got {type(value).__name__}")
+        return self._sent(row, value)
+
+    def _sent(self, row: Row, prompt: str) -> str | list[int]:
+        return self._rendered(row, [{"role": "user", "content": prompt}]) if self.config.chat else prompt
+
+    def _rendered(self, row: Row, messages: list[dict[str, Any]]) -> list[int]:
+        if self.render is None:
+            raise _problem(row, "messages need the chat template of a model with a tokenizer")
+        return self.render(messages)
+
+    def target_of(self, row: Row) -> Any:
+        """The reference. Pure. Errors: InputFileError."""
+        assert self.config.target is not None
+        return _column(self.config.target, row)
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GenerateTask(_Task):
+    """`samples` answers for each row. Scores by `match`: `exact_match`, `prefix_match`, or those of `json_scores`;
+    with `extract` also `found` and, for a single sample, the text `extracted`. Scores of several samples are means."""
+
+    @cached_property
+    def _extractor(self) -> Extractor | None:
+        return None if self.config.extract is None else Extractor(self.config.extract)
+
+    def asks(self, row: Row) -> list[Ask]:
+        config = self.config
+        fixed = {"max_new_tokens": config.max_new_tokens, "stop": None if config.stop is None else list(config.stop)}
+        sampling = {name: value for name, value in fixed.items() if value is not None}
+        asked = row.data.get("sampling") or {}
+        if not isinstance(asked, dict):
+            raise _problem(row, f"sampling must be an object, got {type(asked).__name__}")
+        if config.match is not Match.none:
+            self._references(row)
+        return [Ask(self.prompt_of(row), {**sampling, **asked}, "generate")] * config.samples
+
+    def score(self, row: Row, answers: list[Answer]) -> Scores:
+        each = [self._score_one(row, answer.text) for answer in answers]
+        if len(each) == 1:
+            return each[0]
+        numbers = [{name: value for name, value in one.items() if not isinstance(value, str)} for one in each]
+        return {name: statistics.mean(float(one[name]) for one in numbers).value for name in numbers[0]}
+
+    def _score_one(self, row: Row, text: str) -> Scores:
+        config, scores, found = self.config, {}, text
+        if self._extractor is not None:
+            extracted = self._extractor.find(text, last=config.select is Select.last)
+            scores["found"] = extracted is not None
+            if extracted is not None:
+                scores["extracted"] = extracted
+            found = extracted
+        if config.match in (Match.exact, Match.prefix):
+            test = scoring.exact_match if config.match is Match.exact else scoring.prefix_match
+            matches = found is not None and test(found, self._references(row), config.normal_form)
+            scores[f"{config.match.value}_match"] = matches
+        elif config.match is Match.json:
+            scores |= scoring.json_scores("" if found is None else found, self.target_of(row))
+        return scores
+
+    def _references(self, row: Row) -> Any:
+        """A list of texts; for json, any value. Pure. Errors: InputFileError."""
+        target = self.target_of(row)
+        if self.config.match is Match.json:
+            return target
+        listed = target if isinstance(target, list) else [target]
+        if not listed or not all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in listed):
+            raise _problem(row, f"{self.config.target!r} must be a text, a number, or a list of them")
+        return [str(one) for one in listed]
+
+    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
+        return statistics.means(scores)
+
+
+# -- multiple choice ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChoiceTask(_Task):
+    """The loglikelihood of every choice after the prompt; `acc` and `acc_norm` of `scoring.choice_scores`.
+
+    The reference is the right choice's text, or its index from 0.
+    """
+
+    def asks(self, row: Row) -> list[Ask]:
+        self._right(row)
+        prompt, lead = self.prompt_of(row), self.config.delimiter
+        if isinstance(prompt, str):  # as in lm-evaluation-harness, blanks at its end are the continuation's
+            kept = prompt.rstrip()
+            prompt, lead = kept, prompt[len(kept) :] + lead
+        return [Ask(prompt, {}, "loglikelihood", lead + choice) for choice in self._choices(row)]
+
+    def score(self, row: Row, answers: list[Answer]) -> Scores:
+        return scoring.choice_scores(list(map(scoring.loglikelihood, answers)), self._choices(row), self._right(row))
+
+    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
+        return statistics.means(scores)
+
+    def _choices(self, row: Row) -> list[str]:
+        choices = _column(self.config.choices, row)
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+            raise _problem(row, f"{self.config.choices!r} must be a list of at least two texts, none of them empty")
+        if len(set(choices)) < len(choices):
+            raise _problem(row, f"{self.config.choices!r} must differ from one another")
+        return choices
+
+    def _right(self, row: Row) -> int:
+        choices, target = self._choices(row), self.target_of(row)
+        if isinstance(target, str) and target in choices:
+            return choices.index(target)
+        if type(target) is int and 0 <= target < len(choices):
+            return target
+        raise _problem(row, f"{self.config.target!r} must be a choice or its index from 0, got {target!r:.80}")
+
+
+# -- perplexity --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PerplexityTask(_Task):
+    """The loglikelihood of the row's whole text, the column `target`; metrics of `statistics.perplexities`."""
+
+    def asks(self, row: Row) -> list[Ask]:
+        return [Ask("", {}, "rolling", self._text(row))]
+
+    def score(self, row: Row, answers: list[Answer]) -> Scores:
+        return scoring.perplexity_scores(scoring.loglikelihood(answers[0]), self._text(row))
+
+    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
+        return statistics.perplexities(scores)
+
+    def _text(self, row: Row) -> str:
+        text = self.target_of(row)
+        if not isinstance(text, str) or not text:
+            raise _problem(row, f"{self.config.target!r} must be a text that is not empty")
+        return text
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _problem(row: Row, what: str) -> InputFileError:
+    return InputFileError(f"row {row.id!r}: {what}")
+
+
+def _column(name: str, row: Row) -> Any:
+    """The value of a column; `a.b` reaches into an object where there is no column of that very name. Pure.
+
+    Errors: InputFileError if there is none, or if it is null.
+    """
+    value: Any = row.data
+    for part in [name] if name in row.data else name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None:
+        known = ", ".join(map(repr, list(row.data)[:12]))
+        raise _problem(row, f"has no column {name!r}; it has {known or 'none'}")
+    return value
+
+
+def _filled(template: str, row: Row) -> str:
+    """`template` with {column} replaced by texts and numbers; {{ and }} are braces. Pure. Errors: InputFileError."""
+
+    def put(match: re.Match[str]) -> str:
+        if match.group() in ("{{", "}}"):
+            return match.group()[0]
+        value = _column(match.group(1), row)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise _problem(row, f"task.prompt takes texts and numbers; {match.group(1)!r} is {type(value).__name__}")
+        return str(value)
+
+    return _FIELD.sub(put, template)

@@ -1,0 +1,252 @@
+"""Sends a task's rows through an engine that is batching all the while, and journals them as they finish. No torch.
+
+A bounded window of rows is in flight, so memory does not grow with the input. A row's record holds only what belongs to
+its requests, and its seeds derive from the run's seed and the row's id, so it does not matter when it is computed, in
+which batch, or by which process of a run that was interrupted.
+"""
+
+import asyncio
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from fengine.errors import InputFileError, StorageError
+from fengine.eval.runs.figures import Shown, count
+from fengine.eval.runs.generate import TICK_SECONDS, WINDOW
+from fengine.eval.runs.meter import Meter
+from fengine.eval.runs.view import QuietView
+from fengine.eval.tasks.answering import FATAL, answer_row, error_record, line_of
+from fengine.eval.tasks.asking import Asker
+from fengine.eval.tasks.config import EvalConfig
+from fengine.eval.tasks.journal import Journal, framed
+from fengine.eval.tasks.resume import OK, ROW_HEAD, Survey, Table, row_key
+from fengine.eval.tasks.task import BadRow, Row, Task
+from fengine.eval.tasks.trace import Trace
+
+INTERRUPTED = "interrupted"
+TOGETHER = 1 << 20  # bytes of records from which on a write of several rows takes no further one
+
+
+@dataclass
+class Job:
+    """What is open while rows are computed. `session` is the number of this process among those of the run."""
+
+    config: EvalConfig
+    task: Task
+    rows: Survey
+    table: Table
+    journal: Journal
+    trace: Trace
+    session: int
+
+
+@dataclass
+class Outcome:
+    """How it ended: "" is to the end, else why not. `terminated`: interrupted by SIGTERM."""
+
+    ended: str = ""
+    terminated: bool = False
+
+
+@dataclass
+class _Done:
+    index: int
+    row: Row | BadRow
+    record: dict[str, Any]
+    line: bytes  # the record, as it is written
+    metas: list[dict[str, Any]] = field(default_factory=list)
+    started: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return "error" not in self.record
+
+
+async def run(job: Job, engine: Any, view: QuietView) -> Outcome:
+    """Computes what the table lacks. Interrupted, it journals what has finished, and says so.
+
+    Errors: EngineDeadError, EngineClosedError, StorageError; InputFileError if the input is not what was surveyed.
+    """
+    return await _Loop(job, engine, view).run()
+
+
+class _Loop:
+    """The state of one process's part of a run."""
+
+    def __init__(self, job: Job, engine: Any, view: QuietView) -> None:
+        self.job, self.view, self.engine = job, view, engine
+        self.asker = Asker(engine, job.config.top_logprobs, adapter=job.config.adapter)
+        self.meter = Meter(engine.stats)
+        self.window = WINDOW * engine.config.scheduler.max_running_requests
+        self.flight: set[asyncio.Task[None]] = set()
+        self.finished: deque[_Done] = deque()
+        self.wake = asyncio.Event()
+        self.fatal: BaseException | None = None
+        self.before = job.rows.rows - job.table.left
+        self.outcome = Outcome()
+
+    async def run(self) -> Outcome:
+        with self.view.job(), _terminating(self.outcome):
+            ticker = asyncio.create_task(self.tick())
+            try:
+                if not await self.feed():
+                    self.outcome.ended = f"stopped by max_errors={self.job.config.max_errors}"
+            except asyncio.CancelledError:  # Ctrl-C or SIGTERM
+                self.outcome.ended = INTERRUPTED
+            finally:
+                ticker.cancel()
+                for task in self.flight:
+                    task.cancel()
+                await asyncio.gather(ticker, *self.flight, return_exceptions=True)
+            self.drain()
+            self.job.journal.sync()
+        return self.outcome
+
+    async def feed(self) -> bool:
+        """Keeps the window full. False if `max_errors` ended the run."""
+        rows, index = self.job.rows, -1
+        for index, row in enumerate(self.job.task.rows()):
+            if index >= rows.rows or row_key(row) != rows.keys[index]:
+                raise _changed(index)
+            if self.job.table.known[index] == OK:
+                continue
+            task = asyncio.create_task(self.one(index, row))
+            self.flight.add(task)
+            task.add_done_callback(self.landed)
+            if not await self.room(self.window):
+                return False
+        if index + 1 != rows.rows:
+            raise _changed(index + 1)
+        return await self.room(1)
+
+    async def room(self, window: int) -> bool:
+        """Journals what has finished, and waits until fewer than `window` rows are in flight."""
+        while True:
+            self.wake.clear()
+            self.drain()
+            if self.fatal is not None:
+                raise self.fatal
+            limit = self.job.config.max_errors
+            if limit is not None and self.meter.failed > limit:
+                return False
+            if len(self.flight) < window:
+                return True
+            await self.wake.wait()
+
+    def landed(self, task: asyncio.Task[None]) -> None:
+        """A row is in flight no more: only then does who waits for room look again."""
+        self.flight.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.fatal = self.fatal or task.exception()
+        self.wake.set()
+
+    # -- one row -------------------------------------------------------------------------------------------------------
+
+    async def one(self, index: int, row: Row | BadRow) -> None:
+        """Asks and scores one row; whatever fails that is the row's own becomes its record."""
+        started, clock, metas = time.time(), time.perf_counter(), []
+        try:
+            if isinstance(row, BadRow):
+                line = line_of(record := error_record(row))
+            else:
+                record, line = await answer_row(self.asker, self.job.config, self.job.task, row, metas)
+        except FATAL as error:
+            self.fatal = self.fatal or error
+            return
+        except Exception as error:  # the engine's word on this row, or a fault of the task's own code with it
+            line = line_of(record := error_record(row, error))
+        self.finished.append(_Done(index, row, record, line, metas, started, time.perf_counter() - clock))
+
+    def drain(self) -> None:
+        """Journals the rows that have finished, together; then counts and shows them. Errors: StorageError."""
+        while self.finished:
+            done, size = [], 0
+            while self.finished and size < TOGETHER:
+                done.append(self.finished.popleft())
+                size += len(done[-1].line)
+            for one, offset in zip(done, self.keep(done), strict=True):
+                self.job.table.put(one.index, one.ok, offset)
+                self.job.trace.row(one.index, one.row.id, one.metas)
+                self.count(one)
+
+    def keep(self, done: list[_Done]) -> list[int]:
+        """Journals rows by one write and returns their offsets. Errors: StorageError."""
+        lines, keys, session = [], self.job.rows.keys, self.job.session
+        for one in done:
+            tokens = [sum([meta[name] for meta in one.metas]) for name in ("prompt_tokens", "completion_tokens")]
+            head = ROW_HEAD % (one.index, one.ok, keys[one.index], session, one.started, one.seconds, *tokens)
+            lines.append(framed(head, one.line))
+        return self.job.journal.extend(lines)
+
+    def count(self, done: _Done) -> None:
+        shown = self.meter.rows < self.job.config.show
+        if done.ok:
+            for meta in done.metas:
+                self.meter.count(meta)
+            self.meter.rows += 1 - len(done.metas)  # the meter counts requests; here it is rows
+        else:
+            self.meter.count_failure()
+            shown = self.meter.failed <= max(self.job.config.show, 1)
+        if shown:
+            self.view.row(_shown(done))
+
+    async def tick(self) -> None:
+        """Progress, gauges and overdue syncs until cancelled."""
+        while True:
+            progress = self.meter.progress(self.before, self.job.rows.rows, ())
+            self.view.progress(progress)
+            self.job.trace.gauges(progress, time.time())
+            try:
+                self.job.journal.sync_if_due()
+            except StorageError as error:
+                self.fatal = self.fatal or error
+                self.wake.set()
+            await asyncio.sleep(TICK_SECONDS)
+
+
+def _shown(done: _Done) -> Shown:
+    record, number = done.record, done.index + 1
+    if "error" in record:
+        error = record["error"]
+        return Shown(number, f"row {done.row.id}", error=f"{error['type']}: {error['message']}")
+    prompt, text = "", ""
+    if record["answers"]:
+        first = record["answers"][0]
+        prompt = first["prompt"] if isinstance(first["prompt"], str) else count(len(first["prompt"]), "token id")
+        text = first["text"]
+    note = ", ".join(f"{name} {value}" for name, value in record["scores"].items())
+    return Shown(number, prompt or f"row {done.row.id}", text, note)
+
+
+def _changed(index: int) -> InputFileError:
+    return InputFileError(
+        f"the input has changed while the run was reading it, at row {index + 1:,}; put it back and run the same "
+        "command again, or choose another out=DIR for the new input"
+    )
+
+
+class _terminating:
+    """Inside, SIGTERM ends the run as Ctrl-C does, and `outcome` tells. Nothing is done off the main thread."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.on = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        if self.on:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+
+            def end() -> None:
+                self.outcome.terminated = True
+                task.cancel()
+
+            loop.add_signal_handler(signal.SIGTERM, end)
+
+    def __exit__(self, *_: object) -> None:
+        if self.on:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)

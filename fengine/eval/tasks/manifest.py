@@ -1,0 +1,181 @@
+"""What a run's results depend on, written down, compared before a run goes on, and hashed. No torch.
+
+`identity` holds all that a bit of `outputs.jsonl` can depend on; two runs of equal identity have equal files. Machine
+names, times and the command's words are kept beside it, for readers, and never compared.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import fengine
+from fengine.config import EngineConfig
+from fengine.errors import ResumeMismatchError, StorageError
+from fengine.eval.runs.config import Point
+from fengine.eval.tasks import machine
+from fengine.eval.tasks.config import FREE, EvalConfig, flat
+from fengine.eval.tasks.digests import adapter_digests, canonical, code_digest, model_digests
+from fengine.eval.tasks.resume import Survey
+from fengine.eval.tasks.task import Task
+
+SCHEMA = 1
+CODE = ("code_sha256: ", "versions.fengine: ")  # lines of `differences` about fengine's own sources
+SEED_PLAN = "the first 8 bytes of SHA-256 of the JSON [run seed, row id, sample index], big-endian, shifted right by 1"
+COMPUTING = ("torch", "triton", "transformers", "tokenizers", "numpy")
+# What a process's environment says to the libraries that compute. Values of other variables are nobody's business.
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "CC")
+PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TRITON_", "NVIDIA_TF32", "FENGINE_")
+
+
+def row_seed(run_seed: int, row_id: str, sample: int) -> int:
+    """The seed of one sample of one row: `SEED_PLAN`. Whatever the order, whichever process. Pure."""
+    text = json.dumps([run_seed, row_id, sample], separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def settings(config: EvalConfig) -> dict[str, Any]:
+    """The resolved config, flat, without the keys that no result depends on. Pure."""
+    return {key: value for key, value in flat(config).items() if key.partition(".")[0] not in FREE}
+
+
+def identity(config: EvalConfig, task: Task, rows: Survey) -> dict[str, Any]:
+    """All that can be known before a model is loaded. Errors: StorageError if a file of the model cannot be read."""
+    values = settings(config)
+    return {
+        "config": values,
+        "config_sha256": canonical(values),
+        "task": {"name": task.name, "version": task.version},
+        "input": rows.as_dict(),
+        "seeds": {"run_seed": config.seed, "plan": SEED_PLAN},
+        "versions": versions(),
+        "code_sha256": code_digest(),
+        "model": model_digests(config.model),
+        **({"adapters": adapter_digests(config.lora)} if config.lora.paths else {}),
+    }
+
+
+def in_force(engine: EngineConfig, max_input: int) -> dict[str, Any]:
+    """What an open engine adds: every "auto" resolved, how many tokens of input it takes, what it computes on."""
+    device = engine.model.device
+    return {
+        "engine": flat(engine),
+        "max_input": max_input,
+        "numerics": engine.numerics.value,
+        "schedules": "the tables of code_sha256; of library calls, those proved bit for bit on this GPU",
+        "hardware": {"device": device, "cpu": cpu_name(), **machine.gpu(device)},
+    }
+
+
+def refuse_differences(
+    found: dict[str, Any], wanted: dict[str, Any], folder: Path, *, allow_code_change: bool = False
+) -> None:
+    """Errors: ResumeMismatchError that names every key in which a run's record and this command differ."""
+    lines = differences(found, wanted)
+    of_code = [line for line in lines if line.startswith(CODE)]
+    if allow_code_change:
+        lines = [line for line in lines if line not in of_code]
+    if lines:
+        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
+        if lines == of_code:
+            more += "\nresume.allow_code_change=true goes on all the same, and the manifest tells of it;"
+        raise ResumeMismatchError(
+            f"{folder} holds a run of something else (recorded → now):\n"
+            + "\n".join(f"  {line}" for line in lines[:20])
+            + more
+            + "\nput that back to go on with it, or choose another out=DIR"
+        )
+
+
+def differences(found: Any, wanted: Any, name: str = "") -> list[str]:
+    """Lines "key: old → new", for every leaf in which two mappings differ, but the digest of the config. Pure."""
+    if not isinstance(found, dict) or not isinstance(wanted, dict):
+        return [] if found == wanted else [f"{name}: {_short(found)} → {_short(wanted)}"]
+    lines = []
+    for key in [*found, *(key for key in wanted if key not in found)]:
+        if key != "config_sha256":
+            inner = key if name in ("", "config") else f"{name}.{key}"
+            lines += differences(found.get(key), wanted.get(key), inner)
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# -- for readers -------------------------------------------------------------------------------------------------------
+
+
+def surroundings() -> dict[str, Any]:
+    """Where a run took place: not compared, since results do not depend on it."""
+    packages = sorted(f"{name}=={version}" for name, version in machine.packages().values())
+    kept = {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith(PREFIXES)}
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpus": os.cpu_count(),
+        "environment": kept,
+        "packages_sha256": canonical(packages),
+        "packages": packages,
+    }
+
+
+def session(argv: Iterable[str], started: str) -> dict[str, Any]:
+    """One process that worked on a run."""
+    told = {"pid": os.getpid(), "host": platform.node(), "argv": list(argv), "cwd": os.getcwd()}
+    return told | {"git": machine.checkout(), "code_sha256": code_digest(), "started": started, "ended": None}
+
+
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        found = ""
+    return found or platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Of fengine and the libraries that compute."""
+    there = machine.packages()
+    return {"fengine": fengine.__version__} | {name: there[name][1] if name in there else None for name in COMPUTING}
+
+
+def origin(point: Point, base: Path) -> dict[str, Any]:
+    """A new run's name, and what was said to have it: with the config that is enough to run it again."""
+    return {
+        "run_id": uuid.uuid4().hex,
+        "overrides": list(point.overrides),
+        "choices": dict(point.choices),
+        "swept": list(point.swept),
+        "base": str(base),  # what a relative task.data is under
+    }
+
+
+def record(what: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """A new manifest; `said` is its `origin`. Pure but for what it reads of the machine."""
+    head = {"fengine_manifest": SCHEMA, "identity": what, "in_force": None, "sessions": [], "result": None}
+    return head | {"origin": said, "surroundings": surroundings()}
+
+
+def recorded(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The identity in a manifest that was read. Errors: ResumeMismatchError if it is not one of this version;
+    StorageError if what stands beside the identity is not what fengine writes."""
+    found = manifest.get("identity")
+    if manifest.get("fengine_manifest") != SCHEMA or not isinstance(found, dict):
+        raise ResumeMismatchError(f"{folder}/manifest.json is of another version of fengine; choose another out=DIR")
+    wrong = [name for name in ("in_force", "origin", "result") if not isinstance(manifest.get(name), dict | None)]
+    wrong += ["in_force"] * ("in_force" not in manifest)
+    sessions = manifest.get("sessions")
+    if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
+        wrong.append("sessions")
+    if wrong:
+        raise StorageError(
+            f"{folder}/manifest.json is damaged: {wrong[0]} is {manifest.get(wrong[0])!r:.40}; restore it"
+        )
+    return found

@@ -1,0 +1,209 @@
+"""What a run has still to do: its rows, surveyed before anything is computed, and what its journal holds of them.
+
+Memory is a few bytes a row: a 64-bit key of its content and the place of its line in the journal. No torch.
+"""
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fengine.errors import InputFileError, ResumeMismatchError, StorageError
+from fengine.eval.tasks.folder import JOURNAL, RunFolder
+from fengine.eval.tasks.journal import KIND, VERSION, Damage, Entry, encode, header, scan
+from fengine.eval.tasks.task import BadRow, Row, Task
+
+NOTHING, FAILED, OK = 0, 1, 2  # what is known of a row
+ROW_HEAD = "[%d,%d,%d,%d,%.6f,%.6f,%d,%d]"  # of a line of the journal, as `is_head` has it
+COMPACT = json.JSONEncoder(separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A run's rows: a key for each (the beginning of the SHA-256 of its content), and the SHA-256 of all of the input,
+    also where the run has only a shard of it."""
+
+    keys: array  # of uint64
+    sha256: str
+    all_rows: int | None = None  # of the input, where the run has a shard of it
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
+
+    def shard(self, shard: tuple[int, int] | None) -> "Survey":
+        """The rows of one shard, (number from 0, of how many), of these, which are all. Pure."""
+        return self if shard is None else Survey(self.keys[shard[0] :: shard[1]], self.sha256, self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What an identity says of them. Pure."""
+        found: dict[str, Any] = {"rows": self.rows, "sha256": self.sha256}
+        return found if self.all_rows is None else found | {"all_rows": self.all_rows}
+
+
+def row_digest(row: Row | BadRow) -> bytes:
+    """SHA-256 of a row's content. Pure."""
+    content = [row.id, row.data] if isinstance(row, Row) else [row.id, row.line, row.type, row.message]
+    return hashlib.sha256(COMPACT.encode(content).encode()).digest()
+
+
+def row_key(row: Row | BadRow) -> int:
+    return int.from_bytes(row_digest(row)[:8], "little")
+
+
+def survey(task: Task) -> Survey:
+    """Reads all rows once. Errors: InputFileError that names ids that occur twice; whatever reading them raises."""
+    keys, ids, whole = array("Q"), array("Q"), hashlib.sha256()
+    for row in task.rows():
+        digest = row_digest(row)
+        whole.update(digest)
+        keys.append(int.from_bytes(digest[:8], "little"))
+        ids.append(_id_key(row.id))
+    ordered = np.sort(np.frombuffer(ids, np.uint64)) if ids else np.zeros(0, np.uint64)
+    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(again):
+        _refuse_duplicates(task, {int(key) for key in again[:1000]})
+    return Survey(keys, whole.hexdigest())
+
+
+def _id_key(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little")
+
+
+def _refuse_duplicates(task: Task, suspects: set[int]) -> None:
+    first: dict[str, int] = {}
+    found = []
+    for number, row in enumerate(task.rows(), 1):
+        if _id_key(row.id) in suspects:
+            if row.id in first:
+                found.append(f"  {row.id!r:.80}: rows {first[row.id]:,} and {number:,}")
+            first.setdefault(row.id, number)
+    if found:
+        more = f"\n  and {len(found) - 10:,} more" if len(found) > 10 else ""
+        raise InputFileError(
+            f"task {task.name} has ids that occur twice; every row needs its own:\n" + "\n".join(found[:10]) + more
+        )
+
+
+class Table:
+    """For each row: what is known, and where its line is in the journal. Modified by `put`."""
+
+    def __init__(self, rows: int) -> None:
+        self.known = bytearray(rows)
+        self.offsets = array("q", bytes(8 * rows))
+
+    def put(self, index: int, ok: bool, offset: int) -> None:
+        """A line of the journal. A good one stays, whatever comes later; of failures the last one counts."""
+        if self.known[index] != OK:
+            self.known[index] = OK if ok else FAILED
+            self.offsets[index] = offset
+
+    @property
+    def left(self) -> int:
+        """Rows to be computed: new ones, and those that failed."""
+        return len(self.known) - self.known.count(OK)
+
+    @property
+    def failed(self) -> int:
+        return self.known.count(FAILED)
+
+
+def reopen(
+    folder: RunFolder, rows: Survey, identity: str, note: Callable[[str], None], warn: Callable[[str], None]
+) -> Table:
+    """What the journal holds, once it holds nothing but good lines; a new one if there is none.
+
+    A torn tail is cut off. Of a damaged journal a copy is kept, the good lines are saved, and `warn` is told what was
+    lost. Errors: ResumeMismatchError if it is another run's; StorageError.
+    """
+    path = folder.path / JOURNAL
+    if not path.exists() or path.stat().st_size == 0:
+        folder.write(JOURNAL, header(identity))
+        return Table(rows.rows)
+    table, damage = _read(path, rows, identity)
+    if any(not d.torn for d in damage):
+        kept = _salvage(folder, path, rows, identity)
+        warn(_told(path, damage, kept))
+        return _read(path, rows, identity)[0]
+    if damage:
+        _cut(path, damage[0].offset)
+        note(f"{path.name} ended in the middle of a row, which is computed again")
+        if damage[0].offset == 0:  # not even the first line was whole
+            folder.write(JOURNAL, header(identity))
+    return table
+
+
+def _read(path: Path, rows: Survey, identity: str) -> tuple[Table, list[Damage]]:
+    """The table of one reading, and what is damaged. A good line that is no row of this run counts as damage."""
+    table, damage = Table(rows.rows), []
+    for found in scan(path):
+        if isinstance(found, Damage):
+            _add(damage, found)
+        elif found.head[0] == KIND:
+            if found.head[1:] != [VERSION, identity]:
+                raise ResumeMismatchError(f"{path} is the journal of another run; choose another out=DIR")
+        elif not _is_row(found, rows):
+            _add(damage, Damage(found.offset, len(encode(found.head, found.record))))
+        else:
+            table.put(found.head[0], bool(found.head[1]), found.offset)
+    return table, damage
+
+
+def _add(damage: list[Damage], found: Damage) -> None:
+    """Damage behind damage is one place, so that there are no more of them than good lines. Modifies: damage."""
+    if damage and damage[-1].offset + damage[-1].length == found.offset:
+        before = damage.pop()
+        found = Damage(before.offset, before.length + found.length, before.torn and found.torn)
+    damage.append(found)
+
+
+def _is_row(entry: Entry, rows: Survey) -> bool:
+    return is_head(entry.head, rows.rows) and rows.keys[entry.head[0]] == entry.head[2]
+
+
+def is_head(head: list[Any], rows: int) -> bool:
+    """Whether it is that of one of `rows` rows: index, ok, key, session, started, seconds, tokens in and out. Pure."""
+    if len(head) != 8 or not {*map(type, head)} <= {int, float} or not all(-(1 << 63) <= x < 1 << 64 for x in head):
+        return False
+    return type(head[0]) is int and 0 <= head[0] < rows
+
+
+def _salvage(folder: RunFolder, path: Path, rows: Survey, identity: str) -> str:
+    """Keeps a copy of a damaged journal and puts one of its good lines in its place. Returns the copy's name."""
+    try:
+        number = 1
+        while (copy := path.with_name(f"journal.damaged-{number}")).exists():
+            number += 1
+        os.link(path, copy)
+        with path.with_name(f".{JOURNAL}.tmp").open("wb") as file:
+            file.write(header(identity))
+            for found in scan(path):
+                if isinstance(found, Entry) and _is_row(found, rows):
+                    file.write(encode(found.head, found.record))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise error if isinstance(error, StorageError) else folder.failed(error) from error
+    folder.install(JOURNAL)
+    return copy.name
+
+
+def _told(path: Path, damage: list[Damage], kept: str) -> str:
+    places = ", ".join(f"{d.offset:,}-{d.offset + d.length - 1:,}" for d in damage[:5] if not d.torn)
+    return (
+        f"{path.name} is damaged at byte {places}{' and more' if len(damage) > 5 else ''}: what its checksums vouch "
+        f"for is kept, the rest is computed again; the damaged file is {kept}"
+    )
+
+
+def _cut(path: Path, size: int) -> None:
+    try:
+        os.truncate(path, size)
+    except OSError as error:
+        raise StorageError(f"journal {path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,209 @@
+"""Rows from files, streamed: one line is in memory at a time. No torch.
+
+JSONL with the user's own columns, or OpenAI's batch format. Every line becomes exactly one `Row` or `BadRow`, whatever
+it holds; what is wrong with the file as a whole raises, and an id that occurs twice is such a thing. Beside the line
+there is kept a digest of every id, some 100 bytes a row.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from fengine.errors import InputFileError
+from fengine.eval.tasks import tables
+from fengine.eval.tasks.openai_batch import from_openai
+from fengine.eval.tasks.scoring import parse_json
+from fengine.eval.tasks.task import BadRow, Row
+from fengine.eval.tasks.task_config import Format, TaskConfig
+
+MAX_LINE_BYTES = 16 << 20
+MAX_ID_CHARS = 512
+SUFFIXES = {
+    ".jsonl": Format.jsonl,
+    ".ndjson": Format.jsonl,
+    ".parquet": Format.parquet,
+}
+MAGIC = {b"\x1f\x8b": "gzip", b"PAR1": "parquet", b"PK\x03\x04": "zip", b"(\xb5/\xfd": "zstandard", b"BZh": "bzip2"}
+
+
+class Line(NamedTuple):
+    """One line that holds something, without BOM and line end; `data` is None for one that is too long."""
+
+    number: int  # from 1
+    offset: int  # of its first byte in the file
+    data: bytes | None
+
+
+def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
+    """The rows of a task in the order of the data, at most `config.limit`. `base` is what a relative path is under.
+
+    Errors, before the first row: InputFileError (no file, unreadable, empty, another format), UnsupportedFeatureError
+    (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed;
+    behind the last row: InputFileError that names ids that occur twice.
+    """
+    assert config.data is not None
+    if config.format is Format.hf:
+        return _rows(_numbered(tables.read_dataset(config.data, config.subset, config.split)), "row", config)
+    path = base / Path(config.data).expanduser()
+    form = _format(path, config.format)
+    if form is Format.parquet:
+        return _rows(_numbered(tables.read_parquet(path)), "row", config)
+    found = _parsed(_lines(_open(path), path))
+    return _rows(map(from_openai, found) if form is Format.openai else found, "line", config)
+
+
+def data_path(config: TaskConfig, base: Path) -> Path | None:
+    """The file that `read_rows` reads, as an absolute path; None for a dataset of Hugging Face. Pure."""
+    if config.data is None or config.format is Format.hf:
+        return None
+    return (base / Path(config.data).expanduser()).absolute()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _format(path: Path, asked: Format) -> Format:
+    """Errors: InputFileError where neither the config nor the name tells."""
+    form = SUFFIXES.get(path.suffix.lower()) if asked is Format.auto else asked
+    if form is None:
+        raise InputFileError(
+            f"task.data={path} ends in none of {', '.join(SUFFIXES)}; set task.format to jsonl, openai, parquet or hf"
+        )
+    return form
+
+
+def _open(path: Path) -> BinaryIO:
+    """Errors: InputFileError for what is no readable, uncompressed, non-empty file."""
+    try:
+        if not path.is_file():
+            problem = "is not a file" if path.exists() else "does not exist"
+            raise InputFileError(f"task.data={path} {problem}; a relative path is relative to the YAML that names it")
+        file = path.open("rb")
+        start = file.read(8)
+        file.seek(0)
+    except OSError as error:
+        raise InputFileError(f"task.data={path} cannot be read: {error.strerror or error}") from error
+    kind = next((name for magic, name in MAGIC.items() if start.startswith(magic)), None)
+    if kind is not None or not start:
+        file.close()
+        problem = f"holds {kind} data, not lines of JSON; unpack or convert it" if kind else "is empty"
+        raise InputFileError(f"task.data={path} {problem}")
+    return file
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[Line]:
+    """Reads at most MAX_LINE_BYTES of a line; closes `file`. Errors: InputFileError (unreadable, changed)."""
+    with file:
+        before, number, offset = _mark(file), 0, 0
+        while True:
+            try:
+                line = file.readline(MAX_LINE_BYTES + 5)  # room for BOM and line end
+                size, rest = len(line), line
+                while rest and not rest.endswith(b"\n"):
+                    rest = file.readline(1 << 20)
+                    size += len(rest)
+            except OSError as error:
+                raise InputFileError(f"task.data={path} cannot be read: {error.strerror or error}") from error
+            if not line:
+                break
+            number += 1
+            mark = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
+            data = line[mark:].removesuffix(b"\n").removesuffix(b"\r")
+            if len(data) > MAX_LINE_BYTES:
+                yield Line(number, offset, None)
+            elif data.strip():
+                yield Line(number, offset + mark, data)
+            offset += size
+        if _mark(file) != before:
+            raise InputFileError(f"task.data={path} was changed while it was read; run again when it is complete")
+
+
+def _mark(file: BinaryIO) -> tuple[int, int]:
+    """What differs after a write."""
+    state = os.fstat(file.fileno())
+    return state.st_size, state.st_mtime_ns
+
+
+# -- lines to rows -----------------------------------------------------------------------------------------------------
+
+Parsed = tuple[int, dict[str, Any] | str]  # line; columns, or what is wrong
+
+
+def _numbered(records: Iterable[dict[str, Any] | str]) -> Iterator[Parsed]:
+    for number, record in enumerate(records, 1):
+        yield number, f"row {number}: {record}" if isinstance(record, str) else record
+
+
+def _parsed(lines: Iterable[Line]) -> Iterator[Parsed]:
+    """Each line as an object. A message names line and byte."""
+    for number, offset, data in lines:
+        where = f"line {number} (byte {offset})"
+        if data is None:
+            yield number, f"{where} is longer than {MAX_LINE_BYTES:,} bytes; split or shorten it"
+            continue
+        try:
+            value = parse_json(data.decode())
+        except UnicodeDecodeError as error:
+            yield number, f"{where} is invalid UTF-8 at byte {offset + error.start}; save the file as UTF-8"
+        except ValueError as error:
+            yield number, f"{where} is not valid JSON: {error}"
+        else:
+            named = f"{where} must be a JSON object, got {type(value).__name__}"
+            yield number, value if isinstance(value, dict) else named
+
+
+def _rows(parsed: Iterable[Parsed], word: str, config: TaskConfig) -> Iterator[Row | BadRow]:
+    """Gives every row an id, and ends at `config.limit`. `word` is what the source calls a row.
+
+    Errors, once all have been read: InputFileError that names the lines of ids that occur twice. So whoever reads a
+    task to its end before it computes, as runs do, has computed nothing.
+    """
+    column = "custom_id" if config.format is Format.openai and config.id is None else config.id
+    seen: dict[bytes, int] = {}
+    twice: list[str] = []
+    for count, (number, columns) in enumerate(parsed, 1):
+        own = f"{word}-{number}"
+        if isinstance(columns, str):
+            yield BadRow(_free_id(own, number, seen), number, columns)
+        else:
+            found = columns.get(column or "id", None if column is not None else own)
+            problem = _wrong_id(column or "id", found)
+            if problem is not None:
+                yield BadRow(_free_id(own, number, seen), number, f"{word} {number}: {problem}")
+            elif (first := seen.setdefault(_digest(str(found)), number)) != number:
+                twice.append(f"  {column or 'id'} {str(found)!r:.80}: {word}s {first:,} and {number:,}")
+            else:
+                yield Row(str(found), columns)
+        if count == config.limit or len(twice) > 1000:  # the rest of the file is not read
+            break
+    if twice:
+        more = f"\n  and {len(twice) - 10:,} more" if len(twice) > 10 else ""
+        told = "\n".join(twice[:10]) + more
+        raise InputFileError(f"task.data={config.data} has ids that occur twice; every row needs its own:\n{told}")
+
+
+def _wrong_id(column: str, found: Any) -> str | None:
+    """What is wrong with an id, or None. Pure."""
+    if found is None:
+        return f"has no {column!r}, which names the row"
+    if isinstance(found, bool) or not isinstance(found, (str, int)):
+        return f"{column!r} must be a text or an integer, got {type(found).__name__}"
+    if not 0 < len(str(found)) <= MAX_ID_CHARS:
+        return f"{column!r} must have 1 to {MAX_ID_CHARS} characters, got {len(str(found))}"
+    if not str(found).isascii() and any("\ud800" <= c <= "\udfff" for c in str(found)):
+        return f"{column!r} holds half a surrogate pair, which is no character"
+    return None
+
+
+def _free_id(name: str, number: int, seen: dict[bytes, int]) -> str:
+    """An id like `name` that no row has had, for a line that has none of its own. Modifies: `seen`."""
+    while _digest(name) in seen:
+        name += "'"
+    seen[_digest(name)] = number
+    return name
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()

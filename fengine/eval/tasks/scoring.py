@@ -1,0 +1,130 @@
+"""What an answer scores against its reference: pure functions of plain values. No torch, no I/O.
+
+acc, acc_norm, word and byte perplexity and bits per byte are defined as in EleutherAI's lm-evaluation-harness 0.4, so
+that figures compare.
+"""
+
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from fengine.eval.runs.prompts import STRICT_JSON
+from fengine.eval.tasks.task import Answer
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+NORMAL_FORMS: dict[str, Callable[[str], str]] = {
+    "strip": str.strip,  # no white space around it
+    "blanks": lambda text: " ".join(text.split()),  # any run of white space is one blank; none around
+    "case": str.casefold,
+    "punctuation": lambda text: "".join(c for c in text if not unicodedata.category(c).startswith("P")),
+    "articles": lambda text: re.sub(r"\b(?:a|an|the)\b", " ", text),  # English; use "case" before, "blanks" after
+    "nfkc": lambda text: unicodedata.normalize("NFKC", text),
+}
+
+
+def normal(text: str, forms: Iterable[str]) -> str:
+    """`text` after each of `forms` (names in NORMAL_FORMS), in their order. Pure."""
+    for name in forms:
+        text = NORMAL_FORMS[name](text)
+    return text
+
+
+def exact_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
+    """Whether `text` equals one of the references, both in normal form. Pure."""
+    found = normal(text, forms)
+    return any(found == normal(reference, forms) for reference in references)
+
+
+def prefix_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
+    """Whether `text` begins with one of the references, both in normal form, and no letter or digit follows. Pure."""
+    found = normal(text, forms)
+    starts = (normal(reference, forms) for reference in references)
+    return any(found.startswith(start) and not found[len(start) :][:1].isalnum() for start in starts)
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+Leaf = str | int | float | bool | None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a text that is one JSON value (RFC 8259), white space around it aside. Pure.
+
+    Errors: ValueError for anything else, also NaN and Infinity, numbers out of range, a key that occurs twice, and
+    nesting too deep to be read.
+    """
+    try:
+        return STRICT_JSON.decode(text.strip(" \t\r\n"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def json_scores(text: str, reference: Any) -> dict[str, float | bool | str]:
+    """`valid_json`; `fields`: the share of the reference's leaves that stand at the same place with the same value;
+    `json_match`: the same value altogether, whatever the order of keys. Numbers compare by value, and no boolean is a
+    number. Pure."""
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return {"valid_json": False, "fields": 0.0, "json_match": False}
+    found, wanted = dict(_leaves(value)), dict(_leaves(reference))
+    same = sum(path in found and _same(found[path], leaf) for path, leaf in wanted.items())
+    return {
+        "valid_json": True,
+        "fields": same / len(wanted),
+        "json_match": same == len(wanted) == len(found),
+    }
+
+
+def _leaves(value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """(path, leaf) of every leaf; an empty object or list is one. Every value has at least one leaf. Pure."""
+    todo: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    while todo:
+        path, item = todo.pop()
+        if isinstance(item, dict) and item:
+            todo.extend(((*path, key), inner) for key, inner in item.items())
+        elif isinstance(item, list) and item:
+            todo.extend(((*path, index), inner) for index, inner in enumerate(item))
+        else:
+            yield path, item
+
+
+def _same(a: Any, b: Any) -> bool:
+    numbers = [isinstance(x, (int, float)) and not isinstance(x, bool) for x in (a, b)]
+    return a == b and (all(numbers) or type(a) is type(b))
+
+
+# -- multiple choice ---------------------------------------------------------------------------------------------------
+
+
+def loglikelihood(answer: Answer) -> float:
+    """The natural logarithm of the probability of all tokens, correctly rounded. Pure."""
+    return math.fsum(answer.logprobs) if all(map(math.isfinite, answer.logprobs)) else sum(answer.logprobs)
+
+
+def choice_scores(sums: Sequence[float], choices: Sequence[str], right: int) -> dict[str, float | bool | str]:
+    """`acc`: the choice of the greatest loglikelihood is `right`; `acc_norm`: likewise, each divided by the choice's
+    length in characters; `picked`: the choice of `acc`. Of equals the first is taken. Pure."""
+    per_length = [value / len(choice) for value, choice in zip(sums, choices, strict=True)]
+    picked = sums.index(max(sums))
+    return {
+        "acc": picked == right,
+        "acc_norm": per_length.index(max(per_length)) == right,
+        "picked": choices[picked],
+    }
+
+
+# -- perplexity --------------------------------------------------------------------------------------------------------
+
+
+def count_words(text: str) -> int:
+    """Pieces between runs of white space; white space at an end makes an empty piece, which counts. Pure."""
+    return len(re.split(r"\s+", text))
+
+
+def perplexity_scores(total: float, text: str) -> dict[str, float | bool | str]:
+    """What `statistics.perplexities` needs of one text: its loglikelihood, words, and bytes in UTF-8. Pure."""
+    return {"loglikelihood": total, "words": count_words(text), "bytes": len(text.encode("utf-8", "surrogatepass"))}

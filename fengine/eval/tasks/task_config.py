@@ -1,0 +1,110 @@
+"""The schema of conf/task/*.yaml: where a task's rows are, what to ask, how to score. No torch, no Hydra.
+
+A YAML picks among the kinds and scores that are built here; it never names code.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from fengine.errors import ConfigError, FengineError
+from fengine.eval.tasks.extract import Extractor
+from fengine.eval.tasks.scoring import NORMAL_FORMS
+
+
+class TaskKind(Enum):
+    generate = "generate"  # decode, then compare the text
+    choice = "choice"  # which of the row's choices is likeliest
+    perplexity = "perplexity"  # how likely the row's text is
+
+
+class Match(Enum):
+    none = "none"  # only record what was generated
+    exact = "exact"  # equals a reference, both in normal form
+    prefix = "prefix"  # begins with a reference, both in normal form, and no word goes on behind it
+    json = "json"  # is JSON, and has the reference's fields
+
+
+class Select(Enum):
+    first = "first"
+    last = "last"
+
+
+class Format(Enum):
+    auto = "auto"  # by suffix: .jsonl and .ndjson, .parquet
+    jsonl = "jsonl"
+    openai = "openai"  # OpenAI's batch format, one request a line
+    parquet = "parquet"
+    hf = "hf"  # `data` names a dataset of Hugging Face
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """One task. Columns are named as in the data; `a.b` reaches into an object."""
+
+    name: str = "???"
+    version: str = "1"  # changes whenever scores of the same outputs would
+    kind: TaskKind = TaskKind.generate
+    data: str | None = None  # a file, relative to the YAML that names it
+    format: Format = Format.auto
+    split: str = "test"  # of a Hugging Face dataset
+    subset: str | None = None  # of a Hugging Face dataset
+    id: str | None = None  # the column of the row's id; None: "id" where a row has one, else the number of its line
+    limit: int | None = None  # the first rows only
+    prompt: str | None = None  # "{question}\nAnswer:"; None: the row's own prompt, messages or input_ids
+    chat: bool = False  # send the prompt as a user's message, through the model's chat template
+    target: str | None = "answer"  # the column of the reference(s), of the right choice, or of the text to be scored
+    # -- generate
+    max_new_tokens: int | None = None  # None: the run's
+    stop: tuple[str, ...] | None = None  # None: the run's
+    samples: int = 1  # answers for each row; scores are their means
+    match: Match = Match.exact
+    normal_form: tuple[str, ...] = ("strip",)  # applied in this order to answers and references
+    extract: str | None = None  # a regular expression; group 1, or the whole match, is compared
+    select: Select = Select.first  # which of several matches
+    # -- choice
+    choices: str = "choices"  # the column of the list of choices
+    delimiter: str = " "  # stands between the prompt and a choice; not counted by acc_norm
+
+    def __post_init__(self) -> None:
+        """OmegaConf gives lists for tuples."""
+        for name in ("stop", "normal_form"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
+
+
+def check(config: TaskConfig) -> list[str]:
+    """Every problem that can be seen without reading the data, one line each. Pure."""
+    problems = []
+    if config.data is None or not config.data.strip():
+        problems.append("task.data must name the rows: task.data=FILE.jsonl")
+    for name, low in (("limit", 1), ("samples", 1), ("max_new_tokens", 1)):
+        value = getattr(config, name)
+        if value is not None and value < low:
+            problems.append(f"task.{name} must be at least {low}, got {value}")
+    unknown = [name for name in config.normal_form if name not in NORMAL_FORMS]
+    if unknown:
+        problems.append(f"task.normal_form has no {unknown[0]!r}; there are {', '.join(NORMAL_FORMS)}")
+    if config.target is None and (config.kind is not TaskKind.generate or config.match is not Match.none):
+        problems.append("task.target must name the reference's column, or set task.match=none")
+    if config.kind is not TaskKind.generate and config.samples != 1:
+        problems.append(f"task.samples is for kind=generate; kind={config.kind.value} draws nothing")
+    if config.kind is TaskKind.choice and config.format is Format.openai:
+        problems.append("task.format=openai holds requests to generate; kind=choice needs a prompt and choices")
+    if config.extract is not None:
+        try:
+            Extractor(config.extract)
+        except FengineError as error:
+            problems.append(f"task.extract: {error}")
+    return problems
+
+
+def base_directory(option: str, search: list[Path], overrides: list[str]) -> Path:
+    """What `task.data` is relative to: the directory of task/OPTION.yaml, the first that `search` (Hydra's order) has;
+    the working directory where the command line gives `task.data` itself. Errors: ConfigError."""
+    if any(word.lstrip("+").startswith("task.data=") for word in overrides):
+        return Path.cwd()
+    for directory in search:
+        if (directory / "task" / f"{option}.yaml").is_file():
+            return directory / "task"
+    raise ConfigError(f"no task/{option}.yaml in {', '.join(map(str, search))}")

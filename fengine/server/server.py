@@ -1,0 +1,141 @@
+"""uvicorn, with limits on slow clients, errors as JSON, and an end in two steps. The one file that imports uvicorn."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+import uvloop  # noqa: F401  uvicorn imports it late, when a server runs
+from fastapi import FastAPI
+
+from fengine.api.engine import Engine
+from fengine.errors import ConfigError
+from fengine.server.app import make_app
+from fengine.server.config import ServeConfig
+from fengine.server.connection import Connection
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Server(uvicorn.Server):
+    """Runs until SIGINT or SIGTERM, then answers what it has, within `drain_seconds`; a second signal stops at once.
+    `stopped_by` tells which signal cut answers off."""
+
+    stopped_by: int | None = None
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, ready: Callable[[], None] = lambda: None) -> None:
+        """`ready` is called once connections are taken."""
+        super().__init__(config)
+        self._drain_seconds, self._ready = drain_seconds, ready
+        self._signal: int | None = None  # the last one
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's, does not raise the signals again: the process ends by itself, in order."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            self._cut(sig)
+        self._signal, self.should_exit = sig, True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._cut, self._signal)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cut(self, sig: int | None) -> None:
+        self.stopped_by = sig
+        self.stop()
+
+    def stop(self) -> None:
+        """Cuts all connections off; what ran for them is aborted."""
+        self.should_exit = self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket bound to the address, which takes connections once a server runs. Errors: ConfigError."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"serve.host={config.host!r} is no address of this machine: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on serve.host={config.host} serve.port={config.port}: {error.strerror}; choose another "
+            "port, or 0 for a free one"
+        ) from error
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """The URL of a bound socket. Pure."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def server_of(app: FastAPI, config: ServeConfig, ready: Callable[[], None] = lambda: None) -> Server:
+    """A server of an app; `run(sockets=[listen(config)])` it, in any thread."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong is told to them
+    connection = type("LimitedConnection", (Connection,), {"limits": config})
+    return Server(
+        uvicorn.Config(
+            app,
+            http=connection,
+            ws="none",
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+        ),
+        config.drain_seconds,
+        ready,
+    )
+
+
+def raise_file_limit() -> None:
+    """As many open connections as the system allows this process. Modifies: the process's limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+
+
+def serve(engine: Engine, config: ServeConfig, bound: socket.socket) -> int | None:
+    """Serves until a signal; returns the one that cut answers off, None if all were finished. The engine stays open."""
+    raise_file_limit()
+    app = make_app(engine, config)
+    engine.freeze_gc()  # or the collector would stop every stream, to look through what never goes
+    told = f"fengine serves {app.state.service.model} at {address_of(bound)}/v1"
+    server = server_of(app, config, lambda: print(told, file=sys.stderr, flush=True))
+    server.run(sockets=[bound])
+    return server.stopped_by

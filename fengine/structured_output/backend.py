@@ -1,0 +1,252 @@
+"""Compiled grammars, and the one file that imports the matcher library, llguidance. No torch.
+
+llguidance refuses the schema keywords that it does not hold, builds its automata as far as texts reach them, under
+limits that are counts rather than seconds, and lets go of the GIL (Moskal et al., github.com/guidance-ai/llguidance).
+What these limits do not cover ends a child process (`trial.py`) and its own request: a catastrophic pattern neither
+stalls the loop, nor keeps other grammars waiting, nor eats the memory.
+"""
+
+import json
+import resource
+import signal
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from functools import cached_property
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fengine.errors import EngineClosedError, FengineError, GrammarError, MissingExtraError
+from fengine.structured_output import ebnf, regex, rules, schema, structural_tag
+from fengine.structured_output.characters import SURROGATE
+from fengine.structured_output.schema import Whitespace
+from fengine.structured_output.trial import CPU_SECONDS, MEMORY, Trial
+
+MAX_BYTES = {"json_schema": 1 << 17, "structural_tag": 1 << 17, "ebnf": 1 << 15, "regex": 1 << 14}
+WORDS = {"json_schema": "json", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural tag"}  # as SGLang's
+SECONDS = 30.0  # how long a caller waits, where others are compiled first
+COMPILERS = 2  # grammars compiled at once
+MAX_KEPT = 128  # compiled grammars; of those that are used least the memory is given back
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,  # some 20 ms
+    "step_lexer_fuel": 200_000,  # of one mask: some 14 ms
+    "step_max_items": 50_000,  # of one mask: some 3 ms
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,  # of one grammar: at most 100 MB
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+MASK_THREADS = 2
+
+
+class Source(NamedTuple):
+    """A grammar as a request gives it: `kind` is the name of its sampling parameter."""
+
+    kind: str
+    text: str
+
+
+class Vocabulary:
+    """The tokens as the matcher sees them: `tokens[id]` is the id's text, None for one that has none of its own.
+
+    Behind them stands one more, which no model draws: that the matcher allows it tells that the text may end here.
+    """
+
+    def __init__(self, tokens: Sequence[bytes | None], drops_space: bool) -> None:
+        """`drops_space`: of a space at the beginning of a text nothing is shown. Errors: MissingExtraError."""
+        try:
+            import llguidance
+        except ImportError:
+            raise MissingExtraError.of("a grammar", "llguidance", "grammar") from None
+        self.size, self.drops_space = len(tokens), drops_space
+        self.eos_token_id, self.bos_token_id = self.size, None
+        self.tokens = [token or b"" for token in tokens] + [b""]
+        self.special_token_ids = [i for i, token in enumerate(self.tokens) if not token]
+        self.llguidance: Any = llguidance
+        self.tokenizer: Any = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
+        self.limits: Any = llguidance.LLParserLimits(**LIMITS)
+        self.executor: Any = llguidance.LLExecutor(MASK_THREADS)
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="fengine-masks")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []  # asked only where tokens are forced, which no grammar here does
+
+    def matcher(self, lark: str) -> Any:
+        """A new matcher, which may be in error."""
+        text = f'%llguidance {{"no_forcing": true}}\n{lark}'
+        matcher = self.llguidance.LLMatcher
+        return matcher(self.tokenizer, matcher.grammar_from_lark(text), log_level=0, limits=self.limits)
+
+
+class Grammar:
+    """A compiled grammar. Requests share it, and what its automaton has learnt; none changes what another one gets."""
+
+    def __init__(self, vocabulary: Vocabulary, source: Source, lark: str) -> None:
+        """`lark` says what the rule `text` is. Errors: GrammarError."""
+        self.vocabulary, self.source = vocabulary, source
+        self._lark = f"start: text\n{lark}"
+        self._first = self._made()
+        if vocabulary.drops_space:  # a space that is not shown may stand in front, and must where the text begins so
+            begins = any(vocabulary.tokens[id].startswith(b" ") for id in self._beginnings())
+            self._lark = f"start: / /{'' if begins else '?'} text\n{lark}"
+            self._first = self._made()
+        if not self._beginnings():
+            raise GrammarError("nothing satisfies it with this vocabulary: no token can begin a text")
+
+    def matcher(self) -> Any:
+        """At the beginning of a text."""
+        return self._first.deep_copy()
+
+    def anew(self) -> Any:
+        """`matcher`, with an automaton that has learnt nothing: one that is shared may be full. Modifies: self."""
+        self._first = self._made()
+        return self._first.deep_copy()
+
+    def _made(self) -> Any:
+        matcher = self.vocabulary.matcher(self._lark)
+        if matcher.is_error():
+            raise GrammarError(reason(matcher))
+        return matcher
+
+    def _beginnings(self) -> list[int]:
+        """The tokens that a text may begin with, the one behind the vocabulary included."""
+        matcher = self.matcher()
+        allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            raise GrammarError(reason(matcher))
+        return np.flatnonzero(np.unpackbits(allowed, bitorder="little")).tolist()
+
+
+def reason(matcher: Any) -> str:
+    """The first line of what the matcher says is wrong."""
+    line = matcher.get_error().partition("\n")[0]
+    if line.startswith("NoExtension"):
+        return "no token of this vocabulary can come next"
+    return line.rpartition("failed to compile JSON schema: ")[2][:500]
+
+
+def to_lark(source: Source, whitespace: Whitespace) -> str:
+    """The grammar in the matcher's words, checked. Errors: GrammarError. Pure."""
+    kind, text = source
+    if kind == "json_schema":
+        return schema.to_lark(text, whitespace)
+    if kind == "structural_tag":
+        return structural_tag.to_lark(text, whitespace)
+    if kind == "ebnf":
+        found = ebnf.parse(text)
+        rules.check(found)
+        return rules.to_lark(found)
+    return f"text: /{regex.explicit(text, 'regex')}/"
+
+
+def answer() -> None:
+    """The child's side of a `Trial`: a question a line, an answer a line, until nobody asks any more."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    vocabulary = Vocabulary([bytes([byte]) for byte in range(256)], False)
+    for line in sys.stdin:
+        kind, text, whitespace = json.loads(line)
+        source = Source(kind, text)
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process, wherever it is
+        try:
+            lark = to_lark(source, Whitespace(whitespace))
+            Grammar(vocabulary, source, lark)
+            reply = {"rules": lark}
+        except GrammarError as error:
+            reply = {"error": str(error)}
+        except MemoryError:
+            reply = {
+                "error": f"it is too complex: to compile it takes more memory than {MEMORY >> 30} GiB; simplify it"
+            }
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reply), flush=True)
+
+
+class Grammars:
+    """The grammars of one engine: compiled once each, in threads of their own. Thread-safe.
+
+    The MAX_KEPT used last are kept, and those that cannot be compiled with them.
+    """
+
+    def __init__(
+        self, tokens: Callable[[], tuple[Sequence[bytes | None], bool]], whitespace: Whitespace | None
+    ) -> None:
+        """`tokens` gives the arguments of `Vocabulary`, when the first grammar comes; `whitespace` None refuses all."""
+        self._tokens, self._whitespace = tokens, whitespace
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Source, Future[Grammar]] = OrderedDict()
+        self._worker = ThreadPoolExecutor(COMPILERS, thread_name_prefix="fengine-grammars")
+        self._trials = [Trial() for _ in range(COMPILERS)]
+        self._idle: SimpleQueue[Trial] = SimpleQueue()
+        for trial in self._trials:
+            self._idle.put(trial)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Made at first use: some 3 µs for each token. Errors: MissingExtraError, UnsupportedFeatureError."""
+        return Vocabulary(*self._tokens())
+
+    def compile(self, source: Source) -> Grammar:
+        """Waits until it is compiled. Errors: GrammarError, MissingExtraError, UnsupportedFeatureError."""
+        if self._whitespace is None:
+            raise GrammarError(f"{source.kind} was given, but grammars are off: the engine has grammar_backend='none'")
+        try:
+            size, most = len(source.text.encode()), MAX_BYTES[source.kind]
+        except UnicodeEncodeError as error:
+            raise GrammarError(f"{source.kind} holds {SURROGATE}, at character {error.start}") from None
+        if size > most:
+            raise GrammarError(f"{source.kind} has {size} bytes, more than the limit of {most}")
+        failed = f"Failed to compile {WORDS[source.kind]} grammar: "
+        try:
+            return self.begin(source).result(SECONDS)
+        except Late as late:
+            raise GrammarError(f"{failed}it took more than {SECONDS:.0f} seconds; simplify it") from late
+        except GrammarError as error:
+            raise GrammarError(f"{failed}{error}") from None
+
+    def prepare(self, sources: Iterable[Source]) -> None:
+        """Compiles them, so that `compile` need not wait. Errors: GrammarError if one takes too long; others are kept
+        for `compile` to tell."""
+        for source in sources:
+            try:
+                self.compile(source)
+            except FengineError as error:
+                if isinstance(error.__cause__, Late):
+                    raise
+
+    def begin(self, source: Source) -> "Future[Grammar]":
+        """Starts compiling it, if it is not known."""
+        with self._lock:
+            future = self._known.get(source)
+            if future is None:
+                try:
+                    future = self._known[source] = self._worker.submit(self._compile, source)
+                except RuntimeError:
+                    raise EngineClosedError("the engine was shut down; create a new Engine") from None
+            self._known.move_to_end(source)
+            while len(self._known) > MAX_KEPT:
+                self._known.popitem(last=False)
+            return future
+
+    def _compile(self, source: Source) -> Grammar:
+        with self._lock:
+            vocabulary = self.vocabulary
+        trial = self._idle.get()
+        try:
+            lark = trial.rules(source.kind, source.text, (self._whitespace or Whitespace()).pattern)
+        finally:
+            self._idle.put(trial)
+        return Grammar(vocabulary, source, lark)
+
+    def close(self) -> None:
+        """Waits for nothing; what is being compiled ends by itself."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
+        if "vocabulary" in vars(self):
+            self.vocabulary.worker.shutdown(wait=False)

@@ -1,0 +1,72 @@
+"""`Cursor`: where one request stands in its grammar, a function of the tokens that it has drawn. No torch."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fengine.errors import GrammarError
+from fengine.structured_output.backend import Grammar, reason
+
+
+class Bits:
+    """Ids as bits of a mask: `word[i]` gets the bits `bit[i]`, each word once. Immutable, and equal only to itself."""
+
+    __slots__ = ("word", "bit")
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        words: dict[int, int] = {}
+        for id in ids:
+            words[id // 32] = words.get(id // 32, 0) | 1 << id % 32
+        self.word = np.array(list(words), np.int64)
+        self.bit = np.array(list(words.values()), np.uint32).view(np.int32)
+
+
+@lru_cache(256)
+def bits_of(ids: frozenset[int]) -> Bits:
+    """One for all that have the same ids, so that their rows change together. Pure."""
+    return Bits(ids)
+
+
+class Cursor:
+    """Modifies: itself, by the loop alone.
+
+    `ends` are the ids that end the request: allowed where the text may end, whatever text they have of their own.
+    `barred` ids are never drawn. With `eager` False an end is drawn only where nothing else can be (ignore_eos).
+    """
+
+    __slots__ = ("grammar", "ends", "barred", "early", "eager", "tokens", "matcher", "error")
+
+    def __init__(
+        self, grammar: Grammar, ends: Iterable[int], barred: Iterable[int], early: Iterable[int], eager: bool
+    ) -> None:
+        size = grammar.vocabulary.size
+        ends, barred, early = ([id for id in ids if 0 <= id < size] for ids in (ends, barred, early))
+        self.grammar, self.eager = grammar, eager
+        self.ends, self.barred, self.early = (bits_of(frozenset(ids)) for ids in (ends, barred, (*ends, *early)))
+        self.tokens: list[int] = []  # taken so far
+        self.matcher: Any = grammar.matcher()
+        self.error: GrammarError | None = None
+
+    def take(self, tokens: list[int]) -> None:
+        """Goes on over tokens that were drawn."""
+        self.tokens += tokens
+        if self.error is None and tokens and not self.matcher.consume_tokens(tokens):
+            self.renew()
+
+    def renew(self) -> None:
+        """Begins again with an automaton of its own, for the shared one has failed; `error` tells if that does, too."""
+        try:
+            self.matcher = self.grammar.anew()
+            well = not self.tokens or self.matcher.consume_tokens(list(self.tokens))
+        except GrammarError as error:
+            self.error = error
+            return
+        if not well:
+            self.fail(reason(self.matcher))
+
+    def fail(self, why: str) -> None:
+        """Nothing can be drawn any more."""
+        kind = self.grammar.source.kind
+        self.error = GrammarError(f"{kind}, after {len(self.tokens)} tokens: {why}")

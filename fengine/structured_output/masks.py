@@ -1,0 +1,138 @@
+"""Which tokens may be drawn: one mask for each row of a step that has a grammar. No torch.
+
+    step n is launched --before()--> its tokens --take--> cursors --matchers, without the GIL--> masks of step n + 1
+
+With overlap, step n + 1 is planned before the tokens of step n are known. So its masks are filled by a thread while its
+own forward pass runs, and only its draw waits for them. Where they are known, only the matchers run in that thread: all
+else needs the GIL, for which it and the ops of the model would wait in turn.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fengine.errors import GrammarError
+from fengine.structured_output.backend import reason
+from fengine.structured_output.cursor import Bits, Cursor
+
+
+class MaskRow(NamedTuple):
+    """A row of a plan that draws under a grammar."""
+
+    row: int
+    cursor: Cursor
+    fresh: list[int]  # drawn tokens that the cursor has not taken yet
+    fed: int | None  # the row in the step before whose token comes behind them
+    stop_ids: frozenset[int]
+    early: bool  # min_new_tokens is not reached
+
+
+class Filled(NamedTuple):
+    """`mask_MW` as `ops/bitmask.py` takes it; rows in `errors` have nothing to draw."""
+
+    row_M: np.ndarray
+    mask_MW: np.ndarray
+    errors: dict[int, GrammarError]
+
+
+class Masks(NamedTuple):
+    """The rows of a step that draw under a grammar, and who computes their masks."""
+
+    rows: list[MaskRow]
+
+    def start(self, before: Callable[[], Sequence[int]]) -> Callable[[], Filled]:
+        """Begins to compute the masks in another thread; what it returns waits for the end. `before` gives the tokens
+        of the step before, and may wait. Modifies: the cursors."""
+        rows, worker = self.rows, self.rows[0].cursor.grammar.vocabulary.worker
+        if any(row.fed is not None for row in rows):
+            return worker.submit(lambda: fill(rows, before())).result
+        allowed = worker.submit(_allowed, _taken(rows, ()))
+        return lambda: _filled(rows, *allowed.result())
+
+
+def fill(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Filled:
+    """The masks behind what rows drew; `drawn` are the tokens of the step before. Modifies: the cursors."""
+    return _filled(rows, *_allowed(_taken(rows, drawn)))
+
+
+def _taken(rows: Sequence[MaskRow], drawn: Sequence[int]) -> list[Cursor]:
+    """The cursors, behind what was drawn. Modifies: them."""
+    for row in rows:
+        if row.fed is None or drawn[row.fed] in row.stop_ids:
+            row.cursor.take(row.fresh)  # a row that has ended goes nowhere, and what it draws is not looked at
+        else:
+            row.cursor.take([*row.fresh, drawn[row.fed]])
+    return [row.cursor for row in rows]
+
+
+def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> Filled:
+    """What the matchers allow, with the ends of each row. Modifies: mask_MW; the cursors of rows that are stuck."""
+    _change(mask_MW, [(i, row.cursor.early if row.early else row.cursor.ends) for i, row in enumerate(rows)], False)
+    drawable_M = goes_on_M = _any(mask_MW)
+    ending = [
+        (i, row.cursor.ends)
+        for i, row in enumerate(rows)
+        if complete_M[i] and not row.early and (row.cursor.eager or not goes_on_M[i])
+    ]
+    barred = [(i, row.cursor.barred) for i, row in enumerate(rows) if len(row.cursor.barred.word)]
+    if ending or barred:
+        _change(mask_MW, ending, True)
+        _change(mask_MW, barred, False)
+        drawable_M = _any(mask_MW)
+    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
+        if not drawable and row.cursor.error is None:
+            row.cursor.fail(_why_stuck(row, complete))
+    errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
+    return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
+
+
+def _any(mask_MW: np.ndarray) -> list[bool]:
+    """Whether a row allows anything. Pure."""
+    return np.any(mask_MW, axis=1).tolist()
+
+
+def _why_stuck(row: MaskRow, complete: bool) -> str:
+    if not complete:
+        return "no token of this vocabulary can come next, logit_bias considered"
+    if row.early:
+        return "the text is complete and cannot go on, but min_new_tokens is not reached; lower it"
+    return "the text is complete, but logit_bias bars the tokens that could end it or go on"
+
+
+def _allowed(cursors: Sequence[Cursor]) -> tuple[np.ndarray, list[bool]]:
+    """(masks int32 [M, words of V], whether the text may end here). Modifies: the cursors that fail."""
+    vocabulary = cursors[0].grammar.vocabulary
+    size, words = vocabulary.size, -(-(vocabulary.size + 1) // 32)
+    mask_MW = np.zeros((len(cursors), words), np.int32)
+    live = [(cursor.matcher, i) for i, cursor in enumerate(cursors) if cursor.error is None]
+    if live:
+        vocabulary.executor.unsafe_compute_mask_ptr(live, mask_MW.ctypes.data, 4 * words, len(cursors))
+    for matcher, i in live:
+        if matcher.is_error():
+            cursors[i].renew()
+            mask_MW[i] = _alone(cursors[i], words)
+    complete_M: list[bool] = (mask_MW[:, size // 32] >> size % 32 & 1 == 1).tolist()
+    mask_MW[:, size // 32] &= (1 << size % 32) - 1  # the id behind the vocabulary, which tells just this
+    return np.ascontiguousarray(mask_MW[:, : -(-size // 32)]), complete_M
+
+
+def _alone(cursor: Cursor, words: int) -> np.ndarray:
+    """The mask of a cursor that has begun again. Modifies: it, if it fails."""
+    mask_W = np.zeros(words, np.int32)
+    if cursor.error is None:
+        cursor.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, 4 * words)
+        if cursor.matcher.is_error():
+            cursor.fail(reason(cursor.matcher))
+            mask_W[:] = 0
+    return mask_W
+
+
+def _change(mask_MW: np.ndarray, which: Sequence[tuple[int, Bits]], allow: bool) -> None:
+    """Sets or clears bits of rows. Modifies: mask_MW."""
+    rows: dict[Bits, list[int]] = {}
+    for i, bits in which:
+        rows.setdefault(bits, []).append(i)
+    for bits, some in rows.items():
+        at = np.array(some)[:, None], bits.word
+        mask_MW[at] = mask_MW[at] | bits.bit if allow else mask_MW[at] & ~bits.bit

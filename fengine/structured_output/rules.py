@@ -1,0 +1,200 @@
+"""The rules of an EBNF grammar: their nodes, whether they can be used, and how the matcher reads them. No torch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fengine.errors import GrammarError
+from fengine.structured_output import characters
+from fengine.structured_output.characters import Ranges
+
+MAX_RULES = 256
+
+
+class Chars(NamedTuple):
+    """One of these characters."""
+
+    ranges: Ranges
+
+
+class Ref(NamedTuple):
+    """What another rule stands for."""
+
+    name: str
+
+
+class Seq(NamedTuple):
+    """One behind the other; of none: the empty text."""
+
+    items: "tuple[Node, ...]"
+
+
+class Alt(NamedTuple):
+    """One of them."""
+
+    items: "tuple[Node, ...]"
+
+
+class Repeat(NamedTuple):
+    """So many times; `most` None: without limit."""
+
+    item: "Node"
+    least: int
+    most: int | None
+
+
+Node = Chars | Ref | Seq | Alt | Repeat
+Rules = dict[str, Node]
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check(rules: Rules) -> None:
+    """Errors: GrammarError. Pure."""
+    if "root" not in rules:
+        raise GrammarError("ebnf has no rule `root`, where a text begins: root ::= …")
+    if len(rules) > MAX_RULES:
+        raise GrammarError(f"ebnf has {len(rules)} rules, more than {MAX_RULES}")
+    missing = sorted({ref for node in rules.values() for ref in _refs(node)} - set(rules))
+    if missing:
+        raise GrammarError(f"ebnf uses rules that it does not define: {', '.join(missing)[:400]}")
+    empty = _closure(rules, lambda node, known: _can_be_empty(node, known))
+    finite = _closure(rules, lambda node, known: _can_end(node, known))
+    if endless := sorted(set(rules) - finite):
+        raise GrammarError(f"ebnf has rules that no finite text satisfies: {', '.join(endless)[:400]}")
+    leading = {name: _leading(node, empty) for name, node in rules.items()}
+    for name in rules:
+        if name in _reached(leading, name, strictly=True):
+            raise GrammarError(
+                f"ebnf rule {name!r:.80} is left-recursive: it can begin with itself. Write item (… item)* instead."
+            )
+
+
+def _closure(rules: Rules, holds: Callable[[Node, set[str]], bool]) -> set[str]:
+    """The least set of rules for which `holds` given the set itself. Pure."""
+    known: set[str] = set()
+    while more := {name for name, node in rules.items() if name not in known and holds(node, known)}:
+        known |= more
+    return known
+
+
+def _can_be_empty(node: Node, empty: set[str]) -> bool:
+    match node:
+        case Seq(items):
+            return all(_can_be_empty(item, empty) for item in items)
+        case Alt(items):
+            return any(_can_be_empty(item, empty) for item in items)
+        case Repeat(item, least, _):
+            return least == 0 or _can_be_empty(item, empty)
+        case Ref(name):
+            return name in empty
+    return False
+
+
+def _can_end(node: Node, finite: set[str]) -> bool:
+    match node:
+        case Seq(items):
+            return all(_can_end(item, finite) for item in items)
+        case Alt(items):
+            return any(_can_end(item, finite) for item in items)
+        case Repeat(item, least, _):
+            return least == 0 or _can_end(item, finite)
+        case Ref(name):
+            return name in finite
+    return True
+
+
+def _refs(node: Node) -> list[str]:
+    """The rules that it names."""
+    match node:
+        case Ref(name):
+            return [name]
+        case Seq(items) | Alt(items):
+            return [name for item in items for name in _refs(item)]
+        case Repeat(item, _, _):
+            return _refs(item)
+    return []
+
+
+def _leading(node: Node, empty: set[str]) -> list[str]:
+    """The rules that its text may begin with."""
+    match node:
+        case Seq(items):
+            out: list[str] = []
+            for item in items:
+                out += _leading(item, empty)
+                if not _can_be_empty(item, empty):
+                    break
+            return out
+        case Alt(items):
+            return [name for item in items for name in _leading(item, empty)]
+        case Repeat(item, _, _):
+            return _leading(item, empty)
+        case Ref(name):
+            return [name]
+    return []
+
+
+def _reached(edges: dict[str, list[str]], start: str, *, strictly: bool = False) -> list[str]:
+    """Rules reached from `start`, itself first unless `strictly`: then only if a way leads back. Pure."""
+    seen: dict[str, None] = {} if strictly else {start: None}
+    todo = list(edges[start])
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen[name] = None
+            todo += edges[name]
+    return list(seen)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def to_lark(rules: Rules) -> str:
+    """The grammar for the matcher: a rule `text`; the rules have passed `check`. Pure.
+
+    A grammar without recursion becomes one regular expression. With recursion it is read character by character, for
+    the matcher's lexer would take the longest match where a shorter one was meant.
+    """
+    refs = {name: _refs(node) for name, node in rules.items()}
+    names = {name: f"r{i}" for i, name in enumerate(_reached(refs, "root"))}
+    flat = not any(name in _reached(refs, name, strictly=True) for name in names)
+    write = _as_terminal if flat else _as_rule
+    word = {name: short.upper() if flat else short for name, short in names.items()}
+    lines = [f"{word[name]}: {write(rules[name], word)}" for name in names]
+    return "\n".join([f"text: {word['root']}", *lines])
+
+
+def _count(least: int, most: int | None) -> str:
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _as_rule(node: Node, word: dict[str, str]) -> str:
+    """As a rule of lexemes that are one character each."""
+    match node:
+        case Chars(ranges):
+            return f"/{characters.written(ranges)}/"
+        case Ref(name):
+            return word[name]
+        case Seq(items):
+            return " ".join(_as_rule(item, word) for item in items) or '""'
+        case Alt(items):
+            return f"({' | '.join(_as_rule(item, word) for item in items)})"
+        case Repeat(_, _, 0):
+            return '""'
+        case Repeat(item, least, most):
+            return f"({_as_rule(item, word)}){_count(least, most)}"
+
+
+def _as_terminal(node: Node, word: dict[str, str]) -> str:
+    """As a terminal, where all text of one place is one regular expression."""
+    match node:
+        case Seq(items) if items and all(isinstance(item, Chars) for item in items):
+            return f"/{''.join(characters.written(item.ranges) for item in items if isinstance(item, Chars))}/"
+        case Seq(items):
+            return " ".join(_as_terminal(item, word) for item in items) or '""'
+        case Alt(items):
+            return f"({' | '.join(_as_terminal(item, word) for item in items)})"
+        case Repeat(item, least, most) if most != 0:
+            return f"({_as_terminal(item, word)}){_count(least, most)}"
+    return _as_rule(node, word)

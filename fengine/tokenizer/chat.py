@@ -1,0 +1,133 @@
+"""Chat messages and chat templates: validation, and rendering in a bounded sandbox.
+
+A template comes from a checkpoint, so it is untrusted code. It runs in the sandbox of `sandbox.py`; whatever goes wrong
+in it is a `ChatTemplateError` of this request alone.
+Rendered text equals that of transformers' `apply_chat_template`.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import jinja2.meta
+
+from fengine.errors import ChatTemplateError, InvalidRequestError, UnknownParameterError
+from fengine.tokenizer.sandbox import Budgeted, make_sandbox
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+MAX_DEPTH = 32  # nesting of what a template may see
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that chats use; templates read the first two
+
+
+# -- what a template may see ------------------------------------------------------------------------------------------
+
+
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy of `value` made of exact JSON types. Pure. Errors: InvalidRequestError naming `where`."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequestError(f"{where} is nested deeper than {MAX_DEPTH} levels.")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, dict):
+        if any(not isinstance(key, str) for key in value):
+            raise InvalidRequestError(f"{where} has a key that is not a string.")
+        return {key: plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise InvalidRequestError(f"{where} must be JSON-like (str, number, bool, list, dict), got {type(value).__name__}.")
+
+
+def _content(value: Any, where: str) -> None:
+    if isinstance(value, str):
+        return
+    if isinstance(value, list) and value:
+        for i, part in enumerate(value):
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                raise InvalidRequestError(
+                    f'{where}[{i}] must be {{"type": "text", "text": str}}; images and other parts are not built.'
+                )
+        return
+    raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {type(value).__name__}.")
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Validated plain copies of chat messages, normalised as transformers does: keys with None are dropped and
+    reasoning is offered under each of its names. Pure. Errors: InvalidRequestError."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequestError(
+            f'messages must be a non-empty list of {{"role", "content"}}, got {type(messages).__name__}'
+            + ("." if not isinstance(messages, (list, tuple)) else " of length 0.")
+        )
+    checked = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise InvalidRequestError(f"{where} must be a dict, got {type(message).__name__}.")
+        message = {key: value for key, value in plain(message, where).items() if value is not None}
+        if "role" not in message:
+            raise InvalidRequestError(f"{where} has no role; use one of {', '.join(ROLES)}.")
+        if message["role"] not in ROLES:
+            raise InvalidRequestError(f"{where} has unknown role {message['role']!r}; use one of {', '.join(ROLES)}.")
+        if "content" in message:
+            _content(message["content"], f"{where}['content']")
+        elif "tool_calls" not in message:
+            raise InvalidRequestError(f"{where} has no content (missing or None); pass a string.")
+        reasoning = next((message[key] for key in _REASONING if key in message), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        checked.append(message)
+    return checked
+
+
+# -- templates --------------------------------------------------------------------------------------------------------
+
+
+class ChatTemplate:
+    """A compiled chat template. Rendering is a function of its arguments (and of the clock if it asks for the date)."""
+
+    def __init__(self, source: str) -> None:
+        """Errors: ChatTemplateError if `source` is not a valid template."""
+        self._env = make_sandbox()
+        self._source = source
+        try:
+            tree = self._env.parse(source)
+            self._names = jinja2.meta.find_undeclared_variables(tree)
+            tree = Budgeted().visit(tree)
+            self._code = self._env.compile(tree.set_environment(self._env))
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from error
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads and a caller may set."""
+        return frozenset(self._names) - {"messages", "add_generation_prompt"} - frozenset(self._env.globals)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        special_tokens: dict[str, str],
+        values: dict[str, Any],
+        *,
+        add_generation_prompt: bool,
+        max_chars: int,
+    ) -> str:
+        """Renders checked messages. `values` may set only `variables` that are no special token.
+
+        Errors: UnknownParameterError, ChatTemplateError (the template raised, used something undefined, ran too long,
+        or wrote more than `max_chars`).
+        """
+        allowed = self.variables - special_tokens.keys()
+        for name in values:
+            if name not in allowed:
+                known = ", ".join(sorted(allowed)) or "none"
+                raise UnknownParameterError(f"the model's chat template takes no variable {name!r}; it takes: {known}.")
+        env = self._env.for_rendering(max_chars)
+        template = jinja2.Template.from_code(env, self._code, env.make_globals(None))
+        # transformers always passes these two, as None where unset
+        fixed = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        try:
+            return template.render({**special_tokens, **fixed, **values, "messages": messages})
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # untrusted code: whatever it does wrong belongs to this request
+            raise ChatTemplateError(f"the model's chat template failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,230 @@
+"""Stop patterns: does the text so far hold a match? In time linear in the text, whatever the pattern. No torch.
+
+The syntax is that of Python's `re` without what no finite automaton can do: back-references, look-around, atomic
+groups, possessive quantifiers and conditionals are refused by name. A pattern becomes a nondeterministic automaton of
+at most MAX_STATES states (R. Cox, "Regular Expression Matching Can Be Simple And Fast"), which reads every character
+once, so no pattern can run away. `re` parses, and decides single characters: flags and classes mean what they do there.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fengine.errors import InvalidRequestError
+from fengine.tokenizer.regex_parts import one_character, parser
+
+MAX_PATTERNS = 32
+MAX_PATTERN_BYTES = 256
+MAX_STATES = 2000  # of all patterns of a request together: bounds the work per character
+MAX_MEMO = 1 << 14  # remembered transitions of one pattern, and the states in them
+
+
+@dataclass(slots=True)
+class _State:
+    """Reads a character that `test` accepts, or nothing where the anchor `at` holds (None: always)."""
+
+    test: re.Pattern[str] | None = None
+    at: str | None = None
+    to: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a search stands: the states reached, those reached if the newline just read is the last character, and
+    what the character behind is. The empty text's is `Spot()`."""
+
+    states: frozenset[int] = frozenset()
+    last: frozenset[int] = frozenset()
+    start: bool = True
+    word: bool = False
+    newline: bool = False
+
+
+class StopRegex:
+    """One pattern. Immutable but for a memo of transitions, so that many requests may share it."""
+
+    def __init__(self, pattern: str) -> None:
+        """Errors: InvalidRequestError (no regular expression, too long or large, unsupported, matches no text)."""
+        size = len(pattern.encode("utf-8", "surrogatepass"))
+        if size > MAX_PATTERN_BYTES:
+            raise InvalidRequestError(f"stop_regex is {size} bytes, over the {MAX_PATTERN_BYTES}-byte limit")
+        self.pattern = pattern
+        self._states: list[_State] = []
+        try:
+            re.compile(pattern)
+            tree = parser.parse(pattern)
+            self._first, self._accept = self._chain(tree, tree.state.flags)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise InvalidRequestError(f"stop_regex {pattern!r} is not a regular expression: {error}") from None
+        self._word = re.compile(r"\w", tree.state.flags & re.ASCII)
+        self._memo: dict[tuple[Spot, str], tuple[Spot, bool]] = {}
+        self._remembered = 0
+        if self.ends(Spot()):
+            raise InvalidRequestError(f"stop_regex {pattern!r} matches the empty text: it would match at once.")
+
+    @property
+    def size(self) -> int:
+        return len(self._states)
+
+    # -- construction (K. Thompson, 1968): a piece is (first state, last state) ---------------------------------------
+
+    def _new(self, test: re.Pattern[str] | None = None, at: str | None = None) -> int:
+        if len(self._states) >= MAX_STATES:
+            raise InvalidRequestError(f"stop_regex {self.pattern!r} needs more than {MAX_STATES} states; repeat less.")
+        self._states.append(_State(test, at))
+        return len(self._states) - 1
+
+    def _join(self, a: int, b: int) -> None:
+        self._states[a].to.append(b)
+
+    def _chain(self, items: Any, flags: int) -> tuple[int, int]:
+        first = last = self._new()
+        for kind, value in items:
+            start, end = self._piece(str(kind), value, flags)
+            self._join(last, start)
+            last = end
+        return first, last
+
+    def _piece(self, kind: str, value: Any, flags: int) -> tuple[int, int]:
+        if kind == "SUBPATTERN":
+            _, more, less, items = value
+            return self._chain(items, (flags | more) & ~less)
+        if kind in ("MAX_REPEAT", "MIN_REPEAT"):  # lazy or not, the same texts hold a match
+            low, high, items = value
+            return self._repeat(low, high, items, flags)
+        start, end = self._new(), self._new()
+        if kind == "BRANCH":
+            for items in value[1]:
+                first, last = self._chain(items, flags)
+                self._join(start, first)
+                self._join(last, end)
+        elif kind == "AT":
+            self._states[start].at = str(value).removeprefix("AT_") + ("_LINE" if flags & re.MULTILINE else "")
+            self._join(start, end)
+        else:
+            self._states[start].test = one_character(f"stop_regex {self.pattern!r}", kind, value, flags)
+            self._join(start, end)
+        return start, end
+
+    def _repeat(self, low: int, high: int, items: Any, flags: int) -> tuple[int, int]:
+        first = last = self._new()
+        for _ in range(low):
+            start, end = self._chain(items, flags)
+            self._join(last, start)
+            last = end
+        if high == parser.MAXREPEAT:
+            start, end = self._chain(items, flags)
+            hub = self._new()
+            for a, b in ((last, hub), (hub, start), (end, hub)):
+                self._join(a, b)
+            return first, hub
+        done = self._new()
+        for _ in range(high - low):
+            start, end = self._chain(items, flags)
+            self._join(last, done)
+            self._join(last, start)
+            last = end
+        self._join(last, done)
+        return first, done
+
+    # -- search -------------------------------------------------------------------------------------------------------
+
+    def step(self, spot: Spot, character: str) -> tuple[Spot, bool]:
+        """(where the search stands behind `character`, whether a match ends before it). Pure but for the memo."""
+        known = self._memo.get((spot, character))
+        if known is None:
+            known = self._step(spot, character)
+            size = 1 + len(known[0].states) + len(known[0].last)
+            if self._remembered + size > MAX_MEMO:
+                self._memo.clear()
+                self._remembered = 0
+            self._memo[spot, character] = known
+            self._remembered += size
+        return known
+
+    def _step(self, spot: Spot, character: str) -> tuple[Spot, bool]:
+        newline = character == "\n"
+        word = self._word.match(character) is not None
+        states, last = self._reach(spot, word, newline, False), frozenset()
+        if newline:  # `$` also holds before a newline that ends the text
+            final = self._reach(spot, word, newline, True)
+            last = self._read(final, character) | (final & {self._accept})
+        moved = Spot(self._read(states, character), last, start=False, word=word, newline=newline)
+        return moved, self._accept in states
+
+    def ends(self, spot: Spot) -> bool:
+        """Whether a match ends where the text ends. Pure."""
+        return self._accept in spot.last or self._accept in self._reach(spot, False, False, True)
+
+    def _read(self, states: Iterable[int], character: str) -> frozenset[int]:
+        return frozenset(
+            to for i in states if (s := self._states[i]).test is not None and s.test.match(character) for to in s.to
+        )
+
+    def _reach(self, spot: Spot, word: bool, newline: bool, final: bool) -> frozenset[int]:
+        """All states that are reached without reading; `word` and `newline` are of the character ahead, and with
+        `final` it is the last one, or (where it is no newline) there is none."""
+        ended = final and not newline
+        boundary = spot.word != word
+        holds = {
+            "BEGINNING": spot.start, "BEGINNING_LINE": spot.start or spot.newline, "BEGINNING_STRING": spot.start,
+            "BOUNDARY": boundary, "NON_BOUNDARY": not boundary,
+            "END": final, "END_LINE": ended or newline, "END_STRING": ended,
+        }  # fmt: skip
+        todo = [self._first, *spot.states, *(spot.last if ended else ())]
+        seen: set[int] = set()
+        while todo:
+            i = todo.pop()
+            state = self._states[i]
+            if i in seen or (state.at is not None and not holds[_anchor(state.at)]):
+                continue
+            seen.add(i)
+            if state.test is None:
+                todo.extend(state.to)
+        return frozenset(seen)
+
+
+def _anchor(name: str) -> str:
+    """Of the anchors only ^ and $ differ between lines and the whole text. Pure."""
+    return name if name in ("BEGINNING_LINE", "END_LINE") else name.removesuffix("_LINE")
+
+
+class StopRegexSearch:
+    """The patterns of one request over its growing text. Copyable with `copy.copy`."""
+
+    def __init__(self, patterns: Iterable[StopRegex]) -> None:
+        self._at = [(pattern, Spot()) for pattern in patterns]
+
+    def feed(self, text: str, peek: str = "") -> str | None:
+        """Takes what is new; the first pattern that the text so far, or with `peek` behind it, holds a match of."""
+        hit, moved = None, []
+        for pattern, spot in self._at:
+            found = False
+            for character in text:
+                spot, ended = pattern.step(spot, character)
+                found = found or ended
+            moved.append((pattern, spot))
+            found = found or pattern.ends(spot)
+            for character in peek:
+                spot, ended = pattern.step(spot, character)
+                found = found or ended
+            if hit is None and (found or (peek and pattern.ends(spot))):
+                hit = pattern.pattern
+        self._at = moved
+        return hit
+
+
+def compile_patterns(patterns: Iterable[str]) -> tuple[StopRegex, ...]:
+    """Errors: InvalidRequestError."""
+    given = tuple(patterns)
+    if len(given) > MAX_PATTERNS:
+        raise InvalidRequestError(f"at most {MAX_PATTERNS} stop_regex patterns are allowed, got {len(given)}")
+    compiled: list[StopRegex] = []
+    for pattern in given:
+        compiled.append(StopRegex(pattern))
+        if sum(one.size for one in compiled) > MAX_STATES:
+            raise InvalidRequestError(
+                f"the stop_regex patterns together need more than {MAX_STATES} states; give fewer, or repeat less."
+            )
+    return tuple(compiled)

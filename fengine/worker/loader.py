@@ -1,0 +1,283 @@
+"""From a checkpoint directory to parameters on a device, tensor by tensor; or random ones of the same shapes.
+
+Everything that can be known from names, shapes and dtypes is checked before the first tensor is allocated. Peak memory
+is the weights plus one fused matrix.
+"""
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine import models
+from fengine.config import Dtype, LoadFormat
+from fengine.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    ModelLoadError,
+    OutOfMemoryError,
+    UnsupportedArchitectureError,
+    UnsupportedFormatError,
+)
+from fengine.models import Weight
+from fengine.models.kv_state import Params
+from fengine.models.spec import Config, ModelSpec
+from fengine.ops import linear, rope
+from fengine.worker.safetensors_file import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    TensorEntry,
+    listing,
+    open_file,
+    read_json,
+    read_shards,
+    read_tensor,
+    refuse_other_formats,
+)
+
+TIED_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+BARE_EMBEDDING = "embed_tokens.weight"
+HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours is computed
+
+
+class GenerationConfig(NamedTuple):
+    """Token ids that end and begin a text."""
+
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+
+class Placement(NamedTuple):
+    """Where leaves go and in which dtype: matrices as stored or as asked for, vectors as the activations."""
+
+    device: torch.device
+    matrix: torch.dtype
+
+    @property
+    def vector(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "cpu" else self.matrix
+
+
+# -- config -----------------------------------------------------------------------------------------------------------
+
+
+def read_config(directory: Path) -> Config:
+    """`config.json`, parsed strictly. Errors: ModelLoadError; UnsupportedFormatError with only other weights."""
+    if not directory.is_dir():
+        kind = "is not a directory" if directory.exists() else "does not exist"
+        raise ModelLoadError(f"model directory {directory} {kind}.")
+    if not (directory / "config.json").is_symlink() and not (directory / "config.json").exists():
+        refuse_other_formats(directory)
+        raise ModelLoadError(
+            f"{directory} holds {listing(directory)}; a model directory needs config.json and {SINGLE} (or {INDEX})."
+        )
+    return read_json(directory / "config.json")
+
+
+def spec_from_config(config: Config) -> ModelSpec:
+    """Pure. Errors: ModelLoadError naming the field, UnsupportedArchitectureError, UnsupportedFormatError."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise UnsupportedArchitectureError(
+            f"config.json: architectures must name one class, got {names!r}; supported: {', '.join(models.MODELS)}."
+        )
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            method = config[key].get("quant_method") if isinstance(config[key], dict) else config[key]
+            raise UnsupportedFormatError(
+                f"config.json has {key} (quant_method {method!r}): quantized weights are not supported; "
+                "use a checkpoint in float32, bfloat16 or float16."
+            )
+    return models.lookup(names[0]).spec_from_hf(config)
+
+
+def read_generation_config(directory: Path) -> GenerationConfig:
+    """The ids in generation_config.json (optional) and config.json together. Errors: ModelLoadError."""
+    config = read_json(directory / "config.json")
+    path = directory / "generation_config.json"
+    generation = read_json(path) if path.exists() or path.is_symlink() else {}
+    eos = {token for source in (generation, config) for token in _ids(source, "eos_token_id")}
+    bos = _ids(generation, "bos_token_id") or _ids(config, "bos_token_id")
+    return GenerationConfig(tuple(sorted(eos)), bos[0] if bos else None)
+
+
+def _ids(config: Config, name: str) -> list[int]:
+    value = config.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelLoadError(f"{name} must be a token id, a list of them or null, got {value!r}."[:200])
+    return ids
+
+
+def _stored_dtype(config: Config) -> torch.dtype:
+    """The dtype a config announces; only dummy weights need it. float32 if it announces none, as transformers does."""
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    known = {str(dtype): dtype for dtype in DTYPES.values()}
+    dtype = known.get(f"torch.{str(name).removeprefix('torch.')}")
+    if dtype is None:
+        raise UnsupportedFormatError(f"config.json: dtype {name!r} is not supported; use float32, bfloat16 or float16.")
+    return dtype
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def load_params(
+    directory: Path,
+    spec: ModelSpec,
+    *,
+    dtype: Dtype = Dtype.auto,
+    device: torch.device | str = "cpu",
+    context_length: int | None = None,
+    load_format: LoadFormat = LoadFormat.auto,
+    seed: int = 0,
+) -> Params:
+    """Fused and packed parameters (see `models.llama.weights`) plus "rope_MK" up to `context_length`.
+
+    Matrices keep their stored dtype unless `dtype` says otherwise. `load_format=dummy` needs config.json only and gives
+    random weights that are a function of (seed, leaf, device). Errors: ModelLoadError and its kinds, ConfigError,
+    OutOfMemoryError.
+    """
+    length = spec.max_position if context_length is None else context_length
+    if not 1 <= length <= spec.max_position:
+        raise ConfigError(
+            f"model.context_length must be from 1 to {spec.max_position}, the checkpoint's max_position_embeddings, "
+            f"got {length}."
+        )
+    device = torch.device(device)
+    wanted = None if dtype is Dtype.auto else getattr(torch, dtype.value)
+    weights = models.lookup(spec.architecture).weights(spec)
+    try:
+        if load_format is LoadFormat.dummy:
+            placement = Placement(device, wanted or _stored_dtype(read_config(directory)))
+            needed = [weight for weight in weights if not weight.optional]
+            params = _build(spec, needed, lambda weight: _random(weight, spec, placement, seed))
+        else:
+            params = _load(directory, spec, weights, device, wanted)
+        params["rope_MK"] = rope.rope_table(spec, length).to(device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the weights do not fit on {device}: {str(error).partition('.')[0]}. Free the device, set "
+            "model.dtype=bfloat16, or use a smaller model."
+        ) from None
+    return params
+
+
+def _build(spec: ModelSpec, weights: list[Weight], leaf: Callable[[Weight], Tensor]) -> Params:
+    """The tree of all leaves. Tied, or without a head to generate with, "unembed" is the very tensor "embed"."""
+    params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
+    for weight in weights:
+        parent: Any = params
+        for key in weight.path[:-1]:
+            parent = parent[key]
+        parent[weight.path[-1]] = leaf(weight)
+    if spec.tie_embeddings or not spec.generates:
+        params["unembed"] = params["embed"]
+    return params
+
+
+def _load(
+    directory: Path, spec: ModelSpec, weights: list[Weight], device: torch.device, wanted: torch.dtype | None
+) -> Params:
+    entries = full_names(read_shards(directory))
+    weights = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
+    check_entries(directory, spec, weights, entries, mixed=wanted is not None)
+    placement = Placement(device, wanted or DTYPES[entries[EMBEDDING].dtype])
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
+
+        def read(name: str) -> Tensor:
+            return read_tensor(files[entries[name].path], entries[name])
+
+        if spec.generates and spec.tie_embeddings and TIED_HEAD in entries:
+            check_tied(read(TIED_HEAD), read(EMBEDDING))
+        return _build(spec, weights, lambda weight: _place([read(s.name) for s in weight.sources], placement))
+
+
+def _place(parts: list[Tensor], placement: Placement) -> Tensor:
+    """Joins the parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
+    matrix = parts[0].dim() == 2
+    parts = [part.to(placement.device, placement.matrix if matrix else placement.vector) for part in parts]
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    leaf = linear.pack(joined) if matrix else joined
+    return leaf if leaf.untyped_storage().resizable() else leaf.clone()
+
+
+def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) -> Tensor:
+    """A random leaf: every matrix keeps the variance of its input, norms are one, biases small.
+
+    What writes to the residual stream is scaled by 1/sqrt(2L), so that the stream grows to order one over all layers
+    and neither a token's own embedding nor its context is drowned (Radford et al. 2019, GPT-2, section 2.3).
+    """
+    rows, *columns = [sum(s.shape[0] for s in weight.sources), *weight.sources[0].shape[1:]]
+    leaf = str(weight.path[-1])
+    if not columns and "norm" in leaf:
+        return torch.ones(rows, dtype=placement.vector, device=placement.device)
+    key = hashlib.sha256(f"{seed}/{weight.path}".encode()).digest()[:8]
+    generator = torch.Generator(placement.device).manual_seed(int.from_bytes(key, "little") >> 1)
+    std = columns[0] ** -0.5 if columns else 0.02
+    if leaf in ("wo", "wdown"):
+        std /= (2 * spec.num_layers) ** 0.5
+    dtype = placement.matrix if columns else placement.vector
+    tensor = torch.empty(rows, *columns, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
+    return linear.pack(tensor) if columns else tensor
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def full_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors of a decoder that was saved alone ("layers.0…") under the names it has inside a model. Pure."""
+    if BARE_EMBEDDING not in entries or EMBEDDING in entries:
+        return entries
+    bare = ("embed_tokens.", "layers.", "norm.")
+    names = {name: f"model.{name}" if name.startswith(bare) else name for name in entries}
+    return {new: entries[old]._replace(name=new) for old, new in names.items()}
+
+
+def check_entries(
+    directory: Path, spec: ModelSpec, weights: list[Weight], entries: dict[str, TensorEntry], mixed: bool
+) -> None:
+    """Names, shapes and dtypes against the architecture. `mixed` allows matrices of several dtypes."""
+    needed = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
+    expected = {source.name: source.shape for weight in needed for source in weight.sources}
+    spare_head = spec.tie_embeddings or not spec.generates
+    allowed = expected | ({TIED_HEAD: expected[EMBEDDING]} if spare_head else {})
+    absent = [name for name in expected if name not in entries]
+    problems = [f"tensor {name!r} of shape {list(expected[name])} is missing" for name in absent]
+    if TIED_HEAD in absent:
+        problems.append(f"without {TIED_HEAD!r} config.json should say tie_word_embeddings = true")
+    for name in sorted(entries.keys() - allowed.keys()):
+        if not name.endswith(HARMLESS):
+            problems.append(f"tensor {name!r} is not part of {spec.architecture} with this config.json")
+    used = [entries[name] for name in allowed if name in entries]
+    for entry in used:
+        if entry.shape != allowed[entry.name]:
+            wanted = list(allowed[entry.name])
+            problems.append(f"tensor {entry.name!r}: expected shape {wanted}, got {list(entry.shape)}")
+        if entry.dtype not in DTYPES:
+            raise UnsupportedFormatError(
+                f"{entry.path}: tensor {entry.name!r} is {entry.dtype}; supported: {', '.join(DTYPES)}."
+            )
+    kinds = {entry.dtype: entry.name for entry in used if len(entry.shape) == 2}
+    if len(kinds) > 1 and not mixed:
+        examples = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(kinds.items()))
+        problems.append(f"matrices have several dtypes: {examples}; set model.dtype to convert them to one")
+    if problems:
+        shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
+        raise CorruptCheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(shown))
+
+
+def check_tied(head: Tensor, embedding: Tensor) -> None:
+    """A stored output head of a tied model must be the embedding, or the two of them contradict each other."""
+    if head.dtype != embedding.dtype or not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
+        raise CorruptCheckpointError(
+            f"config.json ties the embeddings, but {TIED_HEAD!r} is stored and differs from {EMBEDDING!r}; set "
+            "tie_word_embeddings to false in config.json if the head is meant."
+        )
