@@ -23,7 +23,7 @@ from fengine.server import command
 from fengine.server.answers import Events
 from fengine.server.config import SERVE, ServeConfig, ServerConfig, check
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 engine, server, untouched = serving.engine, serving.server, serving.untouched  # fixtures
 
 

@@ -19,7 +19,7 @@ from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, base_directory, check
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUILT_IN = ["capitals", "addition", "sorting", "json_filling", "multiple_choice", "stories"]
 
 

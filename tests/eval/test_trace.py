@@ -1,7 +1,6 @@
 """`trace.json`: the trace-event format, what its steps say, and what survives a crash."""
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -80,13 +79,13 @@ def test_page_numbers_as_text() -> None:
 def test_killed_it_reads_up_to_there_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     code = (
-        "import os, signal, sys; sys.path.insert(0, sys.argv[2])\n"
+        "import os, signal, sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path; from test_trace import record; from fengine.eval.tasks.trace import Trace\n"
         "t = Trace(Path(sys.argv[1]), 1, steps=True)\n"
         "for i in range(2000): t.step(record(i, ['a', 'b']))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(path), os.path.dirname(__file__)], check=False)
+    subprocess.run([sys.executable, "-c", code, str(path), *map(str, Path(__file__).parents[:2])], check=False)
     left = path.read_bytes()
     assert not left.endswith(b"]\n")
     path.write_bytes(left[:-7])

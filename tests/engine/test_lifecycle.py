@@ -15,7 +15,7 @@ from fengine.core.request import Request
 from fengine.engine.output_processor import News, Ticket
 from fengine.errors import EngineClosedError, EngineDeadError
 
-TESTS = str(Path(__file__).parent)
+TESTS = str(Path(__file__).parents[1])
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

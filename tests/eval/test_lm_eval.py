@@ -391,7 +391,7 @@ def test_the_command_line(tasks: TaskManager, tmp_path: Path, capsys: Any, monke
 
 
 def test_the_readmes_tasks(monkeypatch: pytest.MonkeyPatch, box: FengineLM) -> None:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     monkeypatch.chdir(root)
     manager = TaskManager(include_path=str(root / "scripts" / "harness"), include_defaults=False)
     found = run(box, manager, ["box_letters", "box_answers"], limit=20)["results"]

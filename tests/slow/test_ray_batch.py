@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("hydra")
 pytest.importorskip("ray", reason="the extra `ray` is not installed: pip install 'fengine[ray]'")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none", "view=quiet"]
 WORDS += ["sampling.temperature=0.8", "sampling.max_new_tokens=8", "model.device=cpu", "seed=3"]
 MAIN = "import sys; from fengine.run import main; sys.exit(main(sys.argv[1:]))"

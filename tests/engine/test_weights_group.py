@@ -46,7 +46,7 @@ class Trainer:
 
 @contextmanager
 def trained(engine: Engine, url: str, address: str, port: int) -> Iterator[Trainer]:
-    command = [sys.executable, str(Path(__file__).parent / "weight_trainer.py"), url, GROUP]
+    command = [sys.executable, str(Path(__file__).parents[1] / "weight_trainer.py"), url, GROUP]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             result = engine.init_weights_update_group(address, port, 1, 2, GROUP, backend="gloo", timeout=60)

@@ -17,7 +17,7 @@ from serving import Live, live, until  # noqa: E402
 
 from fengine.api.engine import Engine  # noqa: E402
 
-BOX = Path(__file__).resolve().parent.parent / "fengine" / "models" / "box"
+BOX = Path(__file__).resolve().parents[2] / "fengine" / "models" / "box"
 
 PROMPTS = ["Once upon a time", "The capital of France is", "2 + 3 =", "Ünïcödé ☃ 🐉"]
 

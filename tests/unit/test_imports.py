@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent / "fengine"
+ROOT = Path(__file__).resolve().parents[2] / "fengine"
 FILES = sorted(p for p in ROOT.rglob("*.py"))
 
 # Packages in order: each may import those before it, and itself.

@@ -11,7 +11,7 @@ pytest.importorskip("httpx2", reason="openai's client brings it, of the extra de
 
 from fastapi.testclient import TestClient  # noqa: E402
 
-PATH = Path(__file__).resolve().parent.parent / "scripts" / "custom_server.py"
+PATH = Path(__file__).resolve().parents[2] / "scripts" / "custom_server.py"
 
 
 def test_it_answers_and_streams() -> None:
