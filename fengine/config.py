@@ -176,58 +176,68 @@ class Hardware:
 
 
 MAX_ROWS = 65536
+MAX_PAGE_SIZE = 4096  # tokens
+MAX_DRAFTS = 1024  # of a row in one step
 MAX_ADAPTERS = 256  # of a batch
 MAX_RANK = 512
 DEFAULT_RANK = 64
+# Whole numbers, each with its least and most; what is None is not checked.
+BOUNDS: dict[str, tuple[int, int | None]] = {
+    "model.context_length": (1, None),
+    "cache.page_size": (1, MAX_PAGE_SIZE),
+    "cache.max_total_tokens": (1, None),
+    "scheduler.max_running_requests": (1, MAX_ROWS),  # tables are made for every row
+    "scheduler.max_step_tokens": (1, None),
+    "speculation.step_tokens": (1, MAX_ROWS),
+    "speculation.num_draft_tokens": (2, MAX_DRAFTS),  # a row's own token and a draft
+    "speculation.ngram_min_match": (1, None),
+    "lora.max_loras_per_batch": (1, MAX_ADAPTERS),
+    "lora.max_lora_rank": (1, MAX_RANK),
+}
 
 
 def check(config: EngineConfig) -> list[str]:
-    """Every problem that can be seen without loading anything, one line each."""
-    problems: list[str] = []
+    """Every problem that can be seen without loading anything, one line each. Pure."""
+    return _check_bounds(config) + _check_sizes(config) + _check_lora(config.lora)
 
-    def positive(name: str, value: int | None) -> None:
-        if value is not None and value < 1:
-            problems.append(f"{name} must be at least 1, got {value}")
 
-    cache, scheduler = config.cache, config.scheduler
-    positive("cache.page_size", cache.page_size)
-    positive("cache.max_total_tokens", cache.max_total_tokens)
-    positive("scheduler.max_running_requests", scheduler.max_running_requests)
-    positive("scheduler.max_step_tokens", scheduler.max_step_tokens)
-    if (scheduler.max_running_requests or 0) > MAX_ROWS:
-        problems.append(f"scheduler.max_running_requests must be at most {MAX_ROWS}: tables are made for every row")
-    positive("model.context_length", config.model.context_length)
-    drafts = config.speculation
-    positive("speculation.step_tokens", drafts.step_tokens)
-    positive("speculation.ngram_min_match", drafts.ngram_min_match)
-    if drafts.num_draft_tokens is not None and drafts.num_draft_tokens < 2:
-        problems.append(
-            f"speculation.num_draft_tokens must be at least 2 (a row's own token and a draft), "
-            f"got {drafts.num_draft_tokens}; speculation.algorithm=none is without drafts"
-        )
-    if (drafts.step_tokens or 0) > MAX_ROWS:
-        problems.append(f"speculation.step_tokens must be at most {MAX_ROWS}, got {drafts.step_tokens}")
+def _check_bounds(config: EngineConfig) -> list[str]:
+    problems = []
+    for name, (least, most) in BOUNDS.items():
+        group, field = name.split(".")
+        value = getattr(getattr(config, group), field)
+        if value is not None and (value < least or (most is not None and value > most)):
+            limits = f"at least {least}" if most is None or value < least else f"at most {most}"
+            problems.append(f"{name} must be {limits}, got {value}")
+    fraction = config.cache.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")
+    if config.model.device == "":
+        problems.append("model.device must be null, cpu, cuda or cuda:N, got ''")
+    return problems
+
+
+def _check_sizes(config: EngineConfig) -> list[str]:
+    """What does not go together."""
+    cache, scheduler, drafts = config.cache, config.scheduler, config.speculation
+    problems = []
     if drafts.ngram_max_match < drafts.ngram_min_match:
         problems.append(
             f"speculation.ngram_max_match ({drafts.ngram_max_match}) is smaller than "
             f"speculation.ngram_min_match ({drafts.ngram_min_match})"
         )
-    fraction = cache.mem_fraction_static
-    if fraction is not None and not 0 < fraction < 1:
-        problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")
     if cache.page_size and cache.max_total_tokens and cache.page_size > cache.max_total_tokens:
         problems.append(
             f"cache.page_size ({cache.page_size}) is larger than cache.max_total_tokens ({cache.max_total_tokens}): "
             "the pool would hold no page"
         )
-    if scheduler.max_step_tokens and scheduler.max_running_requests:
-        if scheduler.max_step_tokens < scheduler.max_running_requests:
-            problems.append(
-                f"scheduler.max_step_tokens ({scheduler.max_step_tokens}) is smaller than "
-                f"scheduler.max_running_requests ({scheduler.max_running_requests}): a step of decoding rows would not "
-                "fit; raise the first or lower the second"
-            )
-    return problems + _check_lora(config.lora)
+    tokens, rows = scheduler.max_step_tokens, scheduler.max_running_requests
+    if tokens and rows and tokens < rows:
+        problems.append(
+            f"scheduler.max_step_tokens ({tokens}) is smaller than scheduler.max_running_requests ({rows}): a step of "
+            "decoding rows would not fit; raise the first or lower the second"
+        )
+    return problems
 
 
 def check_adapter(name: str | None, lora: LoraConfig) -> list[str]:
@@ -240,10 +250,6 @@ def check_adapter(name: str | None, lora: LoraConfig) -> list[str]:
 
 def _check_lora(lora: LoraConfig) -> list[str]:
     problems = []
-    if not 1 <= lora.max_loras_per_batch <= MAX_ADAPTERS:
-        problems.append(f"lora.max_loras_per_batch must be from 1 to {MAX_ADAPTERS}, got {lora.max_loras_per_batch}")
-    if lora.max_lora_rank is not None and not 1 <= lora.max_lora_rank <= MAX_RANK:
-        problems.append(f"lora.max_lora_rank must be from 1 to {MAX_RANK}, got {lora.max_lora_rank}")
     if lora.max_loaded_loras is not None and lora.max_loaded_loras < lora.max_loras_per_batch:
         problems.append(
             f"lora.max_loaded_loras ({lora.max_loaded_loras}) is smaller than lora.max_loras_per_batch "

@@ -7,7 +7,7 @@ is off (null, false, 0, empty). Matching follows PEFT 0.21 (`check_target_module
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,39 +95,30 @@ def read_config(directory: Path) -> PeftConfig:
 
 def parse_config(values: Mapping[str, Any], path: str) -> PeftConfig:
     """Pure. Errors: AdapterError with every problem, one a line."""
-    problems = _unsupported(values)
-
-    def fault(name: str, what: str) -> None:
-        problems.append(f"{name} must be {what}, got {values.get(name)!r:.80}")
-
-    rank, alpha = values.get("r"), values.get("lora_alpha")
-    if not _is_rank(rank):
-        fault("r", f"a whole number from 1 to {MAX_RANK}")
-    if not _is_alpha(alpha):
-        fault("lora_alpha", "a finite number above 0")
-    if not isinstance(values.get("use_rslora", False), bool):
-        fault("use_rslora", "true or false")
-    for name, good in (("rank_pattern", _is_rank), ("alpha_pattern", _is_alpha)):
-        pattern = values.get(name) or {}
-        if not isinstance(pattern, dict) or not all(isinstance(key, str) and good(pattern[key]) for key in pattern):
-            fault(name, f"an object from names to values as of {'r' if good is _is_rank else 'lora_alpha'}")
-    targets, exclude = _names(values.get("target_modules")), _names(values.get("exclude_modules") or ())
-    if not targets:
-        fault("target_modules", "a list of module names, or one regular expression")
-    if exclude is None:
-        fault("exclude_modules", "null, a list of module names, or one regular expression")
     layers = values.get("layers_to_transform")
     layers = [layers] if type(layers) is int else layers or None
-    if layers is not None and (not isinstance(layers, list) or not all(type(i) is int and i >= 0 for i in layers)):
-        fault("layers_to_transform", "null, a layer's number or a list of them")
-    if layers is not None and isinstance(targets, str):
+    given: dict[str, Any] = {
+        "r": values.get("r"),
+        "lora_alpha": values.get("lora_alpha"),
+        "use_rslora": values.get("use_rslora", False),
+        "rank_pattern": values.get("rank_pattern") or {},
+        "alpha_pattern": values.get("alpha_pattern") or {},
+        "target_modules": _names(values.get("target_modules")),
+        "exclude_modules": _names(values.get("exclude_modules") or ()),
+        "layers_to_transform": layers,
+    }
+    problems = _unsupported(values) + [
+        f"{name} must be {what}, got {values.get(name)!r:.80}"
+        for name, (good, what) in FIELDS.items()
+        if not good(given[name])
+    ]
+    if layers is not None and isinstance(given["target_modules"], str):
         problems.append("layers_to_transform goes with a list of target_modules only")
     if problems:
         raise AdapterError(f"{path} cannot be used:\n  " + "\n  ".join(problems))
-    assert rank is not None and alpha is not None and targets is not None and exclude is not None
     config = PeftConfig(
-        path, rank, alpha, values.get("use_rslora", False), values.get("rank_pattern") or {},
-        values.get("alpha_pattern") or {}, targets, exclude, None if layers is None else frozenset(layers),
+        path, given["r"], given["lora_alpha"], given["use_rslora"], given["rank_pattern"], given["alpha_pattern"],
+        given["target_modules"], given["exclude_modules"], None if layers is None else frozenset(layers),
         values.get("base_model_name_or_path"),
     )  # fmt: skip
     for names in (config.targets, config.exclude):
@@ -179,6 +170,27 @@ def _names(value: Any) -> tuple[str, ...] | str | None:
     if isinstance(value, (list, tuple)) and all(isinstance(name, str) and name for name in value):
         return tuple(value)
     return None
+
+
+def _pattern_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(isinstance(k, str) and good(v) for k, v in value.items())
+
+
+def _are_layers(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(type(index) is int and index >= 0 for index in value))
+
+
+# What each key that is read must be.
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, f"a whole number from 1 to {MAX_RANK}"),
+    "lora_alpha": (_is_alpha, "a finite number above 0"),
+    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+    "rank_pattern": (_pattern_of(_is_rank), "an object from names to values as of r"),
+    "alpha_pattern": (_pattern_of(_is_alpha), "an object from names to values as of lora_alpha"),
+    "target_modules": (bool, "a list of module names, or one regular expression"),
+    "exclude_modules": (lambda value: value is not None, "null, a list of module names, or one regular expression"),
+    "layers_to_transform": (_are_layers, "null, a layer's number or a list of them"),
+}
 
 
 def _ends_with(module: str, names: Sequence[str]) -> bool:

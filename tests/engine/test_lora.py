@@ -439,8 +439,8 @@ def test_nothing_is_left_of_a_closed_engine(model: Path, paths: dict[str, str]) 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_loras_per_batch": 0}, "max_loras_per_batch must be from 1"),
-        ({"max_lora_rank": 0}, "max_lora_rank must be from 1"),
+        ({"max_loras_per_batch": 0}, "max_loras_per_batch must be at least 1"),
+        ({"max_lora_rank": 0}, "max_lora_rank must be at least 1"),
         ({"max_loaded_loras": 3}, "smaller than lora.max_loras_per_batch"),
         ({"lora_target_modules": ["q_proj", "conv1"]}, "conv1; linear layers of this model are q_proj, k_proj"),
         ({"lora_paths": {"a": "x"}, "enable_lora": False}, "leave one of them out"),
