@@ -18,18 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fengine.api.engine import Engine
 from fengine.server import embeddings
-from fengine.server.answers import Events, Frame, usage_of
-from fengine.server.bodies import read_json
 from fengine.server.config import ServeConfig
+from fengine.server.errors import ApiError, api_error_of
+from fengine.server.json_body import read_json
 from fengine.server.metrics import CONTENT_TYPE, Meter
-from fengine.server.refusals import Refusal, refusal_of
+from fengine.server.responses import Envelope, Events, usage_of
 from fengine.server.service import ClientGone, Service
 
 CLOSED_BY_CLIENT = 499  # nginx's word in logs and counters; no client reads it
 OPEN = frozenset({"/health"})  # needs no key
 COUNTED = frozenset("/v1/completions /v1/chat/completions /v1/embeddings /v1/models /health /metrics".split())
 KEY_VARIABLE = "FENGINE_API_KEY"
-WRITE = "fengine.write"  # in a scope's state, of a server that has it: bytes -> whether that piece has been written
 
 
 def make_app(engine: Engine, config: ServeConfig | None = None) -> FastAPI:
@@ -44,7 +43,7 @@ def make_app(engine: Engine, config: ServeConfig | None = None) -> FastAPI:
     routes = Routes(service)
     for path, method, handler in routes.table():
         app.add_route(path, handler, methods=[method])  # bodies are ours to read, so nothing is FastAPI's to solve
-    for kind in (Refusal, HTTPException, ClientDisconnect, ClientGone, Exception):
+    for kind in (ApiError, HTTPException, ClientDisconnect, ClientGone, Exception):
         app.add_exception_handler(kind, _refuse)
     app.add_middleware(Gate, meter=service.meter, key=config.api_key or os.environ.get(KEY_VARIABLE) or None)
     app.state.service = service
@@ -78,9 +77,9 @@ class Routes:
         service = self.service
         body = await read_json(request, service.config)
         ask, call = await service.generate(body, kind)
-        frame = Frame.of(ask.form, ask.wishes.stream, body["model"], service.fingerprint)
+        frame = Envelope.of(ask.form, ask.wishes.stream, body["model"], service.fingerprint)
         if ask.wishes.stream:
-            return EventStream(Events(call, ask, frame, writer_of(request.scope)), service)
+            return EventStream(Events(call, ask, frame), service)
         try:
             outputs = await service.outputs(call.wait_async(), gone(request.receive))
         finally:
@@ -109,16 +108,11 @@ class Routes:
     async def health(self, request: Request) -> Response:
         wrong = await self.service.healthy()
         if wrong is not None:
-            raise Refusal(503, wrong, code="unavailable")
+            raise ApiError(503, wrong, code="unavailable")
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(await self.service.metrics(), media_type=CONTENT_TYPE)
-
-
-def writer_of(scope: Scope) -> Callable[[bytes], bool]:
-    """How the server writes a piece of an answer past all layers; other servers than ours cannot. Pure."""
-    return scope.get("state", {}).get(WRITE, lambda _: False)
 
 
 async def gone(receive: Receive) -> None:
@@ -128,7 +122,8 @@ async def gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A call's events as they come. The call ends when they end or when the client goes, whichever is first."""
+    """A call's events as they come; in one piece for HTTP/1.0, which knows no chunks. The call ends with its events, or
+    when the client goes."""
 
     media_type = "text/event-stream"
 
@@ -141,6 +136,10 @@ class EventStream(Response):
         watch = asyncio.create_task(gone(receive))
         watch.add_done_callback(lambda _: self.events.call.abort())  # which ends the events
         try:
+            if scope["http_version"] == "1.0":
+                whole = b"".join([piece async for piece, _ in self.events])
+                await Response(whole, headers=self.headers, media_type=self.media_type)(scope, receive, send)
+                return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for piece, more in self.events:
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
@@ -156,12 +155,12 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         allowed = (error.headers or {}).get("Allow")
         told = {404: f"there is no {request.url.path!r:.200} here.", 405: f"this path takes {allowed} only."}
-        error = Refusal(error.status_code, told.get(error.status_code, str(error.detail)), headers=error.headers)
-    refusal = refusal_of(error)
+        error = ApiError(error.status_code, told.get(error.status_code, str(error.detail)), headers=error.headers)
+    refusal = api_error_of(error)
     return JSONResponse(refusal.body(), refusal.status, headers=dict(refusal.headers))
 
 
-def misdirected(scope: Scope) -> Refusal | None:
+def misdirected(scope: Scope) -> ApiError | None:
     """What came over the loopback must be meant for it. A web page whose name was pointed here (DNS rebinding) may send
     what it likes, but its own name stands in Host. Pure."""
     arrived, _ = scope.get("server") or ("", None)
@@ -171,7 +170,7 @@ def misdirected(scope: Scope) -> Refusal | None:
             told = (
                 f"Host is {name!r:.200}, not localhost: refused, as a web page may have sent it; to serve such names, "
             )
-            return Refusal(403, f"{told}set an API key.", None, "foreign_host")
+            return ApiError(403, f"{told}set an API key.", None, "foreign_host")
     return None
 
 
@@ -210,12 +209,12 @@ class Gate:
             return
         await JSONResponse(refusal.body(), refusal.status, headers=dict(refusal.headers))(scope, receive, counted)
 
-    def _refusal(self, scope: Scope) -> Refusal | None:
+    def _refusal(self, scope: Scope) -> ApiError | None:
         if self.digest is None:
             return misdirected(scope)
         if scope["path"] in OPEN or self._has_key(scope):
             return None
-        return Refusal(401, "the API key is missing or wrong: send Authorization: Bearer KEY.", None,
+        return ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY.", None,
                        "invalid_api_key", {"WWW-Authenticate": "Bearer"})  # fmt: skip
 
     def _has_key(self, scope: Scope) -> bool:

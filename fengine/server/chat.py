@@ -7,8 +7,8 @@ from typing import Any
 
 from fengine.api.results import Output
 from fengine.server import fields
-from fengine.server.answers import Ask, finish_word
-from fengine.server.refusals import Refusal, invalid, missing, unsupported
+from fengine.server.errors import ApiError, invalid, missing, unsupported
+from fengine.server.responses import Parsed, finish_reason
 from fengine.server.token_text import finite, token_bytes
 from fengine.tokenizer.tokenizer import Tokenizer
 
@@ -30,8 +30,8 @@ MAX_TOP_LOGPROBS = 20  # OpenAI's
 Encode = Callable[[Any, Any, bool, Any], list[int]]  # messages, tools, add_generation_prompt, template values
 
 
-def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int, encode: Encode) -> Ask:
-    """Errors: Refusal; those of `encode`, the engine's way from a chat to ids."""
+def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int, encode: Encode) -> Parsed:
+    """Errors: ApiError; those of `encode`, the engine's way from a chat to ids."""
     fields.check_names(body, KNOWN, REFUSED)
     wishes = fields.wishes_of(body, max_samples)
     logprobs, top = fields.flag(body, "logprobs"), fields.whole_number(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
@@ -49,7 +49,7 @@ def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int, encode
     if logprobs:
         arguments |= {"return_logprob": True, "top_logprobs_num": top or 0}
     words = fields.WORDS | {"max_new_tokens": most or "max_tokens", "top_logprobs_num": "top_logprobs"}
-    return Ask(arguments, 1, wishes, ChatForm(tokenizer, logprobs, wishes.return_token_ids), words)
+    return Parsed(arguments, 1, wishes, ChatForm(tokenizer, logprobs, wishes.return_token_ids), words)
 
 
 def _most(body: Mapping[str, Any]) -> str | None:
@@ -65,7 +65,7 @@ def _most(body: Mapping[str, Any]) -> str | None:
 def messages_of(messages: Any) -> Any:
     """Messages as templates read them: parts of text joined, arguments of tool calls as objects. Pure.
 
-    What is wrong with them is left for the engine to tell. Errors: Refusal for parts that are no text.
+    What is wrong with them is left for the engine to tell. Errors: ApiError for parts that are no text.
     """
     if not isinstance(messages, list):
         return messages
@@ -100,7 +100,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools that the template is shown; None: none. Errors: Refusal."""
+    """The tools that the template is shown; None: none. Errors: ApiError."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     fields.flag(body, "parallel_tool_calls")
     if choice not in (None, "none", "auto"):
@@ -112,7 +112,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refusal(400, f'tools[{i}] must be {{"type": "function", "function": {{"name": …}}}}.', "tools",
+            raise ApiError(400, f'tools[{i}] must be {{"type": "function", "function": {{"name": …}}}}.', "tools",
                           "invalid_value")  # fmt: skip
     return None if choice == "none" else tools
 
@@ -141,7 +141,7 @@ class ChatForm:
         return choice if shows else None
 
     def _choice(self, index: int, output: Output, said: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish_word(output)}
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish_reason(output)}
         if self.logprobs:
             choice["logprobs"] = {"content": self._logprobs(output), "refusal": None}
         if self.return_token_ids:

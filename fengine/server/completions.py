@@ -7,8 +7,8 @@ from typing import Any
 
 from fengine.api.results import Output
 from fengine.server import fields
-from fengine.server.answers import Ask, finish_word
-from fengine.server.refusals import invalid, unsupported
+from fengine.server.errors import invalid, unsupported
+from fengine.server.responses import Parsed, finish_reason
 from fengine.server.token_text import Offsets, finite, shown, token_bytes
 from fengine.tokenizer.tokenizer import Tokenizer
 
@@ -18,8 +18,8 @@ DEFAULT_TOKENS = 16  # OpenAI's
 MAX_LOGPROBS = 1024
 
 
-def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int) -> Ask:
-    """Errors: Refusal. What the engine checks is not checked here."""
+def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int) -> Parsed:
+    """Errors: ApiError. What the engine checks is not checked here."""
     fields.check_names(body, KNOWN, REFUSED)
     wishes = fields.wishes_of(body, max_samples)
     if fields.whole_number(body, "best_of", 1, max_samples) not in (None, wishes.samples):
@@ -43,7 +43,7 @@ def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int) -> Ask
         _echoes(kind, prompts, tokenizer) if echo else None,
     )
     words = fields.WORDS | {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt"}
-    return Ask(arguments, count, wishes, form, words)
+    return Parsed(arguments, count, wishes, form, words)
 
 
 def _echoes(kind: str, prompts: Any, tokenizer: Tokenizer) -> list[str]:
@@ -81,7 +81,7 @@ class CompletionForm:
         choice = {"index": index, "text": echo + output["text"], "logprobs": None}
         if self.logprobs is not None:
             choice["logprobs"] = self._logprobs(index, output, first and self.echoes is not None)
-        choice["finish_reason"] = finish_word(output)
+        choice["finish_reason"] = finish_reason(output)
         if self.return_token_ids:
             choice["token_ids"] = output["output_ids"]
         return choice

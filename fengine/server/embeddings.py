@@ -7,14 +7,14 @@ from typing import Any
 
 from fengine.api.results import Output
 from fengine.server import fields
-from fengine.server.refusals import Refusal, invalid
+from fengine.server.errors import ApiError, invalid
 
 KNOWN = frozenset({"model", "input", "encoding_format", "dimensions"})
 WORDS = {"prompt": "input", "input_ids": "input"}
 
 
 def read(body: Mapping[str, Any]) -> tuple[dict[str, Any], int, bool]:
-    """(arguments of `encode`, how many prompts, whether base64 is wanted). Errors: Refusal."""
+    """(arguments of `encode`, how many prompts, whether base64 is wanted). Errors: ApiError."""
     fields.check_names(body, KNOWN, {})
     encoding = body.get("encoding_format")
     if encoding not in (None, "float", "base64"):
@@ -24,11 +24,11 @@ def read(body: Mapping[str, Any]) -> tuple[dict[str, Any], int, bool]:
 
 
 def answer(outputs: list[Output], model: str, as_base64: bool) -> dict[str, Any]:
-    """Errors: Refusal if a prompt was aborted. Pure."""
+    """Errors: ApiError if a prompt was aborted. Pure."""
     data = []
     for index, output in enumerate(outputs):
         if output["embedding"] is None:
-            raise Refusal(503, f"input {index} was aborted by the server.", code="aborted")
+            raise ApiError(503, f"input {index} was aborted by the server.", code="aborted")
         vector = output["embedding"]
         value = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector
         data.append({"object": "embedding", "index": index, "embedding": value})

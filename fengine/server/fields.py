@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.server.refusals import Refusal, invalid, missing, unsupported
+from fengine.server.errors import ApiError, invalid, missing, unsupported
 
 SAMPLING: dict[str, str] = {  # of both kinds of completions; field -> the engine's sampling parameter
     "temperature": "temperature",
@@ -69,7 +69,7 @@ class Wishes:
 
 
 def check_names(body: Mapping[str, Any], known: frozenset[str], refused: Mapping[str, str]) -> None:
-    """Errors: Refusal for a field that is not known, or that is `refused`, with the reason."""
+    """Errors: ApiError for a field that is not known, or that is `refused`, with the reason."""
     for name, value in body.items():
         if value is None or name in known or name in NO_EFFECT:
             continue
@@ -77,11 +77,11 @@ def check_names(body: Mapping[str, Any], known: frozenset[str], refused: Mapping
             raise unsupported(name, f"{name} is not built: {refused[name]}. Leave it out.")
         near = difflib.get_close_matches(name[:80], sorted(known | refused.keys() | NO_EFFECT), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise Refusal(400, f"unknown field {name!r:.80}.{hint}", name[:80], "unknown_parameter")
+        raise ApiError(400, f"unknown field {name!r:.80}.{hint}", name[:80], "unknown_parameter")
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """Errors: Refusal if a field is there and is neither true nor false."""
+    """Errors: ApiError if a field is there and is neither true nor false."""
     value = body.get(name)
     if value is None:
         return default
@@ -91,7 +91,7 @@ def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def whole_number(body: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
-    """Errors: Refusal if a field is there and is no integer in [least, most]."""
+    """Errors: ApiError if a field is there and is no integer in [least, most]."""
     value = body.get(name)
     if value is None:
         return None
@@ -101,7 +101,7 @@ def whole_number(body: Mapping[str, Any], name: str, least: int, most: int) -> i
 
 
 def wishes_of(body: Mapping[str, Any], max_samples: int) -> Wishes:
-    """Errors: Refusal."""
+    """Errors: ApiError."""
     stream, options = flag(body, "stream"), body.get("stream_options")
     if options is not None:
         if not isinstance(options, dict):
@@ -115,7 +115,7 @@ def wishes_of(body: Mapping[str, Any], max_samples: int) -> Wishes:
 
 
 def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's sampling parameters, not checked yet. Pure. Errors: Refusal (a grammar that is no text)."""
+    """The engine's sampling parameters, not checked yet. Pure. Errors: ApiError (a grammar that is no text)."""
     sampling = {ours: body[name] for name, ours in SAMPLING.items() if body.get(name) is not None}
     for name in ("json_schema", "structural_tag"):  # the engine takes them as JSON texts
         if isinstance(sampling.get(name), dict):
@@ -124,7 +124,7 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _response_format(value: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's way to ask for a grammar, as a sampling parameter. Pure. Errors: Refusal."""
+    """OpenAI's way to ask for a grammar, as a sampling parameter. Pure. Errors: ApiError."""
     if value is None:
         return {}
     name = "response_format"
@@ -153,15 +153,15 @@ def _response_format(value: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_inside(where: str, value: Mapping[str, Any], known: Set[str]) -> None:
-    """Errors: Refusal for a field of a response_format that would otherwise be ignored."""
+    """Errors: ApiError for a field of a response_format that would otherwise be ignored."""
     for name, inner in value.items():
         if inner is not None and name not in known:
             told = f"{where} has the unknown field {name!r:.80}; known are {', '.join(sorted(known))}."
-            raise Refusal(400, told, "response_format", "unknown_parameter")
+            raise ApiError(400, told, "response_format", "unknown_parameter")
 
 
 def call_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate` beside prompt and sampling. Pure. Errors: Refusal."""
+    """Arguments of `generate` beside prompt and sampling. Pure. Errors: ApiError."""
     for name in ("lora_path", "custom_logit_processor", "cache_salt"):
         if not isinstance(body.get(name), str | None):
             raise invalid(name, f"{name} must be a string, got {body[name]!r:.80}.")
@@ -172,7 +172,7 @@ def call_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
 def texts_or_ids(body: Mapping[str, Any], name: str) -> tuple[str, Any, int]:
     """What a field that holds prompts holds: ("prompt" or "input_ids", its value, how many), a list of one as such.
 
-    Texts, or token ids that the engine checks. Errors: Refusal (empty, mixed, or neither).
+    Texts, or token ids that the engine checks. Errors: ApiError (empty, mixed, or neither).
     """
     value = body.get(name)
     if value is None:

@@ -19,7 +19,7 @@ from fengine.api.engine import Engine
 from fengine.errors import ConfigError
 from fengine.server.app import make_app
 from fengine.server.config import ServeConfig
-from fengine.server.connection import Connection
+from fengine.server.protocol import LimitedProtocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -105,14 +105,15 @@ def address_of(bound: socket.socket) -> str:
 def server_of(app: FastAPI, config: ServeConfig, ready: Callable[[], None] = lambda: None) -> Server:
     """A server of an app; `run(sockets=[listen(config)])` it, in any thread."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong is told to them
-    connection = type("LimitedConnection", (Connection,), {"limits": config})
+    protocol = type("Protocol", (LimitedProtocol,), {"limits": config})
     return Server(
         uvicorn.Config(
             app,
-            http=connection,
+            http=protocol,
             ws="none",
             loop="uvloop",
             lifespan="off",
+            timeout_keep_alive=config.keep_alive_seconds,
             log_config=None,
             access_log=False,
             proxy_headers=False,

@@ -21,10 +21,10 @@ from fengine.api.engine import Engine
 from fengine.api.results import Output
 from fengine.errors import ConfigError
 from fengine.server import chat, completions, embeddings
-from fengine.server.answers import Ask
 from fengine.server.config import ServeConfig
+from fengine.server.errors import ApiError, api_error_of, missing
 from fengine.server.metrics import Meter
-from fengine.server.refusals import Refusal, missing, refusal_of
+from fengine.server.responses import Parsed
 
 THREADS = 8  # that tokenize and check; a template may run for seconds
 PROBE_SECONDS = 5.0
@@ -78,13 +78,13 @@ class Service:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _reserve(self, rows: int) -> None:
-        """Errors: Refusal 429 when they would be too many."""
+        """Errors: ApiError 429 when they would be too many."""
         with self._lock:
             if self.rows + rows > self.config.max_rows:
                 message = (
                     f"{self.rows} rows are open, and {rows} more would exceed serve.max_rows={self.config.max_rows}"
                 )
-                raise Refusal(429, f"{message}; try again later.", code="queue_full", headers={"Retry-After": "1"})
+                raise ApiError(429, f"{message}; try again later.", code="queue_full", headers={"Retry-After": "1"})
             self.rows += rows
 
     def _release(self, rows: int) -> None:
@@ -100,18 +100,18 @@ class Service:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    async def generate(self, body: Mapping[str, Any], kind: str) -> tuple[Ask, Call]:
-        """A body of completions or of chat completions, checked and queued; `end` the call. Errors: Refusal."""
+    async def generate(self, body: Mapping[str, Any], kind: str) -> tuple[Parsed, Call]:
+        """A body of completions or of chat completions, checked and queued; `end` the call. Errors: ApiError."""
         adapter = self.adapter_of(body)
         if adapter is not None:
             if body.get("lora_path") not in (None, adapter):
-                raise Refusal(400, "model and lora_path name two adapters; give one.", "lora_path", "invalid_value")
+                raise ApiError(400, "model and lora_path name two adapters; give one.", "lora_path", "invalid_value")
             body = {**body, "lora_path": adapter}
         self._post = self._post or Post(asyncio.get_running_loop())
         begin = partial(self._begin_generate, body, kind, self._post)
         return await self._in_thread(begin, lambda begun: self.end(begun[1]))
 
-    def _begin_generate(self, body: Mapping[str, Any], kind: str, post: "Post") -> tuple[Ask, Call]:
+    def _begin_generate(self, body: Mapping[str, Any], kind: str, post: "Post") -> tuple[Parsed, Call]:
         words: Mapping[str, str] = {}
         try:
             ask = self._read(body, kind)
@@ -122,15 +122,15 @@ class Service:
                 lambda: self.engine.begin(arguments, post.loop, deltas=True, pace=self._pace, post=post),
             )
         except Exception as error:
-            raise refusal_of(error, body, words) from error
+            raise api_error_of(error, body, words) from error
 
-    def _read(self, body: Mapping[str, Any], kind: str) -> Ask:
+    def _read(self, body: Mapping[str, Any], kind: str) -> Parsed:
         if kind == "completions":
             return completions.read(body, self.tokenizer, self.config.max_samples)
         return chat.read(body, self.tokenizer, self.config.max_samples, self.engine.chat_ids)
 
     async def encode(self, body: Mapping[str, Any]) -> tuple[EncodeCall, bool]:
-        """A body of embeddings, checked and queued, and whether base64 is wanted; `end` its call. Errors: Refusal."""
+        """A body of embeddings, checked and queued, and whether base64 is wanted; `end` its call. Errors: ApiError."""
         adapter = self.adapter_of(body)
         begin = partial(self._begin_encode, body, adapter, asyncio.get_running_loop())
         return await self._in_thread(begin, lambda begun: self.end(begun[0].call))
@@ -141,7 +141,7 @@ class Service:
             arguments["lora_path"] = adapter
             return self._holding(prompts, lambda: self.engine.begin_encode(arguments, loop)), as_base64
         except Exception as error:
-            raise refusal_of(error, body, embeddings.WORDS) from error
+            raise api_error_of(error, body, embeddings.WORDS) from error
 
     def _holding(self, rows: int, begin: Callable[[], Result]) -> Result:
         """What `begin` returns, with its rows reserved; not if it fails."""
@@ -162,7 +162,7 @@ class Service:
             raise
 
     async def outputs(self, wait: Awaitable[Any], gone: Awaitable[None]) -> list[Output]:
-        """The results of a call. Errors: Refusal; ClientGone when `gone` is done first."""
+        """The results of a call. Errors: ApiError; ClientGone when `gone` is done first."""
         work, watch = asyncio.ensure_future(wait), asyncio.ensure_future(gone)
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +171,7 @@ class Service:
             found = work.result()
             return found if isinstance(found, list) else [found]
         except Exception as error:
-            raise error if isinstance(error, ClientGone) else refusal_of(error) from error
+            raise error if isinstance(error, ClientGone) else api_error_of(error) from error
         finally:
             for task in (work, watch):
                 task.cancel()
@@ -184,17 +184,17 @@ class Service:
     # -- what the server tells about itself ----------------------------------------------------------------------------
 
     def adapter_of(self, body: Mapping[str, Any]) -> str | None:
-        """The LoRA adapter that a body's model is; None: it is the model itself. Errors: Refusal (400, 404)."""
+        """The LoRA adapter that a body's model is; None: it is the model itself. Errors: ApiError (400, 404)."""
         name, adapters = body.get("model"), self.engine.lora_adapters()
         if name is None:
             raise missing("model")
         if not isinstance(name, str):
-            raise Refusal(400, f"model must be a string, got {name!r:.80}.", "model", "invalid_value")
+            raise ApiError(400, f"model must be a string, got {name!r:.80}.", "model", "invalid_value")
         if name == self.model:
             return None
         if name not in adapters:
             known = ", ".join([self.model, *adapters])
-            raise Refusal(
+            raise ApiError(
                 404, f"the model {name!r:.200} does not exist; there is {known:.500}.", "model", "model_not_found"
             )
         return name

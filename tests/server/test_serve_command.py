@@ -20,8 +20,8 @@ from fengine.errors import ConfigError, MissingExtraError
 from fengine.eval.runs.compose import points
 from fengine.eval.runs.words import parse
 from fengine.server import command
-from fengine.server.answers import Events
 from fengine.server.config import SERVE, ServeConfig, ServerConfig, check
+from fengine.server.responses import Events
 
 ROOT = Path(__file__).resolve().parents[2]
 engine, server, untouched = serving.engine, serving.server, serving.untouched  # fixtures
@@ -50,15 +50,14 @@ def test_a_failing_engine_is_told() -> None:
 
 
 def test_a_fault_of_the_server_is_told_and_hurts_nobody(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before an answer begins it is a 500, which does not end the connection; later on it cuts the answer off."""
+    """Before an answer begins it is a 500; later on it cuts the answer off."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("a secret")
 
     with server.connect() as link, monkeypatch.context() as patch:
         patch.setattr(server.service, "cards", fail)
-        link.sendall(request("GET", "/v1/models"))
-        answer = read(link)
+        answer = server.ask("GET", "/v1/models")
         assert (answer.status, answer.error["code"]) == (500, "internal_error") and b"secret" not in answer.body
         patch.setattr(Events, "_end", fail)
         link.sendall(STREAMED + GET)

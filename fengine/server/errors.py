@@ -30,7 +30,7 @@ TYPES = {
 }
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """An answer other than 200. `param`: the field of the body that is to blame. `code`: OpenAI's word for the case."""
 
     def __init__(
@@ -53,31 +53,31 @@ def _told(text: str, most: int) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def refusal_of(
+def api_error_of(
     error: BaseException, body: Mapping[str, Any] | None = None, words: Mapping[str, str] | None = None
-) -> Refusal:
+) -> ApiError:
     """The refusal for an engine's error. `words`: engine's word -> the field's name in `body`. Pure.
 
     What is not fengine's own error is a bug: its text stays here.
     """
-    if isinstance(error, Refusal):
+    if isinstance(error, ApiError):
         return error
     if not isinstance(error, FengineError):
-        return Refusal(500, f"internal error: {type(error).__name__}; see the server's log", code="internal_error")
+        return ApiError(500, f"internal error: {type(error).__name__}; see the server's log", code="internal_error")
     message, body = str(error), body or {}
     for old, new in (words or {}).items():
         message = re.sub(rf"\b{old}\b", new, message)
     if isinstance(error, UNAVAILABLE):
-        return Refusal(503, message, code="unavailable", headers={"Retry-After": "5"})
+        return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, OURS) or not isinstance(error, ValueError):
-        return Refusal(500, message, code="request_failed")
+        return ApiError(500, message, code="request_failed")
     if isinstance(error, ContextLengthError):
         param = next((name for name in ("messages", "prompt", "input") if name in body), None)
-        return Refusal(400, message, param, "context_length_exceeded")
+        return ApiError(400, message, param, "context_length_exceeded")
     if isinstance(error, GrammarError):
-        return Refusal(400, message, next((name for name in GRAMMARS if body.get(name)), None), "invalid_value")
+        return ApiError(400, message, next((name for name in GRAMMARS if body.get(name)), None), "invalid_value")
     code = "unsupported_feature" if isinstance(error, UnsupportedFeatureError) else "invalid_value"
-    return Refusal(400, message, _blamed(message, body), code)
+    return ApiError(400, message, _blamed(message, body), code)
 
 
 def _blamed(message: str, body: Mapping[str, Any]) -> str | None:
@@ -89,13 +89,13 @@ def _blamed(message: str, body: Mapping[str, Any]) -> str | None:
     return next((word for word in (*told, *found) if word not in ("model", "n", "stream")), None)
 
 
-def missing(name: str) -> Refusal:
-    return Refusal(400, f"{name} is missing.", name, "missing_required_parameter")
+def missing(name: str) -> ApiError:
+    return ApiError(400, f"{name} is missing.", name, "missing_required_parameter")
 
 
-def invalid(name: str, message: str) -> Refusal:
-    return Refusal(400, message, name, "invalid_value")
+def invalid(name: str, message: str) -> ApiError:
+    return ApiError(400, message, name, "invalid_value")
 
 
-def unsupported(name: str, message: str) -> Refusal:
-    return Refusal(400, message, name, "unsupported_feature")
+def unsupported(name: str, message: str) -> ApiError:
+    return ApiError(400, message, name, "unsupported_feature")

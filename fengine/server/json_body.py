@@ -8,18 +8,18 @@ from typing import Any, NoReturn
 from starlette.requests import Request
 
 from fengine.server.config import ServeConfig
-from fengine.server.refusals import Refusal
+from fengine.server.errors import ApiError
 
 
 async def read_json(request: Request, limits: ServeConfig) -> dict[str, Any]:
-    """The body's object. Errors: Refusal 400 (no JSON, no object), 408 (too slow), 413 (too large), 415 (other type);
+    """The body's object. Errors: ApiError 400 (no JSON, no object), 408 (too slow), 413 (too large), 415 (other type);
     ClientDisconnect."""
     _check_headers(request, limits.max_body_bytes)
     try:
         async with asyncio.timeout(limits.read_seconds):
             raw = await _read(request, limits.max_body_bytes)
     except TimeoutError:
-        raise Refusal(
+        raise ApiError(
             408, f"the body did not come within {limits.read_seconds:g} seconds (serve.read_seconds).",
             headers={"Connection": "close"},
         ) from None  # fmt: skip
@@ -31,17 +31,17 @@ async def read_json(request: Request, limits: ServeConfig) -> dict[str, Any]:
 def _check_headers(request: Request, most: int) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which is also what no web page can send here without being asked
-        raise Refusal(415, f"Content-Type must be application/json, got {kind!r:.80}.", headers={"Connection": "close"})
+        raise ApiError(415, f"Content-Type must be application/json, got {kind!r:.80}.")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise Refusal(415, "a Content-Encoding is not built; send plain JSON.", headers={"Connection": "close"})
+        raise ApiError(415, "a Content-Encoding is not built; send plain JSON.")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > most:
         raise _too_large(most)
 
 
-def _too_large(most: int) -> Refusal:
+def _too_large(most: int) -> ApiError:
     message = f"the body is larger than {most} bytes (serve.max_body_bytes); send less, or start the server with more."
-    return Refusal(413, message, code="body_too_large", headers={"Connection": "close"})
+    return ApiError(413, message, code="body_too_large")
 
 
 async def _read(request: Request, most: int) -> bytes:
@@ -55,15 +55,15 @@ async def _read(request: Request, most: int) -> bytes:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """Pure. Errors: Refusal."""
+    """Pure. Errors: ApiError."""
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
-        raise Refusal(400, "the body is nested too deeply.", code="invalid_json") from None
+        raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from None
     except ValueError as error:
-        raise Refusal(400, f"the body is not valid JSON: {error!s:.200}.", code="invalid_json") from None
+        raise ApiError(400, f"the body is not valid JSON: {error!s:.200}.", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise Refusal(400, f"the body must be a JSON object, got {type(value).__name__}.", code="invalid_json")
+        raise ApiError(400, f"the body must be a JSON object, got {type(value).__name__}.", code="invalid_json")
     return value
 
 

@@ -1,17 +1,16 @@
 """Answers in OpenAI's shapes: the frame around choices, usage, and the events of a stream."""
 
-import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fengine.api.calls import Call
 from fengine.api.results import Output
+from fengine.server.errors import ApiError, api_error_of
 from fengine.server.fields import Wishes
-from fengine.server.refusals import Refusal, refusal_of
 
 DONE = b"data: [DONE]\n\n"
 
@@ -37,7 +36,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Parsed:
     """One body in the engine's words: arguments of `Generation.begin`, and how the answer reads.
 
     `words`: engine's word -> the field of the body that it came from, where their names differ.
@@ -51,7 +50,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Envelope:
     """What every chunk of one answer repeats."""
 
     id: str
@@ -61,7 +60,7 @@ class Frame:
     system_fingerprint: str
 
     @classmethod
-    def of(cls, form: Form, stream: bool, model: str, fingerprint: str) -> "Frame":
+    def of(cls, form: Form, stream: bool, model: str, fingerprint: str) -> "Envelope":
         kind = form.chunk_object if stream else form.object
         return cls(f"{form.id_prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
 
@@ -78,18 +77,18 @@ class Frame:
         return f'data: {before}"choices": [', f"]{behind}\n\n"
 
 
-def finish_word(output: Output) -> str | None:
+def finish_reason(output: Output) -> str | None:
     """stop, length, abort; None while it runs. Pure."""
     finish = output["meta_info"]["finish_reason"]
     return None if finish is None else finish["type"]
 
 
-def failure_of(output: Output) -> Refusal | None:
+def error_of(output: Output) -> ApiError | None:
     """Why a request failed by itself, if it did. Pure."""
     finish = output["meta_info"]["finish_reason"]
     if finish is None or finish["type"] != "abort" or "status_code" not in finish:
         return None
-    return Refusal(finish["status_code"], finish["message"], code="request_failed")
+    return ApiError(finish["status_code"], finish["message"], code="request_failed")
 
 
 def usage_of(outputs: list[Output], samples: int) -> dict[str, Any]:
@@ -113,13 +112,11 @@ class Events:
     """The server-sent events of one call: `async for` (bytes of some whole events, whether more follow). Ends with
     [DONE].
 
-    What comes in mid-answer is offered to `write` as it comes; only what that does not take (False) gets to the reader,
-    whom it would cost the most to wake. An error ends the stream with an event that holds it. Whoever reads must abort
-    the call behind.
+    An error ends the stream with an event that holds it. Whoever reads must abort the call behind.
     """
 
-    def __init__(self, call: Call, ask: Ask, frame: Frame, write: Callable[[bytes], bool]) -> None:
-        self.call, self.ask, self.frame, self.write = call, ask, frame, write
+    def __init__(self, call: Call, ask: Parsed, frame: Envelope) -> None:
+        self.call, self.ask, self.frame = call, ask, frame
         self._before, self._behind = frame.split(ask.wishes.include_usage)
         self._last: list[Output] = [{}] * len(call.tickets)
 
@@ -130,9 +127,9 @@ class Events:
             yield first, True
         while call.open:
             try:
-                pieces = self._read() if call.mail else await self._written()
+                pieces = self._piece(await call.mail.get()) + self._rest()
             except Exception as error:
-                yield event(refusal_of(error).body()) + DONE, False
+                yield event(api_error_of(error).body()) + DONE, False
                 return
             if call.open and pieces:
                 yield pieces, True
@@ -144,46 +141,24 @@ class Events:
             return b""
         return event(self.frame.around([], usage_of(self._last, self.ask.wishes.samples)))
 
-    async def _written(self) -> bytes:
-        """Writes what comes, and returns the first pieces that are not written. Errors: as `_read`."""
-        loop, mail = asyncio.get_running_loop(), self.call.mail
-        left: asyncio.Future[bytes] = loop.create_future()
-
-        def pass_on() -> None:
-            if left.done():
-                return  # the reader will see it
-            try:
-                pieces = self._read()
-                if not self.call.open or pieces and not self.write(pieces):
-                    left.set_result(pieces)
-            except Exception as error:
-                left.set_exception(error)
-
-        def gather() -> None:
-            if len(mail) == 1:  # what comes with this news goes into the same piece
-                loop.call_soon(pass_on)
-
-        mail.wake = pass_on if len(self.call.tickets) == 1 else gather
-        try:
-            return await left
-        finally:
-            mail.wake = None
-
-    def _read(self) -> bytes:
-        """All that is new by now, of any choice. Errors: those of requests that failed."""
+    def _rest(self) -> bytes:
+        """All that is new by now, of any choice."""
         mail, pieces = self.call.mail, []
         while mail:
-            index = mail.pop()
-            output = self.call.read(index)
-            if output is None:
-                continue
-            if (failure := failure_of(output)) is not None:
-                raise failure
-            if output["meta_info"]["finish_reason"] is not None:
-                self._last[index] = output
-            if (choice := self.ask.form.chunk(index, output)) is not None:
-                pieces.append(self._choice(choice))
+            pieces.append(self._piece(mail.pop()))
         return b"".join(pieces)
+
+    def _piece(self, index: int) -> bytes:
+        """What is new of one choice. Errors: those of requests that failed."""
+        output = self.call.read(index)
+        if output is None:
+            return b""
+        if (failure := error_of(output)) is not None:
+            raise failure
+        if output["meta_info"]["finish_reason"] is not None:
+            self._last[index] = output
+        choice = self.ask.form.chunk(index, output)
+        return b"" if choice is None else self._choice(choice)
 
     def _choice(self, choice: dict[str, Any]) -> bytes:
         return f"{self._before}{json.dumps(choice)}{self._behind}".encode()
