@@ -1,14 +1,14 @@
-"""Requests with extras, run through a driver: what the tests of the extended step share."""
+"""Requests of all kinds, run through a driver: what the tests of the extended step share."""
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fengine.config import CacheConfig, CompileConfig, Dtype, EngineConfig, ModelConfig, SchedulerConfig
-from fengine.core.extras import Extras, Record
+from fengine.core.record import Record
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.build import Parts, build
 from fengine.engine.output_processor import Ticket
@@ -19,7 +19,7 @@ class Ask:
     """A request to come, by value: running it twice makes two requests."""
 
     prompt: list[int]
-    extras: Extras | None = None
+    asked: SamplingParams | None = None
     new: int = 8
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
@@ -27,9 +27,14 @@ class Ask:
 
     def request(self, rid: str) -> Request:
         return Request(
-            rid, len(self.prompt), list(self.prompt), SamplingParams.of(self.params), self.seed, self.new,
-            self.stop_ids, extras=self.extras, record=None if self.extras is None else Record(),
+            rid, len(self.prompt), list(self.prompt), self.sampling(), self.seed, self.new, self.stop_ids,
+            record=None if self.asked is None else Record(),
         )  # fmt: skip
+
+    def sampling(self) -> SamplingParams:
+        """What is `asked`, with the checked `params`."""
+        given = {name: getattr(SamplingParams.of(self.params), name) for name in (*self.params, "top_k")}
+        return replace(self.asked or SamplingParams(), **given)
 
 
 def config(path: Path | str, *, tokens: int = 64, rows: int = 8, page_size: int = 4, pool: int = 2048,

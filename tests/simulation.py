@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fengine.config import Policy
-from fengine.core.extras import Extras, Record
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request, SamplingParams, Status
@@ -221,9 +220,9 @@ def make_scheduler(case: Case) -> Scheduler:
 
 def make_request(case: Case, index: int) -> Request:
     job = case.jobs[index]
-    extras = Extras(presence_penalty=1.0) if job.lockstep else None
-    return Request(f"r{index}", len(job.prompt), list(job.prompt), SamplingParams(), 1000 + index, job.max_new_tokens,
-                   job.stop_ids, extras=extras, record=Record() if extras else None)  # fmt: skip
+    params = SamplingParams(presence_penalty=1.0) if job.lockstep else SamplingParams()
+    return Request(f"r{index}", len(job.prompt), list(job.prompt), params, 1000 + index, job.max_new_tokens,
+                   job.stop_ids)  # fmt: skip
 
 
 def entry(plan: Plan) -> tuple:

@@ -9,14 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.api.arguments import Item
-from fengine.api.options import Door, adapter_of, check_amount, check_ids, extras_of, priority_of, salt_of, stop_ids
+from fengine.api.options import (
+    Door,
+    adapter_of,
+    check_amount,
+    check_ids,
+    end_ids,
+    priority_of,
+    request_params,
+    salt_of,
+    stop_ids,
+)
 from fengine.api.sessions import Turn
-from fengine.core.extras import Extras, Record
+from fengine.core.record import Record
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
 from fengine.core.scalars import flag
 from fengine.engine.build import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
+from fengine.tokenizer.stop_regex import compile_patterns
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # equal values of one of these types mean the same
 
@@ -39,6 +50,7 @@ def admit_all(door: Door, items: Sequence[Item], first_index: int) -> list[Admit
         try:
             if (key := _key(item.sampling)) not in checked:
                 checked[key] = SamplingParams.of(item.sampling, door.parts.spec.vocab_size)
+                compile_patterns(checked[key].stop_regex)
             admitted += admit(door, item, checked[key], first_index + i)
         except FengineError as error:
             errors.append((i, error))
@@ -71,9 +83,10 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
     explicit = isinstance(item.sampling, SamplingParams) or "max_new_tokens" in (item.sampling or {})
     most = _room(door, params, len(ids), explicit)
     return_logprob = flag("return_logprob", item.return_logprob)
-    unasked = Extras() if return_logprob and most == 0 else None  # the token drawn all the same is told of
-    extras = [extras_of(door, item, params, len(ids), return_logprob) or unasked for _ in item.rids]
-    check_amount(extras[0], len(extras), len(ids), most)
+    asked = [request_params(door, item, params, len(ids), return_logprob) for _ in item.rids]
+    check_amount(asked[0], len(asked), len(ids), most)
+    unasked = return_logprob and most == 0  # the token drawn all the same is told of
+    early_ids = end_ids(door, params) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
     adapter = adapter_of(parts, item.lora)
     salt, priority = salt_of(item.cache_salt), priority_of(door.args, item.priority)
     return [
@@ -82,20 +95,20 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
                 rid=rid,
                 prompt_len=len(ids),
                 token_ids=list(ids) if sample else ids,
-                params=params,
+                params=own,
                 seed=_seed(parts.config.random_seed, params, index, sample),
                 max_new_tokens=most,
                 stop_ids=stop_ids(door, params),
                 cache_salt=salt,
                 priority=priority,
                 adapter=adapter,
-                extras=own,
-                record=None if own is None else Record(),
+                early_ids=early_ids,
+                record=None if own.bare and not unasked else Record(),
             ),
             return_logprob,
             turn,
         )
-        for sample, (rid, own) in enumerate(zip(item.rids, extras, strict=True))
+        for sample, (rid, own) in enumerate(zip(item.rids, asked, strict=True))
     ]
 
 

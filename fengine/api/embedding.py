@@ -15,7 +15,7 @@ from fengine.api.arguments import split
 from fengine.api.calls import Call
 from fengine.api.options import Door
 from fengine.api.results import Output
-from fengine.core.extras import Extras, Record
+from fengine.core.record import Record
 from fengine.engine.output_processor import Ticket
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.worker.pooling import Pooling, check_dimensions, finish_vector
@@ -37,7 +37,7 @@ class EncodeCall:
         self.pooling = pooling_of(door)
         self.classifies = door.parts.spec.num_labels is not None
         self.dimensions = self._dimensions(door, arguments.get("dimensions"))
-        admitted, single = admit_pooled(door, arguments, Extras(pool=self._pool(), head=head and self.classifies))
+        admitted, single = admit_pooled(door, arguments, self._pool(), head and self.classifies)
         self.call = Call(door, admitted, stream=False, single=single, loop=loop)
 
     def _pool(self) -> str:
@@ -80,7 +80,7 @@ def pooling_of(door: Door) -> Pooling:
     return door.parts.pooling
 
 
-def admit_pooled(door: Door, arguments: Mapping[str, Any], extras: Extras) -> tuple[list[Admitted], bool]:
+def admit_pooled(door: Door, arguments: Mapping[str, Any], pool: str, head: bool) -> tuple[list[Admitted], bool]:
     """The requests of an `encode` call, and whether it had a single prompt: text or token ids."""
     for name in ("embed_override_token_id", "embed_overrides"):
         if arguments.get(name) is not None:
@@ -93,7 +93,7 @@ def admit_pooled(door: Door, arguments: Mapping[str, Any], extras: Extras) -> tu
     items, single = split(asked, {})
     admitted = admit_all(replace(door, preferred={}), items, 0)
     for one in admitted:
-        one.request.extras, one.request.record = extras, Record()
+        one.request.params, one.request.record = replace(one.request.params, pool=pool, head=head), Record()
     return admitted, single
 
 

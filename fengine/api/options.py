@@ -1,9 +1,9 @@
-"""What a call's options come to for one request: `Extras`, cache salt, priority; and the `Door` they are checked at."""
+"""What a call's options come to for one request: parameters, salt, priority; the `Door` they are checked at."""
 
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import countOf
 from typing import Any
 
@@ -12,9 +12,8 @@ import numpy as np
 from fengine.api.arguments import Item
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
-from fengine.core.extras import Extras
+from fengine.core.parameters import json_like
 from fengine.core.request import Adapter, SamplingParams
-from fengine.core.sampling_params import json_like
 from fengine.core.scalars import exact_int, integer, told
 from fengine.engine.build import Parts
 from fengine.errors import FengineError, GrammarError, InvalidRequestError
@@ -73,11 +72,13 @@ def end_ids(door: Door, params: SamplingParams) -> frozenset[int]:
 
 def stop_ids(door: Door, params: SamplingParams) -> frozenset[int]:
     """The ids that do end it: a grammar's text has an end in any case. Pure."""
-    return frozenset() if params.ignore_eos and params.grammar is None else end_ids(door, params)
+    return frozenset() if params.ignore_eos and params.grammar_key is None else end_ids(door, params)
 
 
-def extras_of(door: Door, item: Item, params: SamplingParams, count: int, return_logprob: bool) -> Extras | None:
-    """What a request asks for beyond drawn tokens and their logprobs, its own copy; None: nothing.
+def request_params(
+    door: Door, item: Item, params: SamplingParams, count: int, return_logprob: bool
+) -> SamplingParams:  # fmt: skip
+    """`params` with what the call's other arguments ask for, a request's own copy.
 
     Logprob options are checked in any case and, as in SGLang, have an effect only with return_logprob.
     Errors: InvalidRequestError.
@@ -86,32 +87,25 @@ def extras_of(door: Door, item: Item, params: SamplingParams, count: int, return
     start = _logprob_start(item.logprob_start, count)
     top = _top_logprobs(item.top_logprobs, vocab_size)
     ids = _logprob_ids(item.logprob_ids, vocab_size)
-    processor = _processor(door, item.processor)
-    grammar = _grammar(door, params)
-    extras = Extras(
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.logit_bias,
-        min_new_tokens=params.min_new_tokens,
-        early_ids=end_ids(door, params) if params.min_new_tokens and params.ignore_eos else frozenset(),
-        processor=processor,
-        custom_params=None if processor is None else json_like(params.custom_params or {}, "custom_params"),
-        grammar=grammar,
-        ignore_eos=grammar is not None and params.ignore_eos,
-        logprob_start=start if return_logprob else None,
-        top_logprobs=top if return_logprob else 0,
-        logprob_ids=ids if return_logprob else (),
-        hidden=_hidden(door.args, item.hidden),
-    )
-    return extras if extras.in_step else None
+    asked = {
+        "processor": _processor(door, item.processor),
+        "grammar": _grammar(door, params),
+        "logprob_start": start if return_logprob else None,
+        "top_logprobs": top if return_logprob else 0,
+        "logprob_ids": ids if return_logprob else (),
+        "hidden": _hidden(door.args, item.hidden),
+    }
+    if asked["processor"] is not None:
+        asked["custom_params"] = json_like(params.custom_params or {}, "custom_params")
+    plain = asked["processor"] is None and asked["grammar"] is None and not asked["hidden"] and not return_logprob
+    return params if plain else replace(params, **asked)
 
 
 def _grammar(door: Door, params: SamplingParams) -> Grammar | None:
     """Errors: GrammarError, MissingExtraError; InvalidRequestError for what would cut its text somewhere."""
-    if params.grammar is None:
+    if params.grammar_key is None:
         return None
-    kind, text = params.grammar
+    kind, text = params.grammar_key
     if params.stop or params.stop_regex:
         raise InvalidRequestError(
             f"stop and stop_regex cannot be combined with {kind}: they would cut the text where it is not complete. "
@@ -131,8 +125,8 @@ def grammars_in(door: Door, sampling: Any) -> set[Source]:
             params = SamplingParams.of(merged)
         except FengineError:
             continue  # told at the door
-        if params.grammar is not None:
-            found.add(Source(*params.grammar))
+        if params.grammar_key is not None:
+            found.add(Source(*params.grammar_key))
     return found
 
 
@@ -165,10 +159,10 @@ def _logprob_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def check_amount(extras: Extras | None, samples: int, count: int, most: int) -> None:
+def check_amount(params: SamplingParams, samples: int, count: int, most: int) -> None:
     """That logprobs beyond those of the tokens themselves fit into memory. Errors: InvalidRequestError."""
-    each = 0 if extras is None else extras.top_logprobs + len(extras.logprob_ids)
-    start = count if extras is None or extras.logprob_start is None else extras.logprob_start
+    each = params.top_logprobs + len(params.logprob_ids)
+    start = count if params.logprob_start is None else params.logprob_start
     if (total := samples * (count - start + most) * each) > MAX_LOGPROBS:
         raise InvalidRequestError(
             f"top_logprobs_num and token_ids_logprob ask for {total} logprobs ({each} at each of {count - start} "

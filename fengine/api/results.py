@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.api.float_list import FloatList
-from fengine.core.extras import Extras, Record
+from fengine.core.record import Record
 from fengine.core.request import Request
+from fengine.core.sampling_params import SamplingParams
 from fengine.engine.output_processor import Ticket
 from fengine.engine.weights.versions import version_spans
 
@@ -36,9 +37,9 @@ def output_of(
     meta = {"finish_reason": None} if brief else _meta(ticket, seen) | _speculation(request, seen.count)
     if return_logprob:
         meta |= _logprobs(request, seen.count_from, seen.count, ids)
-    extras, record = request.extras, request.record
-    if extras is not None and record is not None and extras.hidden is not None:
-        meta["hidden_states"] = _hidden(extras, record, seen.count)
+    params, record = request.params, request.record
+    if record is not None and params.hidden is not None:
+        meta["hidden_states"] = _hidden(params, record, seen.count)
     if seen.done:
         meta |= _times(ticket, seen.count, metrics)
     output: Output = {"text": seen.text[seen.text_from :]} if has_text else {}
@@ -83,7 +84,7 @@ def _speculation(request: Request, count: int) -> dict[str, Any]:
 
 def _logprobs(request: Request, first: int, count: int, ids: list[int]) -> dict[str, Any]:
     """Tuples (logprob, id, None). A request for no tokens still tells of the one that was drawn."""
-    extras, record = request.extras, request.record
+    params, record = request.params, request.record
     drawn = list(zip(request.logprobs[first:count], ids, strict=True))
     if record is not None and record.unasked is not None:
         drawn = [record.unasked]
@@ -92,12 +93,12 @@ def _logprobs(request: Request, first: int, count: int, ids: list[int]) -> dict[
         "output_token_logprobs": _triples(drawn),
         "output_token_logprobs_length": len(drawn),
     }
-    if extras is None or record is None:
+    if record is None:
         return meta
     last = max(count, first + len(drawn))
     for asked, name, before, after in (
-        (extras.top_logprobs, "top_logprobs", record.input_top, record.output_top),
-        (extras.logprob_ids, "token_ids_logprobs", record.input_ids, record.output_ids),
+        (params.top_logprobs, "top_logprobs", record.input_top, record.output_top),
+        (params.logprob_ids, "token_ids_logprobs", record.input_ids, record.output_ids),
     ):
         if asked:
             meta[f"input_{name}"] = [None if entry is None else _triples(entry) for entry in before]
@@ -109,10 +110,10 @@ def _triples(pairs: Any) -> list[tuple[float | None, int, None]]:
     return [(logprob, token, None) for logprob, token in pairs]
 
 
-def _hidden(extras: Extras, record: Record, count: int) -> Any:
+def _hidden(params: SamplingParams, record: Record, count: int) -> Any:
     """A list with the prompt's states [tokens, D] first, then one [D] for each decode step; "last": one [D]."""
     states = record.hidden[: max(count, 1)]
-    if extras.hidden == "full":
+    if params.hidden == "full":
         return [FloatList.of(state) for state in states]
     if not states:
         return None

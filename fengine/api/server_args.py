@@ -27,6 +27,7 @@ from fengine.core.request import SamplingParams
 from fengine.errors import ConfigError, GrammarError, UnsupportedFeatureError
 from fengine.structured_output.regex import explicit
 from fengine.structured_output.schema import Whitespace
+from fengine.tokenizer.stop_regex import compile_patterns
 
 _Foreign = make_dataclass(
     "_Foreign",
@@ -186,7 +187,7 @@ class ServerArgs(_Foreign):
         values = self.preferred_sampling_params
         try:
             values = json.loads(values) if isinstance(values, str) else values
-            SamplingParams.of(values)
+            compile_patterns(SamplingParams.of(values).stop_regex)
         except (ValueError, RecursionError) as error:  # JSON's errors and ours
             raise ConfigError(f"preferred_sampling_params: {error}") from error
         return dict(values or {})

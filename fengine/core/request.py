@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fengine.core.extras import Extras, Record
+from fengine.core.record import Record
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import exact_int
 
@@ -105,8 +105,8 @@ class Request:
     adapter: Adapter | None = None
     adapter_slot: int | None = None  # where the adapter lies while the request runs
     priority: int = 0  # the higher, the earlier it is admitted
-    extras: Extras | None = None  # what it asks for beyond drawn tokens and their logprobs; None: nothing
-    record: Record | None = None  # where the loop puts what was asked for
+    early_ids: frozenset[int] = frozenset()  # banned beside stop_ids until min_new_tokens
+    record: Record | None = None  # where the loop puts what was asked for beyond tokens and logprobs; None: nothing
     drafting: Drafting | None = None  # set by Scheduler.add where drafts may be computed for it
 
     @property

@@ -6,7 +6,7 @@ found out about their prompts: `forget_prompts` has it found again, where no tok
 
 from operator import attrgetter
 
-from fengine.core.extras import Record
+from fengine.core.record import Record
 from fengine.core.request import Request, Status
 from fengine.core.scheduler import Scheduler
 from fengine.errors import InvariantError

@@ -150,28 +150,28 @@ def draws_last(request: Request) -> bool:
 def is_lockstep(request: Request) -> bool:
     """Whether the row's next step needs on the host what its last one draws."""
     drafted = request.drafting is not None and request.drafting.in_flight > 0
-    return drafted or (request.extras is not None and request.extras.lockstep)
+    return drafted or request.params.lockstep
 
 
 def prefix_limit(request: Request) -> int:
-    """How many tokens may come from the prefix cache, for what its extras still need to see computed. Pure."""
-    if request.extras is None or request.record is None:
+    """How many tokens may come from the prefix cache, for what it still needs to see computed. Pure."""
+    if request.record is None:
         return len(request.token_ids)
     num_cached = request.num_cached if request.num_preempted else None
-    due = request.extras.first_needed(request.record, request.prompt_len, num_cached)
+    due = request.record.first_needed(request.params, request.prompt_len, num_cached)
     return due if due < request.prompt_len else len(request.token_ids)
 
 
 def verdict(request: Request, token: int, logprob: float) -> tuple[Finish, bool]:
     """How a request ends that drew this last, and whether the KV in its pages is sound. Modifies: its record."""
-    record, extras = request.record, request.extras
+    record = request.record
     if logprob != logprob:
         if record is not None and record.error is not None:  # its own processor's doing
             return Finish("abort", message=str(record.error)), True
         message = f"non-finite logits at position {len(request.token_ids)}; dtype=float32 may help"
         return Finish("abort", message=message), False
     if request.max_new_tokens == 0:
-        if record is not None and extras is not None and extras.pool is None:
+        if record is not None and request.params.pool is None:
             record.unasked = (logprob, token)
         return Finish("length", length=0), True
     if token in request.stop_ids:

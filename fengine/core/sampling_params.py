@@ -1,23 +1,16 @@
-"""`SamplingParams`: what a caller asks of the draw and of the text, in SGLang's words, validated. No torch."""
+"""`SamplingParams`: all that a request may ask for; `PARAMETERS`: the table of what callers name. No torch."""
 
 import difflib
-import json
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fengine.core.scalars import exact_int, flag, integer, number, told
-from fengine.errors import GrammarError, InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
-from fengine.tokenizer.stop_regex import compile_patterns
+from fengine.core.parameters import Parameter, Range, declare
+from fengine.core.scalars import exact_int, told
+from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
 
 TOP_K_ALL = 1 << 30  # stored form of "top_k off", as SGLang does
-MAX_STOP_STRINGS = 32
-MAX_STOP_BYTES = 1024
 MAX_TEMPERATURE = 1e30  # still a finite float32; above it every token is equally likely anyway
 MAX_SAMPLES = 4096  # n of one prompt
-MAX_BIASES = 1024
-MAX_BIAS = 1e30  # a finite float32
-MAX_DEPTH = 32  # nesting of custom_params
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")  # at most one of them
 # Known to SGLang's users but not built. A value that means "off" is accepted, anything else is refused by name.
@@ -25,257 +18,181 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "beam_width": (None, 1),
     "watermark": (None,),
 }
+PENALTY = Range(-2, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters in SGLang's words. Build with `SamplingParams.of(mapping)`, which validates.
+    """What a request asks for. `SamplingParams.of(mapping)` validates what a caller names in `sampling_params`.
 
     Stored values are normalised: greedy (temperature < 1e-6) becomes temperature 1 with top_k 1, top_k -1 becomes
     TOP_K_ALL, stop and stop_regex become tuples, logit_bias pairs (id, bias) in order of id.
-    `stop_regex` has the syntax of `fengine.tokenizer.stop_regex`. `spaces_between_special_tokens` is accepted either
-    way and changes nothing: the tokenizers that are read here put no such spaces, as in transformers.
+    The fields behind `structural_tag` come from other arguments of a call.
     Errors: InvalidRequestError, UnknownParameterError, UnsupportedFeatureError.
     """
 
-    max_new_tokens: int | None = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = TOP_K_ALL
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    stop_regex: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    stream_interval: int | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    sampling_seed: int | None = None
-    custom_params: dict[str, Any] | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
+    max_new_tokens: int | None = declare(
+        128, "integer", "length", "Most tokens to draw; None: as many as the context has room for.", Range(0),
+        openai="max_tokens", null=True,
+    )  # fmt: skip
+    temperature: float = declare(
+        1.0, "number", "draw", "Divides the logits; 0 is greedy.", Range(0, words="a non-negative finite number"),
+        openai="temperature",
+    )  # fmt: skip
+    top_p: float = declare(
+        1.0, "number", "draw", "Draws from the likeliest tokens that have this probability together.",
+        Range(0, 1, low_open=True), openai="top_p",
+    )  # fmt: skip
+    top_k: int = declare(
+        TOP_K_ALL, "integer", "draw", "Draws from so many likeliest tokens; -1: from all.",
+        Range(1, also=-1, words="-1 (disable) or at least 1"), written=-1,
+    )  # fmt: skip
+    min_p: float = declare(
+        0.0, "number", "draw", "Least probability of a token, as a share of the likeliest one's.", Range(0, 1)
+    )
+    frequency_penalty: float = declare(
+        0.0, "number", "edits", "Subtracted from a token's logit for each time it was drawn.", PENALTY,
+        openai="frequency_penalty",
+    )  # fmt: skip
+    presence_penalty: float = declare(
+        0.0, "number", "edits", "Subtracted from the logit of a token that was drawn before.", PENALTY,
+        openai="presence_penalty",
+    )  # fmt: skip
+    repetition_penalty: float = declare(  # 2**-126: the least normal float32; below it logits are divided by zero
+        1.0, "number", "edits", "Divides positive, multiplies negative logits of tokens that were drawn before.",
+        Range(2**-126, 2, words="in (0, 2] (1.0 = no penalty)"),
+    )  # fmt: skip
+    min_new_tokens: int = declare(
+        0, "integer", "edits", "Until so many tokens are drawn the ids that end the request are banned."
+    )
+    n: int = declare(1, "integer", "samples", "Results of each prompt.", Range(1, MAX_SAMPLES), openai="n")
+    stop: tuple[str, ...] = declare((), "stop strings", "text", "Texts that end the output.", openai="stop")
+    stop_token_ids: tuple[int, ...] = declare((), "token ids", "length", "Ids that end the output, beside eos.")
+    stop_regex: tuple[str, ...] = declare((), "patterns", "text", "Patterns that end the output.")
+    ignore_eos: bool = declare(False, "flag", "length", "No id ends the output; under a grammar only its end does.")
+    skip_special_tokens: bool = declare(True, "flag", "text", "Special tokens have no text.")
+    spaces_between_special_tokens: bool = declare(
+        True, "flag", "text", "Accepted either way: the tokenizers that are read here put no such spaces."
+    )
+    no_stop_trim: bool = declare(False, "flag", "text", "The text that ended the output stays in it.")
+    stream_interval: int | None = declare(
+        None, "integer", "stream", "Tokens between two chunks of a stream; None: as the engine is set.", Range(1)
+    )
+    logit_bias: tuple[tuple[int, float], ...] = declare(
+        (), "biases", "edits", "Added to the logits of single ids.", openai="logit_bias", written={}
+    )
+    sampling_seed: int | None = declare(
+        None, "integer", "draw", "Seed of the draws; None: derived from the engine's seed and the prompt's index.",
+        Range(-(2**63), 2**63 - 1, words="in [-2**63, 2**63 - 1]"), openai="seed",
+    )  # fmt: skip
+    custom_params: dict[str, Any] | None = declare(None, "json", "processor", "Handed to the custom logit processor.")
+    json_schema: str | None = declare(None, "json grammar", "mask", "A JSON schema that the output satisfies.")
+    regex: str | None = declare(None, "grammar", "mask", "A regular expression that the output satisfies.")
+    ebnf: str | None = declare(None, "grammar", "mask", "A grammar that the output satisfies.")
+    structural_tag: str | None = declare(None, "json grammar", "mask", "Tags whose contents satisfy schemas.")
+
+    processor: Any = None  # (logits [1, V], [custom_params]) -> logits; may write to them
+    grammar: Any = None  # the compiled form of `grammar_key`
+    logprob_start: int | None = None  # first prompt position whose input logprob is wanted; None: none
+    top_logprobs: int = 0
+    logprob_ids: tuple[int, ...] = ()
+    hidden: str | None = None  # "full" | "last"
+    pool: str | None = None  # "last" | "mean" | "cls": an embedding; the request draws nothing (max_new_tokens 0)
+    head: bool = False  # apply the checkpoint's classification or reward head to the pooled hidden state
 
     @property
     def greedy(self) -> bool:
         return self.top_k == 1
 
     @property
-    def grammar(self) -> tuple[str, str] | None:
+    def grammar_key(self) -> tuple[str, str] | None:
         """(which of GRAMMARS, its text): what the output must be."""
         return next(((name, text) for name in GRAMMARS if (text := getattr(self, name)) is not None), None)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on the tokens drawn before."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the host must know a row's last token before its next step is scheduled."""
+        return self.penalised or self.processor is not None
+
+    @property
+    def bare(self) -> bool:
+        """Whether a step need only draw a token for it and tell that token's logprob."""
+        return not (
+            self.min_new_tokens or self.logit_bias or self.top_logprobs or self.logprob_ids or self.hidden or self.pool
+            or self.logprob_start is not None or self.grammar is not None or self.lockstep
+        )  # fmt: skip
 
     @classmethod
     def of(cls, values: "dict[str, Any] | SamplingParams | None", vocab_size: int | None = None) -> "SamplingParams":
         """Validates a mapping of SGLang sampling keys. `vocab_size` is the logits width, for the id checks."""
         if isinstance(values, SamplingParams):  # it may have been made by hand
-            values = {f.name: getattr(values, f.name) for f in fields(cls)}
+            values = _written(values)
         if values is None:
             return cls()
         if not isinstance(values, dict):
             raise InvalidRequestError(f"sampling_params must be a dict, got {type(values).__name__}.")
-        known = {f.name for f in fields(cls)}
-        _refuse(values, known)
-        given = {k: v for k, v in values.items() if k in known and (v is not None or k == "max_new_tokens")}
-        draw, ends = _draw(given), _ends(given, vocab_size)
-        return cls(**_lengths(given), **draw, **_biases(given, vocab_size), **ends, **_grammar(given))
+        _refuse(values)
+        found = {
+            name: row.checked(values[name], vocab_size)
+            for name, row in PARAMETERS.items()
+            if name in values and (values[name] is not None or row.null)
+        }
+        most, least = found.get("max_new_tokens", 128), found.get("min_new_tokens", 0)
+        if least < 0 or (most is not None and least > most):
+            raise InvalidRequestError(
+                f"min_new_tokens must be in [0, max_new_tokens({told(most)})], got {told(least)}."
+            )
+        if sum(found.get(name) is not None for name in GRAMMARS) > 1:
+            raise InvalidRequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
+        return cls(**found | _normal(found))
 
 
-def _refuse(values: dict[str, Any], known: set[str]) -> None:
+PARAMETERS: dict[str, Parameter] = {
+    f.name: replace(f.metadata["parameter"], name=f.name) for f in fields(SamplingParams) if f.metadata
+}
+
+
+def _normal(found: dict[str, Any]) -> dict[str, Any]:
+    """Temperature and top_k in their stored form, as far as they are given. Pure."""
+    out: dict[str, Any] = {}
+    if "top_k" in found:
+        out["top_k"] = TOP_K_ALL if found["top_k"] == -1 else min(found["top_k"], TOP_K_ALL)
+    if "temperature" in found:
+        out["temperature"] = min(found["temperature"], MAX_TEMPERATURE)
+        if found["temperature"] < 1e-6:  # SGLang's greedy
+            out |= {"temperature": 1.0, "top_k": 1}
+    return out
+
+
+def _written(params: SamplingParams) -> dict[str, Any]:
+    """The mapping that it is made of. Errors: InvalidRequestError for what comes from other arguments of a call."""
+    for f in fields(params):
+        if f.name not in PARAMETERS and getattr(params, f.name) != f.default:
+            raise InvalidRequestError(
+                f"sampling_params.{f.name} is not for callers: ask for it by the call's arguments."
+            )
+    return {name: getattr(params, name) for name in PARAMETERS}
+
+
+def _refuse(values: dict[str, Any]) -> None:
     """Unknown keys, and those whose feature is not built."""
     for key, value in values.items():
-        if key in known:
+        if key in PARAMETERS:
             continue
         if key not in NOT_BUILT:
-            near = difflib.get_close_matches(str(key)[:80], sorted(known | set(NOT_BUILT)), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+            near = difflib.get_close_matches(str(key)[:80], sorted(PARAMETERS.keys() | NOT_BUILT.keys()), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(PARAMETERS))}."
             raise UnknownParameterError(f"unknown sampling parameter {key!r:.80}.{hint}")
         width = exact_int(value)
         if key == "beam_width" and width is not None and width < 1:
             raise InvalidRequestError(f"beam_width must be at least 1, got {width}.")
-        if not _is_off(key, value):
+        if not any(type(value) is type(off) and value == off for off in NOT_BUILT[key]):
             raise UnsupportedFeatureError(
                 f"sampling parameter {key!r} is not built yet (got {value!r:.200}); leave it out."
             )
-
-
-def _is_off(key: str, value: Any) -> bool:
-    return any(type(value) is type(off) and value == off for off in NOT_BUILT[key])
-
-
-def _lengths(given: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of tokens and of samples."""
-    out: dict[str, Any] = {}
-    if "max_new_tokens" in given:
-        most = out["max_new_tokens"] = given["max_new_tokens"]
-        if most is not None:
-            most = out["max_new_tokens"] = integer("max_new_tokens", most)
-            if most < 0:
-                raise InvalidRequestError(f"max_new_tokens must be at least 0, got {most}.")
-    most = out.get("max_new_tokens", 128)
-    least = out["min_new_tokens"] = integer("min_new_tokens", given.get("min_new_tokens", 0))
-    if least < 0 or (most is not None and least > most):
-        raise InvalidRequestError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
-    out["n"] = samples = integer("n", given.get("n", 1))
-    if not 1 <= samples <= MAX_SAMPLES:
-        raise InvalidRequestError(f"n must be in [1, {MAX_SAMPLES}], got {samples}.")
-    if "stream_interval" in given:
-        out["stream_interval"] = every = integer("stream_interval", given["stream_interval"])
-        if every < 1:
-            raise InvalidRequestError(f"stream_interval must be at least 1, got {every}.")
-    return out
-
-
-def _draw(given: dict[str, Any]) -> dict[str, Any]:
-    """What shapes the distribution, and the seed."""
-    out: dict[str, Any] = {}
-    temperature = number("temperature", given.get("temperature", 1.0))
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise InvalidRequestError(f"temperature must be a non-negative finite number, got {temperature}.")
-    out["top_p"] = top_p = number("top_p", given.get("top_p", 1.0))
-    if not 0 < top_p <= 1:
-        raise InvalidRequestError(f"top_p must be in (0, 1], got {top_p}.")
-    top_k = integer("top_k", given.get("top_k", -1))
-    if top_k < 1 and top_k != -1:
-        raise InvalidRequestError(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
-    out["top_k"] = TOP_K_ALL if top_k == -1 else min(top_k, TOP_K_ALL)
-    out["min_p"] = min_p = number("min_p", given.get("min_p", 0.0))
-    if not 0 <= min_p <= 1:
-        raise InvalidRequestError(f"min_p must be in [0, 1], got {min_p}.")
-    out["temperature"] = min(temperature, MAX_TEMPERATURE)
-    if temperature < 1e-6:  # SGLang's greedy
-        out["temperature"], out["top_k"] = 1.0, 1
-    if "sampling_seed" in given:
-        seed = exact_int(given["sampling_seed"])
-        if seed is None:
-            raise InvalidRequestError(f"sampling_seed must be an integer, got {type(given['sampling_seed']).__name__}.")
-        out["sampling_seed"] = seed
-        if not -(2**63) <= seed < 2**63:
-            raise InvalidRequestError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {told(seed)}.")
-    return out
-
-
-def _biases(given: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
-    """What is added to logits, and what a custom processor is handed."""
-    out: dict[str, Any] = {}
-    for name in ("frequency_penalty", "presence_penalty"):
-        out[name] = penalty = number(name, given.get(name, 0.0))
-        if not -2 <= penalty <= 2:
-            raise InvalidRequestError(f"{name} must be in [-2, 2], got {penalty}.")
-    out["repetition_penalty"] = penalty = number("repetition_penalty", given.get("repetition_penalty", 1.0))
-    if not 2**-126 <= penalty <= 2:  # the least normal float32: below it logits would be divided by zero
-        raise InvalidRequestError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {penalty}.")
-    out["logit_bias"] = logit_biases(given.get("logit_bias", {}), vocab_size)
-    if "custom_params" in given:
-        if not isinstance(given["custom_params"], dict):
-            raise InvalidRequestError(f"custom_params must be a dict, got {type(given['custom_params']).__name__}.")
-        out["custom_params"] = json_like(given["custom_params"], "custom_params") or None
-    return out
-
-
-def logit_biases(value: Any, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) in order of id; keys are ids as text or int. Errors: InvalidRequestError."""
-    if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):  # stored form
-        value = dict(value)
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"logit_bias must be a dict of token id to number, got {type(value).__name__}.")
-    if len(value) > MAX_BIASES:
-        raise InvalidRequestError(f"logit_bias may have at most {MAX_BIASES} entries, got {len(value)}.")
-    out: dict[int, float] = {}
-    for key, bias in value.items():
-        text = key.strip() if isinstance(key, str) else ""
-        token = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else exact_int(key)
-        if token is None or token < 0 or (vocab_size is not None and token >= vocab_size):
-            most = (vocab_size or 2**31) - 1
-            raise InvalidRequestError(f"logit_bias must has keys in [0, {most}], got {key!r:.80}.")
-        if token in out:
-            raise InvalidRequestError(f"logit_bias has token {token} twice.")
-        out[token] = number(f"logit_bias[{key!r}]", bias)
-        if not abs(out[token]) <= MAX_BIAS:
-            raise InvalidRequestError(f"logit_bias[{key!r}] must be a finite number up to 1e30, got {bias!r:.80}.")
-    return tuple(sorted(out.items()))
-
-
-def json_like(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of JSON types with finite numbers, so that later changes by the caller have no effect. Pure."""
-    if depth > MAX_DEPTH:
-        raise InvalidRequestError(f"{where} is nested deeper than {MAX_DEPTH} levels.")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequestError(f"{where} must be finite, got {value}.")
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, dict):
-        return {key: json_like(item, f"{where}[{key!r:.80}]", depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_like(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise InvalidRequestError(f"{where} must be JSON-like (str, number, bool, list, dict), got {type(value).__name__}.")
-
-
-def _ends(given: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
-    """What ends a request, and how its text reads."""
-    out: dict[str, Any] = {}
-    out["stop"] = _stop_strings(given.get("stop", ()))
-    out["stop_token_ids"] = _stop_ids(given.get("stop_token_ids", ()), vocab_size)
-    patterns = _texts("stop_regex", given.get("stop_regex", ()))
-    out["stop_regex"] = patterns = () if patterns == ("",) else patterns
-    compile_patterns(patterns)
-    for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
-        if name in given:
-            out[name] = flag(name, given[name])
-    return out
-
-
-def _grammar(given: dict[str, Any]) -> dict[str, Any]:
-    """The text of a grammar. A json_schema or structural_tag may be given as a dict; "" is none."""
-    out: dict[str, Any] = {}
-    for name in GRAMMARS:
-        value = given.get(name, "")
-        if isinstance(value, dict) and name in ("json_schema", "structural_tag"):
-            try:
-                value = json.dumps(value)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise GrammarError(f"{name} cannot be written as JSON: {error}") from None
-        if not isinstance(value, str):
-            raise InvalidRequestError(f"{name} must be a string, got {value!r:.80} of type {type(value).__name__}.")
-        if value:
-            out[name] = value
-    if len(out) > 1:
-        raise InvalidRequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
-    return out
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else None
-    if texts is None or any(not isinstance(s, str) for s in texts):
-        raise InvalidRequestError(f"{name} must be a string or a list of strings, got {value!r:.200}.")
-    return texts
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    stops = _texts("stop", stop)
-    if "" in stops:
-        raise InvalidRequestError("stop must not contain the empty string: it would match at once.")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(stops)}.")
-    for s in stops:
-        if len(s.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
-            raise InvalidRequestError(f"stop strings may have at most {MAX_STOP_BYTES} bytes, got {len(s)} characters.")
-    return stops
-
-
-def _stop_ids(ids: Any, vocab_size: int | None) -> tuple[int, ...]:
-    if not isinstance(ids, (list, tuple, set, frozenset)):
-        raise InvalidRequestError(f"stop_token_ids must be a list of token ids, got {ids!r:.200}.")
-    out = tuple(integer("stop_token_ids", i) for i in ids if i is not None)
-    for i in out:
-        if i < 0 or (vocab_size is not None and i >= vocab_size):
-            raise InvalidRequestError(f"stop_token_ids must be in [0, {(vocab_size or 2**31) - 1}], got {i}.")
-    return tuple(sorted(set(out)))

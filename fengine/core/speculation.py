@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fengine.core.extras import NOTHING
 from fengine.core.request import Drafting, Request
 from fengine.core.running import Rows
 from fengine.core.scheduler_output import Plan
@@ -54,10 +53,7 @@ class Speculation:
 def drafting_of(request: Request) -> Drafting | None:
     """The record of a request that may have drafts. None: its logits depend on its drawn tokens, or more is read
     from its steps than draws. Pure."""
-    extras = request.extras
-    if extras is None or replace(extras, logprob_start=None, min_new_tokens=0, early_ids=frozenset()) == NOTHING:
-        return Drafting()
-    return None
+    return Drafting() if replace(request.params, logprob_start=None, min_new_tokens=0).bare else None
 
 
 def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
@@ -102,7 +98,7 @@ def _asks(plan: Plan, most: int) -> list[Ask]:
         if start < request.prompt_len or plan.counts[i] > 1 or not plan.samples[i]:
             continue  # it does not decode
         room = request.prompt_len + request.max_new_tokens - 2 - start  # the last token is drawn, not computed
-        if room < least or (request.extras is not None and request.num_output < request.extras.min_new_tokens):
+        if room < least or request.num_output < request.params.min_new_tokens:
             continue  # at its end, or its stop ids are banned
         asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(most, room)))
     return asks

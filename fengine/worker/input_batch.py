@@ -67,7 +67,7 @@ class RowTables:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
-        self.extended: dict[int, Request] = {}  # rows whose requests have extras
+        self.extended: dict[int, Request] = {}  # rows whose requests want more than a drawn token
 
     def admit(self, request: Request) -> None:
         """Writes the sampling parameters of a request that has just got its row."""
@@ -80,12 +80,12 @@ class RowTables:
         self.seed[row] = request.seed
         self.adapter[row] = self.adapter_slots if request.adapter_slot is None else request.adapter_slot
         self.extended.pop(row, None)
-        if request.extras is not None and request.extras.in_step:
+        if not request.params.bare:
             self.extended[row] = request
 
     def forget(self, request: Request) -> None:
         """The request has ended: nothing keeps its record any longer."""
-        if self.extended and request.extras is not None:
+        if self.extended and not request.params.bare:
             self.extended = {row: other for row, other in self.extended.items() if other is not request}
 
     def stage(self, plan: Plan) -> Staged | ExtendedStaged:

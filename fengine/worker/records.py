@@ -5,7 +5,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from fengine.core.extras import Extras, Record
+from fengine.core.record import Record
 from fengine.core.request import Request
 from fengine.core.scheduler_output import Plan
 from fengine.errors import FengineError
@@ -56,7 +56,7 @@ def land(plan: Plan, findings: Findings, tokens: Sequence[int], logprobs: list[f
             if not _land_hidden(*found, span.first, rows):
                 logprobs[span.row] = float("nan")
     for row, (request, sample) in enumerate(zip(plan.requests, plan.samples, strict=True)):
-        if sample and request.extras is not None and request.extras.pool and (found := _open(plan, row)) is not None:
+        if sample and request.params.pool and (found := _open(plan, row)) is not None:
             _finish_pool(*found, findings.head)
 
 
@@ -65,60 +65,55 @@ def _open(plan: Plan, row: int) -> tuple[Request, Record] | None:
     return None if request.finish is not None or request.record is None else (request, request.record)
 
 
-def _extras(request: Request) -> Extras:
-    assert request.extras is not None
-    return request.extras
-
-
 def _pairs(logprobs: np.ndarray, ids: np.ndarray) -> list[list[tuple[float, int]]]:
     """Rows of (logprob, id). Pure."""
     return [list(zip(*row, strict=True)) for row in zip(logprobs.tolist(), ids.tolist(), strict=True)]
 
 
 def _land_prompt(request: Request, record: Record, span: Span, scores: Scores[np.ndarray]) -> None:
-    extras = _extras(request)
-    assert extras.logprob_start is not None
+    params = request.params
+    assert params.logprob_start is not None
     first = not record.input_logprobs  # the first position has nothing in front of it that could be asked
     if first:
-        record.input_logprobs.append((None, request.token_ids[extras.logprob_start]))
-    begin = next_scored(extras, record)
+        record.input_logprobs.append((None, request.token_ids[params.logprob_start]))
+    begin = next_scored(params, record)
     assert begin == span.first or not span.count, "input logprobs land once, in order"
     rows = slice(span.at, span.at + span.count)
     logprob_PK = scores.logprob_PK[rows]
     target_P = request.token_ids[begin + 1 : begin + 1 + len(logprob_PK)]
     record.input_logprobs += zip(logprob_PK[:, 0].tolist(), target_P, strict=True)
-    if extras.top_logprobs:
-        k = extras.top_logprobs
+    if params.top_logprobs:
+        k = params.top_logprobs
         record.input_top += [None] * first + _pairs(scores.top_logprob_PX[rows, :k], scores.top_id_PX[rows, :k])
-    if extras.logprob_ids:
-        ids = np.broadcast_to(np.array(extras.logprob_ids), (len(logprob_PK), len(extras.logprob_ids)))
+    if params.logprob_ids:
+        ids = np.broadcast_to(np.array(params.logprob_ids), (len(logprob_PK), len(params.logprob_ids)))
         record.input_ids += [None] * first + _pairs(logprob_PK[:, 1 : 1 + ids.shape[1]], ids)
 
 
 def _land_output(request: Request, record: Record, span: Span, scores: Scores[np.ndarray]) -> None:
-    extras, rows = _extras(request), slice(span.at, span.at + 1)
-    if extras.top_logprobs:
-        k = extras.top_logprobs
+    params, rows = request.params, slice(span.at, span.at + 1)
+    if params.top_logprobs:
+        k = params.top_logprobs
         record.output_top += _pairs(scores.top_logprob_PX[rows, :k], scores.top_id_PX[rows, :k])
-    if extras.logprob_ids:
-        ids = np.array([extras.logprob_ids])
+    if params.logprob_ids:
+        ids = np.array([params.logprob_ids])
         record.output_ids += _pairs(scores.logprob_PK[rows, : ids.shape[1]], ids)
 
 
 def _land_hidden(request: Request, record: Record, first: int, rows: np.ndarray) -> bool:
     """Keeps hidden states of positions first, first + 1, …; False if they are to be pooled and are not finite."""
-    extras = _extras(request)
-    if extras.hidden == "last":
+    params = request.params
+    if params.hidden == "last":
         if not (request.params.stop or request.params.stop_regex):  # which may end it at an earlier token than this
             record.hidden.clear()
         record.hidden.append(rows[-1].copy())
         return True
-    if extras.hidden and first >= request.prompt_len:
+    if params.hidden and first >= request.prompt_len:
         record.hidden.append(rows[-1].copy())
         return True
     assert record.num_seen in (0, first), "hidden states land once, in order"
     record.num_seen = first + len(rows)
-    if extras.hidden:
+    if params.hidden:
         record.hidden.append(rows.copy())
         if record.num_seen == request.prompt_len:  # the last chunk: one array for all of them
             record.hidden = [np.concatenate(record.hidden)]
@@ -131,7 +126,7 @@ def _land_hidden(request: Request, record: Record, first: int, rows: np.ndarray)
 
 
 def _finish_pool(request: Request, record: Record, head: Callable[[np.ndarray], np.ndarray]) -> None:
-    extras = _extras(request)
+    params = request.params
     assert record.total is not None
-    pooled = (record.total / (request.prompt_len if extras.pool == "mean" else 1)).astype(np.float32)
-    record.embedding = head(pooled) if extras.head else pooled
+    pooled = (record.total / (request.prompt_len if params.pool == "mean" else 1)).astype(np.float32)
+    record.embedding = head(pooled) if params.head else pooled

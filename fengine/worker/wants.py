@@ -1,4 +1,4 @@
-"""What the extras of a plan's requests want of its step: arrays of a step beside `Staged`. No torch.
+"""What a plan's requests want of its step beyond drawn tokens: arrays of a step beside `Staged`. No torch.
 
     plan --wants_of--> Wants --(extended step)--> Findings --land--> Request.record
 
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fengine.core.extras import Extras, ProcessorRequest, Record
+from fengine.core.record import ProcessorRequest, Record
 from fengine.core.request import Request
+from fengine.core.sampling_params import SamplingParams
 from fengine.core.scheduler_output import Plan
 from fengine.structured_output.cursor import Cursor
 from fengine.structured_output.masks import MaskRow, Masks
@@ -72,11 +73,11 @@ class Wants(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """One row of a plan with extras: tokens start : end of the request; the first is token `at` of the step."""
+    """A row that wants more than a drawn token: start : end of its request; the first is token `at` of the step."""
 
     row: int
     request: Request
-    extras: Extras
+    params: SamplingParams
     record: Record
     start: int
     end: int
@@ -90,20 +91,20 @@ def wants_of(plan: Plan, q_start_B: np.ndarray, feed_index_T: np.ndarray) -> Wan
     Modifies: "__req__" of the processors' own dicts; records that get their cursor.
     """
     chunks = [
-        _Chunk(i, r, r.extras, r.record, start, start + count, int(q_start_B[i]), sample)
+        _Chunk(i, r, r.params, r.record, start, start + count, int(q_start_B[i]), sample)
         for i, (r, start, count, sample) in enumerate(
             zip(plan.requests, plan.starts, plan.counts, plan.samples, strict=True)
         )
-        if r.extras is not None and r.record is not None
+        if r.record is not None
     ]
-    drawing = [c for c in chunks if c.sample and c.extras.pool is None]
+    drawing = [c for c in chunks if c.sample and c.params.pool is None]
     edits = _edits(drawing)
-    processors = [_processor(c) for c in drawing if c.extras.processor is not None]
-    masked = [_mask_row(c, feed_index_T) for c in drawing if c.extras.grammar is not None]
-    prompts = [c for c in chunks if c.extras.logprob_start is not None and _scores_due(c, c.extras.logprob_start)]
-    outputs = [c for c in drawing if c.extras.top_logprobs or c.extras.logprob_ids]
-    hidden = [(c, first, last) for c in chunks if c.extras.hidden or c.extras.pool for first, last in _hidden_due(c)]
-    pooled = [c for c in chunks if c.extras.pool is not None]
+    processors = [_processor(c) for c in drawing if c.params.processor is not None]
+    masked = [_mask_row(c, feed_index_T) for c in drawing if c.params.grammar is not None]
+    prompts = [c for c in chunks if c.params.logprob_start is not None and _scores_due(c, c.params.logprob_start)]
+    outputs = [c for c in drawing if c.params.top_logprobs or c.params.logprob_ids]
+    hidden = [(c, first, last) for c in chunks if c.params.hidden or c.params.pool for first, last in _hidden_due(c)]
+    pooled = [c for c in chunks if c.params.pool is not None]
     if not (len(edits.row_E) or processors or masked or prompts or outputs or hidden or pooled):
         return None
     index_H, spans = _gather([(c.row, first, np.arange(first, last) - c.start + c.at) for c, first, last in hidden])
@@ -112,7 +113,7 @@ def wants_of(plan: Plan, q_start_B: np.ndarray, feed_index_T: np.ndarray) -> Wan
         processors,
         Masks(masked) if masked else None,
         _by_width(prompts),
-        _scored([_output_ids(c) for c in outputs], [c.extras.top_logprobs for c in outputs]),
+        _scored([_output_ids(c) for c in outputs], [c.params.top_logprobs for c in outputs]),
         index_H,
         spans,
         len(pooled) < len(plan.requests),
@@ -128,16 +129,16 @@ def _edits(drawing: list[_Chunk]) -> Edits:
     rows = max((c.row for c in drawing), default=-1) + 1
     frequency_R, presence_R, scale_R = np.zeros(rows), np.zeros(rows), np.ones(rows)
     for chunk in drawing:
-        request, extras, key = chunk.request, chunk.extras, chunk.row << 32
-        if extras.penalised:
+        request, params, key = chunk.request, chunk.params, chunk.row << 32
+        if params.penalised:
             drawn.append(np.array(request.token_ids[request.prompt_len :], np.int64) + key)
-            frequency_R[chunk.row], presence_R[chunk.row] = extras.frequency_penalty, extras.presence_penalty
-            scale_R[chunk.row] = extras.repetition_penalty
-        if chunk.end - request.prompt_len < extras.min_new_tokens:
-            banned += [key + id for id in request.stop_ids | extras.early_ids]
-        if extras.logit_bias:
-            biased += [key + id for id, _ in extras.logit_bias]
-            bias += [value for _, value in extras.logit_bias]
+            frequency_R[chunk.row], presence_R[chunk.row] = params.frequency_penalty, params.presence_penalty
+            scale_R[chunk.row] = params.repetition_penalty
+        if chunk.end - request.prompt_len < params.min_new_tokens:
+            banned += [key + id for id in request.stop_ids | request.early_ids]
+        if params.logit_bias:
+            biased += [key + id for id, _ in params.logit_bias]
+            bias += [value for _, value in params.logit_bias]
     if not (drawn or banned or biased):
         return Edits(*(np.zeros(0, dtype) for dtype in EDIT_TYPES))
     drawn, count = np.unique(np.concatenate([*drawn, np.zeros(0, np.int64)]), return_counts=True)
@@ -153,21 +154,21 @@ def _edits(drawing: list[_Chunk]) -> Edits:
 
 
 def _processor(chunk: _Chunk) -> Processor:
-    request, extras = chunk.request, chunk.extras
-    assert extras.processor is not None
+    request, params = chunk.request, chunk.params
+    assert params.processor is not None
     ids, prompt_len = request.token_ids, request.prompt_len
-    params = {} if extras.custom_params is None else extras.custom_params
-    params["__req__"] = ProcessorRequest(request.rid, ids[:prompt_len], ids[prompt_len:])
-    return Processor(chunk.row, extras.processor, params)
+    own = {} if params.custom_params is None else params.custom_params
+    own["__req__"] = ProcessorRequest(request.rid, ids[:prompt_len], ids[prompt_len:])
+    return Processor(chunk.row, params.processor, own)
 
 
 def _mask_row(chunk: _Chunk, feed_index_T: np.ndarray) -> MaskRow:
     """Modifies: the record, at the first time."""
-    request, extras, record = chunk.request, chunk.extras, chunk.record
-    assert extras.grammar is not None
+    request, params, record = chunk.request, chunk.params, chunk.record
+    assert params.grammar is not None
     if record.cursor is None:
-        never = [id for id, bias in extras.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # no edit lifts them
-        record.cursor = Cursor(extras.grammar, request.stop_ids, never, extras.early_ids, not extras.ignore_eos)
+        never = [id for id, bias in params.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # no edit lifts them
+        record.cursor = Cursor(params.grammar, request.stop_ids, never, request.early_ids, not params.ignore_eos)
     pending = chunk.end > len(request.token_ids)
     return MaskRow(
         chunk.row,
@@ -175,7 +176,7 @@ def _mask_row(chunk: _Chunk, feed_index_T: np.ndarray) -> MaskRow:
         request.token_ids[request.prompt_len + len(record.cursor.tokens) :],
         int(feed_index_T[chunk.at + chunk.end - chunk.start - 1]) if pending else None,
         request.stop_ids,
-        chunk.end - request.prompt_len < extras.min_new_tokens,
+        chunk.end - request.prompt_len < params.min_new_tokens,
     )
 
 
@@ -185,27 +186,27 @@ def _scores_due(chunk: _Chunk, start: int) -> bool:
     prompt_len = chunk.request.prompt_len
     if chunk.start >= prompt_len or len(chunk.record.input_logprobs) >= prompt_len - start:
         return False
-    return chunk.sample or next_scored(chunk.extras, chunk.record) < chunk.end
+    return chunk.sample or next_scored(chunk.params, chunk.record) < chunk.end
 
 
-def next_scored(extras: Extras, record: Record) -> int:
+def next_scored(params: SamplingParams, record: Record) -> int:
     """The next position whose hidden state gives an input logprob (of the token behind it)."""
-    assert extras.logprob_start is not None
-    return extras.logprob_start + max(len(record.input_logprobs) - 1, 0)
+    assert params.logprob_start is not None
+    return params.logprob_start + max(len(record.input_logprobs) - 1, 0)
 
 
 def _prompt_ids(chunk: _Chunk) -> tuple[int, int, np.ndarray, np.ndarray]:
     """(row, first position, index into the step's tokens, ids [n, K]) of the input logprobs that this chunk gives."""
-    first = max(chunk.start, next_scored(chunk.extras, chunk.record))
+    first = max(chunk.start, next_scored(chunk.params, chunk.record))
     last = max(first, min(chunk.end, chunk.request.prompt_len - 1))
     target_P = np.array(chunk.request.token_ids[first + 1 : last + 1], np.int32)
-    ids_K = np.array(chunk.extras.logprob_ids, np.int32)
+    ids_K = np.array(chunk.params.logprob_ids, np.int32)
     id_PK = np.concatenate((target_P[:, None], np.broadcast_to(ids_K, (len(target_P), len(ids_K)))), axis=1)
     return chunk.row, first, np.arange(first, last) - chunk.start + chunk.at, id_PK
 
 
 def _output_ids(chunk: _Chunk) -> tuple[int, int, np.ndarray, np.ndarray]:
-    return chunk.row, chunk.end, np.array([chunk.row]), np.array([chunk.extras.logprob_ids], np.int32)
+    return chunk.row, chunk.end, np.array([chunk.row]), np.array([chunk.params.logprob_ids], np.int32)
 
 
 def _gather(parts: Sequence[tuple[int, int, np.ndarray]]) -> tuple[np.ndarray, list[Span]]:
@@ -222,7 +223,7 @@ def _by_width(chunks: list[_Chunk]) -> list[Scored]:
     """Apart, so that one request's many ids do not make the arrays of its neighbours' long prompts as wide."""
     groups: dict[tuple[int, int], list[_Chunk]] = {}
     for chunk in chunks:
-        groups.setdefault((len(chunk.extras.logprob_ids), chunk.extras.top_logprobs), []).append(chunk)
+        groups.setdefault((len(chunk.params.logprob_ids), chunk.params.top_logprobs), []).append(chunk)
     return [_scored([_prompt_ids(c) for c in group], [top]) for (_, top), group in groups.items()]
 
 
@@ -236,12 +237,12 @@ def _scored(parts: list[tuple[int, int, np.ndarray, np.ndarray]], tops: list[int
 
 def _hidden_due(chunk: _Chunk) -> list[tuple[int, int]]:
     """Ranges of positions whose hidden states the record wants from this chunk; it does want some, or a pooled one."""
-    request, extras, start, end = chunk.request, chunk.extras, chunk.start, chunk.end
+    request, params, start, end = chunk.request, chunk.params, chunk.start, chunk.end
     prompt = (max(start, chunk.record.num_seen), min(end, request.prompt_len))
     last = [(end - 1, end)] if chunk.sample else []
-    if extras.hidden == "last" or extras.pool == "last":
+    if params.hidden == "last" or params.pool == "last":
         return last
-    if extras.pool == "cls":
+    if params.pool == "cls":
         return [(0, 1)] if start == 0 and chunk.record.total is None else []
     found = [prompt] if prompt[0] < prompt[1] else []
-    return found + (last if extras.hidden and end > request.prompt_len else [])
+    return found + (last if params.hidden and end > request.prompt_len else [])

@@ -14,9 +14,8 @@ from checksum import checksum_engine, checksum_parts, expected
 from fengine.api.arguments import split
 from fengine.api.engine import Engine
 from fengine.api.server_args import ServerArgs
-from fengine.core.extras import Extras
 from fengine.core.request import Request, derive_seed
-from fengine.core.sampling_params import GRAMMARS
+from fengine.core.sampling_params import GRAMMARS, SamplingParams
 from fengine.errors import CapacityError, ContextLengthError, InvalidRequestError, UnsupportedFeatureError
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
@@ -59,15 +58,15 @@ def test_a_plain_request_carries_nothing(asked: Any) -> None:
     }  # fmt: skip
     for sampling in (None, {}, off, dict.fromkeys(off)):
         (request,) = asked(input_ids=[1, 2], sampling_params=sampling, return_logprob=True, logprob_start_len=-1)
-        assert request.extras is None and request.record is None
+        assert request.params.bare and request.record is None
         assert request.cache_salt is None and request.priority == 0
     (request,) = asked(
         input_ids=[1], logprob_start_len=0, top_logprobs_num=5, token_ids_logprob=[3]
     )  # no return_logprob
-    assert request.extras is None
+    assert request.params.bare
 
 
-def test_everything_asked_for_is_in_the_extras(asked: Any) -> None:
+def test_everything_asked_for_is_in_the_parameters(asked: Any) -> None:
     sampling = {
         "frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.25, "min_new_tokens": 0,
         "logit_bias": {"7": 1, 3: np.float32(-2.5)}, "custom_params": {"deep": [1, {"x": 2}]},
@@ -77,23 +76,23 @@ def test_everything_asked_for_is_in_the_extras(asked: Any) -> None:
         token_ids_logprob=[5, 4, 5], return_hidden_states="last", custom_logit_processor="identity",
         cache_salt="mine", priority=3,
     )  # fmt: skip
-    assert request.extras == Extras(
+    assert request.params == SamplingParams(
         frequency_penalty=0.5, presence_penalty=-1.0, repetition_penalty=1.25, logit_bias=((3, -2.5), (7, 1.0)),
         processor=identity, custom_params={"deep": [1, {"x": 2}]}, logprob_start=1, top_logprobs=2,
         logprob_ids=(5, 4, 5), hidden="last",
     )  # fmt: skip
     assert request.record is not None and (request.cache_salt, request.priority) == ("mine", 3)
     sampling["custom_params"]["deep"][1]["x"] = 9
-    assert request.extras.custom_params == {"deep": [1, {"x": 2}]}
+    assert request.params.custom_params == {"deep": [1, {"x": 2}]}
 
 
 def test_hidden_states_and_start_in_their_forms(asked: Any) -> None:
     for value, mode in ((False, None), (None, None), (True, "full"), ("full", "full"), ("last", "last")):
         (request,) = asked(input_ids=[1], return_hidden_states=value)
-        assert (request.extras and request.extras.hidden) == mode
+        assert request.params.hidden == mode
     for start, wanted in ((None, None), (-1, None), (0, 0), (2, 2), (3, None)):  # 3: behind the last prompt token
         (request,) = asked(input_ids=[1, 2, 3], return_logprob=True, logprob_start_len=start)
-        assert (request.extras and request.extras.logprob_start) == wanted
+        assert request.params.logprob_start == wanted
 
 
 def test_lists_give_each_prompt_its_own_and_scalars_are_for_all(asked: Any) -> None:
@@ -103,16 +102,16 @@ def test_lists_give_each_prompt_its_own_and_scalars_are_for_all(asked: Any) -> N
         token_ids_logprob=[[1], None, [2]], return_hidden_states=[False, "last", True],
         custom_logit_processor=[None, identity, None], cache_salt=["a", None, "b"], priority=[1, None, 2],
     )  # fmt: skip
-    extras = [request.extras for request in requests]
-    assert [e.logprob_start for e in extras] == [0, None, None]
-    assert [e.top_logprobs for e in extras] == [2, 2, 0]
-    assert [e.logprob_ids for e in extras] == [(1,), (), ()]
-    assert [e.hidden for e in extras] == [None, "last", "full"]
-    assert [e.processor for e in extras] == [None, identity, None]
+    params = [request.params for request in requests]
+    assert [e.logprob_start for e in params] == [0, None, None]
+    assert [e.top_logprobs for e in params] == [2, 2, 0]
+    assert [e.logprob_ids for e in params] == [(1,), (), ()]
+    assert [e.hidden for e in params] == [None, "last", "full"]
+    assert [e.processor for e in params] == [None, identity, None]
     assert [r.cache_salt for r in requests] == ["a", None, "b"] and [r.priority for r in requests] == [1, 0, 2]
     assert [r.params.top_k for r in requests] == [1, 5, 1 << 30]
     requests = asked(input_ids=[[1], [2]], return_logprob=True, token_ids_logprob=[3, 4])
-    assert [r.extras.logprob_ids for r in requests] == [(3, 4)] * 2
+    assert [r.params.logprob_ids for r in requests] == [(3, 4)] * 2
 
 
 def test_samples_are_prompt_major_with_seeds_and_ids_of_their_own(asked: Any, engine: Engine) -> None:
@@ -130,8 +129,8 @@ def test_samples_are_prompt_major_with_seeds_and_ids_of_their_own(asked: Any, en
 def test_each_sample_owns_what_its_processor_sees(asked: Any) -> None:
     sampling = {"n": 2, "custom_params": {"seen": []}}
     one, two = asked(input_ids=[1], sampling_params=sampling, custom_logit_processor=identity)
-    one.extras.custom_params["seen"].append(1)
-    assert two.extras.custom_params == {"seen": []}
+    one.params.custom_params["seen"].append(1)
+    assert two.params.custom_params == {"seen": []}
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -401,9 +400,9 @@ def test_what_an_early_end_is_banned_with(asked: Any, monkeypatch: pytest.Monkey
     (ends,) = asked(input_ids=[1], sampling_params=sampling)
     (goes_on,) = asked(input_ids=[1], sampling_params=sampling | {"ignore_eos": True})
     (free,) = asked(input_ids=[1], sampling_params={"ignore_eos": True, "stop_token_ids": [9]})
-    assert (ends.stop_ids, ends.extras.early_ids) == ({8, 9}, set())
-    assert (goes_on.stop_ids, goes_on.extras.early_ids) == (set(), {8, 9})
-    assert free.extras is None and not free.stop_ids
+    assert (ends.stop_ids, ends.early_ids) == ({8, 9}, set())
+    assert (goes_on.stop_ids, goes_on.early_ids) == (set(), {8, 9})
+    assert free.params.bare and not free.stop_ids
 
 
 def test_flags_may_be_scalars_of_numpy_and_torch(asked: Any, engine: Engine) -> None:

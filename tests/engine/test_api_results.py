@@ -14,7 +14,7 @@ from fengine.api.engine import Engine
 from fengine.api.float_list import FloatList
 from fengine.api.results import Seen, output_of
 from fengine.api.server_args import ServerArgs
-from fengine.core.extras import Extras, Record
+from fengine.core.record import Record
 from fengine.core.request import Finish, Request, SamplingParams
 from fengine.engine.output_processor import Ticket
 
@@ -30,11 +30,11 @@ METRICS = {
 LOGPROBS = {"input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"}
 
 
-def made(extras: Extras | None = None, record: Record | None = None, drawn: int = 3) -> Ticket:
+def made(params: SamplingParams | None = None, record: Record | None = None, drawn: int = 3) -> Ticket:
     """A finished ticket: prompt 1 2 3, then tokens 10, 11, ... with logprobs -0.0, -0.5, ..."""
     request = Request(
-        rid="r", prompt_len=3, token_ids=[1, 2, 3, *range(10, 10 + drawn)], params=SamplingParams(), seed=0,
-        max_new_tokens=9, stop_ids=frozenset(), logprobs=[-0.5 * i for i in range(drawn)], extras=extras, record=record,
+        rid="r", prompt_len=3, token_ids=[1, 2, 3, *range(10, 10 + drawn)], params=params or SamplingParams(), seed=0,
+        max_new_tokens=9, stop_ids=frozenset(), logprobs=[-0.5 * i for i in range(drawn)], record=record,
         num_cached=2, num_preempted=1, versions=(("default", 0),),
     )  # fmt: skip
     ticket = Ticket(request, None, False, lambda _: None, seen=("abcdef", drawn))
@@ -94,7 +94,7 @@ def test_versions_of_weights_in_spans() -> None:
     assert shown(ticket, Seen("a", 1))["meta_info"]["weight_version"] == "v1"
 
 
-def test_logprobs_without_extras() -> None:
+def test_logprobs_of_the_output_alone() -> None:
     meta = shown(made(), return_logprob=True)["meta_info"]
     assert set(meta) == BASE | FINAL | LOGPROBS
     assert meta["input_token_logprobs"] == [] and meta["output_token_logprobs_length"] == 3
@@ -110,7 +110,7 @@ def full() -> Ticket:
         output_top=[[(-0.1, 10), (-2.5, 4)]] * 4,  # one more than is shown yet
         output_ids=[[(-9.0, 5)]] * 4,
     )
-    return made(Extras(logprob_start=1, top_logprobs=2, logprob_ids=(5,)), record)
+    return made(SamplingParams(logprob_start=1, top_logprobs=2, logprob_ids=(5,)), record)
 
 
 def test_logprobs_from_a_record() -> None:
@@ -132,7 +132,7 @@ def test_a_delta_holds_what_is_new_of_text_ids_and_output_logprobs() -> None:
 
 def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
     record = Record(unasked=(-0.25, 42), output_ids=[[(-1.0, 5)]])
-    ticket = made(Extras(logprob_ids=(5,)), record, drawn=0)
+    ticket = made(SamplingParams(logprob_ids=(5,)), record, drawn=0)
     meta = shown(ticket, return_logprob=True)["meta_info"]
     assert meta["output_token_logprobs"] == [(-0.25, 42, None)] and meta["completion_tokens"] == 0
     assert meta["output_token_ids_logprobs"] == [[(-1.0, 5, None)]]
@@ -140,15 +140,18 @@ def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
 
 def test_hidden_states_full_and_last() -> None:
     states = [np.arange(6, dtype=np.float32).reshape(3, 2), np.float32([6, 7]), np.float32([8, 9])]
-    hidden = shown(made(Extras(hidden="full"), Record(hidden=states)))["meta_info"]["hidden_states"]
+    hidden = shown(made(SamplingParams(hidden="full"), Record(hidden=states)))["meta_info"]["hidden_states"]
     assert hidden == [[[0, 1], [2, 3], [4, 5]], [6, 7], [8, 9]] and type(hidden) is list
     for i, state in enumerate(hidden):  # as SGLang's example does
         hidden[i] = torch.tensor(state, dtype=torch.bfloat16)
     joined = torch.cat([state.unsqueeze(0) if state.ndim == 1 else state for state in hidden])
     assert joined.tolist() == [[2 * i, 2 * i + 1] for i in range(5)]
-    assert shown(made(Extras(hidden="last"), Record(hidden=states)))["meta_info"]["hidden_states"] == [8, 9]
-    assert shown(made(Extras(hidden="last"), Record(hidden=states[:1]), 1))["meta_info"]["hidden_states"] == [4, 5]
-    seen = shown(made(Extras(hidden="full"), Record(hidden=states)), Seen("", 2))["meta_info"]["hidden_states"]
+    assert shown(made(SamplingParams(hidden="last"), Record(hidden=states)))["meta_info"]["hidden_states"] == [8, 9]
+    assert shown(made(SamplingParams(hidden="last"), Record(hidden=states[:1]), 1))["meta_info"]["hidden_states"] == [
+        4,
+        5,
+    ]
+    seen = shown(made(SamplingParams(hidden="full"), Record(hidden=states)), Seen("", 2))["meta_info"]["hidden_states"]
     assert len(seen) == 2
     assert "hidden_states" not in shown(full())["meta_info"]
 

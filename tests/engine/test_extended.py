@@ -1,4 +1,4 @@
-"""Extras of requests: against transformers, and bit for bit against the same request alone."""
+"""Params of requests: against transformers, and bit for bit against the same request alone."""
 
 import gc
 import math
@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
-from fengine.core.extras import Extras, ProcessorRequest, Record
 from fengine.core.kv_pages import PagePool
+from fengine.core.record import ProcessorRequest, Record
 from fengine.core.request import Finish
+from fengine.core.sampling_params import SamplingParams as Params
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import Plan
 from fengine.engine.build import Parts
@@ -77,8 +78,8 @@ def close(got: list[tuple[float, int]], want: Tensor) -> None:
 @pytest.mark.parametrize("start", [0, 1, 30, 68, 69])
 def test_prompt_logprobs(parts: Parts, model: Any, start: int) -> None:
     ids = prompt(70)
-    extras = Extras(logprob_start=start, top_logprobs=4, logprob_ids=(9, 4, 9))
-    (request,) = run(parts, [Ask(ids, extras, new=1)])
+    asked = Params(logprob_start=start, top_logprobs=4, logprob_ids=(9, 4, 9))
+    (request,) = run(parts, [Ask(ids, asked, new=1)])
     record, want = record_of(request), logits_of(model, ids).log_softmax(-1)
     assert [token for _, token in record.input_logprobs] == ids[start:]
     assert record.input_logprobs[0][0] is None and record.input_top[0] is None and record.input_ids[0] is None
@@ -94,14 +95,14 @@ def test_prompt_logprobs(parts: Parts, model: Any, start: int) -> None:
 
 @pytest.mark.parametrize(("start", "entries"), [(0, [(None, 7)]), (1, [])])
 def test_prompts_that_have_nothing_to_score(parts: Parts, start: int, entries: list[Any]) -> None:
-    (request,) = run(parts, [Ask([7], Extras(logprob_start=start, top_logprobs=1), new=3)])
+    (request,) = run(parts, [Ask([7], Params(logprob_start=start, top_logprobs=1), new=3)])
     record = record_of(request)
     assert record.input_logprobs == entries and record.input_top == [None] * len(entries)
     assert len(record.output_top) == 3
 
 
 def test_prompt_logprobs_do_not_know_temperature_or_edits(parts: Parts) -> None:
-    ids, plain = prompt(20), Extras(logprob_start=0)
+    ids, plain = prompt(20), Params(logprob_start=0)
     edited = replace(plain, logit_bias=((5, 9.0),), presence_penalty=1.0)
     hot = {"temperature": 1.7, "top_k": 5}
     first, second = run(parts, [Ask(ids, plain), Ask(ids, edited, params=hot)])
@@ -111,7 +112,7 @@ def test_prompt_logprobs_do_not_know_temperature_or_edits(parts: Parts) -> None:
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.6, "top_p": 0.9}], ids=str)
 def test_output_logprobs(parts: Parts, model: Any, params: dict[str, float]) -> None:
     """Before top-p, after temperature; of a greedy row the first of the likeliest is the drawn token, bit for bit."""
-    (request,) = run(parts, [Ask(prompt(11), Extras(top_logprobs=3, logprob_ids=(7,)), new=6, seed=3, params=params)])
+    (request,) = run(parts, [Ask(prompt(11), Params(top_logprobs=3, logprob_ids=(7,)), new=6, seed=3, params=params)])
     record, drawn = record_of(request), request.token_ids[11:]
     want = (logits_of(model, request.token_ids) / (params["temperature"] or 1.0)).log_softmax(-1)
     assert len(record.output_top) == len(record.output_ids) == len(drawn) == 6
@@ -125,43 +126,49 @@ def test_output_logprobs(parts: Parts, model: Any, params: dict[str, float]) -> 
 def test_decode_logprobs_are_rescored_bit_for_bit(parts: Parts) -> None:
     for params in ({"temperature": 0}, {"temperature": 1.0}):
         (drawn,) = run(parts, [Ask(prompt(9), new=20, params=params)])
-        (scored,) = run(parts, [Ask(drawn.token_ids, Extras(logprob_start=8), new=0)])
+        (scored,) = run(parts, [Ask(drawn.token_ids, Params(logprob_start=8), new=0)])
         assert [lp for lp, _ in record_of(scored).input_logprobs[1:]] == drawn.logprobs
 
 
-def edited(logits: np.ndarray, drawn: list[int], extras: Extras, banned: list[int]) -> np.ndarray:
+def edited(logits: np.ndarray, drawn: list[int], asked: Params, banned: list[int]) -> np.ndarray:
     """SGLang's rules in numpy: additive penalties, the repetition penalty, then the bias."""
     x = logits.astype(np.float64)
     count = np.bincount(drawn, minlength=VOCAB)
-    x = x - count * extras.frequency_penalty - (count > 0) * extras.presence_penalty
+    x = x - count * asked.frequency_penalty - (count > 0) * asked.presence_penalty
     x[banned] = -np.inf
-    scaled = np.where(x < 0, x * extras.repetition_penalty, x / extras.repetition_penalty)
+    scaled = np.where(x < 0, x * asked.repetition_penalty, x / asked.repetition_penalty)
     x = np.where(count > 0, scaled, x)
-    for i, bias in extras.logit_bias:
+    for i, bias in asked.logit_bias:
         x[i] += bias
     return x
 
 
 PENALTIES = {
-    "frequency": Extras(frequency_penalty=2.0),
-    "presence": Extras(presence_penalty=-2.0),
-    "repetition": Extras(repetition_penalty=1.8),
-    "repetition below one": Extras(repetition_penalty=0.3),
-    "bias": Extras(logit_bias=((8, 3.0), (20, -100.0), (33, 4.0))),
-    "all": Extras(0.5, 0.3, 1.2, ((8, 6.0), (9, 6.0)), min_new_tokens=9),
+    "frequency": Params(frequency_penalty=2.0),
+    "presence": Params(presence_penalty=-2.0),
+    "repetition": Params(repetition_penalty=1.8),
+    "repetition below one": Params(repetition_penalty=0.3),
+    "bias": Params(logit_bias=((8, 3.0), (20, -100.0), (33, 4.0))),
+    "all": Params(
+        frequency_penalty=0.5,
+        presence_penalty=0.3,
+        repetition_penalty=1.2,
+        logit_bias=((8, 6.0), (9, 6.0)),
+        min_new_tokens=9,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_and_biases(parts: Parts, model: Any, name: str) -> None:
-    extras = replace(PENALTIES[name], top_logprobs=2)
-    stops = [8, 40] if extras.min_new_tokens else []
-    (request,) = run(parts, [Ask(prompt(9), extras, new=60, stop_ids=frozenset(stops))])
+    asked = replace(PENALTIES[name], top_logprobs=2)
+    stops = [8, 40] if asked.min_new_tokens else []
+    (request,) = run(parts, [Ask(prompt(9), asked, new=60, stop_ids=frozenset(stops))])
     ids, record = request.token_ids, record_of(request)
     raw = logits_of(model, ids).numpy()
     moved = 0
     for i in range(len(ids) - 9):
-        want = edited(raw[8 + i], ids[9 : 9 + i], extras, stops if i < extras.min_new_tokens else [])
+        want = edited(raw[8 + i], ids[9 : 9 + i], asked, stops if i < asked.min_new_tokens else [])
         logprob = torch.tensor(want).float().log_softmax(-1)
         assert ids[9 + i] == int(want.argmax())
         close(record.output_top[i], logprob)
@@ -175,7 +182,7 @@ def test_stop_ids_wait_for_min_new_tokens(parts: Parts) -> None:
     """Ids that the model does not have may be among them."""
     (free,) = run(parts, [Ask(prompt(6), new=12)])
     first = free.token_ids[6]
-    everything = [Ask(prompt(6), Extras(min_new_tokens=n, logprob_ids=(first,)), 12, stop_ids=frozenset({first, 10**6}))
+    everything = [Ask(prompt(6), Params(min_new_tokens=n, logprob_ids=(first,)), 12, stop_ids=frozenset({first, 10**6}))
                   for n in (0, 1, 5)]  # fmt: skip
     stopped, once, late = run(parts, everything)
     assert stopped.finish == Finish("stop", matched=first) and stopped.num_output == 1
@@ -187,7 +194,7 @@ def test_stop_ids_wait_for_min_new_tokens(parts: Parts) -> None:
 
 def test_hidden_states(parts: Parts, model: Any) -> None:
     ids = prompt(40)
-    full, last = run(parts, [Ask(ids, Extras(hidden="full"), new=5), Ask(ids, Extras(hidden="last"), new=5)])
+    full, last = run(parts, [Ask(ids, Params(hidden="full"), new=5), Ask(ids, Params(hidden="last"), new=5)])
     hidden = record_of(full).hidden
     assert [h.shape for h in hidden] == [(40, 64)] + [(64,)] * 4
     with torch.no_grad():
@@ -201,7 +208,7 @@ def test_hidden_states(parts: Parts, model: Any) -> None:
 @pytest.mark.parametrize("pool", ["last", "mean", "cls"])
 def test_pooling(parts: Parts, model: Any, pool: str) -> None:
     ids = prompt(50)
-    (request,) = run(parts, [Ask(ids, Extras(pool=pool), new=0)])
+    (request,) = run(parts, [Ask(ids, Params(pool=pool), new=0)])
     with torch.no_grad():
         want = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
     vector = {"last": want[-1], "mean": want.mean(0), "cls": want[0]}[pool]
@@ -221,7 +228,7 @@ def test_heads(parts: Parts, bias: bool) -> None:
 
 
 def test_what_max_new_tokens_0_drew_is_told(parts: Parts) -> None:
-    one, none = run(parts, [Ask(prompt(9), new=1), Ask(prompt(9), Extras(logprob_ids=(3, 4)), new=0)])
+    one, none = run(parts, [Ask(prompt(9), new=1), Ask(prompt(9), Params(logprob_ids=(3, 4)), new=0)])
     record = record_of(none)
     assert record.unasked == (one.logprobs[0], one.token_ids[-1]) and none.num_output == 0
     assert len(record.output_ids) == 1 and [i for _, i in record.output_ids[0]] == [3, 4]
@@ -246,32 +253,32 @@ def work() -> list[Ask]:
     head = prompt(21, seed=7)
     kinds = [
         None,
-        Extras(logprob_start=0, top_logprobs=3),
-        Extras(0.4, 0.2, 1.3, ((5, 2.0),)),
+        Params(logprob_start=0, top_logprobs=3),
+        Params(frequency_penalty=0.4, presence_penalty=0.2, repetition_penalty=1.3, logit_bias=((5, 2.0),)),
         None,
-        Extras(hidden="full"),
-        Extras(processor=sharpen, top_logprobs=2),
-        Extras(logprob_start=22, logprob_ids=(4, 8, 15)),
-        Extras(pool="mean"),
-        Extras(min_new_tokens=4, hidden="last"),
+        Params(hidden="full"),
+        Params(processor=sharpen, top_logprobs=2),
+        Params(logprob_start=22, logprob_ids=(4, 8, 15)),
+        Params(pool="mean"),
+        Params(min_new_tokens=4, hidden="last"),
         None,
-        Extras(pool="last"),
-        Extras(0.4, hidden="full", logprob_start=5, top_logprobs=1),
-        Extras(pool="cls"),
+        Params(pool="last"),
+        Params(frequency_penalty=0.4, hidden="full", logprob_start=5, top_logprobs=1),
+        Params(pool="cls"),
     ]
     asks = []
-    for i, extras in enumerate(kinds):
+    for i, asked in enumerate(kinds):
         ids = (head if i % 2 else []) + prompt((3, 40, 16, 65, 33, 8)[i % 6], seed=i)
         params = ({"temperature": 0}, {"temperature": 0.9}, {"temperature": 1.2, "top_p": 0.8, "top_k": 20})[i % 3]
-        new = 0 if extras is not None and extras.pool is not None else 32 + i
-        asks.append(Ask(ids, extras, new, i, frozenset({ids[0]} if i == 8 else ()), params))
+        new = 0 if asked is not None and asked.pool is not None else 32 + i
+        asks.append(Ask(ids, asked, new, i, frozenset({ids[0]} if i == 8 else ()), params))
     return asks
 
 
 def fresh(asks: list[Ask]) -> list[Ask]:
     """Each request has a dict of its own for its processor."""
-    own = [replace(a.extras, custom_params={}) if a.extras and a.extras.processor else a.extras for a in asks]
-    return [replace(a, extras=e) for a, e in zip(asks, own, strict=True)]
+    own = [replace(a.asked, custom_params={}) if a.asked and a.asked.processor else a.asked for a in asks]
+    return [replace(a, asked=e) for a, e in zip(asks, own, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +318,7 @@ def test_bits_do_not_depend_on_the_layout(checkpoint: Path, alone: list[Any], la
 
 def compare(got: Any, want: Any) -> None:
     """Hidden states leave cached tokens out; everything else is the same."""
-    if got.record is not None and got.record.hidden and got.extras.hidden == "full":
+    if got.record is not None and got.record.hidden and got.params.hidden == "full":
         first, *others = got.record.hidden
         whole, *decoded = want.record.hidden
         assert len(first) == got.prompt_len - got.num_cached
@@ -365,7 +372,12 @@ def test_a_prompt_preempted_between_its_chunks_is_recorded_once(
     checkpoint: Path, overlap: bool, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of one token: rows that decode soon need those that a long prompt has taken."""
-    wanted = [Extras(logprob_start=0, top_logprobs=2), Extras(pool="mean"), Extras(hidden="full"), Extras(pool="cls")]
+    wanted = [
+        Params(logprob_start=0, top_logprobs=2),
+        Params(pool="mean"),
+        Params(hidden="full"),
+        Params(pool="cls"),
+    ]
     early = [Ask(prompt(2, seed=i), new=20) for i in range(3)]
     late = [Ask(prompt(26 + i, seed=9 + i), e, 0 if e.pool else 5) for i, e in enumerate(wanted)]
     with running(checkpoint, cached=False) as found:
@@ -374,7 +386,7 @@ def test_a_prompt_preempted_between_its_chunks_is_recorded_once(
     preempt = Scheduler._preempt
 
     def noted(scheduler: Scheduler, plan: Any, victim: Any) -> None:
-        if victim.extras and 0 < victim.num_computed < victim.prompt_len:
+        if not victim.params.bare and 0 < victim.num_computed < victim.prompt_len:
             halfway.append(victim.rid)
         preempt(scheduler, plan, victim)
 
@@ -394,30 +406,30 @@ def test_what_comes_after_a_stop_is_not_recorded(parts: Parts) -> None:
     (free,) = run(parts, [Ask(prompt(9))])
     stop = free.token_ids[9 + 4]
     assert stop not in free.token_ids[9 : 9 + 4]
-    extras = Extras(top_logprobs=1, logprob_ids=(3,), hidden="full")
-    (request,) = run(parts, [Ask(prompt(9), extras, stop_ids=frozenset({stop}))])
+    asked = Params(top_logprobs=1, logprob_ids=(3,), hidden="full")
+    (request,) = run(parts, [Ask(prompt(9), asked, stop_ids=frozenset({stop}))])
     record = record_of(request)
     assert request.finish == Finish("stop", matched=stop)
     assert request.num_output == len(record.output_top) == len(record.output_ids) == len(record.hidden) == 5
 
 
 def test_a_request_that_asks_for_nothing_has_the_bits_of_a_plain_one(parts: Parts) -> None:
-    plain, empty = run(parts, [Ask(prompt(9)), Ask(prompt(9), Extras())])
+    plain, empty = run(parts, [Ask(prompt(9)), Ask(prompt(9), Params())])
     assert outcome(plain) == outcome(empty)[:3]
 
 
 def test_prefix_hits_stop_where_something_is_wanted(checkpoint: Path) -> None:
     ids = prompt(40)
     wanted = {
-        None: 36, Extras(top_logprobs=1): 36, Extras(logprob_start=39): 36, Extras(logprob_start=22): 20,
-        Extras(logprob_start=0): 0, Extras(hidden="full"): 36, Extras(pool="mean"): 0, Extras(pool="last"): 36,
-        Extras(pool="cls"): 0,
+        None: 36, Params(top_logprobs=1): 36, Params(logprob_start=39): 36, Params(logprob_start=22): 20,
+        Params(logprob_start=0): 0, Params(hidden="full"): 36, Params(pool="mean"): 0, Params(pool="last"): 36,
+        Params(pool="cls"): 0,
     }  # fmt: skip
     with running(checkpoint) as found:
         run(found, [Ask(ids, new=1)])
-        for extras, hit in wanted.items():
-            new = 0 if extras and extras.pool else 1
-            assert run(found, [Ask(ids, extras, new=new)])[0].num_cached == hit, extras
+        for asked, hit in wanted.items():
+            new = 0 if asked and asked.pool else 1
+            assert run(found, [Ask(ids, asked, new=new)])[0].num_cached == hit, asked
 
 
 # -- processors --------------------------------------------------------------------------------------------------------
@@ -432,8 +444,8 @@ def test_a_processor_has_the_last_word_and_may_ban(parts: Parts, model: Any) -> 
         out[:, 42] = 0.0
         return out.double()
 
-    extras = Extras(processor=only_42, logit_bias=((5, 2.0),), min_new_tokens=2, top_logprobs=2)
-    (request,) = run(parts, [Ask(prompt(9), extras, new=3, stop_ids=frozenset({17}))])
+    asked = Params(processor=only_42, logit_bias=((5, 2.0),), min_new_tokens=2, top_logprobs=2)
+    (request,) = run(parts, [Ask(prompt(9), asked, new=3, stop_ids=frozenset({17}))])
     raw = logits_of(model, request.token_ids)
     assert request.token_ids[9:] == [42] * 3 and request.logprobs == [0.0] * 3
     assert record_of(request).output_top[0] == [(0.0, 42), (-math.inf, 0)]
@@ -475,7 +487,7 @@ def test_a_failing_processor_ends_its_own_request_alone(
     checkpoint: Path, alone: list[Any], overlap: bool, at: int
 ) -> None:
     asks = fresh(work())
-    bad = [Ask(prompt(30), Extras(processor=returns(make, at), top_logprobs=2)) for make, _ in FAULTS.values()]
+    bad = [Ask(prompt(30), Params(processor=returns(make, at), top_logprobs=2)) for make, _ in FAULTS.values()]
     with running(checkpoint, overlap=overlap, rows=6, cached=False) as found:
         requests: list[Any] = run(found, [*asks[:3], *bad, *asks[3:]])
         good = requests[:3] + requests[3 + len(bad) :]
@@ -491,7 +503,7 @@ def test_a_failing_processor_ends_its_own_request_alone(
 def test_a_failing_processor_costs_nobody_the_prefix_cache(checkpoint: Path) -> None:
     ids = prompt(40)
     with running(checkpoint) as found:
-        run(found, [Ask(ids, Extras(processor=returns(raises(ValueError()), 0)))])
+        run(found, [Ask(ids, Params(processor=returns(raises(ValueError()), 0)))])
         assert run(found, [Ask(ids)])[0].num_cached == 36
 
 
@@ -500,8 +512,8 @@ def test_a_row_of_nan_is_the_models_fault_also_with_a_processor(checkpoint: Path
     with running(checkpoint) as found:
         weights = found.driver.runner.params  # type: ignore[attr-defined]
         weights["final_norm_D"][0] = math.nan
-        noting = Extras(processor=lambda x, _: calls.append(1) or x)
-        requests: list[Any] = run(found, [Ask(prompt(9), noting), Ask(prompt(9), Extras(pool="mean"), new=0)])
+        noting = Params(processor=lambda x, _: calls.append(1) or x)
+        requests: list[Any] = run(found, [Ask(prompt(9), noting), Ask(prompt(9), Params(pool="mean"), new=0)])
     for request in requests:
         assert request.finish.kind == "abort" and "non-finite" in request.finish.message
         assert request.record.error is None
@@ -529,8 +541,8 @@ def test_prompts_are_unembedded_in_slices() -> None:
 
 
 def test_many_ids_of_one_request_do_not_widen_its_neighbours() -> None:
-    wanted = [Extras(logprob_start=0, logprob_ids=tuple(range(many))) for many in (0, 500, 0)]
-    asks = [Ask(list(range(length)), extras) for length, extras in zip((300, 2, 40), wanted, strict=True)]
+    wanted = [Params(logprob_start=0, logprob_ids=tuple(range(many))) for many in (0, 500, 0)]
+    asks = [Ask(list(range(length)), asked) for length, asked in zip((300, 2, 40), wanted, strict=True)]
     requests = [ask.request(str(i)) for i, ask in enumerate(asks)]
     counts = [r.prompt_len for r in requests]
     plan = Plan(0, requests, [0, 0, 0], counts, [True, True, True])
@@ -549,7 +561,10 @@ def test_warm_up_changes_nothing(parts: Parts) -> None:
 
 def test_nothing_depends_on_torchs_default_dtype(parts: Parts) -> None:
     """It is the whole process's, and callers set it."""
-    asks = [Ask(prompt(30), Extras(logprob_start=0, top_logprobs=2), new=4), Ask(prompt(9), Extras(pool="mean"), new=0)]
+    asks = [
+        Ask(prompt(30), Params(logprob_start=0, top_logprobs=2), new=4),
+        Ask(prompt(9), Params(pool="mean"), new=0),
+    ]
     before = [outcome(request) for ask in asks for request in run(parts, [ask])]
     for dtype in (torch.float64, torch.bfloat16):
         torch.set_default_dtype(dtype)
@@ -564,7 +579,7 @@ def test_torchs_default_device_is_refused_at_the_start_and_harmless_later(checkp
     with torch.device("meta"), pytest.raises(ConfigError, match="default device is meta"), running(checkpoint):
         pass
     with running(checkpoint) as found:
-        asks = [Ask(prompt(9), Extras(logprob_start=0, hidden="full", frequency_penalty=1.0))]
+        asks = [Ask(prompt(9), Params(logprob_start=0, hidden="full", frequency_penalty=1.0))]
         before = outcome(run(found, asks)[0])
         with torch.device("meta"):
             assert found.updates.update_from_disk(checkpoint, None).success
@@ -573,7 +588,7 @@ def test_torchs_default_device_is_refused_at_the_start_and_harmless_later(checkp
 
 @pytest.mark.parametrize("ending", ["finished", "aborted"])
 def test_an_idle_engine_keeps_no_records(checkpoint: Path, ending: str) -> None:
-    asks = [Ask(prompt(20, seed), Extras(hidden="full"), new=200) for seed in range(3)]
+    asks = [Ask(prompt(20, seed), Params(hidden="full"), new=200) for seed in range(3)]
     with running(checkpoint, overlap=True) as found:
         if ending == "finished":
             requests = run(found, [replace(ask, new=3) for ask in asks])
@@ -602,18 +617,27 @@ def test_steps_are_extended_only_where_something_is_wanted(parts: Parts, monkeyp
     steps: list[int] = []
     inner = runner.extended
     monkeypatch.setattr(runner, "extended", lambda *a: steps.append(1) or inner(*a))
-    for extras, count in ((Extras(logprob_start=0), 1), (Extras(min_new_tokens=3), 3), (Extras(top_logprobs=1), 8)):
+    for asked, count in (
+        (Params(logprob_start=0), 1),
+        (Params(min_new_tokens=3), 3),
+        (Params(top_logprobs=1), 8),
+    ):
         steps.clear()
-        run(parts, [Ask(prompt(20), extras, stop_ids=frozenset({1}))])
+        run(parts, [Ask(prompt(20), asked, stop_ids=frozenset({1}))])
         assert len(steps) == count
 
 
 def test_a_lockstep_row_is_planned_only_when_its_token_is_known() -> None:
     """Its neighbours go on; and the budget keeps a place for it."""
     scheduler = Scheduler(PagePool(64), None, page_size=4, max_running_requests=8, max_step_tokens=4)
-    kinds = (Extras(presence_penalty=1.0), None, Extras(processor=sharpen), Extras(min_new_tokens=3))
-    for rid, extras in zip("abcd", kinds, strict=True):
-        scheduler.add(Ask([1], extras, new=9).request(rid))
+    kinds = (
+        Params(presence_penalty=1.0),
+        None,
+        Params(processor=sharpen),
+        Params(min_new_tokens=3),
+    )
+    for rid, asked in zip("abcd", kinds, strict=True):
+        scheduler.add(Ask([1], asked, new=9).request(rid))
     scheduler.add(Ask([1], new=9).request("late"))
     landing = []
     for expected in ("abcd", "bd", "abcd", "bd"):  # update lags by one step

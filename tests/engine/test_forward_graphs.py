@@ -13,7 +13,7 @@ from fake_cuda import use_graphs
 from tiny_checkpoints import write
 
 from fengine import Engine
-from fengine.core.extras import Extras
+from fengine.core.sampling_params import SamplingParams as Params
 from fengine.engine.build import Parts
 from fengine.worker import model_runner as runner
 from fengine.worker.model_runner import CudaRunner
@@ -24,24 +24,24 @@ ON_GPU = [
 ]
 KINDS = [
     None,
-    Extras(0.4, 0.2, 1.3, ((5, 2.0),), top_logprobs=2),
-    Extras(logprob_start=0, top_logprobs=3),
-    Extras(hidden="full"),
+    Params(frequency_penalty=0.4, presence_penalty=0.2, repetition_penalty=1.3, logit_bias=((5, 2.0),), top_logprobs=2),
+    Params(logprob_start=0, top_logprobs=3),
+    Params(hidden="full"),
     None,
-    Extras(logprob_ids=(4, 8, 15)),
-    Extras(pool="mean"),
-    Extras(min_new_tokens=9, frequency_penalty=0.5),
+    Params(logprob_ids=(4, 8, 15)),
+    Params(pool="mean"),
+    Params(min_new_tokens=9, frequency_penalty=0.5),
 ]
 
 
 def work() -> list[Ask]:
     """Every kind of extra beside rows without; prompts long and short, greedy and sampled."""
     draw, asks = random.Random(0), []
-    for i, extras in enumerate(KINDS):
+    for i, asked in enumerate(KINDS):
         ids = [draw.randrange(3, 131) for _ in range((3, 40, 16, 33, 8)[i % 5])]
         params = ({"temperature": 0}, {"temperature": 0.9}, {"temperature": 1.2, "top_p": 0.8, "top_k": 20})[i % 3]
-        new = 0 if extras is not None and extras.pool else 12 + i
-        asks.append(Ask(ids, extras, new, i, frozenset({ids[0]}), params))
+        new = 0 if asked is not None and asked.pool else 12 + i
+        asks.append(Ask(ids, asked, new, i, frozenset({ids[0]}), params))
     return asks
 
 

@@ -279,7 +279,7 @@ def test_async_calls_share_what_is_compiled(llm: Engine, alone: list[Drawn]) -> 
 
 def test_settings() -> None:
     params = SamplingParams.of({"json_schema": {"type": "null"}, "regex": "", "ebnf": None})
-    assert params.grammar == ("json_schema", '{"type": "null"}') and SamplingParams.of(params) == params
+    assert params.grammar_key == ("json_schema", '{"type": "null"}') and SamplingParams.of(params) == params
     with Engine(model_path="box", enable_torch_compile=False, grammar_backend="none") as engine:
         with pytest.raises(GrammarError, match="grammar_backend='none'"):
             engine.generate(STORY, {"regex": "a"})

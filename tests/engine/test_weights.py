@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fengine import Engine
-from fengine.core.extras import Extras
+from fengine.core.sampling_params import SamplingParams as Params
 from fengine.engine.weights import incoming
 from fengine.engine.weights.places import Place
 from fengine.engine.weights.versions import version_spans
@@ -436,8 +436,8 @@ def test_running_requests_go_on_with_the_new_weights(two: tuple[Path, Path], ove
 def test_a_prompt_is_read_by_one_set_of_weights(two: tuple[Path, Path], kind: str, begun: int) -> None:
     """Input logprobs and hidden states are of the weights that drew the first token; cached tokens do not count."""
     prompt = list(range(10, 50))
-    scored = Ask(prompt, Extras(logprob_start=20, top_logprobs=2, logprob_ids=(7,), hidden="full"))
-    this = scored if kind == "scored" else Ask(prompt, Extras(pool="mean"), new=0)
+    scored = Ask(prompt, Params(logprob_start=20, top_logprobs=2, logprob_ids=(7,), hidden="full"))
+    this = scored if kind == "scored" else Ask(prompt, Params(pool="mean"), new=0)
     with running(two[0], tokens=8, overlap=True) as parts:
         run(parts, [Ask(prompt[:11], new=1)])  # 8 tokens of the prompt are cached
         schedule, seen = parts.driver.scheduler.schedule, []

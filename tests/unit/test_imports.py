@@ -16,9 +16,6 @@ ORDER = (
 # Arrows that still run up, from a package to a module.
 UP = {
     ("ops", "models.spec"),
-    ("core", "structured_output.backend"),
-    ("core", "structured_output.cursor"),
-    ("core", "tokenizer.stop_regex"),
     ("worker", "structured_output.masks"),
     ("worker", "structured_output.cursor"),
     ("engine", "tokenizer.detokenizer"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.core.request import derive_seed
-from fengine.core.sampling_params import flag, integer, number
+from fengine.core.scalars import flag, integer, number
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.eval.tasks.manifest import row_seed
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fengine.api.engine import Engine
-from fengine.core.sampling_params import integer
+from fengine.core.scalars import integer
 from fengine.errors import AbortedError, ConfigError, InvalidRequestError, MissingExtraError
 from fengine.eval.harness import reads
 from fengine.eval.harness.gen_kwargs import NO_CHUNKS, Generation, cut_text, generation_of, seeds

@@ -19,6 +19,7 @@ from fengine.config import (
 )
 from fengine.core.request import SamplingParams
 from fengine.errors import FengineError
+from fengine.tokenizer.stop_regex import compile_patterns
 
 
 class View(Enum):
@@ -140,7 +141,7 @@ def check(config: RunConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
     problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.lora)
     try:
-        SamplingParams.of(config.sampling.as_dict())
+        compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
     except FengineError as error:
         problems.append(f"sampling.{error}")
     for name in ("max_errors", "show"):

@@ -21,6 +21,7 @@ from fengine.errors import ConfigError, FengineError
 from fengine.eval.runs.config import SamplingConfig, Schema, View
 from fengine.eval.tasks import task_config
 from fengine.eval.tasks.task_config import TaskConfig
+from fengine.tokenizer.stop_regex import compile_patterns
 
 MAX_TOP_LOGPROBS = 100  # beside each token of outputs.jsonl, some 30 bytes each
 
@@ -101,7 +102,7 @@ def check(config: EvalConfig) -> list[str]:
     problems = engine_config.check(config.engine) + task_config.check(config.task)
     problems += engine_config.check_adapter(config.adapter, config.lora)
     try:
-        SamplingParams.of(config.sampling.as_dict())
+        compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
     except FengineError as error:
         problems.append(f"sampling.{error}")
     for name in ("max_errors", "show"):
