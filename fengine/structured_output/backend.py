@@ -2,20 +2,16 @@
 
 llguidance refuses the schema keywords that it does not hold, builds its automata as far as texts reach them, under
 limits that are counts rather than seconds, and lets go of the GIL (Moskal et al., github.com/guidance-ai/llguidance).
-What these limits do not cover ends a child process (`trial.py`) and its own request: a catastrophic pattern neither
-stalls the loop, nor keeps other grammars waiting, nor eats the memory.
+What these limits do not cover ends a child process (`tokenizer/trial.py`) and its own request: a catastrophic pattern
+neither stalls the loop, nor keeps other grammars waiting, nor eats the memory.
 """
 
-import json
-import resource
-import signal
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
-from functools import cached_property
+from functools import cache, cached_property
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -25,7 +21,7 @@ from fengine.errors import EngineClosedError, FengineError, GrammarError, Missin
 from fengine.structured_output import ebnf, regex, rules, schema, structural_tag
 from fengine.structured_output.characters import SURROGATE
 from fengine.structured_output.schema import Whitespace
-from fengine.structured_output.trial import CPU_SECONDS, MEMORY, Trial
+from fengine.tokenizer.trial import Refused, Trial
 
 MAX_BYTES = {"json_schema": 1 << 17, "structural_tag": 1 << 17, "ebnf": 1 << 15, "regex": 1 << 14}
 WORDS = {"json_schema": "json", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural tag"}  # as SGLang's
@@ -42,6 +38,9 @@ LIMITS = {
     "verbose_errors": False,
 }
 MASK_THREADS = 2
+CHILD = (
+    "from fengine.structured_output.backend import attempt; from fengine.tokenizer.trial import answer; answer(attempt)"
+)
 
 
 class Source(NamedTuple):
@@ -144,27 +143,22 @@ def to_lark(source: Source, whitespace: Whitespace) -> str:
     return f"text: /{regex.explicit(text, 'regex')}/"
 
 
-def answer() -> None:
-    """The child's side of a `Trial`: a question a line, an answer a line, until nobody asks any more."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    vocabulary = Vocabulary([bytes([byte]) for byte in range(256)], False)
-    for line in sys.stdin:
-        kind, text, whitespace = json.loads(line)
-        source = Source(kind, text)
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process, wherever it is
-        try:
-            lark = to_lark(source, Whitespace(whitespace))
-            Grammar(vocabulary, source, lark)
-            reply = {"rules": lark}
-        except GrammarError as error:
-            reply = {"error": str(error)}
-        except MemoryError:
-            reply = {
-                "error": f"it is too complex: to compile it takes more memory than {MEMORY >> 30} GiB; simplify it"
-            }
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(reply), flush=True)
+@cache
+def _bytes_alone() -> Vocabulary:
+    """The vocabulary of the child. Pure."""
+    return Vocabulary([bytes([byte]) for byte in range(256)], False)
+
+
+def attempt(question: tuple[str, str, str | None]) -> str:
+    """In the child: the grammar in the matcher's words, which is compiled soon. Errors: Refused."""
+    kind, text, whitespace = question
+    source = Source(kind, text)
+    try:
+        lark = to_lark(source, Whitespace(whitespace))
+        Grammar(_bytes_alone(), source, lark)
+    except GrammarError as error:
+        raise Refused(str(error)) from None
+    return lark
 
 
 class Grammars:
@@ -181,7 +175,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._known: OrderedDict[Source, Future[Grammar]] = OrderedDict()
         self._worker = ThreadPoolExecutor(COMPILERS, thread_name_prefix="fengine-grammars")
-        self._trials = [Trial() for _ in range(COMPILERS)]
+        self._trials = [Trial(CHILD) for _ in range(COMPILERS)]
         self._idle: SimpleQueue[Trial] = SimpleQueue()
         for trial in self._trials:
             self._idle.put(trial)
@@ -238,7 +232,9 @@ class Grammars:
             vocabulary = self.vocabulary
         trial = self._idle.get()
         try:
-            lark = trial.rules(source.kind, source.text, (self._whitespace or Whitespace()).pattern)
+            lark = trial.ask([*source, (self._whitespace or Whitespace()).pattern])
+        except Refused as error:
+            raise GrammarError(str(error)) from None
         finally:
             self._idle.put(trial)
         return Grammar(vocabulary, source, lark)

@@ -1,7 +1,6 @@
-"""Text to ids and back, through the `tokenizers` library alone: no torch, no transformers, no code of a checkpoint.
+"""Text to ids and back, through a pipeline of the `tokenizers` library: no torch, no code of a checkpoint.
 
-`Tokenizer.encode(text)` gives the ids of transformers 5's `AutoTokenizer` for the architectures that are built here
-(tests compare them). What transformers does beyond reading `tokenizer.json` is repeated in `tokenizer_files.py`.
+`Tokenizer.encode(text)` gives the ids of transformers 5's `AutoTokenizer` (tests compare them).
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from fengine.tokenizer.chat import ChatTemplate, check_messages, plain
 from fengine.tokenizer.chat_ids import Marks, SpecialText
 from fengine.tokenizer.decoding import Decoding, clean_up
 from fengine.tokenizer.detokenizer import Detokenizer
-from fengine.tokenizer.tokenizer_files import TokenizerFiles, load_backend, read_files, read_template
+from fengine.tokenizer.pipeline import library_errors, load_pipeline
+from fengine.tokenizer.tokenizer_files import read_files, read_template
 
 __all__ = ["Detokenizer", "Tokenizer"]
 
@@ -54,13 +54,14 @@ class Tokenizer:
         Errors: ModelLoadError (missing, corrupt, SentencePiece only), UnsupportedFeatureError (unknown decoder).
         """
         files = read_files(Path(path))
-        backend = load_backend(files)
+        backend, special = load_pipeline(files)
+        ids = {name: backend.token_to_id(token) for name, token in special.items()}
         context = context_length or files.context_length or DEFAULT_CONTEXT
         tokenizer = cls(
             backend=backend,
-            special_tokens=files.special_tokens,
-            bos_id=_special_id("bos_token", files, backend),
-            eos_ids=files.model_eos_ids | {i for i in [_special_id("eos_token", files, backend)] if i is not None},
+            special_tokens=special,
+            bos_id=ids.get("bos_token"),
+            eos_ids=files.model_eos_ids | {i for i in [ids.get("eos_token")] if i is not None},
             max_chars=max_chars or CHARS_PER_TOKEN * context + SLACK_CHARS,
             chat_templates=files.chat_templates,
             cleanup=files.cleanup and not isinstance(backend.model, models.BPE),
@@ -125,7 +126,8 @@ class Tokenizer:
         return self._ids(list(texts), add_special_tokens)
 
     def _ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+        with library_errors(InvalidRequestError, "the tokenizer fails on this text"):
+            return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole ids, as transformers decodes them: with its clean-up of spaces only where the tokenizer asks
@@ -234,8 +236,3 @@ class Tokenizer:
     @cached_property
     def _special_text(self) -> SpecialText:
         return SpecialText(self.backend)
-
-
-def _special_id(name: str, files: TokenizerFiles, backend: Backend) -> int | None:
-    text = files.special_tokens.get(name)
-    return None if text is None else backend.token_to_id(text)

@@ -1,9 +1,7 @@
-"""Reads a tokenizer's directory, and rebuilds the `tokenizers` pipeline that transformers 5 makes of it.
+"""Reads a tokenizer's directory, as transformers 5 does.
 
-transformers takes `tokenizer.json` as it is, but for: truncation and padding are off; the special and added tokens of
-tokenizer_config.json (or special_tokens_map.json) are added where missing; `add_bos_token` and `add_eos_token` are
-ignored, for the post-processor of tokenizer.json decides; and two tokenizer classes bring their own pipeline for the
-vocabulary of the file: LlamaTokenizer (unless the file is byte-level) and Qwen2Tokenizer.
+The special and added tokens of tokenizer_config.json (or special_tokens_map.json) are added where missing.
+`add_bos_token` and `add_eos_token` are ignored, for the post-processor of tokenizer.json decides.
 """
 
 import json
@@ -11,21 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken
 
 from fengine.errors import ConfigError, ModelLoadError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_FILE_BYTES = 256 << 20
-# what a class brings where tokenizer_config.json is silent
-CLASS_TOKENS = {
-    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "Qwen2Tokenizer": {k: "<|endoftext|>" for k in ("unk_token", "eos_token", "pad_token")},
-}
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(frozen=True)
@@ -34,7 +23,8 @@ class TokenizerFiles:
 
     directory: Path
     tokenizer_json: str
-    tokenizer_class: str
+    tokenizer_class: str | None  # as declared
+    model_type: str | None
     config: dict[str, Any]
     special_tokens: dict[str, str]
     extra_tokens: list[AddedToken]
@@ -85,17 +75,6 @@ def _tokenizer_json(directory: Path) -> str:
     )
 
 
-def _tokenizer_class(config: dict[str, Any], model: dict[str, Any], tokenizer_json: str) -> str:
-    """The class that transformers' AutoTokenizer takes, for model types llama, qwen2 and qwen3. Pure."""
-    declared = config.get("tokenizer_class") or model.get("tokenizer_class")
-    name = declared.removesuffix("Fast") if isinstance(declared, str) else None
-    if model.get("model_type") == "qwen2" or (name is None and model.get("model_type") == "qwen3"):
-        return "Qwen2Tokenizer"
-    if name == "LlamaTokenizer" and '"ByteLevel"' not in tokenizer_json:
-        return name
-    return name if name == "Qwen2Tokenizer" else "TokenizersBackend"
-
-
 def _added(value: Any, where: str) -> AddedToken:
     """A token from its string or dict form. `normalized` is the library's default for special tokens given as text."""
     if isinstance(value, str):
@@ -107,7 +86,7 @@ def _added(value: Any, where: str) -> AddedToken:
     raise ModelLoadError(f'{where} must be a string or an object with a string "content", got {value!r:.80}.')
 
 
-def _tokens(config: dict[str, Any], tokenizer_class: str, where: str) -> tuple[dict[str, str], list[AddedToken]]:
+def _tokens(config: dict[str, Any], where: str) -> tuple[dict[str, str], list[AddedToken]]:
     """(named special tokens, tokens to add where missing, in transformers' order)."""
     listed: list[tuple[int, AddedToken]] = []
     decoder = config.get("added_tokens_decoder") or {}
@@ -117,10 +96,9 @@ def _tokens(config: dict[str, Any], tokenizer_class: str, where: str) -> tuple[d
         listed.append((int(index), _added({"special": False, **token}, where)))
     extra = [token for _, token in sorted(listed, key=lambda item: item[0])]
     named: dict[str, str] = {}
-    values = {**CLASS_TOKENS.get(tokenizer_class, {}), **config}
-    for key in [*NAMED, *(k for k in values if k.endswith("_token") and k not in NAMED)]:
-        if isinstance(values.get(key), (str, dict)):
-            token = _added(values[key], f"{where}: {key}")
+    for key in [*NAMED, *(k for k in config if k.endswith("_token") and k not in NAMED)]:
+        if isinstance(config.get(key), (str, dict)):
+            token = _added(config[key], f"{where}: {key}")
             extra.append(token)
             if key in NAMED:
                 named[key] = token.content
@@ -179,14 +157,15 @@ def read_files(directory: Path) -> TokenizerFiles:
     config, model = _json(directory / "tokenizer_config.json"), _json(directory / "config.json")
     if "added_tokens_decoder" not in config:
         config = {**config, **_json(directory / "special_tokens_map.json")}
-    name = _tokenizer_class(config, model, text)
-    special, extra = _tokens(config, name, str(directory / "tokenizer_config.json"))
+    special, extra = _tokens(config, str(directory / "tokenizer_config.json"))
+    declared, model_type = config.get("tokenizer_class") or model.get("tokenizer_class"), model.get("model_type")
     context = model.get("max_position_embeddings")
     generation = _json(directory / "generation_config.json")
     return TokenizerFiles(
         directory=directory,
         tokenizer_json=text,
-        tokenizer_class=name,
+        tokenizer_class=declared if isinstance(declared, str) else None,
+        model_type=model_type if isinstance(model_type, str) else None,
         config=config,
         special_tokens=special,
         extra_tokens=extra,
@@ -195,56 +174,3 @@ def read_files(directory: Path) -> TokenizerFiles:
         context_length=context if isinstance(context, int) and context > 0 else None,
         model_eos_ids=frozenset(_ids(model.get("eos_token_id")) | _ids(generation.get("eos_token_id"))),
     )
-
-
-def load_backend(files: TokenizerFiles) -> Backend:
-    """The pipeline that transformers would run. Errors: ModelLoadError if tokenizer.json is corrupt."""
-    where = files.directory / "tokenizer.json"
-    try:
-        backend = Backend.from_str(files.tokenizer_json)
-    except Exception as error:  # the library raises bare Exception
-        raise ModelLoadError(f"{where} is not a valid tokenizer: {error}; download it again.") from error
-    if files.tokenizer_class == "LlamaTokenizer" and isinstance(backend.model, models.BPE):
-        _llama_pipeline(backend, files.config)
-    elif files.tokenizer_class == "Qwen2Tokenizer" and isinstance(backend.model, models.BPE):
-        _qwen2_pipeline(backend, files.config)
-    backend.no_truncation()
-    backend.no_padding()
-    known = backend.get_added_tokens_decoder()
-    same = {repr(token) for token in known.values()}
-    contents = {token.content for token in known.values()}
-    listed = len(files.config.get("added_tokens_decoder") or ())
-    new = [t for t in files.extra_tokens[:listed] if repr(t) not in same]
-    contents |= {t.content for t in new}
-    for token in files.extra_tokens[listed:]:
-        if token.content not in contents:
-            contents.add(token.content)
-            new.append(token)
-    if new:
-        backend.add_tokens(new)
-    if backend.post_processor is None:
-        backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
-    return backend
-
-
-def _llama_pipeline(backend: Backend, config: dict[str, Any]) -> None:
-    """transformers.LlamaTokenizer's. Modifies: backend."""
-    prefix = config.get("add_prefix_space") is not False
-    scheme = ("always" if config.get("legacy") else "first") if prefix else "never"
-    backend.model.fuse_unk, backend.model.byte_fallback = True, True
-    backend.model.unk_token, backend.model.dropout = None, None
-    backend.normalizer = None  # type: ignore[assignment]
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-    stages = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(stages + ([decoders.Strip(content=" ", left=1)] if prefix else []))
-
-
-def _qwen2_pipeline(backend: Backend, config: dict[str, Any]) -> None:
-    """transformers.Qwen2Tokenizer's. Modifies: backend."""
-    backend.model.fuse_unk, backend.model.byte_fallback = False, False
-    backend.model.unk_token, backend.model.dropout = None, None
-    backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated", invert=False)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=config.get("add_prefix_space") is True, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    backend.decoder = decoders.ByteLevel()

@@ -17,7 +17,7 @@ from fengine import Engine
 from fengine.core.request import SamplingParams
 from fengine.errors import EngineClosedError, GrammarError, InvalidRequestError, LogitProcessorError
 from fengine.structured_output.backend import COMPILERS
-from fengine.structured_output.trial import CPU_SECONDS
+from fengine.tokenizer.trial import CPU_SECONDS
 
 DATA = Path(fengine.__file__).parents[1] / "conf" / "task" / "data" / "json_filling.jsonl"
 ROWS = [json.loads(line) for line in DATA.read_text().splitlines()[:12]]

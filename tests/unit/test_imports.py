@@ -100,6 +100,7 @@ LAZY = {
     "eval.tasks.tables",
     "eval.report.pieces",
     "structured_output.backend",
+    "tokenizer.pipeline",
     "eval.commands.lm_eval",
     "eval.harness.inspect_registry",
     "server.command",

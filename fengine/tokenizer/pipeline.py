@@ -1,0 +1,194 @@
+"""The `tokenizers` pipeline of a tokenizer's directory: what transformers' AutoTokenizer runs, tried before it is used.
+
+A plain `tokenizer.json` is loaded by the tokenizers library alone, with the special and added tokens of
+tokenizer_config.json added where missing. Where transformers takes a class with behaviour of its own, transformers
+builds the pipeline; it is imported only then.
+
+Files are untrusted. One whose features can hang the library or fill the memory is tried in a child process first.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, processors
+
+from fengine.errors import ModelLoadError, UnsupportedFeatureError
+from fengine.tokenizer import trial
+from fengine.tokenizer.regex_parts import parser
+from fengine.tokenizer.tokenizer_files import TokenizerFiles
+
+PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes without behaviour of their own
+SAMPLE = "Hello, world! It's 1234.5\n\tx = naïve 字 🙂 \x00\ue000"
+RUN = 20_000  # characters alike, on which a catastrophic pattern shows
+MAX_GROWTH = 16  # of a text by all replacements together, without a trial
+MAX_INSERTED = 256  # characters that are put before each text, without a trial
+CHILD = "from fengine.tokenizer import pipeline, trial; trial.answer(pipeline.attempt)"
+
+
+def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
+    """(pipeline, named special tokens). Errors: ModelLoadError, UnsupportedFeatureError."""
+    where = files.directory / "tokenizer.json"
+    with library_errors(ModelLoadError, f"{where} is not a valid tokenizer"):
+        if _is_plain(files):
+            found = _plain(files), files.special_tokens
+        else:
+            found = _by_transformers(files.directory)
+        found[0].no_truncation()
+        found[0].no_padding()
+        risky = _may_hang(found[0])
+    if risky:
+        child = trial.Trial(CHILD)
+        try:
+            child.ask(files.tokenizer_json)
+        except trial.Refused as error:
+            raise ModelLoadError(f"{where} cannot be used: {error}.") from None
+        finally:
+            child.close()
+    with library_errors(ModelLoadError, f"{where} is not a valid tokenizer"):
+        exercise(found[0], [SAMPLE])
+    return found
+
+
+@contextmanager
+def library_errors(kind: type[Exception], what: str) -> Iterator[None]:
+    """Whatever the library raises as `kind`: it raises bare Exceptions, and panics that are no Exception."""
+    try:
+        yield
+    except (ModelLoadError, UnsupportedFeatureError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {error!s:.300}.") from error
+
+
+# -- plain files -------------------------------------------------------------------------------------------------------
+
+
+def _is_plain(files: TokenizerFiles) -> bool:
+    """Whether transformers takes tokenizer.json as it is."""
+    if files.tokenizer_class is None and files.model_type is None:
+        return True
+    return files.tokenizer_class in PLAIN and not (files.model_type and _has_own_class(files.model_type))
+
+
+def _has_own_class(model_type: str) -> bool:
+    """Whether transformers distrusts the declared class of such models: read from its source, an import takes 1 s."""
+    found = find_spec("transformers")
+    source = Path(found.origin if found and found.origin else "").parent / "models/auto/tokenization_auto.py"
+    listed = re.search(r"MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS\b[^{]*\{([^}]*)\}", source.read_text())
+    return listed is None or f'"{model_type}"' in listed[1]
+
+
+def _plain(files: TokenizerFiles) -> Backend:
+    backend = Backend.from_str(files.tokenizer_json)
+    known = backend.get_added_tokens_decoder()
+    same = {repr(token) for token in known.values()}
+    contents = {token.content for token in known.values()}
+    listed = len(files.config.get("added_tokens_decoder") or ())
+    new = [t for t in files.extra_tokens[:listed] if repr(t) not in same]
+    contents |= {t.content for t in new}
+    for token in files.extra_tokens[listed:]:
+        if token.content not in contents:
+            contents.add(token.content)
+            new.append(token)
+    if new:
+        backend.add_tokens(new)
+    if backend.post_processor is None:
+        backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
+    return backend
+
+
+def _by_transformers(directory: Path) -> tuple[Backend, dict[str, str]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise UnsupportedFeatureError(f"{directory}: {type(tokenizer).__name__} is no tokenizer of `tokenizers`.")
+    named = tokenizer.special_tokens_map.items()
+    return backend, {name: token for name, token in named if isinstance(token, str)}
+
+
+# -- what may hang -----------------------------------------------------------------------------------------------------
+
+
+def attempt(tokenizer_json: str) -> None:
+    """In the child: loads and exercises a file. Errors: trial.Refused."""
+    with library_errors(trial.Refused, "the library fails"):
+        backend = Backend.from_str(tokenizer_json)
+        patterns = "".join(json.dumps(state) for state in _states(backend))
+        letters = dict.fromkeys("aA0 \n\t.é字_-" + "".join(c for c in patterns if c.isalnum())[:100])
+        exercise(backend, [SAMPLE, *(c * RUN + "!" for c in letters)])
+
+
+def exercise(backend: Backend, texts: list[str]) -> None:
+    """Encodes and decodes. Errors: the library's own."""
+    for text in texts:
+        backend.decode(backend.encode(text).ids)
+
+
+def _states(backend: Backend) -> list[Any]:
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
+    return [json.loads(part.__getstate__()) for part in parts if part is not None]
+
+
+def _may_hang(backend: Backend) -> bool:
+    """Whether time or memory to encode may grow faster than the text, by features that few tokenizers have. Pure."""
+    growth, states = 1.0, _states(backend)
+    for node in _objects(states):
+        pattern = node["pattern"] if isinstance(node.get("pattern"), dict) else {}
+        if "Regex" in pattern and not is_bounded(pattern["Regex"]):
+            return True
+        if node.get("type") == "Replace":
+            growth *= max(1.0, len(node["content"]) / max(1, len(pattern.get("String", ""))))
+        if node.get("type") == "Precompiled" or len(str(node.get("prepend", ""))) > MAX_INSERTED:
+            return True
+    return growth > MAX_GROWTH or isinstance(backend.model, models.WordPiece)
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _objects(item)
+
+
+def is_bounded(pattern: str) -> bool:
+    """Whether a split pattern backtracks over at most two runs of characters: none inside another one. Pure."""
+    try:
+        tree = parser.parse(re.sub(r"\\[pP]\{[^{}]*\}", r"\\w", pattern))
+        return _runs(tree) <= 2
+    except (re.error, OverflowError, RecursionError, TypeError):  # another dialect
+        return False
+
+
+def _runs(tree: Any) -> float:
+    """Runs without bound that stand behind one another in one way through it; infinite if one stands in another."""
+    total = 0.0
+    for kind, value in tree:
+        name = str(kind)
+        if name == "BRANCH":
+            total += max(map(_runs, value[1]))
+        elif name == "SUBPATTERN":
+            total += _runs(value[3])
+        elif name in ("ASSERT", "ASSERT_NOT"):
+            total += _runs(value[1])
+        elif name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            low, high, items = value
+            inner = _runs(items)
+            varies = len(items) > 1 or str(items[0][0]) in ("BRANCH", "SUBPATTERN")
+            if high == parser.MAXREPEAT or high > 16:
+                total += float("inf") if inner or varies else 1
+            else:
+                total += inner * high
+        elif name not in ("LITERAL", "NOT_LITERAL", "IN", "ANY", "AT"):
+            return float("inf")
+    return total
