@@ -26,7 +26,8 @@ from torch import Tensor
 from fengine import models
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
-from fengine.ops.lora import RANKS, Stack
+from fengine.models.weights import Source
+from fengine.ops.lora import RANKS, Adapted, Stack
 
 ALIGNMENT = 128  # bytes
 ALONE = 32768 - 1  # elements: what is not more torch computes in the calling thread (at::internal::GRAIN_SIZE)
@@ -45,6 +46,7 @@ class Module(NamedTuple):
     name: str
     outputs: int
     inputs: int
+    source: Source
 
     @property
     def kind(self) -> str:
@@ -96,8 +98,8 @@ def all_sites(spec: ModelSpec) -> list[Site]:
     """The linear layers that adapters may change, in the order of the forward pass. Pure."""
     found = []
     for weight in models.lookup(spec.architecture).weights(spec):
-        if weight.path[0] == "layers" and len(weight.sources[0].shape) == 2:
-            modules = (Module(s.name.removesuffix(".weight"), s.shape[0], s.shape[1]) for s in weight.sources)
+        if weight.adapts:
+            modules = (Module(s.name.removesuffix(".weight"), s.shape[0], s.shape[1], s) for s in weight.sources)
             found.append(Site(weight.path, tuple(modules)))
     return found
 
@@ -169,7 +171,7 @@ class Layout:
                 if update := updates.get(module.name):
                     rank = len(update.a)
                     place(stack.a_SPRK[0, part, :rank], update.a)
-                    place(stack.b_SNR[0, first : first + module.outputs, :rank], update.b)
+                    place(stack.b_SNR[0, first : first + module.outputs, :rank], module.source.ours(update.b))
                     rest()
                     stack.scale_SP[0, part] = update.scale
                     stack.rank_SP[0, part] = rank
@@ -177,11 +179,9 @@ class Layout:
         return memory[0]
 
     def attach(self, params: Params, memory: Tensor) -> None:
-        """Modifies: params, whose layers get "lora": the stacks of the slots, by the leaf that they belong to."""
-        for layer in params["layers"]:
-            layer["lora"] = {}
+        """Modifies: params, whose leaves at the sites become `Adapted` by the stacks of the slots."""
         for site, stack in self.stacks(memory):
             parent: Any = params
             for key in site.path[:-1]:
                 parent = parent[key]
-            parent["lora"][site.path[-1]] = stack
+            parent[site.path[-1]] = Adapted(parent[site.path[-1]], stack)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fengine.errors import InvalidRequestError, StaleStateError
 from fengine.models.spec import ModelSpec
@@ -23,10 +24,11 @@ Params = dict[str, Any]  # nested dicts and lists; leaf keys carry the shape: pa
 
 
 def layer_kinds(layers: list[Params]) -> list[int]:
-    """The first layer of each kind: of the same parameters in the same shapes and dtypes. Pure."""
+    """The first layer of each kind: same parameters, shapes, dtypes and LayerKind. Pure."""
 
     def kind(layer: Params) -> tuple[Any, ...]:
-        return tuple((key, x.shape, x.dtype) if isinstance(x, Tensor) else key for key, x in sorted(layer.items()))
+        facts = ((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in tree_leaves(layer))
+        return (*sorted(layer), *facts)
 
     kinds = [kind(layer) for layer in layers]
     return [kinds.index(each) for each in dict.fromkeys(kinds)]

@@ -1,11 +1,18 @@
 """Qwen2 and Qwen2.5: Llama's decoder with biases on q, k and v, often with tied embeddings."""
 
-from fengine.models.spec import Config, ModelSpec, decoder_spec, refuse_sliding_window
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, READ
+from fengine.models.reader import decoder_spec, layer_kinds, windowed_types
+from fengine.models.spec import Config, ModelSpec
 
-ARCHITECTURE = "Qwen2ForCausalLM"
+WINDOWED = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+FIELDS = {**DECODER, **dict.fromkeys(WINDOWED, READ)}
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `spec.decoder_spec`; UnsupportedArchitectureError with `use_sliding_window`."""
-    refuse_sliding_window(config)
-    return decoder_spec(config, ARCHITECTURE, qkv_bias=True)
+    """Pure. Errors: as `reader.decoder_spec`."""
+    kinds = layer_kinds(config, *windowed_types(config))
+    return decoder_spec(config, FAMILY.architecture, qkv_bias=True, kinds=kinds)
+
+
+FAMILY = Family("Qwen2ForCausalLM", "qwen2", FIELDS, spec_from_hf)

@@ -1,15 +1,21 @@
 """Qwen3 (dense): Llama's decoder with an RMS norm on every query and key head, and a head width of its own."""
 
 from fengine.errors import ModelLoadError
-from fengine.models.spec import Config, ModelSpec, bias_flag, decoder_spec, refuse_sliding_window
+from fengine.models import qwen2
+from fengine.models.family import Family
+from fengine.models.fields import READ
+from fengine.models.reader import decoder_spec, flag, layer_kinds, windowed_types
+from fengine.models.spec import Config, ModelSpec
 
-ARCHITECTURE = "Qwen3ForCausalLM"
+FIELDS = {**qwen2.FIELDS, "attention_bias": READ}
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
-    """Pure. Errors: as `spec.decoder_spec`; UnsupportedArchitectureError with `use_sliding_window`."""
-    refuse_sliding_window(config)
+    """Pure. Errors: as `reader.decoder_spec`."""
     if config.get("head_dim") is None:
         raise ModelLoadError("config.json: head_dim is missing; Qwen3 does not derive it from hidden_size.")
-    bias = bias_flag(config, "attention_bias")
-    return decoder_spec(config, ARCHITECTURE, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    bias, kinds = flag(config, "attention_bias"), layer_kinds(config, *windowed_types(config))
+    return decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias, qk_norm=True, kinds=kinds)
+
+
+FAMILY = Family("Qwen3ForCausalLM", "qwen3", FIELDS, spec_from_hf)

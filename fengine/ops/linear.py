@@ -14,7 +14,10 @@ Packed weights: CUDA keeps w_NK as stored. The CPU wants blocks of 32 outputs si
 """
 # pyright: reportInvalidTypeForm=false
 
+from typing import Any, NamedTuple, Protocol
+
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from fengine.ops import linear_hopper, silu_mul
@@ -38,9 +41,14 @@ from fengine.ops.registration import (
 from fengine.ops.silu_mul import silu_product
 
 
+def unpacked(packed: Tensor, n: int) -> Tensor:
+    """[..., N, K] from the blocks of the CPU's layout. Pure."""
+    return rearrange(packed, "... block k lane -> ... (block lane) k")[..., :n, :]
+
+
 def reference(x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     """The math, in fp32 (fp64 where x is). Pure."""
-    w_NK = packed if packed.dim() == 2 else packed.transpose(1, 2).reshape(-1, packed.shape[1])[:n]
+    w_NK = packed if packed.dim() == 2 else unpacked(packed, n)
     y_TN = wide(x_TK) @ w_NK.to(wide(x_TK).dtype).T
     if bias_N is not None:
         y_TN = y_TN + bias_N
@@ -261,29 +269,69 @@ _fast_op = register(
 _gated_op = register("gated_linear(Tensor x, Tensor packed, int n, Tensor? bias) -> Tensor", gated_launch, gated_fake)
 
 
-def pack(w_NK: Tensor) -> Tensor:
+class Dense(NamedTuple):
+    """A matrix of N x K weights as stored: the plain kind of leaf. Made by `pack`; [E, N, K] for stacked experts."""
+
+    packed: Tensor
+    n: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packed.dtype
+
+    def linear(
+        self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
+    ) -> Tensor:
+        """As `linear`, for which see below. Pure."""
+        return (_op if exact else _fast_op)(x_TK, self.packed, self.n, bias_N, out_dtype)
+
+    def plain(self, adapters: Any) -> "Dense | None":
+        """Itself: what kernels of several ops in one may read in place of `linear`."""
+        return self
+
+
+class Leaf(Protocol):
+    """A weight that knows how to multiply. Another kind of leaf (adapted, quantized) is another op behind `linear`."""
+
+    def linear(
+        self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
+    ) -> Tensor: ...
+
+    def plain(self, adapters: Any) -> Dense | None: ...
+
+
+def pack(w_NK: Tensor) -> Dense:
     """The layout that `linear` reads on w's device (see the module docstring), once at load. Pure."""
+    n = w_NK.shape[-2]
     if w_NK.device.type != "cpu":
-        return w_NK.contiguous()
-    n, k = w_NK.shape
-    blocks = -(-n // LANES)
-    packed = w_NK.new_zeros(blocks * LANES, k)
-    packed[:n] = w_NK
-    return packed.reshape(blocks, LANES, k).transpose(1, 2).contiguous()
+        return Dense(w_NK.contiguous(), n)
+    padded = torch.nn.functional.pad(w_NK, (0, 0, 0, -n % LANES))
+    return Dense(rearrange(padded, "... (block lane) k -> ... block k lane", lane=LANES).contiguous(), n)
+
+
+def unpack(w: Dense) -> Tensor:
+    """The inverse of `pack`. Pure."""
+    return w.packed if w.packed.device.type != "cpu" else unpacked(w.packed, w.n)
 
 
 def linear(
-    x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    x_TK: Tensor, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None, out_dtype: torch.dtype | None = None,
     exact: bool = True,
 ) -> Tensor:  # fmt: skip
-    """x @ w.T + bias as [T, n], in `out_dtype` (default: x's). `packed` comes from `pack`. Pure.
+    """x @ w.T + bias as [T, N], in `out_dtype` (default: x's). Pure.
 
-    CPU: x float32, weights and bias float32, bfloat16 or float16. CUDA: weights in x's dtype. With `exact` False any
-    library may take any order of summation, and a row's bits may depend on the other rows.
+    CPU: x float32, weights and bias float32, bfloat16 or float16. CUDA: weights in x's dtype. `adapters`: the tokens
+    with LoRA adapters, which an adapted leaf adds. With `exact` False any library may take any order of summation, and
+    a row's bits may depend on the other rows.
     """
-    return (_op if exact else _fast_op)(x_TK, packed, n, bias_N, out_dtype)
+    return w.linear(x_TK, bias_N, adapters, out_dtype, exact)
 
 
-def gated_linear(x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None = None) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T) as [T, n], in x's dtype; `packed` holds gate above up, [2n, K]. Pure."""
-    return _gated_op(x_TK, packed, n, bias_N)
+def gated_linear(
+    x_TK: Tensor, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None, exact: bool = True
+) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T) as [T, N/2], in x's dtype; `w` holds gate above up. Pure."""
+    dense = w.plain(adapters)
+    if dense is None:  # the same bits in two ops
+        return silu_mul.silu_mul(w.linear(x_TK, bias_N, adapters, None, exact))
+    return _gated_op(x_TK, dense.packed, dense.n // 2, bias_N)

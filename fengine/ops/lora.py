@@ -18,13 +18,14 @@ own; otherwise in front of it, since a second stream would cost more launches th
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fengine.ops import linear
 from fengine.ops.ahead import launcher
+from fengine.ops.linear import Dense
 from fengine.ops.proof import proofs
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
 
@@ -291,13 +292,28 @@ _op = register(
 )  # fmt: skip
 
 
-def lora_linear(
-    x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, stack: Stack, token_A: Tensor, start_S: Tensor,
-    exact: bool = True,
-) -> Tensor:  # fmt: skip
-    """As `linear.linear`, with every token's adapter added. Pure.
+class Adapted(NamedTuple):
+    """A dense leaf whose tokens may have LoRA adapters: `base`, and the adapters of all slots."""
 
-    Slot s owns tokens token_A[start_S[s] : start_S[s + 1]], each token at most once; int32; what token_A holds behind
-    start_S[-1] is not looked at.
-    """
-    return _op(x_TK, packed, n, bias_N, exact, *stack, token_A, start_S)
+    base: Dense
+    stack: Stack
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    def linear(
+        self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
+    ) -> Tensor:
+        """As `linear.linear`, with every token's adapter added. Pure.
+
+        adapters: (token_A, start_S) or None. Slot s owns tokens token_A[start_S[s] : start_S[s + 1]], each token at
+        most once; int32; what token_A holds behind start_S[-1] is not looked at.
+        """
+        if adapters is None:
+            return self.base.linear(x_TK, bias_N, None, out_dtype, exact)
+        return _op(x_TK, self.base.packed, self.base.n, bias_N, exact, *self.stack, *adapters)
+
+    def plain(self, adapters: Any) -> Dense | None:
+        """The base where no row has an adapter."""
+        return self.base if adapters is None else None

@@ -8,12 +8,14 @@ their partners in the second half. Not with the per-head norm, which needs a who
 """
 # pyright: reportInvalidTypeForm=false
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fengine.ops import linear, rope
 from fengine.ops.ahead import launcher
-from fengine.ops.linear import fetch
+from fengine.ops.linear import Leaf, fetch
 from fengine.ops.linear_schedules import FEW, REFERENCE, Schedule, schedules
 from fengine.ops.proof import proofs
 from fengine.ops.registration import begin, dependent_launch, end, plain, register, tl, triton, wait
@@ -165,21 +167,16 @@ _op = register(
 
 
 def qkv_rope_write(
-    x_TD: Tensor, packed: Tensor, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
+    x_TD: Tensor, w: Leaf, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
-    exact: bool = True,
+    adapters: Any = None, exact: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on.
 
-    `packed`: (H + 2G) K outputs in the order q, k, v, as for `linear`; the rest as for `rope_kv_write`.
+    `w`: (H + 2G) K outputs in the order q, k, v, as for `linear`; the rest as for `rope_kv_write`.
     """
-    if not exact:
-        groups, width = k_PSGK.shape[2:]
-        qkv_TC = linear.linear(x_TD, packed, (num_heads + 2 * groups) * width, bias_C, exact=False)
-        return rope.rope_kv_write(
-            qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps
-        )  # fmt: skip
-    q_THK = _op(
-        x_TD, packed, bias_C, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps
-    )  # fmt: skip
-    return q_THK, k_PSGK, v_PSGK
+    where = (rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
+    dense = w.plain(adapters) if exact else None
+    if dense is None:  # the same bits in two ops
+        return rope.rope_kv_write(linear.linear(x_TD, w, bias_C, adapters, exact=exact), *where)
+    return _op(x_TD, dense.packed, bias_C, *where), k_PSGK, v_PSGK

@@ -7,13 +7,9 @@ Reduction tree: only the norm reduces, over the K values of one head, in a threa
 """
 # pyright: reportInvalidTypeForm=false
 
-import math
-
 import torch
 from torch import Tensor
 
-from fengine.errors import UnsupportedFeatureError
-from fengine.models.spec import ModelSpec, RopeSpec
 from fengine.ops import rms_norm
 from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
@@ -21,34 +17,6 @@ from fengine.ops.registration import begin, dependent_launch, plain, register, t
 HEADS = 8  # heads per program
 TOKENS, MANY = 4, 512  # tokens per program, in a step of so many tokens or more; one token with the norm, whose sum's
 #                        thread layout must not change
-
-
-def _inverse_frequencies(rope: RopeSpec, width: int) -> Tensor:
-    """[K/2] float32, by the very operations of transformers' `modeling_rope_utils`, so the bits agree."""
-    frequency = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width))
-    if rope.kind == "default":
-        return frequency
-    if rope.kind != "llama3":
-        raise UnsupportedFeatureError(f"rope kind {rope.kind!r} is not built; built are 'default' and 'llama3'")
-    low_wavelength = rope.original_max_position / rope.low_freq_factor
-    high_wavelength = rope.original_max_position / rope.high_freq_factor
-    wavelength = 2 * math.pi / frequency
-    scaled = torch.where(wavelength > low_wavelength, frequency / rope.factor, frequency)
-    span = rope.high_freq_factor - rope.low_freq_factor
-    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / span
-    blended = (1 - smooth) * scaled / rope.factor + smooth * scaled
-    medium = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
-    return torch.where(medium, blended, scaled)
-
-
-def rope_table(spec: ModelSpec, max_position: int) -> Tensor:
-    """float32 [max_position, K] on the CPU: cos in the first K/2 columns, sin in the rest. Pure.
-
-    Errors: UnsupportedFeatureError for an unknown kind of scaling.
-    """
-    frequency = _inverse_frequencies(spec.rope, spec.head_dim)
-    angle_MK = torch.arange(max_position, dtype=torch.float32)[:, None] * frequency
-    return torch.cat((angle_MK.cos(), angle_MK.sin()), -1)
 
 
 def reference(

@@ -240,8 +240,7 @@ def joined(slices: list[Scores[Tensor]]) -> Scores[np.ndarray]:
 def apply_head(params: Params, spec: ModelSpec, pooled_D: np.ndarray) -> np.ndarray:
     """The classification or reward head on one pooled hidden state: float32 [C]. Pure."""
     assert spec.num_labels is not None, "the door refuses `head` for a checkpoint that has none"
-    score_CD = params["score_CD"]
-    dtype = params["final_norm_D"].dtype
-    x_1D = torch.from_numpy(pooled_D)[None].to(score_CD.device, dtype)
-    y_1C = linear(x_1D, score_CD, spec.num_labels, params.get("score_bias_C"), out_dtype=torch.float32)
+    norm_D = params["final_norm_D"]  # of the activations' device and dtype
+    x_1D = torch.from_numpy(pooled_D)[None].to(norm_D)
+    y_1C = linear(x_1D, params["score"], params.get("score_bias_C"), out_dtype=torch.float32)
     return y_1C[0].cpu().numpy()

@@ -23,10 +23,11 @@ from fengine.errors import (
     UnsupportedArchitectureError,
     UnsupportedFormatError,
 )
-from fengine.models import Weight
 from fengine.models.kv_state import Params
+from fengine.models.rope import rope_table
 from fengine.models.spec import Config, ModelSpec
-from fengine.ops import linear, rope
+from fengine.models.weights import EMBEDDING, HEAD, Weight
+from fengine.ops import linear
 from fengine.worker.safetensors_file import (
     DTYPES,
     INDEX,
@@ -40,8 +41,6 @@ from fengine.worker.safetensors_file import (
     refuse_other_formats,
 )
 
-TIED_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 BARE_EMBEDDING = "embed_tokens.weight"
 HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours is computed
 
@@ -138,7 +137,7 @@ def load_params(
     load_format: LoadFormat = LoadFormat.auto,
     seed: int = 0,
 ) -> Params:
-    """Fused and packed parameters (see `models.llama.weights`) plus "rope_MK" up to `context_length`.
+    """Fused and packed parameters (see `models.weights`) plus "rope_MK" up to `context_length`.
 
     Matrices keep their stored dtype unless `dtype` says otherwise. `load_format=dummy` needs config.json only and gives
     random weights that are a function of (seed, leaf, device). Errors: ModelLoadError and its kinds, ConfigError,
@@ -160,7 +159,7 @@ def load_params(
             params = _build(spec, needed, lambda weight: _random(weight, spec, placement, seed))
         else:
             params = _load(directory, spec, weights, device, wanted)
-        params["rope_MK"] = rope.rope_table(spec, length).to(device)
+        params["rope_MK"] = rope_table(spec.rope, spec.head_dim, length).to(device)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the weights do not fit on {device}: {str(error).partition('.')[0]}. Free the device, set "
@@ -169,9 +168,12 @@ def load_params(
     return params
 
 
-def _build(spec: ModelSpec, weights: list[Weight], leaf: Callable[[Weight], Tensor]) -> Params:
-    """The tree of all leaves. Tied, or without a head to generate with, "unembed" is the very tensor "embed"."""
-    params: Params = {"layers": [{} for _ in range(spec.num_layers)]}
+Leaf = Tensor | linear.Dense
+
+
+def _build(spec: ModelSpec, weights: list[Weight], leaf: Callable[[Weight], Leaf]) -> Params:
+    """The tree of all leaves. Tied, or without a head to generate with, "unembed" is the very leaf "embed"."""
+    params: Params = {"layers": [{"kind": spec.kind(index)} for index in range(spec.num_layers)]}
     for weight in weights:
         parent: Any = params
         for key in weight.path[:-1]:
@@ -195,38 +197,42 @@ def _load(
         def read(name: str) -> Tensor:
             return read_tensor(files[entries[name].path], entries[name])
 
-        if spec.generates and spec.tie_embeddings and TIED_HEAD in entries:
-            check_tied(read(TIED_HEAD), read(EMBEDDING))
-        return _build(spec, weights, lambda weight: _place([read(s.name) for s in weight.sources], placement))
+        if spec.generates and spec.tie_embeddings and HEAD in entries:
+            check_tied(read(HEAD), read(EMBEDDING))
+        return _build(spec, weights, lambda w: _place(w, [s.ours(read(s.name)) for s in w.sources], placement))
 
 
-def _place(parts: list[Tensor], placement: Placement) -> Tensor:
+def _place(weight: Weight, parts: list[Tensor], placement: Placement) -> Leaf:
     """Joins the parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
-    matrix = parts[0].dim() == 2
-    parts = [part.to(placement.device, placement.matrix if matrix else placement.vector) for part in parts]
+    dtype = placement.matrix if weight.matrix else placement.vector
+    parts = [part.to(placement.device, dtype) for part in parts]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    leaf = linear.pack(joined) if matrix else joined
+    if not weight.matrix:
+        return _own(joined)
+    dense = linear.pack(joined)
+    return dense._replace(packed=_own(dense.packed))
+
+
+def _own(leaf: Tensor) -> Tensor:
     return leaf if leaf.untyped_storage().resizable() else leaf.clone()
 
 
-def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) -> Tensor:
+def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) -> Leaf:
     """A random leaf: every matrix keeps the variance of its input, norms are one, biases small.
 
     What writes to the residual stream is scaled by 1/sqrt(2L), so that the stream grows to order one over all layers
     and neither a token's own embedding nor its context is drowned (Radford et al. 2019, GPT-2, section 2.3).
     """
-    rows, *columns = [sum(s.shape[0] for s in weight.sources), *weight.sources[0].shape[1:]]
-    leaf = str(weight.path[-1])
-    if not columns and "norm" in leaf:
-        return torch.ones(rows, dtype=placement.vector, device=placement.device)
+    shape, dtype = weight.shape, placement.matrix if weight.matrix else placement.vector
+    if weight.fill == "one":
+        return torch.ones(shape, dtype=dtype, device=placement.device)
     key = hashlib.sha256(f"{seed}/{weight.path}".encode()).digest()[:8]
     generator = torch.Generator(placement.device).manual_seed(int.from_bytes(key, "little") >> 1)
-    std = columns[0] ** -0.5 if columns else 0.02
-    if leaf in ("wo", "wdown"):
+    std = 0.02 if weight.fill == "small" else shape[-1] ** -0.5
+    if weight.fill == "residual":
         std /= (2 * spec.num_layers) ** 0.5
-    dtype = placement.matrix if columns else placement.vector
-    tensor = torch.empty(rows, *columns, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
-    return linear.pack(tensor) if columns else tensor
+    tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
+    return linear.pack(tensor) if weight.matrix else tensor
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -248,11 +254,11 @@ def check_entries(
     needed = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
     expected = {source.name: source.shape for weight in needed for source in weight.sources}
     spare_head = spec.tie_embeddings or not spec.generates
-    allowed = expected | ({TIED_HEAD: expected[EMBEDDING]} if spare_head else {})
+    allowed = expected | ({HEAD: expected[EMBEDDING]} if spare_head else {})
     absent = [name for name in expected if name not in entries]
     problems = [f"tensor {name!r} of shape {list(expected[name])} is missing" for name in absent]
-    if TIED_HEAD in absent:
-        problems.append(f"without {TIED_HEAD!r} config.json should say tie_word_embeddings = true")
+    if HEAD in absent:
+        problems.append(f"without {HEAD!r} config.json should say tie_word_embeddings = true")
     for name in sorted(entries.keys() - allowed.keys()):
         if not name.endswith(HARMLESS):
             problems.append(f"tensor {name!r} is not part of {spec.architecture} with this config.json")
@@ -265,7 +271,8 @@ def check_entries(
             raise UnsupportedFormatError(
                 f"{entry.path}: tensor {entry.name!r} is {entry.dtype}; supported: {', '.join(DTYPES)}."
             )
-    kinds = {entry.dtype: entry.name for entry in used if len(entry.shape) == 2}
+    matrices = {source.name for weight in needed if weight.matrix for source in weight.sources}
+    kinds = {entry.dtype: entry.name for entry in used if entry.name in matrices}
     if len(kinds) > 1 and not mixed:
         examples = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(kinds.items()))
         problems.append(f"matrices have several dtypes: {examples}; set model.dtype to convert them to one")
@@ -278,6 +285,6 @@ def check_tied(head: Tensor, embedding: Tensor) -> None:
     """A stored output head of a tied model must be the embedding, or the two of them contradict each other."""
     if head.dtype != embedding.dtype or not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
         raise CorruptCheckpointError(
-            f"config.json ties the embeddings, but {TIED_HEAD!r} is stored and differs from {EMBEDDING!r}; set "
+            f"config.json ties the embeddings, but {HEAD!r} is stored and differs from {EMBEDDING!r}; set "
             "tie_word_embeddings to false in config.json if the head is meant."
         )

@@ -14,10 +14,9 @@ from fengine import models
 from fengine.engine.weights.places import Place
 from fengine.errors import CorruptCheckpointError, InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.spec import ModelSpec
+from fengine.models.weights import EMBEDDING, HEAD
 from fengine.worker.loader import (
-    EMBEDDING,
     HARMLESS,
-    TIED_HEAD,
     check_entries,
     check_tied,
     full_names,
@@ -89,11 +88,11 @@ def check(
     changes: list[Change] = []
     names = set(seen)
     for name, tensor in _split_fused(tensors, fused, places):
-        tied = spec.tie_embeddings and name == TIED_HEAD
+        tied = spec.tie_embeddings and name == HEAD
         place = places.get(EMBEDDING if tied else name)
         if name in names:
             problems.append(f"tensor {name!r} is given twice")
-        elif name.endswith(HARMLESS) or (name == TIED_HEAD and not spec.generates):
+        elif name.endswith(HARMLESS) or (name == HEAD and not spec.generates):
             continue
         elif place is None:
             problems.append(f"tensor {name!r} is not part of this {spec.architecture}")
@@ -164,7 +163,7 @@ def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tenso
 
     Errors: InvalidRequestError, and those of `live`.
     """
-    head = next((change for change in changes if spec.tie_embeddings and change.name == TIED_HEAD), None)
+    head = next((change for change in changes if spec.tie_embeddings and change.name == HEAD), None)
     if head is None:
         return changes
     others = [change for change in changes if change is not head]
@@ -172,7 +171,7 @@ def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tenso
     embedding = live() if embedding is None else embedding
     if not torch.equal(head.tensor.cpu(), embedding.cpu()):
         raise InvalidRequestError(
-            f"the weights were refused and nothing was changed: this model ties its embeddings, but {TIED_HEAD!r} "
+            f"the weights were refused and nothing was changed: this model ties its embeddings, but {HEAD!r} "
             f"differs from {EMBEDDING!r}; give both, equal, or the embedding alone."
         )
     return others
@@ -203,8 +202,8 @@ def read_directory(
         files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
         wanted = [entry for entry in entries.values() if not entry.name.endswith(HARMLESS)]
         tensors = {entry.name: read_tensor(files[entry.path], entry) for entry in wanted}
-    if spec.generates and spec.tie_embeddings and TIED_HEAD in tensors:
-        check_tied(tensors.pop(TIED_HEAD), tensors[EMBEDDING])
+    if spec.generates and spec.tie_embeddings and HEAD in tensors:
+        check_tied(tensors.pop(HEAD), tensors[EMBEDDING])
     return list(tensors.items())
 
 

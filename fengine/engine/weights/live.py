@@ -21,7 +21,7 @@ from fengine.engine.weights.versions import relabel
 from fengine.errors import InvalidRequestError, MemoryReleasedError
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
-from fengine.worker.loader import EMBEDDING, TIED_HEAD
+from fengine.models.weights import EMBEDDING, HEAD
 
 LOST = "the weights are incomplete"  # the key of a refusal
 
@@ -126,7 +126,7 @@ class LiveWeights:
                 self.driver.refusals.pop(LOST, None)
 
     def _read(self, name: str, rows: int) -> list[Any] | None:
-        tied = self.spec.tie_embeddings and name == TIED_HEAD
+        tied = self.spec.tie_embeddings and name == HEAD
         out: list[Any] = []
         for part in (EMBEDDING,) if tied else self._fused.get(name, (name,)):
             if part not in self.places:

@@ -9,63 +9,75 @@ compiled code and captured graphs remain valid.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from einops import rearrange
 from torch import Tensor
 
 from fengine.models.kv_state import Params
-from fengine.models.llama import Weight
-from fengine.ops.linear import LANES
+from fengine.models.weights import Source, Weight
+from fengine.ops.linear import LANES, Dense
+from fengine.ops.lora import Adapted
 
 FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # SGLang's name of a leaf, from that of its first part
 
 
 class Place(NamedTuple):
-    """Rows [start, start + shape[0]) of `leaf`."""
+    """Rows [start, start + rows) of `leaf`, where a tensor of the checkpoint lies. `lanes`: in blocks of LANES rows."""
 
     leaf: Tensor
     start: int
-    shape: tuple[int, ...]
+    source: Source
+    lanes: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return self.source.shape
 
     @property
     def views(self) -> Iterator[tuple[int, Tensor]]:
-        """The place as views of the leaf's storage: (first row within the place, [..., columns] or [rows])."""
-        stop = self.start + self.shape[0]
-        if self.leaf.dim() < 3:
-            yield 0, self.leaf[self.start : stop]
+        """The place as views of the leaf's storage: (first row within the place, [rows], or [..., rows, columns])."""
+        at, stop = self.start, self.start + self.shape[0]
+        if not self.lanes:
+            yield 0, self.leaf[at:stop]
             return
-        at = self.start
         while at < stop:  # blocks of LANES rows side by side: what is left of one, whole ones, the beginning of one
             block, lane = divmod(at, LANES)
             whole = (stop - at) // LANES if lane == 0 else 0
             if whole:
-                yield at - self.start, self.leaf[block : block + whole].transpose(1, 2)
+                yield at - self.start, rearrange(self.leaf[block : block + whole], "block k lane -> block lane k")
                 at += whole * LANES
             else:
                 end = min(stop, (block + 1) * LANES)
-                yield at - self.start, self.leaf[block, :, lane : lane + end - at].T
+                yield at - self.start, rearrange(self.leaf[block, :, lane : lane + end - at], "k lane -> lane k")
                 at = end
 
     def write(self, tensor: Tensor) -> None:
         """Copies a tensor of the place's shape and dtype, on any device. Modifies: the leaf's storage."""
+        tensor = self.source.ours(tensor)
         for first, view in self.views:
             rows = view.numel() // (view.shape[-1] if len(self.shape) > 1 else 1)
             view.copy_(tensor[first : first + rows].reshape(view.shape))
 
     def read(self, rows: int | None = None) -> Tensor:
         """The first `rows` rows (default: all) as a new tensor on the CPU. Pure."""
+        if self.source.order is not None:
+            return self.source.theirs(self._replace(source=self.source._replace(order=None)).read())[:rows]
         shape = (self.shape[0] if rows is None else min(rows, self.shape[0]), *self.shape[1:])
         out = self.leaf.new_empty(shape, device="cpu")
-        for first, view in Place(self.leaf, self.start, shape).views:
+        for first, view in self._replace(source=self.source._replace(shape=shape)).views:
             flat = view.reshape(-1, *shape[1:])
             out[first : first + flat.shape[0]] = flat
         return out
 
 
 def leaf_of(params: Params, weight: Weight) -> Tensor | None:
-    """The leaf of a weight; None if the model does without it."""
+    """The tensor that holds a weight; None if the model does without it."""
     parent: Any = params
     for key in weight.path[:-1]:
         parent = parent[key]
-    return parent.get(weight.path[-1])
+    leaf = parent.get(weight.path[-1])
+    leaf = leaf.base if isinstance(leaf, Adapted) else leaf
+    return leaf.packed if isinstance(leaf, Dense) else leaf
 
 
 def places_of(params: Params, weights: list[Weight]) -> dict[str, Place]:
@@ -76,7 +88,7 @@ def places_of(params: Params, weights: list[Weight]) -> dict[str, Place]:
         if leaf is None:
             continue
         for source in weight.sources:
-            found[source.name] = Place(leaf, start, source.shape)
+            found[source.name] = Place(leaf, start, source, weight.matrix and leaf.device.type == "cpu")
             start += source.shape[0]
     return found
 

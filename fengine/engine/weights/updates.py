@@ -26,8 +26,8 @@ from fengine.errors import (
     OutOfMemoryError,
     UnsupportedFeatureError,
 )
+from fengine.models.weights import EMBEDDING
 from fengine.worker.hub import resolve_model
-from fengine.worker.loader import EMBEDDING
 
 Reader = Callable[[], list[tuple[str, Tensor]]]
 DISK_FORMATS = (None, "auto", "safetensors")

@@ -1,0 +1,55 @@
+"""`Family`: what one file of a model family brings, and the architectures that it makes of it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fengine.models import layers
+from fengine.models.fields import Fields, check_fields, check_model_type
+from fengine.models.kv_state import KVState, Params, StepBatch
+from fengine.models.reader import classifier_spec
+from fengine.models.spec import Config, ModelSpec, embedding_spec
+from fengine.models.weights import Weight, decoder_weights
+
+SpecReader = Callable[[Config], ModelSpec]
+Forward = Callable[[Params, ModelSpec, KVState, StepBatch], tuple[KVState, Tensor]]
+Unembed = Callable[[Params, ModelSpec, Tensor], Tensor]
+Weights = Callable[[ModelSpec], list[Weight]]
+
+
+class Model(NamedTuple):
+    """One architecture as pure functions."""
+
+    spec_from_hf: SpecReader
+    forward: Forward
+    unembed: Unembed
+    weights: Weights
+
+
+class Family(NamedTuple):
+    """By default Llama's decoder. `fields`: what its config may contain."""
+
+    architecture: str  # of the language model: "…ForCausalLM"
+    model_type: str
+    fields: Fields
+    spec_from_hf: SpecReader
+    layer: layers.LayerFn = layers.prenorm_layer
+    unembed: Unembed = layers.unembed
+    weights: Weights = decoder_weights
+
+    def models(self) -> dict[str, Model]:
+        """The language model, its decoder alone (an embedding model), and its classifier or reward model. Pure."""
+        base = self.architecture.removesuffix("ForCausalLM")
+        names = (self.architecture, f"{base}Model", f"{base}ForSequenceClassification")
+        forward = layers.decoder(self.layer)
+        return {name: Model(partial(self._read, name), forward, self.unembed, self.weights) for name in names}
+
+    def _read(self, architecture: str, config: Config) -> ModelSpec:
+        check_model_type(config, self.model_type, architecture)
+        check_fields(config, self.fields, architecture)
+        spec = self.spec_from_hf(config)
+        if architecture.endswith("ForSequenceClassification"):
+            return classifier_spec(spec, architecture, config)
+        return spec if architecture == self.architecture else embedding_spec(spec, architecture)

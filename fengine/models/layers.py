@@ -1,0 +1,84 @@
+"""What decoders are made of, as functions: a family composes its layer of them.
+
+A layer is a function of its own parameters, `layer(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD,
+next_norm_D)`, that returns (normed_TD, residual_TD, k_PSGK, v_PSGK): the stream, normed for what comes next, and the
+written pages. Layers of one kind are alike but for the values of their parameters, so one compiled layer serves all.
+
+Attention reads the pages that `qkv_rope_write` returned: read the old names, and a compiler must copy every page.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
+from fengine.models.spec import ModelSpec
+from fengine.ops import attention, linear, qkv, rms_norm
+
+LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
+LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor], LayerOut]
+
+
+def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatch], tuple[KVState, Tensor]]:
+    """The forward pass of a family with such layers."""
+
+    def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
+        """One step over T tokens: the new KV state and hidden_TD after the final norm, in the activations' dtype.
+
+        Modifies: the storage of `kv` (slots batch.slot_T), which is dead after the call.
+        """
+        layers = params["layers"]
+        norms = [layer["attn_norm_D"] for layer in layers[1:]] + [params["final_norm_D"]]
+        normed_TD, residual_TD = rms_norm.rows_rms_norm(
+            params["embed"].packed, batch.token_T, layers[0]["attn_norm_D"], spec.rms_eps
+        )
+        k_layers, v_layers = [], []
+        for layer, next_norm_D, k_PSGK, v_PSGK in zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True):
+            rope_MK = params[layer["kind"].rope]
+            normed_TD, residual_TD, k_PSGK, v_PSGK = layer_fn(
+                layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD, next_norm_D
+            )
+            k_layers.append(k_PSGK)
+            v_layers.append(v_PSGK)
+        return KVState(tuple(k_layers), tuple(v_layers)), normed_TD
+
+    return forward
+
+
+def prenorm_layer(
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
+    normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor,
+) -> LayerOut:  # fmt: skip
+    """residual += attention(normed);  residual += down(silu(gate) * up) of rms_norm(residual)."""
+    delta_TD, k_PSGK, v_PSGK = attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
+    normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, layer["mlp_norm_D"], spec.rms_eps)
+    delta_TD = gated_mlp(layer, spec, batch.adapters, normed_TD)
+    normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, next_norm_D, spec.rms_eps)
+    return normed_TD, residual_TD, k_PSGK, v_PSGK
+
+
+def attend(
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch, x_TD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of one layer: what it adds to the residual stream, and the written pages."""
+    q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
+        x_TD, layer["wqkv"], layer.get("bqkv_C"), rope_MK, batch.pos_T, batch.slot_T, k_PSGK, v_PSGK, spec.num_heads,
+        layer.get("q_norm_K"), layer.get("k_norm_K"), spec.rms_eps, batch.adapters, spec.exact,
+    )  # fmt: skip
+    out_THK = attention.attention(
+        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, spec.head_dim**-0.5
+    )
+    delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), batch.adapters, exact=spec.exact)
+    return delta_TD, k_PSGK, v_PSGK
+
+
+def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
+    """down(silu(gate) * up). Pure."""
+    product_TF = linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact)
+    return linear.linear(product_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
+
+
+def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:
+    """logits_RV in float32. Pure."""
+    return linear.linear(hidden_RD, params["unembed"], out_dtype=torch.float32, exact=spec.exact)

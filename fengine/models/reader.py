@@ -1,0 +1,241 @@
+"""From an HF `config.json` to a `ModelSpec`: what decoders share, and the kinds of rotary embedding. No torch."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from fengine.errors import ModelLoadError, UnsupportedArchitectureError
+from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec, embedding_spec
+
+SILU = ("silu", "swish")  # two names of one function
+FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR_ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+class ConfigReader:
+    """Typed reads of one config, which collect every problem. Null and absent are the same."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.problems: list[str] = []
+
+    def size(self, name: str, limit: int, default: int | None = None, least: int = 1) -> int:
+        """A whole number in [least, limit]; 1 when it had to complain."""
+        value = self.config.get(name)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            self.problems.append(f"{name} is missing")
+        elif isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
+            self.problems.append(f"{name} must be a whole number from {least} to {limit}, got {value!r}"[:200])
+        else:
+            return value
+        return 1
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in (low, high]; `high` when it had to complain."""
+        value = self.config.get(name)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            self.problems.append(f"{name} is missing")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)):
+            self.problems.append(f"{name} must be a number, got {value!r}"[:200])
+        elif not (abs(value) <= high and math.isfinite(value) and value > low):
+            self.problems.append(f"{name} must be above {low} and at most {high}, got {value!r}"[:200])
+        else:
+            return float(value)
+        return high
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of `count` finite numbers above 0."""
+        values = self.config.get(name)
+        right = isinstance(values, list) and len(values) == count
+        if right and all(type(v) in (int, float) and 0 < v < math.inf for v in values):
+            return tuple(float(v) for v in values)
+        self.problems.append(f"{name} must be a list of {count} numbers above 0, got {values!r}"[:200])
+        return (1.0,) * count
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, bool):
+            self.problems.append(f"{name} must be true or false, got {value!r}"[:200])
+        return default if value is None else value is True
+
+    def done(self, architecture: str) -> None:
+        """Errors: ModelLoadError with every problem, one a line."""
+        if self.problems:
+            shown = "\n  ".join(self.problems)
+            raise ModelLoadError(f"config.json does not describe a {architecture}:\n  {shown}")
+
+
+def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpec:
+    """The facts that all configs of decoders share; `switches` are the ModelSpec fields that differ. Pure.
+
+    Keys that are absent take transformers' default where it has one for every checkpoint (rms_norm_eps 1e-6, head_dim
+    hidden_size / heads, untied embeddings); sizes have none. Errors: ModelLoadError with every bad field, one a line;
+    UnsupportedArchitectureError for a feature that is not built.
+    """
+    refuse_activation(config, "hidden_act", SILU)
+    read = ConfigReader(config)
+    hidden = read.size("hidden_size", 1 << 20)
+    heads = read.size("num_attention_heads", 1 << 14)
+    kv_heads = read.size("num_key_value_heads", 1 << 14, default=heads)
+    head_dim = read.size("head_dim", 1 << 12, default=max(hidden // heads, 1))
+    if config.get("head_dim") is None and hidden % heads:
+        read.problems.append(
+            f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}); head_dim is absent"
+        )
+    if kv_heads > heads or heads % kv_heads:
+        read.problems.append(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
+    if head_dim % 2:
+        read.problems.append(f"head_dim ({head_dim}) must be even: rotary embedding turns pairs")
+    facts: dict[str, Any] = {
+        "vocab_size": read.size("vocab_size", 1 << 24),
+        "hidden_size": hidden,
+        "mlp_size": read.size("intermediate_size", 1 << 22),
+        "num_layers": read.size("num_hidden_layers", 1 << 12),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_eps": read.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
+        "max_position": read.size("max_position_embeddings", 1 << 27),
+        "tie_embeddings": read.flag("tie_word_embeddings"),
+    }
+    facts["rope"] = rope_spec(read, head_dim, facts["max_position"])
+    read.done(architecture)
+    return ModelSpec(architecture, **facts | switches)
+
+
+def refuse_activation(config: Config, name: str, known: tuple[str, ...]) -> None:
+    """Errors: UnsupportedArchitectureError naming the value."""
+    act = config.get(name)
+    if act is not None and act not in known:
+        raise UnsupportedArchitectureError(f"{name} = {act!r} is not supported; supported: {known[0]!r}.")
+
+
+def layer_kinds(config: Config, window: int | None, types: list[str]) -> tuple[LayerKind, ...]:
+    """A kind for each layer, from its type and the window of sliding ones. Pure.
+
+    A window as long as the context cuts nothing off. Errors: UnsupportedArchitectureError.
+    """
+    sizes = {FULL: 0, SLIDING: window}
+    if not isinstance(types, list) or any(kind not in sizes for kind in types):
+        raise UnsupportedArchitectureError(
+            f"layer_types = {types!r:.200}: supported are {FULL!r} and {SLIDING!r} layers."
+        )
+    if window is not None and SLIDING in types and window < config["max_position_embeddings"]:
+        raise UnsupportedArchitectureError(f"sliding_window = {window!r}: sliding-window attention is not supported.")
+    return ()
+
+
+def windowed_types(config: Config) -> tuple[int | None, list[str]]:
+    """Qwen's window and layer types: of the layers from `max_window_layers` on, with `use_sliding_window`. Pure."""
+    read = ConfigReader(config)
+    count, first = read.size("num_hidden_layers", 1 << 12), read.size("max_window_layers", 1 << 12, 28, least=0)
+    window = read.size("sliding_window", 1 << 27, 4096) if read.flag("use_sliding_window") else None
+    read.done("model")
+    found = [SLIDING if window is not None and index >= first else FULL for index in range(count)]
+    return window, config.get("layer_types") or found
+
+
+def refuse_layer_types(config: Config) -> None:
+    """Of a family all of whose layers are alike. Errors: UnsupportedArchitectureError."""
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != FULL for kind in kinds):
+        raise UnsupportedArchitectureError(f"layer_types = {kinds!r:.200}: this model has only {FULL!r} layers.")
+
+
+def rope_spec(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
+    """From `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
+    config = read.config
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        read.problems.append("rope_parameters and rope_scaling must be objects or null")
+        return RopeSpec(1.0)
+    if new and old and any(new.get(key, value) != value for key, value in old.items() if key != "type"):
+        read.problems.append(f"rope_scaling {old!r} contradicts rope_parameters {new!r}; remove one")
+    rope = {"rope_theta": config.get("rope_theta", 10000.0), **old, **new}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedArchitectureError(f"rope_parameters per layer type are not supported (got {sorted(rope)}).")
+    for source in (rope, config):
+        if source.get("partial_rotary_factor", 1.0) not in (1, None):
+            raise UnsupportedArchitectureError(
+                f"partial_rotary_factor = {source['partial_rotary_factor']!r} is not supported; only 1.0 is."
+            )
+    rope.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    part = ConfigReader(rope)
+    found = _rope_of(part, head_dim, max_position)
+    read.problems += part.problems
+    return found
+
+
+def _rope_of(read: ConfigReader, width: int, max_position: int) -> RopeSpec:
+    """One kind of rotary embedding over `width` columns of a head."""
+    kind = read.config.get("rope_type", read.config.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind
+    if kind not in LINEAR_ROPES:
+        known = ", ".join(repr(name) for name in LINEAR_ROPES)
+        raise UnsupportedArchitectureError(f"rope_type = {kind!r} is not supported; supported: {known}.")
+    spec = RopeSpec(read.number("rope_theta", 0.0, 1e15))
+    if kind in ("default", "dynamic"):  # dynamic: the same up to max_position, and nothing is longer here
+        return spec
+    if kind == "linear":
+        return replace(spec, kind=kind, factor=read.number("factor", 0.0, 1e6))
+    original = read.size("original_max_position_embeddings", 1 << 27)
+    default = max_position / original
+    if kind == "llama3":
+        low, high = read.number("low_freq_factor", 0.0, 1e6), read.number("high_freq_factor", 0.0, 1e6)
+        if high <= low:
+            read.problems.append(f"high_freq_factor ({high}) must be larger than low_freq_factor ({low})")
+        return replace(
+            spec, kind=kind, factor=read.number("factor", 0.0, 1e6), low_freq_factor=low, high_freq_factor=high,
+            original_max_position=original,
+        )  # fmt: skip
+    factor = read.number("factor", 0.0, 1e6, default=default)
+    spec = replace(spec, kind=kind, factor=factor, original_max_position=original)
+    if kind == "longrope":
+        short, long = read.numbers("short_factor", width // 2), read.numbers("long_factor", width // 2)
+        scale = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
+        scale = read.number("attention_factor", 0.0, 1e6, default=scale)
+        return replace(spec, attention_factor=scale, short_factor=short, long_factor=long)
+    return replace(
+        spec,
+        beta_fast=read.number("beta_fast", 0.0, 1e6, default=32.0),
+        beta_slow=read.number("beta_slow", 0.0, 1e6, default=1.0),
+        truncate=read.flag("truncate", default=True),
+        attention_factor=read.number("attention_factor", 0.0, 1e6, default=_yarn_scale(read, factor)),
+    )
+
+
+def _yarn_scale(read: ConfigReader, factor: float) -> float:
+    def scale(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    over, under = read.number("mscale", -1.0, 1e6, default=0.0), read.number("mscale_all_dim", -1.0, 1e6, default=0.0)
+    return scale(over) / scale(under) if over and under else scale(1.0)
+
+
+def classifier_spec(spec: ModelSpec, architecture: str, config: Config) -> ModelSpec:
+    """The same decoder under a head with one output per label of `config`. Pure. Errors: ModelLoadError.
+
+    As transformers: as many labels as `id2label` has entries; else `num_labels`; else 2.
+    """
+    read = ConfigReader(config)
+    labels = config.get("id2label")
+    if isinstance(labels, dict) and labels:
+        count = len(labels)
+    else:
+        count = read.size("num_labels", 1 << 20, default=2)
+    if labels is not None and not isinstance(labels, dict):
+        read.problems.append(f"id2label must be an object or null, got {labels!r}"[:200])
+    read.done(architecture)
+    return replace(embedding_spec(spec, architecture), num_labels=count)
+
+
+def flag(config: Config, name: str, default: bool = False) -> bool:
+    """One boolean key. Errors: ModelLoadError."""
+    read = ConfigReader(config)
+    value = read.flag(name, default)
+    read.done("model")
+    return value

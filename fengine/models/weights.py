@@ -1,0 +1,170 @@
+"""The leaves of Params as a family declares them: checkpoint names, shape letters, the axis that ranks cut.
+
+Loading, dummy weights, weight updates and LoRA work from these declarations alone.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.models.spec import ModelSpec
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Fill = Literal["unit", "residual", "one", "small"]
+
+
+class HeadOrder(NamedTuple):
+    """How the rows of q and k stand in a checkpoint whose rotary embedding pairs them otherwise than our two halves do.
+
+    Of the first `heads` heads of `width` rows, the first `rotary` rows turn: pairs are neighbours (`interleaved`), or
+    the two halves of these rows. Scores q · k do not change when both are ordered alike.
+    """
+
+    heads: int
+    width: int
+    rotary: int
+    interleaved: bool
+
+    @cache  # noqa: B019 (a few values, all small)
+    def index(self, rows: int) -> Tensor:
+        """int64 [rows]: our row i is row index[i] of the checkpoint. Pure."""
+        turned = torch.arange(self.rotary)
+        first, second = (turned[0::2], turned[1::2]) if self.interleaved else turned.chunk(2)
+        rest = torch.arange(self.rotary, self.width).chunk(2) if self.rotary < self.width else (turned[:0], turned[:0])
+        head = torch.cat((first, rest[0], second, rest[1]))
+        index = torch.arange(rows)
+        index[: self.heads * self.width] = (torch.arange(self.heads)[:, None] * self.width + head).flatten()
+        return index
+
+
+class Source(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    order: HeadOrder | None = None  # None: as stored
+
+    def ours(self, tensor: Tensor) -> Tensor:
+        """A tensor of the checkpoint with its rows, or those of a LoRA update, in our order. Pure."""
+        return tensor if self.order is None else tensor[self.order.index(self.shape[0]).to(tensor.device)]
+
+    def theirs(self, tensor: Tensor) -> Tensor:
+        """The inverse of `ours`. Pure."""
+        return tensor if self.order is None else tensor[self.order.index(self.shape[0]).argsort().to(tensor.device)]
+
+
+class Weight(NamedTuple):
+    """A leaf of Params and the checkpoint tensors it is joined from, along dimension 0."""
+
+    path: tuple[str | int, ...]  # ("layers", 3, "wqkv")
+    sources: tuple[Source, ...]
+    letters: str  # of the shape, e.g. "CD"; two or more: a matrix, packed for its device
+    shard: str = ""  # the axis that the ranks of a group cut, always an output; "": every rank holds all
+    fill: Fill = "unit"  # of dummy weights: keeps the variance, writes to the residual stream, is one, is near zero
+    adapts: bool = False  # LoRA may change it
+    optional: bool = False  # a checkpoint may do without; then Params has no such leaf
+
+    @property
+    def matrix(self) -> bool:
+        return len(self.letters) > 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the joined leaf, before it is packed."""
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+
+
+Parts = list[tuple[str, int]]  # (module name, rows) of what is joined to one leaf
+
+
+class LayerWeights(NamedTuple):
+    """Makes the leaves of layer `index`, whose tensors are named "model.layers.<index>.<module>.<weight or bias>"."""
+
+    index: int
+
+    def _leaf(self, key: str, parts: Parts, columns: tuple[int, ...], tensor: str, letters: str, **facts) -> Weight:
+        order = facts.pop("order", {})
+        sources = tuple(
+            Source(f"model.layers.{self.index}.{name}.{tensor}", (rows, *columns), order.get(name))
+            for name, rows in parts
+        )
+        return Weight(("layers", self.index, key), sources, letters, **facts)
+
+    def matrix(self, key: str, parts: Parts, columns: int, letters: str, **facts) -> Weight:
+        """The matrix of a linear layer, cut along its outputs; a LoRA adapter may change it."""
+        facts = {"shard": letters[0], "adapts": True} | facts
+        return self._leaf(key, parts, (columns,), "weight", letters, **facts)
+
+    def bias(self, key: str, parts: Parts, **facts) -> Weight:
+        """The bias of a linear layer, cut with its outputs."""
+        letter = key.rpartition("_")[2][-1]
+        return self._leaf(key, parts, (), "bias", letter, **{"shard": letter, "fill": "small"} | facts)
+
+    def norm(self, key: str, name: str, size: int, **facts) -> Weight:
+        """The weight of a norm."""
+        return self._leaf(key, [(name, size)], (), "weight", key.rpartition("_")[2], **{"fill": "one"} | facts)
+
+
+def attention_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Joined q, k and v, the norms of their heads, and the output projection. Pure."""
+    width = spec.head_dim
+    q, kv = spec.num_heads * width, spec.num_kv_heads * width
+    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
+    out = [("self_attn.o_proj", spec.hidden_size)]
+    found = [layer.matrix("wqkv", qkv, spec.hidden_size, "CD")]
+    if spec.qkv_bias:
+        found.append(layer.bias("bqkv_C", qkv))
+    if spec.qk_norm:
+        found.append(layer.norm("q_norm_K", "self_attn.q_norm", width))
+        found.append(layer.norm("k_norm_K", "self_attn.k_norm", width))
+    found.append(layer.matrix("wo", out, q, "DC", fill="residual"))
+    if spec.o_bias:
+        found.append(layer.bias("bo_D", out))
+    return found
+
+
+def mlp_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Gate above up, and down. Pure."""
+    gate_up, down = [("mlp.gate_proj", spec.mlp_size), ("mlp.up_proj", spec.mlp_size)], spec.hidden_size
+    found = [layer.matrix("wgate_up", gate_up, spec.hidden_size, "FD")]
+    if spec.mlp_bias:
+        found.append(layer.bias("bgate_up_2F", gate_up))
+    found.append(layer.matrix("wdown", [("mlp.down_proj", down)], spec.mlp_size, "DF", fill="residual"))
+    if spec.mlp_bias:
+        found.append(layer.bias("bdown_D", [("mlp.down_proj", down)]))
+    return found
+
+
+def prenorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Norm, attention, norm, gated MLP. Pure."""
+    return [
+        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
+        *attention_weights(spec, layer),
+        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size),
+        *mlp_weights(spec, layer),
+    ]
+
+
+LayerLeaves = Callable[[ModelSpec, LayerWeights], list[Weight]]
+
+
+def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer) -> list[Weight]:
+    """Every leaf of Params that a checkpoint holds, in the order of the forward pass, embeddings first. Pure.
+
+    Tied, "unembed" is "embed" itself; so it is for a model that does not generate, where nobody looks at the logits.
+    """
+    table = (spec.vocab_size, spec.hidden_size)
+    found = [Weight(("embed",), (Source(EMBEDDING, table),), "VD", "V")]
+    for index in range(spec.num_layers):
+        found += layer(spec, LayerWeights(index))
+    found.append(Weight(("final_norm_D",), (Source("model.norm.weight", table[1:]),), "D", fill="one"))
+    if spec.generates and not spec.tie_embeddings:
+        found.append(Weight(("unembed",), (Source(HEAD, table),), "VD", "V"))
+    if spec.num_labels is not None:
+        shape = (spec.num_labels, spec.hidden_size)
+        found.append(Weight(("score",), (Source("score.weight", shape),), "CD"))
+        found.append(Weight(("score_bias_C",), (Source("score.bias", shape[:1]),), "C", fill="small", optional=True))
+    return found
