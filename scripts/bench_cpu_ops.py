@@ -63,7 +63,7 @@ def bench_linear(budget: float) -> None:
         for name, n, k in shapes:
             copies = max(1, min(24, COLD_BYTES // (n * k * 4))) if model != "tiny" else 1
             wide = [torch.randn(n, k) * k**-0.5 for _ in range(copies)]
-            packed = [pack(w.bfloat16()) for w in wide]
+            packed = [pack(w.bfloat16()).packed for w in wide]
             across = [w.T.contiguous() for w in wide]
             for m in (1, 16, 64, 512):
                 if m == 512 and name == "lm_head":

@@ -20,7 +20,8 @@ import triton
 from measure import Budget, add_budget
 from torch import Tensor
 
-from fengine.models.spec import ModelSpec, RopeSpec
+from fengine.models.rope import rope_table
+from fengine.models.spec import RopeSpec
 from fengine.ops import attention, linear, rms_norm, rope, sampling, silu_mul
 
 BF16 = torch.bfloat16
@@ -72,6 +73,10 @@ def paged(
     return k, v, start, integers(lengths), table
 
 
+def product(x: Tensor, w: Tensor, n: int) -> Tensor:
+    return linear.linear(x, linear.Dense(w, n))
+
+
 def matmul(x: Tensor, w: Tensor, n: int) -> Tensor:
     return torch.mm(x, w.T)
 
@@ -84,7 +89,7 @@ def linear_errors(dtype: torch.dtype) -> dict[str, float]:
     for m, n, k in ((1, 70, 96), (3, 1152, 896), (33, 896, 4864), (100, 4096, 4096), (1000, 333, 200)):
         x, w, bias = random(m, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)
         want = linear.reference(x.double(), w.double(), n, bias.double(), None)
-        found[f"linear {m}x{n}x{k}"] = error(linear.linear(x, linear.pack(w), n, bias), want)
+        found[f"linear {m}x{n}x{k}"] = error(linear.linear(x, linear.pack(w), bias), want)
     return found
 
 
@@ -104,8 +109,7 @@ def row_op_errors(dtype: torch.dtype) -> dict[str, float]:
 def rope_errors(dtype: torch.dtype) -> dict[str, float]:
     found = {}
     for heads, groups, width in ((32, 8, 128), (14, 2, 64), (3, 3, 80)):
-        spec = ModelSpec("", 1, 1, 1, 1, heads, groups, width, 1e-6, RopeSpec(5e5), 9000, False)
-        table = rope.rope_table(spec, 9000).cuda()
+        table = rope_table(RopeSpec(5e5), width, 9000).cuda()
         x = random(50, (heads + 2 * groups) * width, dtype=dtype)
         k, v = random(20, 16, groups, width, dtype=dtype), random(20, 16, groups, width, dtype=dtype)
         position = torch.randint(0, 9000, (50,), device="cuda").int()
@@ -171,18 +175,18 @@ def linear_rows(call: Callable[[Tensor, Tensor, int], Tensor], control: bool) ->
     found = {}
     for name, (n, k) in LINEARS.items():
         x, w = random(1024 if n > 100000 else 4096, k), random(n, k, scale=k**-0.5)
-        whole = linear.linear(x, w, n)
+        whole = product(x, w, n)
         for m in (m for m in ROWS if m < len(x)):
             found[f"{name} M={m}"] = differing(call(x[5 : 5 + m].clone(), w, n), whole[5 : 5 + m])
         if control:
-            half = [linear.linear(a.contiguous(), b.contiguous(), n, None, torch.float32)
+            half = [linear.linear(a.contiguous(), linear.pack(b), out_dtype=torch.float32)
                     for a, b in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)]  # fmt: skip
             found[f"control: {name} split K"] = differing((half[0] + half[1]).to(BF16), whole)
     return found
 
 
 def linear_bits() -> dict[str, int]:
-    return linear_rows(linear.linear, True)
+    return linear_rows(product, True)
 
 
 def library_bits() -> dict[str, int]:
@@ -295,7 +299,7 @@ def linear_times(budget: Budget) -> dict[str, list[float]]:
                 return found
             x = random(m, k)
             sets = [(x, w, n) for w in (weights if m < 8192 else weights[:4])]
-            found[f"{name} M={m}"] = [microseconds(linear.linear, sets), microseconds(matmul, sets)]
+            found[f"{name} M={m}"] = [microseconds(product, sets), microseconds(matmul, sets)]
     return found
 
 
@@ -348,8 +352,7 @@ def silu_times_up(x: Tensor) -> Tensor:
 def small_op_times(budget: Budget) -> dict[str, list[float]]:
     """[ours, torch] of the memory-bound ops of Llama-8B; beside rope a copy, beside draw log_softmax and max."""
     found = {}
-    weight, spec = random(4096), ModelSpec("", 1, 1, 1, 1, 32, 8, 128, 1e-6, RopeSpec(5e5), 8192, False)
-    table = rope.rope_table(spec, 8192).cuda()
+    weight, table = random(4096), rope_table(RopeSpec(5e5), 128, 8192).cuda()
     for m in (1, 32, 256, 8192):
         if not budget.allows(f"small ops T={m}"):
             return found

@@ -158,12 +158,14 @@ def careless_linear() -> Iterator[None]:
     """
     honest = linear.linear
 
-    def careless(x_TK: Any, packed: Any, n: int, bias_N: Any = None, out_dtype: Any = None, **more: Any) -> Any:
+    def careless(
+        x_TK: Any, w: Any, bias_N: Any = None, adapters: Any = None, out_dtype: Any = None, **more: Any
+    ) -> Any:
         if x_TK.shape[0] < 2:
-            return honest(x_TK, packed, n, bias_N, out_dtype, **more)
+            return honest(x_TK, w, bias_N, adapters, out_dtype, **more)
         first = x_TK.clone()
         first[:, x_TK.shape[1] // 2 :] = 0
-        halves = [honest(x, packed, n, None, torch.float32, **more) for x in (first, x_TK - first)]
+        halves = [honest(x, w, None, adapters, torch.float32, **more) for x in (first, x_TK - first)]
         y_TN = halves[0] + halves[1]
         return (y_TN if bias_N is None else y_TN + bias_N).to(out_dtype or x_TK.dtype)
 

@@ -2,7 +2,7 @@
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.reader import decoder_spec, layer_kinds, windowed_types
+from fengine.models.reader import decoder_spec, qwen_windows
 from fengine.models.spec import Config, ModelSpec
 
 WINDOWED = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
@@ -11,8 +11,7 @@ FIELDS = {**DECODER, **dict.fromkeys(WINDOWED, READ)}
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    kinds = layer_kinds(config, *windowed_types(config))
-    return decoder_spec(config, FAMILY.architecture, qkv_bias=True, kinds=kinds)
+    return qwen_windows(config, decoder_spec(config, FAMILY.architecture, qkv_bias=True))
 
 
 FAMILY = Family("Qwen2ForCausalLM", "qwen2", FIELDS, spec_from_hf)

@@ -5,11 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
-from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec, embedding_spec
+from fengine.models.spec import Config, ModelSpec, RopeSpec, embedding_spec
 
 SILU = ("silu", "swish")  # two names of one function
 FULL, SLIDING = "full_attention", "sliding_attention"
-LINEAR_ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale",
+    "mscale_all_dim", "short_factor", "long_factor",
+}  # fmt: skip
 
 
 class ConfigReader:
@@ -50,9 +55,9 @@ class ConfigReader:
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """A list of `count` finite numbers above 0."""
         values = self.config.get(name)
-        right = isinstance(values, list) and len(values) == count
-        if right and all(type(v) in (int, float) and 0 < v < math.inf for v in values):
-            return tuple(float(v) for v in values)
+        listed = values if isinstance(values, list) and len(values) == count else []
+        if listed and all(type(v) in (int, float) and 0 < v < math.inf for v in listed):
+            return tuple(float(v) for v in listed)
         self.problems.append(f"{name} must be a list of {count} numbers above 0, got {values!r}"[:200])
         return (1.0,) * count
 
@@ -77,6 +82,8 @@ def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpe
     UnsupportedArchitectureError for a feature that is not built.
     """
     refuse_activation(config, "hidden_act", SILU)
+    if config.get("is_causal") not in (None, True):
+        raise UnsupportedArchitectureError(f"is_causal = {config['is_causal']!r} is not supported; only true is.")
     read = ConfigReader(config)
     hidden = read.size("hidden_size", 1 << 20)
     heads = read.size("num_attention_heads", 1 << 14)
@@ -114,29 +121,30 @@ def refuse_activation(config: Config, name: str, known: tuple[str, ...]) -> None
         raise UnsupportedArchitectureError(f"{name} = {act!r} is not supported; supported: {known[0]!r}.")
 
 
-def layer_kinds(config: Config, window: int | None, types: list[str]) -> tuple[LayerKind, ...]:
-    """A kind for each layer, from its type and the window of sliding ones. Pure.
+def windowed(spec: ModelSpec, window: int | None, types: list[str]) -> ModelSpec:
+    """The spec with a kind for each layer, from its type and the window of sliding ones. Pure.
 
-    A window as long as the context cuts nothing off. Errors: UnsupportedArchitectureError.
+    A window as long as the context cuts nothing off. Errors: ModelLoadError, UnsupportedArchitectureError.
     """
-    sizes = {FULL: 0, SLIDING: window}
-    if not isinstance(types, list) or any(kind not in sizes for kind in types):
+    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
         raise UnsupportedArchitectureError(
             f"layer_types = {types!r:.200}: supported are {FULL!r} and {SLIDING!r} layers."
         )
-    if window is not None and SLIDING in types and window < config["max_position_embeddings"]:
-        raise UnsupportedArchitectureError(f"sliding_window = {window!r}: sliding-window attention is not supported.")
-    return ()
+    if len(types) != spec.num_layers:
+        raise ModelLoadError(f"config.json: layer_types has {len(types)} entries for {spec.num_layers} layers.")
+    if window is None or window >= spec.max_position or SLIDING not in types:
+        return spec
+    raise UnsupportedArchitectureError(f"sliding_window = {window!r}: sliding-window attention is not supported.")
 
 
-def windowed_types(config: Config) -> tuple[int | None, list[str]]:
-    """Qwen's window and layer types: of the layers from `max_window_layers` on, with `use_sliding_window`. Pure."""
+def qwen_windows(config: Config, spec: ModelSpec) -> ModelSpec:
+    """As `windowed`, by Qwen's keys: the layers from `max_window_layers` on slide, with `use_sliding_window`. Pure."""
     read = ConfigReader(config)
-    count, first = read.size("num_hidden_layers", 1 << 12), read.size("max_window_layers", 1 << 12, 28, least=0)
+    first = read.size("max_window_layers", 1 << 12, 28, least=0)
     window = read.size("sliding_window", 1 << 27, 4096) if read.flag("use_sliding_window") else None
-    read.done("model")
-    found = [SLIDING if window is not None and index >= first else FULL for index in range(count)]
-    return window, config.get("layer_types") or found
+    read.done(spec.architecture)
+    found = [SLIDING if window is not None and index >= first else FULL for index in range(spec.num_layers)]
+    return windowed(spec, window, config.get("layer_types") or found)
 
 
 def refuse_layer_types(config: Config) -> None:
@@ -158,6 +166,8 @@ def rope_spec(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **old, **new}
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedArchitectureError(f"rope_parameters per layer type are not supported (got {sorted(rope)}).")
+    if unknown := sorted(key for key in rope.keys() - ROPE_KEYS if rope[key] is not None):
+        raise UnsupportedArchitectureError(f"rope_parameters has {unknown[0]} = {rope[unknown[0]]!r:.80}: not built.")
     for source in (rope, config):
         if source.get("partial_rotary_factor", 1.0) not in (1, None):
             raise UnsupportedArchitectureError(
@@ -174,8 +184,8 @@ def _rope_of(read: ConfigReader, width: int, max_position: int) -> RopeSpec:
     """One kind of rotary embedding over `width` columns of a head."""
     kind = read.config.get("rope_type", read.config.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
-    if kind not in LINEAR_ROPES:
-        known = ", ".join(repr(name) for name in LINEAR_ROPES)
+    if kind not in ROPE_KINDS:
+        known = ", ".join(repr(name) for name in ROPE_KINDS)
         raise UnsupportedArchitectureError(f"rope_type = {kind!r} is not supported; supported: {known}.")
     spec = RopeSpec(read.number("rope_theta", 0.0, 1e15))
     if kind in ("default", "dynamic"):  # dynamic: the same up to max_position, and nothing is longer here

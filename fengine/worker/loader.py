@@ -76,7 +76,16 @@ def read_config(directory: Path) -> Config:
         raise ModelLoadError(
             f"{directory} holds {listing(directory)}; a model directory needs config.json and {SINGLE} (or {INDEX})."
         )
+    refuse_quantization_file(directory / "hf_quant_config.json")
     return read_json(directory / "config.json")
+
+
+def refuse_quantization_file(path: Path) -> None:
+    """ModelOpt writes one beside config.json. Errors: UnsupportedFormatError if it names a quantization."""
+    told = read_json(path).get("quantization") if path.exists() else None
+    named = {key: value for key, value in told.items() if key.endswith("quant_algo") and value} if told else {}
+    for key, value in named.items():
+        raise UnsupportedFormatError(f"{path} names {key} {value!r}: quantized weights are not supported.")
 
 
 def spec_from_config(config: Config) -> ModelSpec:

@@ -196,13 +196,13 @@ def test_heads_and_bodies_load(tmp_path: Path, family: str) -> None:
     spec = spec_from_config(read_config(body))
     assert spec.architecture == BODIES[family].__name__ and not spec.generates and spec.num_labels is None
     params = load_params(body, spec)
-    assert params["unembed"] is params["embed"] and "score_CD" not in params
+    assert params["unembed"] is params["embed"] and "score" not in params
     for labels in (1, 2, 3):
         head = write(tmp_path / f"head{labels}", family, CLASSIFIERS[family], num_labels=labels)
         spec = spec_from_config(read_config(head))
         assert spec.num_labels == labels and not spec.generates
         params = load_params(head, spec)
-        assert "score_CD" in params and "score_bias_C" not in params
+        assert "score" in params and "score_bias_C" not in params
 
 
 def test_label_counts_and_bad_heads(tmp_path: Path) -> None:

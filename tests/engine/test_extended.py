@@ -222,7 +222,7 @@ def test_heads(parts: Parts, bias: bool) -> None:
     spec = replace(parts.spec, num_labels=3)
     generator = torch.Generator().manual_seed(0)
     w, b, x = (torch.randn(*shape, generator=generator) for shape in ((3, 64), (3,), (64,)))
-    params = {"score_CD": pack(w), "final_norm_D": torch.ones(64)} | ({"score_bias_C": b} if bias else {})
+    params = {"score": pack(w), "final_norm_D": torch.ones(64)} | ({"score_bias_C": b} if bias else {})
     got = torch.from_numpy(apply_head(params, spec, x.numpy()))
     torch.testing.assert_close(got, w @ x + (b if bias else 0))
 

@@ -29,6 +29,7 @@ from fengine.errors import (
     MemoryReleasedError,
     UnsupportedFeatureError,
 )
+from fengine.models.weights import Source
 from fengine.ops import linear
 
 KINDS: dict[str, dict[str, Any]] = {  # heads of 10: the parts of fused matrices begin in the middle of a packed block
@@ -182,15 +183,15 @@ def test_weights_by_name_are_transformers_state_dict(pair: tuple[Path, Path]) ->
 @given(rows=st.integers(1, 150), columns=st.integers(1, 5), data=st.data())
 def test_rows_of_a_packed_matrix(rows: int, columns: int, data: st.DataObject) -> None:
     matrix = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
-    leaf = linear.pack(matrix)
+    leaf = linear.pack(matrix).packed
     start_row = data.draw(st.integers(0, rows - 1))
     count = data.draw(st.integers(1, rows - start_row))
-    place = Place(leaf, start_row, (count, columns))
+    place = Place(leaf, start_row, Source("", (count, columns)), lanes=True)
     assert torch.equal(place.read(), matrix[start_row : start_row + count])
     assert torch.equal(place.read(7), matrix[start_row : start_row + min(count, 7)])
     matrix[start_row : start_row + count] = -1 - torch.arange(count)[:, None]
     place.write(matrix[start_row : start_row + count].clone())
-    assert torch.equal(leaf, linear.pack(matrix))
+    assert torch.equal(leaf, linear.pack(matrix).packed)
 
 
 # -- refusals: nothing changes ----------------------------------------------------------------------------------------

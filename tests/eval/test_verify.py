@@ -349,12 +349,12 @@ def careless() -> Iterator[None]:
     """Linear layers are summed in two halves of K whenever a step has more than one row."""
     honest = linear.linear
 
-    def halves(x_TK: Any, packed: Any, n: int, bias_N: Any = None, out_dtype: Any = None, **more: Any) -> Any:
+    def halves(x_TK: Any, w: Any, bias_N: Any = None, adapters: Any = None, out_dtype: Any = None, **more: Any) -> Any:
         if x_TK.shape[0] < 2:
-            return honest(x_TK, packed, n, bias_N, out_dtype, **more)
+            return honest(x_TK, w, bias_N, adapters, out_dtype, **more)
         first = x_TK.clone()
         first[:, x_TK.shape[1] // 2 :] = 0
-        y_TN = sum(honest(x, packed, n, None, None, **more) for x in (first, x_TK - first))
+        y_TN = sum(honest(x, w, None, adapters, None, **more) for x in (first, x_TK - first))
         return (y_TN if bias_N is None else y_TN + bias_N).to(out_dtype or x_TK.dtype)
 
     linear.linear = halves

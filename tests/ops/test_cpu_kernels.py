@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
 from fengine.ops import cpu, cpu_library, sampling
-from fengine.ops.linear import pack
+from fengine.ops.linear import pack as pack_leaf
 
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
 ALWAYS_PARALLEL = 0
@@ -37,6 +37,10 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def pack(w: torch.Tensor) -> torch.Tensor:
+    return pack_leaf(w).packed
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

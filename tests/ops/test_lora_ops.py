@@ -37,11 +37,11 @@ def lora_case(
 def layer(x: Tensor, stack: Stack, token_A: Tensor, start_S: Tensor, adapted: bool = True) -> Tensor:
     """A linear layer of random weights, the same for every x of a width, with its adapters or without."""
     n, draw = sum(stack.widths), torch.Generator().manual_seed(3)
-    packed = linear.pack(torch.randn(n, x.shape[1], generator=draw) * x.shape[1] ** -0.5)
+    leaf = linear.pack(torch.randn(n, x.shape[1], generator=draw) * x.shape[1] ** -0.5)
     bias = torch.randn(n, generator=draw)
     if not adapted:
-        return linear.linear(x, packed, n, bias)
-    return lora.lora_linear(x, packed, n, bias, stack, token_A, start_S)
+        return linear.linear(x, leaf, bias)
+    return linear.linear(x, lora.Adapted(leaf, stack), bias, (token_A, start_S))
 
 
 CASES = [(1, 7, (5,), 16, [3]), (37, 130, (40, 17, 33), 32, [16, 0, 32, 7]), (70, 64, (96, 96), 64, [64, 8, 1])]
@@ -95,5 +95,5 @@ def relaid(t: Tensor) -> Tensor:
 
 def test_opcheck() -> None:
     y, x, stack, token_A, start_S = lora_case(*CASES[1])
-    packed = linear.pack(torch.randn(y.shape[1], x.shape[1]))
+    packed = linear.pack(torch.randn(y.shape[1], x.shape[1])).packed
     torch.library.opcheck(lora._op, (x, packed, y.shape[1], None, True, *stack, token_A, start_S))

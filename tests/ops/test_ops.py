@@ -13,20 +13,16 @@ from torch._inductor.utils import run_and_get_code
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from fengine.errors import UnsupportedFeatureError
-from fengine.models.spec import ModelSpec, RopeSpec
+from fengine.models.reader import ConfigReader, rope_spec
+from fengine.models.rope import rope_table
+from fengine.models.spec import RopeSpec
 from fengine.ops import attention, edges, linear, qkv, rms_norm, rope, sampling, silu_mul
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
-LLAMA3 = RopeSpec(5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-def spec(heads: int = 4, groups: int = 2, width: int = 16, table: RopeSpec = RopeSpec(1e4)) -> ModelSpec:  # noqa: B008
-    return ModelSpec("LlamaForCausalLM", 96, heads * width, 64, 1, heads, groups, width, 1e-5, table, 256, True)
 
 
 def paged_case(
@@ -73,25 +69,36 @@ def test_norm_is_transformers_norm():
     torch.testing.assert_close(rms_norm.reference(x.bfloat16(), weight.bfloat16(), 1e-5), norm.bfloat16()(x.bfloat16()))
 
 
-@pytest.mark.parametrize("table", [RopeSpec(1e4), LLAMA3])
-def test_rope_table_has_the_bits_of_transformers(table: RopeSpec):
-    parameters = {"rope_type": table.kind, "rope_theta": table.theta}
-    if table.kind == "llama3":
-        parameters |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        parameters |= {"original_max_position_embeddings": 64}
+LONG = {"short_factor": [1.0 + i / 40 for i in range(32)], "long_factor": [2.0 + i / 4 for i in range(32)]}
+YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "llama3": YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": YARN,
+    "yarn, other bounds": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    "yarn, other scales": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn, a factor": YARN | {"attention_factor": 1.5},
+    "longrope": LONG | {"original_max_position_embeddings": 512, "factor": 4.0},
+    "longrope, beyond": LONG | {"original_max_position_embeddings": 128},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_table_has_the_bits_of_transformers(name: str):
+    kind = name.partition(",")[0]
+    parameters = {"rope_type": kind, "rope_theta": 5e3} | ROPES[name]
     config = LlamaConfig(hidden_size=64, num_attention_heads=1, max_position_embeddings=512, rope_parameters=parameters)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(512)[None])
-    ours = rope.rope_table(spec(1, 1, 64, table), 512)
-    assert ours.equal(torch.cat((cos[0, :, :32], sin[0, :, :32]), -1))
-
-
-def test_unknown_rope_kind_is_refused_by_name():
-    with pytest.raises(UnsupportedFeatureError, match="yarn"):
-        rope.rope_table(spec(table=RopeSpec(1e4, "yarn")), 8)
+    read = ConfigReader(config.to_dict())
+    table = rope_spec(read, 64, 512)
+    assert not read.problems and table.kind == ("default" if kind == "dynamic" else kind)
+    assert rope_table(table, 64, 512).equal(torch.cat((cos[0, :, :32], sin[0, :, :32]), -1))
 
 
 def test_rotation_is_transformers_rotation():
-    table, x = rope.rope_table(spec(), 40), normal(6, (4 + 2 * 2) * 16)
+    table, x = rope_table(RopeSpec(1e4), 16, 40), normal(6, (4 + 2 * 2) * 16)
     position = torch.tensor([0, 3, 39, 7, 7, 1], dtype=torch.int32)
     pages = torch.zeros(4, 2, 2, 16)
     q, k, v = rope.reference(x, table, position, torch.arange(2, 8), pages, pages, 4, None, None, 0.0)
@@ -156,10 +163,11 @@ def test_keep_set_by_the_definition(top_k: int, top_p: float, min_p: float):
 @pytest.mark.parametrize("rows,n,k", [(1, 70, 96), (17, 33, 40), (0, 8, 8)])
 def test_linear(dtype: torch.dtype, rows: int, n: int, k: int):
     x, w, bias = normal(rows, k), normal(n, k).to(dtype), normal(n).to(dtype)
-    packed = linear.pack(w)
-    torch.testing.assert_close(linear.linear(x, packed, n, bias), x @ w.float().T + bias.float(), **CLOSE)
-    torch.testing.assert_close(linear.linear(x, packed, n), linear.reference(x, w, n, None, None), **CLOSE)
-    assert linear.linear(x, packed, n, out_dtype=torch.float32).dtype == torch.float32
+    leaf = linear.pack(w)
+    assert linear.unpack(leaf).equal(w) and leaf.n == n
+    torch.testing.assert_close(linear.linear(x, leaf, bias), x @ w.float().T + bias.float(), **CLOSE)
+    torch.testing.assert_close(linear.linear(x, leaf), linear.reference(x, w, n, None, None), **CLOSE)
+    assert linear.linear(x, leaf, out_dtype=torch.float32).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,7 +175,7 @@ def test_rows_of_a_packed_weight(dtype: torch.dtype):
     w = normal(70, 24).to(dtype)
     index = torch.tensor([0, 69, 31, 32, 5, 5], dtype=torch.int32)
     weight = normal(24, seed=1)
-    normed, rows = rms_norm.rows_rms_norm(linear.pack(w), index, weight, 1e-6)
+    normed, rows = rms_norm.rows_rms_norm(linear.pack(w).packed, index, weight, 1e-6)
     assert rows.equal(w[index].float()) and normed.equal(rms_norm.rms_norm(rows, weight, 1e-6))
 
 
@@ -199,7 +207,7 @@ def test_silu_mul():
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("heads,groups,width", [(4, 2, 16), (7, 1, 64), (3, 3, 80)])
 def test_rope_kv_write(heads: int, groups: int, width: int, norm: bool):
-    table = rope.rope_table(spec(heads, groups, width), 50)
+    table = rope_table(RopeSpec(1e4), width, 50)
     x, pages = normal(5, (heads + 2 * groups) * width), normal(4, 3, groups, width)
     position, slot = torch.tensor([4, 49, 0, 7, 8]).int(), torch.tensor([3, 11, 6, 5, 10]).int()
     norms = (normal(width), normal(width, seed=1), 1e-6) if norm else (None, None, 0.0)
@@ -282,13 +290,13 @@ def test_draw_frequencies_follow_the_distribution():
 @pytest.mark.parametrize("norm", [False, True])
 def test_qkv_rope_write_is_the_product_and_rope_kv_write(norm: bool):
     heads, groups, width, hidden = 4, 2, 16, 24
-    table = rope.rope_table(spec(heads, groups, width), 50)
+    table = rope_table(RopeSpec(1e4), width, 50)
     x, w, bias = normal(5, hidden), normal(128, hidden), normal(128)
     k, v = normal(4, 3, groups, width), normal(4, 3, groups, width, seed=1)
     position, slot = torch.tensor([4, 49, 0, 7, 8]).int(), torch.tensor([3, 11, 6, 5, 10]).int()
     norms = (normal(width), normal(width, seed=1), 1e-6) if norm else (None, None, 0.0)
     want_k, want_v = k.clone(), v.clone()
-    product = linear.linear(x, linear.pack(w), 128, bias)
+    product = linear.linear(x, linear.pack(w), bias)
     want = rope.rope_kv_write(product, table, position, slot, want_k, want_v, heads, *norms)
     for exact in (True, False):
         got_k, got_v = k.clone(), v.clone()
@@ -301,16 +309,16 @@ def test_qkv_rope_write_is_the_product_and_rope_kv_write(norm: bool):
 def op_samples() -> dict[str, tuple]:
     x, pages = normal(5, 32), normal(4, 3, 2, 16)
     slot = torch.tensor([3, 11, 6, 5, 10]).int()
-    write = (normal(5, 8 * 16), rope.rope_table(spec(), 16), slot, slot, pages, pages.clone(), 4)
+    write = (normal(5, 8 * 16), rope_table(RopeSpec(1e4), 16, 16), slot, slot, pages, pages.clone(), 4)
     return {
-        "linear": (x, linear.pack(normal(40, 32)), 40, None, torch.float32),
+        "linear": (x, linear.pack(normal(40, 32)).packed, 40, None, torch.float32),
         "rms_norm": (x, normal(32), 1e-5),
         "add_rms_norm": (x, normal(5, 32), normal(32), 1e-5),
-        "rows_rms_norm": (linear.pack(normal(40, 32)), slot, normal(32), 1e-5),
+        "rows_rms_norm": (linear.pack(normal(40, 32)).packed, slot, normal(32), 1e-5),
         "silu_mul": (x,),
-        "gated_linear": (x, linear.pack(normal(40, 32)), 20, None),
+        "gated_linear": (x, linear.pack(normal(40, 32)).packed, 20, None),
         "rope_kv_write_": (*write, normal(16), normal(16), 1e-5),
-        "qkv_rope_write_": (x, linear.pack(normal(128, 32)), None, *write[1:], normal(16), normal(16), 1e-5),
+        "qkv_rope_write_": (x, linear.pack(normal(128, 32)).packed, None, *write[1:], normal(16), normal(16), 1e-5),
         "feed": (slot, slot, slot % 5, slot > 5),
         "take": (x, slot % 5),
         "hand_on_": (slot, normal(5), torch.zeros(8).int(), torch.zeros(2, 5).int()),
@@ -332,16 +340,16 @@ def small_model(
     y = rms_norm.rms_norm(x, w["norm"], 1e-5)
     q, k, v = qkv.qkv_rope_write(y, w["qkv"], w["bias"], w["rope"], pos, slot, k, v, 4)
     o = attention.attention(q, k, v, start, kv_len, table, 0.25)
-    y, x = rms_norm.add_rms_norm(linear.linear(o.flatten(1), w["o"], 64), x, w["norm"], 1e-5)
-    x = x + linear.linear(silu_mul.silu_mul(linear.linear(y, w["gate_up"], 48)), w["down"], 64)
-    logits = linear.linear(x[last], w["embed"], 96, out_dtype=torch.float32)
+    y, x = rms_norm.add_rms_norm(linear.linear(o.flatten(1), w["o"]), x, w["norm"], 1e-5)
+    x = x + linear.linear(silu_mul.silu_mul(linear.linear(y, w["gate_up"])), w["down"])
+    logits = linear.linear(x[last], w["embed"], out_dtype=torch.float32)
     return *sampling.draw(logits, **drawing), edges.take(x, last), k
 
 
 def small_model_case(lengths: list[int], tokens: list[int]) -> tuple:
     shapes = {"qkv": (128, 64), "o": (64, 64), "gate_up": (48, 64), "down": (64, 24), "embed": (96, 64)}
     w = {name: linear.pack(normal(*shape)) for name, shape in shapes.items()}
-    w |= {"norm": normal(64), "bias": normal(128), "rope": rope.rope_table(spec(), 64)}
+    w |= {"norm": normal(64), "bias": normal(128), "rope": rope_table(RopeSpec(1e4), 16, 64)}
     _, k, v, start, kv_len, table, _ = paged_case(lengths, tokens, 4, 2, 16, 4)
     k, v = (torch.cat((pages, torch.zeros(40 - len(pages), 4, 2, 16))) for pages in (k, v))  # one pool for all cases
     rows = zip(lengths, tokens, table, strict=False)

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from test_lora_ops import lora_case
-from test_ops import mixed_rows, normal, paged_case, spec
+from test_ops import mixed_rows, normal, paged_case
 from torch import Tensor
 
+from fengine.models.rope import rope_table
+from fengine.models.spec import RopeSpec
 from fengine.ops import (
     attention,
     attention_kernels,
@@ -127,7 +129,7 @@ def test_silu_mul(dtype: torch.dtype):
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("heads,groups,width", [(4, 2, 16), (14, 2, 64), (3, 3, 80)])
 def test_rope_kv_write(dtype: torch.dtype, heads: int, groups: int, width: int, norm: bool):
-    table = rope.rope_table(spec(heads, groups, width), 50).to(DEVICE)
+    table = rope_table(RopeSpec(1e4), width, 50).to(DEVICE)
     x, k, v, q_norm, k_norm = put(
         (normal(5, (heads + 2 * groups) * width), *(normal(4, 3, groups, width) for _ in "kv"), normal(width),
          normal(width, seed=1)), dtype,
@@ -142,7 +144,7 @@ def test_rope_kv_write(dtype: torch.dtype, heads: int, groups: int, width: int, 
 @kernel_test
 def test_rope_kv_write_of_many_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Several tokens a program, and a last program that is not full, give the bits of one token a program."""
-    table = rope.rope_table(spec(6, 2, 64), 50).to(DEVICE)
+    table = rope_table(RopeSpec(1e4), 64, 50).to(DEVICE)
     x, k, v = put((normal(9, 10 * 64), normal(5, 4, 2, 64), normal(5, 4, 2, 64)), dtype)
     position, slot = torch.arange(9).int().to(DEVICE), torch.randperm(16).int()[:9].to(DEVICE) + 4
     found = []
@@ -159,7 +161,7 @@ def test_rope_kv_write_of_many_tokens(dtype: torch.dtype, monkeypatch: pytest.Mo
 def test_qkv(dtype: torch.dtype, heads: int, groups: int, width: int, block: int, swap: bool):
     """The one kernel against the product and rope_kv_write; rows that are not asked for stay as they were."""
     channels, rows = (heads + 2 * groups) * width, 11
-    table = rope.rope_table(spec(heads, groups, width), 50).to(DEVICE)
+    table = rope_table(RopeSpec(1e4), width, 50).to(DEVICE)
     x, w, bias, k, v = put(
         (normal(rows, 64) / 8, normal(channels, 64), normal(channels), *(normal(5, 4, groups, width) for _ in "kv")),
         dtype,
@@ -321,13 +323,13 @@ def test_lora_in_a_graph_has_the_same_bits(tokens: int):
     y, x, stack, token, start = lora_case(tokens, 14336, (1024, 128, 128), 16, [16, 0, 7], swapped=False)
     x, w, a, b = put((x, torch.randn(1280, 14336) / 128, stack.a_SPRK, stack.b_SNR), torch.bfloat16)
     stack = lora.Stack(a, b, stack.scale_SP.to(DEVICE), stack.rank_SP.to(DEVICE), stack.widths)
-    token, start = token.to(DEVICE), start.to(DEVICE)
+    token, start, leaf = token.to(DEVICE), start.to(DEVICE), lora.Adapted(linear.pack(w), stack)
 
     def layers() -> Tensor:
-        return torch.cat([lora.lora_linear(x * n, w, 1280, None, stack, token, start) for n in range(1, 30)])
+        return torch.cat([linear.linear(x * n, leaf, None, (token, start)) for n in range(1, 30)])
 
     want = layers()
-    assert not torch.equal(want[:tokens], linear.linear(x, w, 1280))
+    assert not torch.equal(want[:tokens], linear.linear(x, leaf.base))
     for _ in range(5):
         assert torch.equal(captured(layers), want)
 

@@ -25,7 +25,7 @@ from fengine.errors import (
     UnsupportedArchitectureError,
     UnsupportedFormatError,
 )
-from fengine.models import llama
+from fengine.models import layers
 from fengine.models.kv_state import Params, StepBatch, init_kv
 from fengine.models.spec import RopeSpec
 from fengine.ops import linear
@@ -71,7 +71,7 @@ def edit_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def leaves(tree: Any) -> list[Tensor]:
-    return torch.utils._pytree.tree_leaves(tree)
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # -- good checkpoints -------------------------------------------------------------------------------------------------
@@ -91,10 +91,10 @@ def test_fusing_and_packing(tmp_path: Path) -> None:
     prefix = "model.layers.1"
     q, k, v = (stored[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv")
     gate, up = (stored[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up"))
-    assert torch.equal(layer["wqkv"], linear.pack(torch.cat([q, k, v])))
-    assert torch.equal(layer["wgate_up"], linear.pack(torch.cat([gate, up])))
+    assert torch.equal(linear.unpack(layer["wqkv"]), torch.cat([q, k, v]))
+    assert torch.equal(linear.unpack(layer["wgate_up"]), torch.cat([gate, up]))
     assert torch.equal(layer["bqkv_C"], torch.cat([stored[f"{prefix}.self_attn.{part}_proj.bias"] for part in "qkv"]))
-    assert set(layer) == {"attn_norm_D", "wqkv", "bqkv_C", "wo", "mlp_norm_D", "wgate_up", "wdown"}
+    assert set(layer) == {"attn_norm_D", "wqkv", "bqkv_C", "wo", "mlp_norm_D", "wgate_up", "wdown", "kind"}
 
 
 def test_dtypes_on_the_cpu(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_dtypes_on_the_cpu(tmp_path: Path) -> None:
     assert stored["layers"][0]["wo"].dtype == stored["embed"].dtype == torch.bfloat16
     assert stored["final_norm_D"].dtype == stored["rope_MK"].dtype == torch.float32
     assert {leaf.dtype for leaf in leaves(asked)} == {torch.float32}
-    assert torch.equal(stored["layers"][0]["wo"].float(), asked["layers"][0]["wo"])
+    assert torch.equal(stored["layers"][0]["wo"].packed.float(), asked["layers"][0]["wo"].packed)
 
 
 def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     assert params["unembed"] is params["embed"]
     edit_tensors(directory / SINGLE, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     again = load(directory)
-    assert again["unembed"] is again["embed"] and torch.equal(again["embed"], params["embed"])
+    assert again["unembed"] is again["embed"] and torch.equal(again["embed"].packed, params["embed"].packed)
     edit_tensors(directory / SINGLE, lambda t: t["lm_head.weight"][130].add_(1.0))
     with pytest.raises(CorruptCheckpointError, match=r"'lm_head.weight' is stored and differs.*tie_word_embeddings"):
         load(directory)
@@ -172,8 +172,8 @@ def dummy(tmp_path: Path, **options: Any) -> tuple[Params, Any]:
 def test_dummy_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
     (first, _), (again, _), (other, _) = (dummy(tmp_path, seed=seed) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(again), strict=True))
-    assert not torch.equal(first["layers"][0]["wo"], other["layers"][0]["wo"])
-    assert not torch.equal(first["layers"][0]["wo"], first["layers"][1]["wo"])
+    assert not torch.equal(first["layers"][0]["wo"].packed, other["layers"][0]["wo"].packed)
+    assert not torch.equal(first["layers"][0]["wo"].packed, first["layers"][1]["wo"].packed)
     assert dummy(tmp_path, dtype=Dtype.bfloat16)[0]["layers"][0]["wo"].dtype == torch.bfloat16
 
 
@@ -182,21 +182,22 @@ def prefill(params: Params, spec: Any, prompt: list[int]) -> Tensor:
     count = len(prompt)
     fields = (prompt, range(count), range(16, 16 + count), [0, count], [count], [list(range(1, 9))], [count - 1])
     batch = StepBatch(*(torch.tensor(list(field), dtype=torch.int32) for field in fields))
-    _, hidden_TD = llama.forward(params, spec, init_kv(spec, 9, 16, torch.float32, "cpu"), batch)
-    return llama.unembed(params, spec, hidden_TD[-1:])[0]
+    model = models.lookup(spec.architecture)
+    _, hidden_TD = model.forward(params, spec, init_kv(spec, 9, 16, torch.float32, "cpu"), batch)
+    return model.unembed(params, spec, hidden_TD[-1:])[0]
 
 
 def test_dummy_logits_react_to_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params, spec = dummy(tmp_path, dtype=Dtype.bfloat16)
     stream: list[float] = []
-    add = llama.rms_norm.add_rms_norm
+    add = layers.rms_norm.add_rms_norm
 
     def watched(*args: Any) -> Any:
         out = add(*args)
         stream.append(float(out[1].square().mean().sqrt()))
         return out
 
-    monkeypatch.setattr(llama.rms_norm, "add_rms_norm", watched)
+    monkeypatch.setattr(layers.rms_norm, "add_rms_norm", watched)
     rng = random.Random(0)
     last, first = [], []
     for _ in range(4):
@@ -274,8 +275,10 @@ def test_bad_config_values(changes: dict[str, Any], message: str) -> None:
         ({"architectures": None}, "architectures must name one class.*supported: Llama"),
         ({"architectures": []}, "architectures must name one class"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type = 'yarn'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+        ({"model_type": "qwen2"}, "model_type = 'qwen2', but architectures = ..LlamaForCausalLM.., .* 'llama'"),
+        ({"some_new_switch": 3, "hidden_width": 0}, "may change the result.*\n  some_new_switch = 3$"),
+        ({"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3]}}, "mrope_section"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type = 'proportional'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
@@ -289,12 +292,24 @@ def test_unsupported_features_are_named(changes: dict[str, Any], message: str) -
 def test_qwen_features() -> None:
     for family in ("qwen2", "qwen3"):
         assert spec_of(family, sliding_window=4096, head_dim=16).head_dim == 16  # a window that is switched off
-        with pytest.raises(UnsupportedArchitectureError, match="use_sliding_window = True"):
-            spec_of(family, use_sliding_window=True, layer_types=None)
+        sliding = {"use_sliding_window": True, "layer_types": None, "sliding_window": 16, "head_dim": 16}
+        assert not spec_of(family, **sliding).kinds  # from layer 28 on
+        assert not spec_of(family, **sliding | {"max_window_layers": 0, "sliding_window": 1024}).kinds
+        with pytest.raises(UnsupportedArchitectureError, match="sliding_window = 16"):
+            spec_of(family, **sliding, max_window_layers=0)
     with pytest.raises(ModelLoadError, match="head_dim is missing"):
         spec_of("qwen3", head_dim=...)
     with pytest.raises(UnsupportedFormatError, match="quant_method 'gptq'"):
         spec_of("qwen2", quantization_config={"quant_method": "gptq"})
+
+
+def test_a_file_that_names_a_quantization_is_refused(checkpoint: Path) -> None:
+    quantization = checkpoint / "hf_quant_config.json"
+    quantization.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None}}))
+    load(checkpoint)
+    quantization.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}))
+    with pytest.raises(UnsupportedFormatError, match="hf_quant_config.json names quant_algo 'FP8'"):
+        load(checkpoint)
 
 
 def test_old_and_new_rope_keys_mean_the_same() -> None:

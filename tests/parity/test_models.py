@@ -12,10 +12,11 @@ import torch
 from tiny_checkpoints import LLAMA3_ROPE
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM
 
 from fengine import models
-from fengine.models import llama
+from fengine.models import layers
 from fengine.models.kv_state import KVState, Params, StepBatch, init_kv
 from fengine.models.spec import ModelSpec
 from fengine.worker.hub import BOX
@@ -204,11 +205,11 @@ def test_logprobs_and_greedy_ids_equal_transformers(loaded: Loaded, page_size: i
 
 def test_negative_control(loaded: Loaded) -> None:
     """A model that is wrong in any one leaf fails the comparison, so the comparison can fail."""
-    for leaf in ("rope_MK", "final_norm_D", *loaded.params["layers"][1]):
-        layers = [dict(layer) for layer in loaded.params["layers"]]
-        broken = dict(loaded.params, layers=layers)
-        owner = broken if leaf in broken else layers[1]
-        owner[leaf] = owner[leaf].roll(1, dims=-1)
+    for leaf in ("rope_MK", "final_norm_D", *loaded.params["layers"][1].keys() - {"kind"}):
+        copies = [dict(layer) for layer in loaded.params["layers"]]
+        broken = dict(loaded.params, layers=copies)
+        owner = broken if leaf in broken else copies[1]
+        owner[leaf] = tree_map_only(Tensor, lambda tensor: tensor.roll(1, dims=-1), owner[leaf])
         rows = run_paged(broken, loaded.spec, prompts_for(loaded.spec), 4, page_size=4, seed=0)
         assert max(logprob_error(loaded.reference, row) for row in rows) > 100 * TOLERANCE, leaf
 
@@ -229,7 +230,8 @@ def test_cuda(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
         model = load(
             tiny_checkpoints.write(tmp_path / name, name.partition("-")[0], dtype=dtype, **CASES[name]), "cuda"
         )
-        assert {leaf.dtype for leaf in model.params["layers"][0].values()} == {dtype}
+        found = tree_leaves(model.params["layers"][0])
+        assert {leaf.dtype for leaf in found if isinstance(leaf, Tensor)} == {dtype}
         for row in run_paged(model.params, model.spec, prompts_for(model.spec), 16, page_size=16, seed=1):
             assert logprob_error(model.reference, row) < tolerance
 
@@ -251,6 +253,7 @@ PAGES, PAGE_SIZE = 37, 4  # an unusual number of elements, so that it can be fou
 def compiled_code(params: Params, spec: ModelSpec, batches: list[StepBatch]) -> tuple[str, list[Tensor]]:
     """The code Inductor writes for one graph that serves all batches, and the logits of each."""
     torch._dynamo.reset()
+    model = models.lookup(spec.architecture)
 
     def run(params: Params, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
         tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
@@ -258,8 +261,8 @@ def compiled_code(params: Params, spec: ModelSpec, batches: list[StepBatch]) -> 
             torch._check(tensor.shape[0] == tokens)
         torch._check(batch.page_table_RN.shape[0] == rows)
         torch._check(batch.q_start_B.shape[0] == rows + 1)
-        kv, hidden_TD = llama.forward(params, spec, kv, batch)
-        return kv, llama.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
+        kv, hidden_TD = model.forward(params, spec, kv, batch)
+        return kv, model.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
 
     compiled = torch.compile(run, fullgraph=True)
 
@@ -307,22 +310,22 @@ def test_compiled_step_copies_no_pages_and_gives_the_same_bits(qwen: tuple[Param
     params, spec = qwen
     code, compiled_logits = compiled_code(params, spec, some_batches())
     assert kv_sized(code, spec) == []
-    kv = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu")
+    kv, model = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu"), models.lookup(spec.architecture)
     for batch, actual in zip(some_batches(), compiled_logits, strict=True):
-        kv, hidden_TD = llama.forward(params, spec, kv, batch)
-        expected = llama.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
+        kv, hidden_TD = model.forward(params, spec, kv, batch)
+        expected = model.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
         assert torch.equal(actual, expected)
 
 
 def test_the_search_for_page_copies_finds_them(qwen: tuple[Params, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a KV write that is pure in the naive way, into copies."""
     params, spec = qwen
-    write = llama.qkv.qkv_rope_write
+    write = layers.qkv.qkv_rope_write
 
     def copying(*args: Any, **options: Any) -> Any:
         *front, k_PSGK, v_PSGK = args[:8]
         return write(*front, k_PSGK.clone(), v_PSGK.clone(), *args[8:], **options)
 
-    monkeypatch.setattr(llama.qkv, "qkv_rope_write", copying)
+    monkeypatch.setattr(layers.qkv, "qkv_rope_write", copying)
     code, _ = compiled_code(params, spec, some_batches())
     assert kv_sized(code, spec) != []
