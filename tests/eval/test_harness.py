@@ -17,11 +17,9 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 from fengine.eval.harness import reads
-from fengine.eval.harness.chats import split_thoughts
 from fengine.eval.harness.gen_kwargs import cut_text, generation_of, seeds
 from fengine.eval.harness.identity import engine_facts
 from fengine.eval.harness.texts import Texts
-from fengine.eval.harness.tool_calls import form_of, split_calls
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.hub import BOX
 
@@ -214,45 +212,4 @@ def test_a_missing_library_is_named(module: str, library: str, extra: str) -> No
     assert issubclass(MissingExtraError, ImportError)
 
 
-# -- tool calls, thoughts, generation options --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "form", "around", "calls"),
-    [
-        ("no call", "tagged", "no call", []),
-        ('a <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> b', "tagged", "a  b", [("f", {"x": 1})]),
-        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}', "tagged", "", [("f", {}), ("g", {})]),
-        ('{"name": "f", "parameters": {"x": [1]}}', "bare", "", [("f", {"x": [1]})]),
-        ('<|python_tag|>{"name": "f", "parameters": {}}', "bare", "", [("f", {})]),
-        ('{"answer": 5}', "bare", '{"answer": 5}', []),
-    ],
-)  # fmt: skip
-def test_tool_calls(text: str, form: str, around: str, calls: list[Any]) -> None:
-    found = split_calls(text, form)
-    assert found[0] == around and [(call.name, call.arguments) for call in found[1]] == calls
-    assert all(call.problem is None for call in found[1])
-
-
-@pytest.mark.parametrize(
-    "body", ["{", "[1]", '{"name": 5}', '{"name": "f", "arguments": "x"}', "[" * 100_000], ids=lambda b: b[:20]
-)
-def test_unreadable_tool_calls_tell_why(body: str) -> None:
-    _, (call,) = split_calls(f"<tool_call>{body}</tool_call>", "tagged")
-    assert call.problem and call.arguments == {}
-
-
-def test_forms_of_tool_calls() -> None:
-    assert form_of("{% if tools %}<tool_call>{{ tools }}") == "tagged"
-    assert form_of('{{ tools }} {"name": x, "parameters": y}') == "bare"
-    for template in (None, "", "{{ messages }}", "{{ tools }}<tool_call><function=x>"):
-        with pytest.raises(UnsupportedFeatureError, match="describes no tools"):
-            form_of(template)
-
-
-def test_thoughts() -> None:
-    assert split_thoughts("<think>\na\n</think>\n\nb", False) == ("a", "b") == split_thoughts("a</think>b", True)
-    assert split_thoughts("<think> endless", False) == ("endless", "") and split_thoughts("plain", False) == (
-        None,
-        "plain",
-    )
+# -- generation options ------------------------------------------------------------------------------------------------

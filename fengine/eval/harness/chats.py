@@ -1,12 +1,9 @@
 """inspect-ai's messages as chats for the template, and texts as its messages' parts. Duck-typed: no inspect_ai here."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
-
-_THOUGHTS = re.compile(r"\s*<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -75,11 +72,3 @@ def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
         }
         for tool in tools
     ]
-
-
-def split_thoughts(text: str, opened: bool) -> tuple[str | None, str]:
-    """(thoughts, answer) of a text that begins with <think>, or whose prompt ended with it (`opened`). Pure."""
-    found = _THOUGHTS.match(("<think>" if opened else "") + text)
-    if found is None:
-        return None, text
-    return found[1].strip(), (("<think>" if opened else "") + text)[found.end() :]

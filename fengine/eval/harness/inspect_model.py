@@ -22,11 +22,12 @@ from fengine.errors import (
     MissingExtraError,
     UnsupportedFeatureError,
 )
-from fengine.eval.harness.chats import raw_prompt, split_thoughts, template_messages, tool_schemas
+from fengine.eval.harness.chats import raw_prompt, template_messages, tool_schemas
 from fengine.eval.harness.inspect_config import DEFAULT_MAX_TOKENS, logprob_arguments, sampling_of
 from fengine.eval.harness.opening import open_engine
-from fengine.eval.harness.tool_calls import form_of, split_calls
 from fengine.eval.tasks.manifest import row_seed
+from fengine.server.output_parser import parse_output
+from fengine.server.tool_calls import Format, require_format
 
 try:
     from inspect_ai.log._samples import sample_active
@@ -155,7 +156,7 @@ class FengineAPI(ModelAPI):
         usage = ModelUsage(input_tokens=len(ids), output_tokens=written, total_tokens=len(ids) + written)
         return ModelOutput(model=self.model_name, choices=choices, usage=usage)
 
-    def _tool_form(self, tools: list[ToolInfo], choice: ToolChoice) -> str | None:
+    def _tool_form(self, tools: list[ToolInfo], choice: ToolChoice) -> Format | None:
         """How the template writes tool calls; None if there are no tools to be used."""
         if not tools or choice == "none":
             return None
@@ -164,7 +165,7 @@ class FengineAPI(ModelAPI):
         if not self.use_chat_template:
             raise UnsupportedFeatureError("tools need the chat template, and use_chat_template=false is set")
         templates = self._tokenizer.chat_templates
-        return form_of(templates.get("tool_use", templates.get("default")))
+        return require_format(templates.get("tool_use", templates.get("default")))
 
     def _prompt(self, input: list[ChatMessage], tools: list[ToolInfo], config: GenerateConfig) -> list[int]:
         if not self.use_chat_template:
@@ -207,18 +208,24 @@ class FengineAPI(ModelAPI):
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _choice(
-        self, output: dict[str, Any], config: GenerateConfig, form: str | None, opened: bool, filled: bool, calls: int
+        self,
+        output: dict[str, Any],
+        config: GenerateConfig,
+        form: Format | None,
+        opened: bool,
+        filled: bool,
+        calls: int,
     ) -> ChatCompletionChoice:
         """`filled`: the context held fewer tokens than were allowed. `calls`: tool calls made before."""
         meta = output["meta_info"]
-        thoughts, text = split_thoughts(output["text"], opened)
-        text, found = (text, []) if form is None else split_calls(text, form)
+        parsed = parse_output(output["text"], form, thinks=True, opened=opened)
+        thoughts, text = parsed.reasoning, parsed.content
         stop = "stop" if meta["finish_reason"]["type"] == "stop" else "model_length" if filled else "max_tokens"
         message = ChatMessageAssistant(
-            content=text if thoughts is None else [ContentReasoning(reasoning=thoughts), ContentText(text=text)],
+            content=[ContentReasoning(reasoning=thoughts), ContentText(text=text)] if thoughts else text,
             tool_calls=[
                 ToolCall(f"call_{i}", call.name or "unknown", call.arguments, parse_error=call.problem)
-                for i, call in enumerate(found, calls)
+                for i, call in enumerate(parsed.calls, calls)
             ]
             or None,
             model=self.model_name,
@@ -228,7 +235,7 @@ class FengineAPI(ModelAPI):
         prompt = config.prompt_logprobs is not None
         return ChatCompletionChoice(
             message=message,
-            stop_reason="tool_calls" if found and stop == "stop" else stop,
+            stop_reason="tool_calls" if parsed.calls and stop == "stop" else stop,
             logprobs=self._logprobs(meta, "output", written, config.top_logprobs or 0) if config.logprobs else None,
             prompt_logprobs=self._logprobs(meta, "input", slice(1, None), _several(config)) if prompt else None,
         )

@@ -1,0 +1,206 @@
+"""Tool calls in a model's text: the formats that chat templates teach, and a schema that forces a call. No torch.
+
+hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call> (Hermes, Qwen2.5, Qwen3)
+qwen_xml  <tool_call><function=name><parameter=key>value</parameter></function></tool_call> (Qwen3-Coder)
+glm       <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> (GLM-4.5)
+mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or [TOOL_CALLS]name[ARGS]{…}
+deepseek  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>[function<｜tool▁sep｜>]name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…
+llama     {"name": …, "parameters": {…}} and nothing else, several with ; between them (Llama 3.1 and 3.2)
+harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-oss); read by `output_parser`
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from fengine.errors import UnsupportedFeatureError
+
+_NAME = re.compile(r"[\w.:-]{1,128}")
+_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`problem` tells what is wrong with a call that cannot be read; it may have no name then. `text`: as written."""
+
+    name: str
+    arguments: dict[str, Any]
+    text: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Calls stand between `begin` and `end`; without an end, up to the next begin or the end of the text.
+
+    `marks`: substrings of the templates that teach it. `read`: what stands between, to calls; None: another parser.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    begin: str = ""
+    end: str = ""
+    read: Callable[[str], list[ToolCall]] | None = None
+
+
+def loads(text: str) -> Any:
+    """JSON to the letter. Errors: ValueError, also for what is nested too deeply."""
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def call_of(value: Any, text: str) -> ToolCall:
+    """A call from {"name", "arguments" or "parameters"}; arguments may be their JSON text. Pure."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _NAME.fullmatch(value["name"]):
+        return ToolCall("", {}, text, f'the tool call is no object with a "name": {text.strip()!r:.200}')
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = loads(arguments)
+        except ValueError as error:
+            return ToolCall(value["name"], {}, text, f"the arguments of {value['name']} are no JSON ({error})")
+    if not isinstance(arguments := {} if arguments is None else arguments, dict):
+        problem = f"the arguments of {value['name']} are no object: {arguments!r:.200}"
+        return ToolCall(value["name"], {}, text, problem)
+    return ToolCall(value["name"], arguments, text)
+
+
+def read_json(body: str) -> list[ToolCall]:
+    """One call, or a list of calls. Pure."""
+    try:
+        value = loads(body)
+    except ValueError as error:
+        return [ToolCall("", {}, body, f"the tool call is no JSON ({error}): {body.strip()!r:.200}")]
+    return [call_of(one, body if i == 0 else "") for i, one in enumerate(value if isinstance(value, list) else [value])]
+
+
+def read_bare(body: str) -> list[ToolCall]:
+    """The calls of a text that is nothing else; none if it is no call at all. Pure."""
+    rest, calls = body.strip().removeprefix("<|python_tag|>").strip(), []
+    if not (rest.startswith("{") and '"name"' in rest):
+        return []
+    while rest:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+            loads(rest[:end])
+        except (ValueError, RecursionError) as error:
+            return [ToolCall("", {}, body, f"the tool call is no JSON ({error}): {rest!r:.200}")]
+        calls.append(call_of(value, body if not calls else ""))
+        rest = rest[end:].lstrip(" \t\r\n;,")
+    return calls
+
+
+def _read_named(body: str) -> list[ToolCall]:
+    """name[ARGS]{…}, or JSON. Pure."""
+    head, brace, rest = body.partition("{")
+    if not head.strip() or head.lstrip().startswith("[") or not brace:
+        return read_json(body)
+    name = re.split(r"\[CALL_ID\]|\[ARGS\]", head)[0].strip()
+    return [call_of({"name": name, "arguments": brace + rest}, body)]
+
+
+def _read_deepseek(body: str) -> list[ToolCall]:
+    calls = []
+    for part in _DEEPSEEK.findall(body):
+        name, _, arguments = part.removeprefix("function<｜tool▁sep｜>").partition("<｜tool▁sep｜>")
+        if "```json" in part:  # V3 and R1
+            name, _, arguments = part.removeprefix("function<｜tool▁sep｜>").partition("```json")
+            arguments = arguments.rpartition("```")[0] or arguments
+        calls.append(call_of({"name": name.strip(), "arguments": arguments}, part))
+    return calls or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
+
+
+def _read_xml(body: str) -> list[ToolCall]:
+    name, _, rest = body.strip().removeprefix("<function=").partition(">")
+    found = {}
+    for piece in rest.split("</parameter>")[:-1]:
+        key, _, value = piece.partition("<parameter=")[2].partition(">")
+        found[key.strip()] = _value(value)
+    return [call_of({"name": name.strip(), "arguments": found}, body)]
+
+
+def _read_glm(body: str) -> list[ToolCall]:
+    found = {}
+    for piece in body.split("</arg_value>")[:-1]:
+        key, _, value = piece.partition("<arg_key>")[2].partition("</arg_key>")
+        found[key.strip()] = _value(value.partition("<arg_value>")[2])
+    return [call_of({"name": body.partition("<arg_key>")[0].strip(), "arguments": found}, body)]
+
+
+def _value(text: str) -> Any:
+    """JSON where it reads as such, or else text. Pure."""
+    try:
+        return loads(text)
+    except ValueError:
+        return text.strip("\n")
+
+
+FORMATS = (  # the first whose marks all stand in a template is the one that it teaches
+    Format("harmony", ("<|channel|>", "functions"), "<|channel|>"),
+    Format("deepseek", ("<｜tool▁calls▁begin｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek),
+    Format("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _read_named),
+    Format("glm", ("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _read_glm),
+    Format("qwen_xml", ("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _read_xml),
+    Format("hermes", ("tools", "<tool_call>"), "<tool_call>", "</tool_call>", read_json),
+    Format("llama", ("tools", '"parameters"')),
+)
+
+
+def format_of(template: str | None) -> Format | None:
+    """The format that a chat template teaches; None: none that is read here. Pure."""
+    source = template or ""
+    return next((one for one in FORMATS if all(mark in source for mark in one.marks)), None)
+
+
+def is_hidden(form: Format, special: Collection[str]) -> bool:
+    """Whether the text shows calls only with skip_special_tokens=false. `special`: the special tokens' texts. Pure."""
+    return form.begin in special
+
+
+def require_format(template: str | None) -> Format:
+    """As `format_of`. Errors: UnsupportedFeatureError."""
+    found = format_of(template)
+    if found is None:
+        raise UnsupportedFeatureError(
+            "tools: the model's chat template describes no tools, or in a form whose calls are not read here; read are "
+            f"those of {', '.join(one.name for one in FORMATS)}"
+        )
+    return found
+
+
+def forced_schema(functions: Sequence[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+    """The JSON schema of a list of calls, at least one: [{"name": …, "arguments": …}]. Pure."""
+    definitions: dict[str, Any] = {}
+    items = []
+    for i, function in enumerate(functions):
+        parameters = _moved(function.get("parameters") or {"type": "object"}, f"{i}.")
+        if isinstance(parameters, dict):
+            for key in ("$defs", "definitions"):
+                inner = parameters.pop(key, None)
+                definitions |= {f"{i}.{name}": value for name, value in (inner or {}).items()}
+        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+        items.append({"type": "object", "properties": properties, "required": ["name", "arguments"],
+                      "additionalProperties": False})  # fmt: skip
+    schema: dict[str, Any] = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
+    schema |= {"minItems": 1} | ({} if parallel else {"maxItems": 1}) | ({"$defs": definitions} if definitions else {})
+    return schema
+
+
+def _moved(schema: Any, prefix: str) -> Any:
+    """A copy whose references point to definitions at the root, by names with a prefix. Pure."""
+    if isinstance(schema, list):
+        return [_moved(one, prefix) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: _moved(value, prefix) for key, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str):
+        copy["$ref"] = re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/{prefix}", reference)
+    return copy

@@ -1,0 +1,145 @@
+"""Tool calls and reasoning in outputs: each family's format, broken ones, and that pieces add up to the whole."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from fengine.errors import UnsupportedFeatureError
+from fengine.server.output_parser import Delta, OutputParser, parse_output
+from fengine.server.tool_calls import FORMATS, forced_schema, format_of, require_format
+
+BY_NAME = {form.name: form for form in FORMATS}
+PARIS, ROME = ("weather", {"city": "Paris"}), ("weather", {"city": "Rome", "days": 3})
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>\n"
+DEEPSEEK += "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, calls)
+    ("hermes", 'Let me see.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+     '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>', "Let me see.",
+     [PARIS, ROME]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}', "", [PARIS]),
+    ("hermes", ' a <tool_call without a call\n\n', " a <tool_call without a call\n\n", []),
+    ("hermes", '\n<tool_call>{"name": "now"}</tool_call> and more \n', "and more", [("now", {})]),
+    ("hermes", 'a <tool_call>{"name": "now"}</tool_call> b', "a  b", [("now", {})]),
+    ("qwen_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
+     "</parameter>\n</function>\n</tool_call>", "", [ROME]),
+    ("glm", "Yes.<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+     "<arg_value>3</arg_value>\n</tool_call>", "Yes.", [ROME]),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, '
+     '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}]', "", [PARIS, ROME]),
+    ("mistral", 'So:[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]weather[CALL_ID]a1[ARGS]'
+     '{"city": "Rome", "days": 3}', "So:", [PARIS, ROME]),
+    ("deepseek", "I look." + DEEPSEEK.format(
+        'function<｜tool▁sep｜>weather\n```json\n{"city": "Paris"}\n```',
+        'function<｜tool▁sep｜>weather\n```json\n{"city": "Rome", "days": 3}\n```'), "I look.", [PARIS, ROME]),
+    ("deepseek", DEEPSEEK.format('weather<｜tool▁sep｜>{"city": "Paris"}',
+                                 'weather<｜tool▁sep｜>{"city": "Rome", "days": 3}'), "", [PARIS, ROME]),
+    ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
+    ("llama", '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "weather", "parameters": '
+     '{"city": "Rome", "days": 3}}', "", [PARIS, ROME]),
+    ("llama", '\n{"answer": 4}', '\n{"answer": 4}', []),
+    ("llama", "The name is {x}.", "The name is {x}.", []),
+    ("harmony", "<|channel|>analysis<|message|>Where is it?<|end|><|start|>assistant<|channel|>commentary to=functions."
+     'weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>', "", [PARIS]),
+    ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.weather<|channel|>"
+     'commentary json<|message|>{"city": "Rome", "days": 3}', "I look.", [ROME]),
+    ("harmony", "<|channel|>final<|message|>It is warm.<|return|>", "It is warm.", []),
+    ("harmony", "It is warm.", "It is warm.", []),
+]  # fmt: skip
+
+
+def pieces_of(text: str, draw: random.Random) -> list[str]:
+    cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(1, 12)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def streamed(parser: OutputParser, pieces: list[str]) -> Delta:
+    """All parts of the pieces; the last piece is told to be so, as a stream's last chunk is."""
+    found = [parser.feed(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+    calls = tuple(call for one in found for call in one.calls)
+    return Delta("".join(one.reasoning for one in found), "".join(one.content for one in found), calls)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize("thought", [None, "Hm,\nwell", ""])
+def test_calls_and_thoughts_of_each_format(name: str, text: str, content: str, calls: Any, thought: Any) -> None:
+    form, draw = BY_NAME[name], random.Random(name + text)
+    if name == "harmony":  # which has thoughts of its own
+        thought = None
+    if thought is not None:
+        text = f"<think>\n{thought}\n</think>\n\n{text.lstrip()}"
+        content = content.lstrip()
+    whole = parse_output(text, form, thinks=thought is not None)
+    assert whole.content == content
+    assert [(call.name, call.arguments, call.problem) for call in whole.calls] == [(*call, None) for call in calls]
+    assert whole.reasoning == (thought or ("Where is it?" if "Where is it?" in text else ""))
+    for pieces in (list(text), *(pieces_of(text, draw) for _ in range(30))):
+        assert streamed(OutputParser(form, thinks=thought is not None), pieces) == whole, pieces
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "weather", "argu'),
+    ("hermes", "<tool_call>{} </tool_call>"),
+    ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"x": NaN}}</tool_call>'),
+    ("hermes", "<tool_call>" + "[" * 5000 + "</tool_call>"),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS]" + " " * 20_000),
+    ("deepseek", "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"),
+    ("llama", '{"name": "weather", "parameters": {"city": '),
+    ("glm", "<tool_call></tool_call>"),
+    ("qwen_xml", "<tool_call><function=</tool_call>"),
+    ("harmony", "<|channel|>commentary to=functions.weather<|message|>no JSON<|call|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_call_keeps_its_text_and_tells_what_is_wrong(name: str, text: str) -> None:
+    (call,) = parse_output(text, BY_NAME[name]).calls
+    assert call.problem and call.arguments == {}
+    assert call.text == text or name == "harmony" and call.text == "no JSON"
+
+
+def test_a_thought_without_an_end_and_one_that_the_prompt_began() -> None:
+    assert parse_output("<think>and so on ", None, thinks=True) == Delta(reasoning="and so on")
+    assert parse_output("so.\n</think>\n\nYes", None, opened=True) == Delta("so.", "Yes")
+    assert parse_output("<thinner> Yes ", None, thinks=True) == Delta("", "<thinner> Yes ")
+    assert parse_output("<think>x</think>", None) == Delta("", "<think>x</think>")
+
+
+def test_templates_tell_their_format() -> None:
+    for source, name in (
+        ("{% if tools %}<tool_call>", "hermes"),
+        ("{% if tools %}<tool_call><function=", "qwen_xml"),
+        ("{% if tools %}<tool_call><arg_key>", "glm"),
+        ('{% if tools %}{"name", "parameters"}', "llama"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<｜tool▁calls▁begin｜>", "deepseek"),
+        ("<|channel|> functions", "harmony"),
+    ):
+        assert require_format(source).name == name
+    for template in (None, "", "{{ messages }}"):
+        assert format_of(template) is None
+        with pytest.raises(UnsupportedFeatureError, match="describes no tools"):
+            require_format(template)
+
+
+def test_a_forced_call_is_read_or_is_content() -> None:
+    text = json.dumps([{"name": "weather", "arguments": {"city": "Paris"}}])
+    (call,) = streamed(OutputParser(None, forced=True), list(text)).calls
+    assert (call.name, call.arguments) == PARIS
+    assert OutputParser(None, forced=True).feed(text[:-5], last=True) == Delta(content=text[:-5])
+
+
+def test_the_forced_schema_keeps_each_functions_definitions() -> None:
+    point = {"$defs": {"P": {"type": "integer"}}, "type": "object", "properties": {"x": {"$ref": "#/$defs/P"}}}
+    schema = forced_schema([{"name": "f", "parameters": point}, {"name": "g"}], parallel=False)
+    first, second = schema["items"]["anyOf"]
+    assert first["properties"]["arguments"]["properties"]["x"] == {"$ref": "#/$defs/0.P"}
+    assert schema["$defs"] == {"0.P": {"type": "integer"}} and schema["maxItems"] == schema["minItems"] == 1
+    assert second["properties"] == {"name": {"const": "g"}, "arguments": {"type": "object"}}
+    assert point["$defs"] and "maxItems" not in forced_schema([{"name": "g"}], parallel=True)
