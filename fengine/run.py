@@ -7,27 +7,30 @@ Exit codes: 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 13
 """
 
 import asyncio
-import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import yaml
 
 from fengine.config import EngineConfig
 from fengine.errors import EngineDeadError, FengineError, StorageError
 from fengine.eval import evaluate
-from fengine.eval.commands import diff, lm_eval, merge, rerun, verify
+from fengine.eval.cli import view
+from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, composed
+from fengine.eval.cli.compose import points
+from fengine.eval.cli.engines import EngineCache, open_engine, report
+from fengine.eval.cli.figures import Summary, count, duration, place
+from fengine.eval.cli.schema import Point
+from fengine.eval.commands import diff, lm_eval, merge, rerun, serve, verify
 from fengine.eval.commands.report import main as report_verb
-from fengine.eval.runs import generate, view
-from fengine.eval.runs.compose import inspect, points
-from fengine.eval.runs.config import Point
-from fengine.eval.runs.engines import EngineCache, open_engine, report
-from fengine.eval.runs.figures import Summary, count, duration, place
-from fengine.eval.runs.words import parse
-from fengine.server import command as serve
+from fengine.eval.runs import generate
+from fengine.eval.runs.config import RUN
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+__all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
 # The first word, and who takes those behind it. Their modules import no torch (tests/test_verbs.py).
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate.main,
     "merge": merge.main,
     "diff": diff.main,
@@ -42,24 +45,14 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the words of a command line (default: of this process) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in VERBS:
-        return VERBS[words[0]](words[1:])
-    try:
-        command = parse(words)
-        if command.inspect:
-            inspect(command)
-            return OK
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+
+    def work(command: Namespace) -> int:
         with EngineCache(open_engine) as engines:
-            return run_points(points(command), engines)
-    except KeyboardInterrupt:
-        print("fengine: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except FengineError as error:
-        report(error)
-        return FAILED if isinstance(error, EngineDeadError) else USAGE
-    except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+            return run_points(points(command, RUN), engines)
+
+    return composed(words, RUN, work)
 
 
 def run_points(jobs: Sequence[Point], engines: EngineCache) -> int:
@@ -116,11 +109,13 @@ def load(config: EngineConfig, engines: EngineCache, screen: view.QuietView) -> 
 def keep(point: Point) -> None:
     """Writes what was composed into the point's own directory. Errors: StorageError."""
     try:
-        point.directory.mkdir(parents=True, exist_ok=True)
-        for name, text in point.files:
-            path = point.directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+        kept = point.directory / ".hydra"
+        kept.mkdir(parents=True, exist_ok=True)
+        config = yaml.safe_dump(evaluate.nested(point.config), sort_keys=False, allow_unicode=True)
+        (kept / "config.yaml").write_text(config, encoding="utf-8")
+        (kept / "overrides.yaml").write_text(
+            yaml.safe_dump(list(point.overrides), allow_unicode=True), encoding="utf-8"
+        )
     except OSError as error:
         raise StorageError(
             f"cannot write the run's directory {point.directory}: {error.strerror}; choose one with hydra.run.dir=DIR"

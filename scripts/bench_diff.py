@@ -21,7 +21,8 @@ from typing import Any
 
 import measure
 
-from fengine.eval.tasks.config import EvalConfig, flat
+from fengine.eval.cli.schema import flat
+from fengine.eval.tasks.config import EvalConfig
 from fengine.eval.tasks.digests import canonical
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,12 +24,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fengine import run
 from fengine.errors import FengineError, MissingExtraError
 from fengine.eval import evaluate
-from fengine.eval.runs import view
-from fengine.eval.runs.compose import points
-from fengine.eval.runs.engines import model_directory, open_engine, report
-from fengine.eval.runs.words import parse
+from fengine.eval.cli import view
+from fengine.eval.cli.compose import parse, points
+from fengine.eval.cli.engines import model_directory, open_engine, report
 from fengine.eval.tasks import digests, manifest
 from fengine.eval.tasks.answering import FATAL, answer_row, error_record, line_of
 from fengine.eval.tasks.asking import Asker
@@ -57,7 +57,7 @@ class EngineActor:
         self.task = open_task(config.task, base, self.engine.tokenizer.encode_chat)
         self.asker = Asker(self.engine)
         found = manifest.in_force(self.engine.config, self.asker.max_input)
-        if digests.local_directory(config.model.path) is None:
+        if digests.local_directory(config.engine.model.path) is None:
             found["model_files"] = digests.file_digests(model_directory(config.model))
         self.in_force = json.dumps(found)
 
@@ -212,10 +212,10 @@ def main() -> int:
         return work(args)
     except KeyboardInterrupt:
         print("ray_batch: interrupted; run the same command to go on", file=sys.stderr)
-        return evaluate.INTERRUPTED
+        return run.INTERRUPTED
     except FengineError as error:
         report(error)
-        return evaluate.USAGE
+        return run.USAGE
     finally:
         if ray is not None and ray.is_initialized():
             ray.shutdown()

@@ -100,7 +100,7 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
     write_rows(folder / "rows.jsonl", ROWS)
 
-    def run_eval(name: str, *words: str, code: int = evaluate.OK) -> Path:
+    def run_eval(name: str, *words: str, code: int = run.OK) -> Path:
         given = {word.partition("=")[0] for word in words}
         kept = [word for word in WORDS if word.partition("=")[0] not in given]
         assert run.main(["eval", *kept, f"out={name}", *words]) == code

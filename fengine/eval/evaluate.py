@@ -8,9 +8,9 @@ was interrupted and ends with the same bytes. Exit codes: 0 all rows good; 1 row
 
 import asyncio
 import importlib
-import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,15 +21,15 @@ from typing import Any
 
 import yaml
 
-from fengine.errors import EngineClosedError, EngineDeadError, FengineError, StorageError
-from fengine.eval.runs import view
-from fengine.eval.runs.compose import inspect, jobs
-from fengine.eval.runs.config import BadPoint, Point
-from fengine.eval.runs.engines import EngineCache, model_directory, open_engine, report
-from fengine.eval.runs.figures import count, duration, place
-from fengine.eval.runs.words import parse
+from fengine.errors import EngineClosedError, EngineDeadError, StorageError
+from fengine.eval.cli import view
+from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, composed
+from fengine.eval.cli.compose import jobs
+from fengine.eval.cli.engines import EngineCache, model_directory, open_engine, report
+from fengine.eval.cli.figures import count, duration, place
+from fengine.eval.cli.schema import BadPoint, Point, flat
 from fengine.eval.tasks import digests, loop, machine, manifest
-from fengine.eval.tasks.config import EVAL, EvalConfig, flat, parse_shard
+from fengine.eval.tasks.config import EVAL, EvalConfig, parse_shard
 from fengine.eval.tasks.config import Trace as TraceKind
 from fengine.eval.tasks.finish import finish, is_finished, read_metrics
 from fengine.eval.tasks.folder import JOURNAL, MANIFEST, RunFolder
@@ -43,18 +43,14 @@ from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import base_directory
 from fengine.eval.tasks.trace import Trace
 
-OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 Ended = tuple[int, dict[str, Any] | None]  # exit code of a run, and its metrics.json if it has come to its end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the words behind `fengine eval` (default: those of this process) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        command = parse(words, EVAL.program)
-        if command.inspect:
-            inspect(command, EVAL)
-            return OK
+
+    def work(command: Namespace) -> int:
         found = own_folders(jobs(command, EVAL))
         with EngineCache(open_engine) as engines:
             if len(found) > 1:
@@ -66,15 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if code != OK and metrics is None:
                 screen.note(how_to_go_on(point.directory))
             return code
-    except KeyboardInterrupt:
-        print("fengine eval: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except FengineError as error:
-        report(error)
-        return USAGE
-    except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+
+    return composed(words, EVAL, work)
 
 
 def own_folders(found: Sequence[Point | BadPoint]) -> list[Point | BadPoint]:
@@ -133,10 +122,10 @@ def run_point(
 
 def load(config: EvalConfig, engines: EngineCache, screen: view.QuietView) -> Any:
     """A new engine, with a word about the time it takes."""
-    with screen.opening(f"loading {config.model.path}"):
+    with screen.opening(f"loading {config.engine.model.path}"):
         engine = engines.get(config.engine)
     took = duration(engine.stats()["start_seconds"])
-    screen.note(f"{config.model.path} is ready on {engine.config.model.device} after {took}")
+    screen.note(f"{config.engine.model.path} is ready on {engine.config.model.device} after {took}")
     return engine
 
 
@@ -166,7 +155,7 @@ class Part:
 
     def check_engine(self, engine: Any) -> None:
         """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
-        model = self.config.model
+        model = self.config.engine.model
         found = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
         if digests.local_directory(model.path) is None:
             found["model_files"] = digests.file_digests(model_directory(model))

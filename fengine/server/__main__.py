@@ -2,7 +2,7 @@
 
 import sys
 
-from fengine.server.command import main
+from fengine.eval.commands.serve import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,17 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from fengine import config as engine_config
-from fengine.config import (
-    CacheConfig,
-    CompileConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    Numerics,
-    SchedulerConfig,
-    SpeculationConfig,
-)
-from fengine.eval.runs.config import Schema
+from fengine.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -44,31 +34,11 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server. All fields but `serve` are the engine's."""
+    """One server; `seed` is the engine's random_seed. Users write the sections of `engine` at the top."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    numerics: Numerics = Numerics.exact
+    engine: EngineConfig = field(default_factory=EngineConfig)
     seed: int = 0
     serve: ServeConfig = field(default_factory=ServeConfig)
-
-    @property
-    def engine(self) -> EngineConfig:
-        """The part that an engine is built from."""
-        return EngineConfig(
-            model=self.model,
-            cache=self.cache,
-            scheduler=self.scheduler,
-            compile=self.compile,
-            speculation=self.speculation,
-            lora=self.lora,
-            numerics=self.numerics,
-            random_seed=self.seed,
-        )
 
 
 def check(config: ServerConfig) -> list[str]:
@@ -93,9 +63,6 @@ def check(config: ServerConfig) -> list[str]:
         problems.append(f"serve.chunks_per_second must be positive, got {serve.chunks_per_second}")
     if not -(2**63) <= config.seed < 2**63:
         problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
-    if config.model.skip_tokenizer_init:
+    if config.engine.model.skip_tokenizer_init:
         problems.append("a server speaks text: set model.skip_tokenizer_init=false")
     return problems
-
-
-SERVE = Schema(ServerConfig, "serve", "serve_schema", check, "fengine serve")

@@ -18,7 +18,7 @@ import fengine
 from fengine import Engine, ServerArgs
 from fengine.config import EngineConfig
 from fengine.errors import EngineClosedError, InvalidRequestError, ProfileError, UnsupportedFeatureError
-from fengine.eval.runs.engines import EngineCache
+from fengine.eval.cli.engines import EngineCache
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from eval_fakes import ROWS, Run, fake_runs, next_float32, records, rewrite, wri
 
 from fengine import run
 from fengine.errors import StorageError
-from fengine.eval import evaluate
 from fengine.eval.records.compare import compare, compare_row, edges, flipped_bits, hex_bits
 from fengine.eval.records.records import Records, pairs_of, runs_of
 
@@ -194,7 +193,7 @@ def test_rows_in_another_order_and_rows_of_one_only(make: Run, capsys: Any) -> N
 
 def test_failed_rows(make: Run, capsys: Any, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 3, {"id": "s", "prompt": "sick", "answer": "x"})
-    make("a", code=evaluate.FAILED)
+    make("a", code=run.FAILED)
     shutil.copytree("a", "b")
     assert diff(capsys, "a", "b")[0] == 0
     rewrite(Path("b"), lambda rows: rows[3]["error"].update(message="other"))

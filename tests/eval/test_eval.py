@@ -24,11 +24,10 @@ from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval import evaluate
-from fengine.eval.runs.compose import conf_dir, points
-from fengine.eval.runs.config import Point
-from fengine.eval.runs.engines import EngineCache
-from fengine.eval.runs.view import QuietView
-from fengine.eval.runs.words import parse
+from fengine.eval.cli.compose import conf_dir, parse, points
+from fengine.eval.cli.engines import EngineCache
+from fengine.eval.cli.schema import Point
+from fengine.eval.cli.view import QuietView
 from fengine.eval.tasks import manifest
 from fengine.eval.tasks.asking import Asker
 from fengine.eval.tasks.config import EVAL, EvalConfig
@@ -92,7 +91,7 @@ def sha(path: Path) -> str:
 
 
 def test_a_run_and_its_folder(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli("out=a", "view=plain", "show=1") == evaluate.OK
+    assert cli("out=a", "view=plain", "show=1") == run.OK
     rows = records(Path("a/outputs.jsonl"))
     assert [r["id"] for r in rows] == [f"r{i}" for i in range(ROWS)]
     assert rows[3]["answers"][0]["sampling_seed"] == row_seed(0, "r3", 0)
@@ -108,9 +107,9 @@ def test_a_run_and_its_folder(engines: list[FakeEngine], capsys: pytest.CaptureF
     assert {e["ph"] for e in events} <= {"M", "C", "X"}
     shown = capsys.readouterr()
     assert "exact_match: 0.0000 ± 0.0000" in shown.out and "folder:" in shown.out
-    assert cli("out=b", "scheduler=one_by_one") == evaluate.OK
+    assert cli("out=b", "scheduler=one_by_one") == run.OK
     assert sha(Path("a/outputs.jsonl")) == sha(Path("b/outputs.jsonl"))
-    assert cli() == cli() == evaluate.OK
+    assert cli() == cli() == run.OK
     assert len(list(Path("runs").glob("*/*/outputs.jsonl"))) == 2
 
 
@@ -118,7 +117,7 @@ def test_the_likeliest_tokens_are_recorded_on_request(tmp_path: Path, monkeypatc
     """On the model in the box: greedy draws the likeliest token; nothing else of a row changes."""
     monkeypatch.chdir(tmp_path)
     words = ["task.limit=3", "view=quiet", "compile.enabled=false", "out=x"]
-    assert evaluate.main(["-m", "task=capitals,multiple_choice", "top_logprobs=0,3", *words]) == evaluate.OK
+    assert evaluate.main(["-m", "task=capitals,multiple_choice", "top_logprobs=0,3", *words]) == run.OK
     for task, first in (("capitals", 0), ("multiple_choice", 2)):
         plain, more = (records(Path(f"x/{first + point}/outputs.jsonl")) for point in (0, 1))
         for answer in [answer for row in more for answer in row["answers"]]:
@@ -132,32 +131,32 @@ def test_the_likeliest_tokens_are_recorded_on_request(tmp_path: Path, monkeypatc
 
 
 def test_a_finished_run_needs_no_engine_and_changes_nothing(engines: list[FakeEngine]) -> None:
-    assert cli("out=a") == evaluate.OK
+    assert cli("out=a") == run.OK
     before = {p.name: p.read_bytes() for p in Path("a").iterdir() if p.name != "lock"}
-    assert cli("out=a") == evaluate.OK and len(engines) == 1
+    assert cli("out=a") == run.OK and len(engines) == 1
     assert {p.name: p.read_bytes() for p in Path("a").iterdir() if p.name != "lock"} == before
     Path("a/outputs.jsonl").write_text("spoilt")
-    assert cli("out=a") == evaluate.OK and len(engines) == 1
+    assert cli("out=a") == run.OK and len(engines) == 1
     assert Path("a/outputs.jsonl").read_bytes() == before["outputs.jsonl"]
 
 
 def test_a_sweep(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli("-m", "seed=1,2", "out=s", "view=plain") == evaluate.OK
+    assert cli("-m", "seed=1,2", "out=s", "view=plain") == run.OK
     assert len(engines) == 1 and sha(Path("s/0/outputs.jsonl")) != sha(Path("s/1/outputs.jsonl"))
     assert "seed=2:" in capsys.readouterr().out
-    assert cli("-m", "seed=1,2", "out=s", "view=quiet") == evaluate.OK and len(engines) == 1
+    assert cli("-m", "seed=1,2", "out=s", "view=quiet") == run.OK and len(engines) == 1
 
 
 def test_the_window_is_bounded_and_memory_flat(engines: list[FakeEngine], tmp_path: Path) -> None:
     """Peaks of the heap with few rows and with many. A first run fills what is made once."""
     write_rows(tmp_path / "rows.jsonl", 100)
-    assert cli("out=first", "scheduler.max_running_requests=2", "trace=off") == evaluate.OK
+    assert cli("out=first", "scheduler.max_running_requests=2", "trace=off") == run.OK
     peaks = []
     for count in (1000, 3000):
         write_rows(tmp_path / "rows.jsonl", count)
         gc.collect()
         tracemalloc.start()
-        assert cli(f"out=n{count}", "scheduler.max_running_requests=2", "trace=off") == evaluate.OK
+        assert cli(f"out=n{count}", "scheduler.max_running_requests=2", "trace=off") == run.OK
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert 2 <= engines[-1].most_in_flight <= 8
@@ -171,7 +170,7 @@ def test_the_window_is_bounded_and_memory_flat(engines: list[FakeEngine], tmp_pa
 def whole(engines: list[FakeEngine], tmp_path: Path) -> tuple[Point, Path]:
     """A run to its end."""
     job = point()
-    assert go(job, tmp_path / "whole")[0] == evaluate.OK
+    assert go(job, tmp_path / "whole")[0] == run.OK
     return job, tmp_path / "whole"
 
 
@@ -188,7 +187,7 @@ def test_every_prefix_of_the_journal_resumes(whole: tuple[Point, Path], tmp_path
             shutil.copy(reference / "manifest.json", folder)
             (folder / "journal.log").write_bytes(data[: start + torn])
             code, engine = go(job, folder)
-            assert code == evaluate.OK
+            assert code == run.OK
             assert sha(folder / "outputs.jsonl") == sha(reference / "outputs.jsonl"), (number, torn)
             assert len(engine.prompts) == ROWS - max(0, number - 1), "what is there is not computed again"
             assert all(isinstance(found, Entry) for found in scan(folder / "journal.log")), "the torn tail is gone"
@@ -237,7 +236,7 @@ def test_death_at_every_system_call_resumes(
                     pass
                 alive = second is None and left() >= 0 or alive
         assert evaluate.Journal is original
-        assert go(job, folder)[0] == evaluate.OK
+        assert go(job, folder)[0] == run.OK
         assert sha(folder / "outputs.jsonl") == wanted, number
         assert json.loads((folder / "manifest.json").read_text())["result"]["outputs_sha256"] == wanted
         number += 1
@@ -261,11 +260,11 @@ def test_a_flipped_byte_is_named_and_the_rest_saved(
     data = bytearray((folder / "journal.log").read_bytes())
     data[int(place * len(data))] ^= 4
     (folder / "journal.log").write_bytes(data)
-    assert cli(f"out={folder}", "view=quiet" if place else "view=plain", "show=0") == evaluate.OK
+    assert cli(f"out={folder}", "view=quiet" if place else "view=plain", "show=0") == run.OK
     assert "journal.log is damaged at byte " in (said := capsys.readouterr().err) and "journal.damaged-1" in said
     assert (folder / "journal.damaged-1").read_bytes() == data
     assert sha(folder / "outputs.jsonl") == sha(whole[1] / "outputs.jsonl")
-    assert cli(f"out={folder}", "view=plain") == evaluate.OK and "damaged" not in capsys.readouterr().err
+    assert cli(f"out={folder}", "view=plain") == run.OK and "damaged" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["metrics.json", "outputs.jsonl"])
@@ -276,7 +275,7 @@ def test_a_changed_file_of_a_finished_run_is_written_again(
         folder = tmp_path / str(number)
         shutil.copytree(whole[1], folder)
         (folder / name).write_bytes(change((folder / name).read_bytes()))
-        assert cli(f"out={folder}") == evaluate.OK
+        assert cli(f"out={folder}") == run.OK
         assert sha(folder / name) == sha(whole[1] / name)
 
 
@@ -296,7 +295,7 @@ def test_a_row_whose_record_is_too_long_fails_alone(
 ) -> None:
     monkeypatch.setattr("fengine.eval.tasks.answering.MAX_RECORD", 2000)
     write_rows(tmp_path / "rows.jsonl", 2, {"id": "long", "prompt": "x" * 2000, "answer": "y"})
-    assert cli("out=f") == evaluate.FAILED
+    assert cli("out=f") == run.FAILED
     (failed,) = [row for row in records(Path("f/outputs.jsonl")) if "error" in row]
     assert failed["id"] == "long" and "at most 2,000 are kept" in failed["error"]["message"]
 
@@ -307,14 +306,14 @@ def test_a_journal_of_line_ends_is_one_damage(whole: tuple[Point, Path], tmp_pat
     with (folder / "journal.log").open("ab") as file:
         start = file.tell()
         file.write(b"\n" * 5000)
-    assert cli(f"out={folder}", "view=plain", "show=0") == evaluate.OK
+    assert cli(f"out={folder}", "view=plain", "show=0") == run.OK
     assert f"at byte {start:,}-{start + 4999:,}:" in capsys.readouterr().err
     assert sha(folder / "outputs.jsonl") == sha(whole[1] / "outputs.jsonl")
 
 
 def test_interrupt_and_terminate(engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = FakeEngine.async_generate
-    for which, code in ((signal.SIGINT, evaluate.INTERRUPTED), (signal.SIGTERM, evaluate.TERMINATED)):
+    for which, code in ((signal.SIGINT, run.INTERRUPTED), (signal.SIGTERM, run.TERMINATED)):
 
         async def interrupted(self: FakeEngine, which: signal.Signals = which, **call: Any) -> Any:
             if len(self.prompts) == 6:
@@ -325,7 +324,7 @@ def test_interrupt_and_terminate(engines: list[FakeEngine], tmp_path: Path, monk
             patch.setattr(FakeEngine, "async_generate", interrupted)
             assert cli(f"out=i{code}") == code
         assert not Path(f"i{code}/outputs.jsonl").exists()
-        assert cli(f"out=i{code}") == evaluate.OK
+        assert cli(f"out=i{code}") == run.OK
         assert len(json.loads(Path(f"i{code}/manifest.json").read_text())["sessions"]) == 2
     assert sha(Path("i130/outputs.jsonl")) == sha(Path("i143/outputs.jsonl"))
 
@@ -335,7 +334,7 @@ def test_failed_rows_are_recorded_and_tried_again(engines: list[FakeEngine], tmp
     write_rows(tmp_path / "rows.jsonl", 2, *rows)
     with (tmp_path / "rows.jsonl").open("ab") as file:
         file.write(b'not json\n{"id": "u", "prompt": "\xff"}\n')
-    assert cli("out=a") == evaluate.FAILED
+    assert cli("out=a") == run.FAILED
     found = records(Path("a/outputs.jsonl"))
     assert [r.get("error", {}).get("type") for r in found] == [
         *(None, None, "ContextLengthError", "InputFileError", "InputFileError", "InputFileError")
@@ -344,19 +343,19 @@ def test_failed_rows_are_recorded_and_tried_again(engines: list[FakeEngine], tmp
     job = point()
     engine = FakeEngine(job.config.engine)
     engine.sick = False
-    assert go(job, tmp_path / "a", engine)[0] == evaluate.FAILED
+    assert go(job, tmp_path / "a", engine)[0] == run.FAILED
     assert engine.prompts == ["sick"], "good rows are left alone"
     assert "error" not in records(Path("a/outputs.jsonl"))[2]
     healthy = FakeEngine(job.config.engine)
     healthy.sick = False
-    assert go(job, tmp_path / "b", healthy)[0] == evaluate.FAILED
+    assert go(job, tmp_path / "b", healthy)[0] == run.FAILED
     assert sha(Path("a/outputs.jsonl")) == sha(Path("b/outputs.jsonl"))
-    assert cli("out=c", "max_errors=1") == evaluate.FAILED and not Path("c/outputs.jsonl").exists()
+    assert cli("out=c", "max_errors=1") == run.FAILED and not Path("c/outputs.jsonl").exists()
 
 
 def test_a_dead_engine_ends_the_run(engines: list[FakeEngine], tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 4, {"id": "d", "prompt": "death", "answer": ""})
-    assert cli("out=a") == evaluate.FAILED
+    assert cli("out=a") == run.FAILED
     assert not Path("a/outputs.jsonl").exists()
 
 
@@ -375,10 +374,10 @@ def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(
         for _ in range(20):
             with monkeypatch.context() as patch:
                 patch.setattr(evaluate, "Journal", functools.partial(Journal, write=full))
-                if go(whole[0], folder)[0] == evaluate.OK:
+                if go(whole[0], folder)[0] == run.OK:
                     break
             assert "No space left" in capsys.readouterr().err
-        assert go(whole[0], folder)[0] == evaluate.OK
+        assert go(whole[0], folder)[0] == run.OK
         assert sha(folder / "outputs.jsonl") == sha(whole[1] / "outputs.jsonl")
 
 
@@ -395,10 +394,10 @@ def test_the_input_changes_while_it_is_read(
             yield Row(row.id, {"prompt": "other"}) if late else row
 
     monkeypatch.setattr(GenerateTask, "rows", other)
-    assert cli("out=a") == evaluate.USAGE
+    assert cli("out=a") == run.USAGE
     assert "input has changed" in capsys.readouterr().err
     monkeypatch.setattr(GenerateTask, "rows", rows)
-    assert cli("out=a") == evaluate.OK
+    assert cli("out=a") == run.OK
 
 
 def test_a_good_line_stays_and_the_last_failure_counts() -> None:
@@ -426,7 +425,7 @@ def test_every_task_composes(option: str) -> None:
 
 
 def test_help(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["eval", "--help"]) == evaluate.OK
+    assert run.main(["eval", "--help"]) == run.OK
     said = capfd.readouterr().out
     assert "task: addition, capitals" in said and "Exit codes" in said and "fengine eval task=capitals" in said
 
@@ -436,13 +435,13 @@ def test_help(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_another_config_is_refused_with_the_keys(whole: tuple[Point, Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = f"out={whole[1]}"
-    assert cli(folder, "sampling.temperature=0.5", "seed=3") == evaluate.USAGE
+    assert cli(folder, "sampling.temperature=0.5", "seed=3") == run.USAGE
     said = capsys.readouterr().err
     assert "sampling.temperature: 0.0 → 0.5" in said and "seed: 0 → 3" in said and "top_p" not in said
     write_rows(Path("rows.jsonl"), ROWS + 1)
-    assert cli(folder) == evaluate.USAGE and "input.rows: 12 → 13" in capsys.readouterr().err
+    assert cli(folder) == run.USAGE and "input.rows: 12 → 13" in capsys.readouterr().err
     write_rows(Path("rows.jsonl"), ROWS)
-    assert cli(folder, "show=9", "journal.sync_rows=1", "trace=off") == evaluate.OK
+    assert cli(folder, "show=9", "journal.sync_rows=1", "trace=off") == run.OK
 
 
 class Repeating(GenerateTask):
@@ -456,7 +455,7 @@ def test_duplicate_ids(engines: list[FakeEngine], capsys: pytest.CaptureFixture[
     with pytest.raises(InputFileError, match="(?s)'a': rows 1 and 3.*'b': rows 2 and 4"):
         survey(Repeating(TaskConfig(name="t"), Path()))
     write_rows(Path("rows.jsonl"), 3, {"id": "r1", "prompt": "again", "answer": ""})
-    assert cli("out=a") == evaluate.USAGE and not engines and not Path("a/journal.log").exists()
+    assert cli("out=a") == run.USAGE and not engines and not Path("a/journal.log").exists()
     assert "id 'r1': lines 2 and 4" in capsys.readouterr().err
 
 
@@ -478,18 +477,18 @@ def test_mistakes_end_with_2_before_an_engine(
 ) -> None:
     Path("other").mkdir()
     Path("other/diary.txt").write_text("dear diary")
-    assert run.main(["eval", *words]) == evaluate.USAGE
+    assert run.main(["eval", *words]) == run.USAGE
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err and not engines
 
 
 def test_one_writer(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli("out=a") == evaluate.OK
+    assert cli("out=a") == run.OK
     with evaluate.RunFolder(Path("a").absolute()):
-        assert cli("out=a") == evaluate.USAGE
+        assert cli("out=a") == run.USAGE
         assert f"another run is writing {Path('a').absolute()} (process {os.getpid()}" in capsys.readouterr().err
     Path("a/lock").write_text("999999999 elsewhere\n")  # left behind by a process that was killed
-    assert cli("out=a") == evaluate.OK
+    assert cli("out=a") == run.OK
 
 
 # -- asks --------------------------------------------------------------------------------------------------------------
@@ -539,7 +538,7 @@ def process(*words: str, cwd: Path) -> subprocess.Popen[bytes]:
 def test_killed_processes_of_the_model_in_the_box(tmp_path: Path) -> None:
     """SIGKILL once the journal has so many lines, several times on one folder; then to the end."""
     words = ["task=addition", "task.limit=60", "sampling.temperature=0.9", "compile=none", "view=quiet"]
-    assert process(*words, "out=whole", cwd=tmp_path).wait(120) == evaluate.OK
+    assert process(*words, "out=whole", cwd=tmp_path).wait(120) == run.OK
     journal = tmp_path / "killed" / "journal.log"
     kills = 0
     for lines in (1, 12, 30):
@@ -552,6 +551,6 @@ def test_killed_processes_of_the_model_in_the_box(tmp_path: Path) -> None:
         child.wait(60)
     last = process(*words, "out=killed", "scheduler.max_running_requests=4", cwd=tmp_path)
     said = last.communicate(timeout=120)[1].decode()
-    assert last.returncode == evaluate.OK, said
+    assert last.returncode == run.OK, said
     assert kills == 3
     assert sha(tmp_path / "killed" / "outputs.jsonl") == sha(tmp_path / "whole" / "outputs.jsonl")

@@ -19,8 +19,9 @@ from fengine import run
 from fengine.config import ModelConfig
 from fengine.errors import ResumeMismatchError
 from fengine.eval import evaluate
+from fengine.eval.cli.schema import flat
 from fengine.eval.tasks import machine, manifest
-from fengine.eval.tasks.config import FREE, EvalConfig, JournalConfig, Trace, check, flat
+from fengine.eval.tasks.config import FREE, EvalConfig, JournalConfig, Trace, check
 from fengine.eval.tasks.digests import canonical, model_digests
 from fengine.eval.tasks.manifest import differences, settings
 
@@ -82,9 +83,9 @@ def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"one")
     words = ["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a", f"model.path={folder}"]
-    assert run.main(words) == evaluate.OK
+    assert run.main(words) == run.OK
     (folder / "model.safetensors").write_bytes(b"two")
-    assert run.main(words) == evaluate.USAGE
+    assert run.main(words) == run.USAGE
     assert "model.files.model.safetensors" in capsys.readouterr().err
 
 
@@ -94,10 +95,10 @@ def test_another_machine_is_refused_once_the_engine_tells(
     monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
     write_rows(tmp_path / "rows.jsonl", 3, {"id": "s", "prompt": "sick"})
     words = ["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a"]
-    assert run.main(words) == evaluate.FAILED
+    assert run.main(words) == run.FAILED
     before = (tmp_path / "a" / "journal.log").read_bytes()
     monkeypatch.setattr(manifest, "cpu_name", lambda: "another")
-    assert run.main(words) == evaluate.USAGE
+    assert run.main(words) == run.USAGE
     assert 'in_force.hardware.cpu: "' in (said := capsys.readouterr().err) and '→ "another"' in said
     assert (tmp_path / "a" / "journal.log").read_bytes() == before
 
@@ -105,7 +106,7 @@ def test_another_machine_is_refused_once_the_engine_tells(
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
     write_rows(tmp_path / "rows.jsonl", 3)
-    assert run.main(["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a", "seed=5"]) == evaluate.OK
+    assert run.main(["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a", "seed=5"]) == run.OK
     record = json.loads((tmp_path / "a" / "manifest.json").read_text())
     identity = record["identity"]
     assert identity["config_sha256"] == canonical(identity["config"]) and identity["seeds"]["run_seed"] == 5
@@ -119,7 +120,7 @@ def test_the_record_tells_where_it_came_from(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
     write_rows(tmp_path / "rows.jsonl", 3, {"id": "s", "prompt": "sick"})
     words = ["task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a"]
-    assert run.main(["eval", *words]) == evaluate.FAILED
+    assert run.main(["eval", *words]) == run.FAILED
     record = json.loads((tmp_path / "a" / "manifest.json").read_text())
     assert record["origin"]["base"] == str(tmp_path) and record["origin"]["choices"]["task"] == "jsonl"
     assert record["origin"]["overrides"] == words and record["sessions"][0]["cwd"] == str(tmp_path)
@@ -132,7 +133,7 @@ def test_the_record_tells_where_it_came_from(tmp_path: Path, monkeypatch: pytest
             for kind, values in (("q", [2, 2]), ("q", one["output_ids"]), ("d", one["logprobs"])):
                 whole.update(b"".join(struct.pack(f">{kind}", value) for value in values))
     assert record["result"]["bits_sha256"] == whole.hexdigest()
-    assert run.main(["eval", *words, "show=1"]) == evaluate.FAILED
+    assert run.main(["eval", *words, "show=1"]) == run.FAILED
     assert json.loads((tmp_path / "a" / "manifest.json").read_text())["origin"]["run_id"] == run_id
 
 
@@ -178,3 +179,8 @@ def test_every_problem_of_a_config_is_told() -> None:
     told = "\n".join(check(config))
     for word in ("show", "journal.sync_seconds", "journal.sync_rows", "out"):
         assert word in told
+
+
+def test_a_package_that_computes_nothing_may_change() -> None:
+    old, new = ({"versions": {"torch": "2", "transformers": version}} for version in ("5.0", None))
+    assert differences(old, new) == [] != differences(old, {"versions": {"torch": "3"}})

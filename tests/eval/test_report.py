@@ -73,7 +73,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(evaluate, "open_engine", FakeEngine)
-        assert run_words("out=a") == evaluate.FAILED
+        assert run_words("out=a") == run.FAILED
     return folder
 
 

@@ -13,7 +13,6 @@ from eval_fakes import ROWS, FakeEngine, Run, fake_runs, rewrite, write_rows
 
 from fengine import run
 from fengine.errors import EngineDeadError
-from fengine.eval import evaluate
 from fengine.eval.commands import rerun, verify
 from fengine.eval.tasks import digests, manifest
 
@@ -113,7 +112,7 @@ def test_a_sweep_is_run_again_point_by_point(make: Run, capsys: Any) -> None:
 
 def test_rows_that_fail_fail_again(make: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 2, {"id": "s", "prompt": "sick", "answer": "x"})
-    make("a", code=evaluate.FAILED)
+    make("a", code=run.FAILED)
     assert run.main(["rerun", "a", "out=b"]) == 0 and outputs("a") == outputs("b")
 
 

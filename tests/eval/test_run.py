@@ -24,8 +24,8 @@ from fengine import run
 from fengine.config import EngineConfig, Hardware, resolve
 from fengine.core.request import SamplingParams, derive_seed
 from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
-from fengine.eval.runs import view
-from fengine.eval.runs.figures import Progress, Shown, Summary, clean, clock, tail
+from fengine.eval.cli import view
+from fengine.eval.cli.figures import Progress, Shown, Summary, clean, clock, tail
 
 ROOT = Path(run.__file__).resolve().parent.parent
 

@@ -45,9 +45,9 @@ def split(shards: int, *words: str, rows: int = 11) -> list[str]:
     write_rows(Path("rows.jsonl"), rows, {"prompt": "sick", "answer": ""}, {"id": "z", "answer": "no prompt"})
     with Path("rows.jsonl").open("ab") as file:
         file.write(b"\nnot json\n")
-    assert cli("out=whole", *words) == evaluate.FAILED
+    assert cli("out=whole", *words) == run.FAILED
     for number in range(1, shards + 1):
-        assert cli(f"out=s{number}", f"run.shard={number}/{shards}", *words) in (evaluate.OK, evaluate.FAILED)
+        assert cli(f"out=s{number}", f"run.shard={number}/{shards}", *words) in (run.OK, run.FAILED)
     return [f"s{number}" for number in range(1, shards + 1)]
 
 
@@ -62,7 +62,7 @@ def test_merged_shards_are_the_run(shards: int, engines: list[FakeEngine]) -> No
     whole = records(Path("whole/outputs.jsonl"))
     assert [row["id"] for row in parts[0]] == [row["id"] for row in whole[::shards]], "every n-th row"
     assert sum(map(len, parts)) == len(whole) == 14
-    assert run.main(["merge", "m", *reversed(folders)]) == evaluate.FAILED
+    assert run.main(["merge", "m", *reversed(folders)]) == run.FAILED
     for name in ("outputs.jsonl", "metrics.json"):
         assert Path("m", name).read_bytes() == Path("whole", name).read_bytes()
     merged, alone = read("m/manifest.json"), read("whole/manifest.json")
@@ -80,9 +80,9 @@ def test_merged_shards_are_the_run(shards: int, engines: list[FakeEngine]) -> No
     sessions = {row["session"] for row in records(Path("m/timings.jsonl"))}
     assert sessions == set(range(1, len(merged["sessions"]) + 1)) and merged["merged"][0]["shard"] == f"1/{shards}"
     before = Path("m/journal.log").read_bytes()
-    assert run.main(["merge", "m", *folders]) == evaluate.FAILED, "again"
+    assert run.main(["merge", "m", *folders]) == run.FAILED, "again"
     opened = len(engines)
-    assert cli("out=m", "seed=7", "sampling.temperature=0.9") == evaluate.FAILED, "goes on: what failed, once more"
+    assert cli("out=m", "seed=7", "sampling.temperature=0.9") == run.FAILED, "goes on: what failed, once more"
     assert len(engines) == opened + 1 and engines[-1].prompts == ["sick"]
     assert Path("m/outputs.jsonl").read_bytes() == Path("whole/outputs.jsonl").read_bytes()
     assert Path("m/journal.log").read_bytes().startswith(before)
@@ -90,8 +90,8 @@ def test_merged_shards_are_the_run(shards: int, engines: list[FakeEngine]) -> No
 
 def test_a_sweep_of_shards(capsys: pytest.CaptureFixture[str]) -> None:
     split(1)
-    assert cli("-m", "out=s", "run.shard=1/3,2/3,3/3") == evaluate.FAILED
-    assert run.main(["merge", "m", "s"]) == evaluate.FAILED
+    assert cli("-m", "out=s", "run.shard=1/3,2/3,3/3") == run.FAILED
+    assert run.main(["merge", "m", "s"]) == run.FAILED
     assert Path("m/outputs.jsonl").read_bytes() == Path("whole/outputs.jsonl").read_bytes()
     assert "m: 14 rows, 3 failed, of 3 shards" in capsys.readouterr().out
 
@@ -100,9 +100,9 @@ def test_an_interrupted_shard_and_an_interrupted_merge(monkeypatch: pytest.Monke
     folders = split(2)
     data = Path("s2/journal.log").read_bytes()
     shutil.rmtree("s2")
-    assert cli("out=s2", "run.shard=2/2", "max_errors=0") == evaluate.FAILED and not Path("s2/outputs.jsonl").exists()
+    assert cli("out=s2", "run.shard=2/2", "max_errors=0") == run.FAILED and not Path("s2/outputs.jsonl").exists()
     assert run.main(["merge", "m", *folders]) == run.USAGE and not Path("m").exists()
-    assert cli("out=s2", "run.shard=2/2") == evaluate.FAILED
+    assert cli("out=s2", "run.shard=2/2") == run.FAILED
     assert Path("s2/journal.log").read_bytes() != data, "another order, other times"
 
     class Crash(BaseException): ...
@@ -115,7 +115,7 @@ def test_an_interrupted_shard_and_an_interrupted_merge(monkeypatch: pytest.Monke
             patch.setattr(merge, name, crash)
             with pytest.raises(Crash):
                 run.main(["merge", "m", *folders])
-    assert run.main(["merge", "m", *folders]) == evaluate.FAILED
+    assert run.main(["merge", "m", *folders]) == run.FAILED
     assert Path("m/outputs.jsonl").read_bytes() == Path("whole/outputs.jsonl").read_bytes()
 
 
@@ -126,21 +126,21 @@ def test_junk_beside_a_shards_identity_and_a_changed_result(
     good = read("s1/manifest.json")
     for number, junk in enumerate((None, 7, [None], [{}], ["run.shard=1/1", 3])):
         Path("s1/manifest.json").write_text(json.dumps(good | {"origin": good["origin"] | {"overrides": junk}}))
-        assert run.main(["merge", f"m{number}", "s1"]) == evaluate.FAILED, "merged, with the rows that failed"
+        assert run.main(["merge", f"m{number}", "s1"]) == run.FAILED, "merged, with the rows that failed"
     metrics = Path("m4/metrics.json").read_bytes()
     for change in (b"{}", b"", metrics.replace(b"1", b"2")):
         Path("m4/metrics.json").write_bytes(change)
         capsys.readouterr()
         assert run.main(["merge", "m4", "s1"]) == run.USAGE and "metrics.json is damaged" in capsys.readouterr().err
-    assert cli("out=m4") == evaluate.FAILED and Path("m4/metrics.json").read_bytes() == metrics
+    assert cli("out=m4") == run.FAILED and Path("m4/metrics.json").read_bytes() == metrics
 
 
 def test_shards_that_make_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     split(3)
-    assert cli("out=other", "run.shard=2/3", "seed=5") == evaluate.FAILED
-    assert cli("out=half", "run.shard=2/2") == evaluate.FAILED
+    assert cli("out=other", "run.shard=2/3", "seed=5") == run.FAILED
+    assert cli("out=half", "run.shard=2/2") == run.FAILED
     Path("rows.jsonl").write_text(Path("rows.jsonl").read_text() + '{"prompt": "more", "answer": ""}\n')
-    assert cli("out=longer", "run.shard=2/3") == evaluate.FAILED
+    assert cli("out=longer", "run.shard=2/3") == run.FAILED
     shutil.copytree("s1", "flipped")
     journal = bytearray(Path("flipped/journal.log").read_bytes())
     journal[len(journal) // 2] ^= 1
@@ -180,12 +180,12 @@ def test_what_a_shard_is(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(ConfigError, match="run.shard must be i/n"):
             parse_shard(text)
     write_rows(Path("rows.jsonl"), 3, {"id": "r1", "prompt": "again", "answer": ""})
-    assert cli("run.shard=0/2") == evaluate.USAGE and "run.shard must be i/n" in capsys.readouterr().err
-    assert cli("run.shard=1/2", "out=a") == evaluate.USAGE, "found in every shard"
+    assert cli("run.shard=0/2") == run.USAGE and "run.shard must be i/n" in capsys.readouterr().err
+    assert cli("run.shard=1/2", "out=a") == run.USAGE, "found in every shard"
     assert "id 'r1': lines 2 and 4" in capsys.readouterr().err
     write_rows(Path("rows.jsonl"), 4)
-    assert cli("run.shard=1/2", "out=b") == evaluate.OK
-    assert cli("run.shard=2/2", "out=b") == evaluate.USAGE
+    assert cli("run.shard=1/2", "out=b") == run.OK
+    assert cli("run.shard=2/2", "out=b") == run.USAGE
     assert 'run.shard: "1/2" → "2/2"' in capsys.readouterr().err
 
 
@@ -196,19 +196,19 @@ def test_a_change_of_our_code_is_refused_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(Path("rows.jsonl"), 6, {"prompt": "sick", "answer": ""})
-    assert cli("out=a") == evaluate.FAILED
+    assert cli("out=a") == run.FAILED
     before = Path("a/journal.log").read_bytes()
     monkeypatch.setattr(manifest, "code_digest", lambda: "two")
-    assert cli("out=a") == evaluate.USAGE
+    assert cli("out=a") == run.USAGE
     said = capsys.readouterr().err
     assert 'code_sha256: "one" → "two"' in said and "resume.allow_code_change=true goes on all the same" in said
-    assert cli("out=a", "resume.allow_code_change=true", "seed=1") == evaluate.USAGE, "nothing else is let through"
+    assert cli("out=a", "resume.allow_code_change=true", "seed=1") == run.USAGE, "nothing else is let through"
     assert "seed: 0 → 1" in (said := capsys.readouterr().err) and "allow_code_change" not in said
-    assert cli("out=a", "resume.allow_code_change=true") == evaluate.FAILED
+    assert cli("out=a", "resume.allow_code_change=true") == run.FAILED
     record = read("a/manifest.json")
     assert record["identity"]["code_sha256"] == "one", "the run is the one that began"
     assert [session["code_sha256"] for session in record["sessions"]] == ["one", "two"]
     assert Path("a/journal.log").read_bytes().startswith(before)
-    assert cli("out=a") == evaluate.USAGE, "each time"
+    assert cli("out=a") == run.USAGE, "each time"
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
-    assert cli("out=a", "resume.allow_code_change=true") == evaluate.FAILED
+    assert cli("out=a", "resume.allow_code_change=true") == run.FAILED

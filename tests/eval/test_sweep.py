@@ -1,6 +1,5 @@
 """Sweeps: one engine for points that share it, a point's failure is its own, the whole goes on where it was."""
 
-import itertools
 import json
 import signal
 from pathlib import Path
@@ -17,12 +16,10 @@ from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError, ModelLoadError
 from fengine.eval import evaluate
-from fengine.eval.runs import compose as composing
-from fengine.eval.runs.compose import jobs, points
-from fengine.eval.runs.config import BadPoint, Point
-from fengine.eval.runs.launch import launch
-from fengine.eval.runs.vet import LAUNCHERS
-from fengine.eval.runs.words import parse
+from fengine.eval.cli.compose import jobs, parse, points
+from fengine.eval.cli.guard import LAUNCHERS
+from fengine.eval.cli.launch import launch
+from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.tasks import manifest
 from fengine.eval.tasks.config import EVAL
 from fengine.eval.tasks.sweep import Told, markdown
@@ -71,7 +68,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_sweep_and_its_folder(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(Path("rows.jsonl"), ROWS, {"id": "s", "prompt": "sick", "answer": ""})
-    assert sweep("sampling.temperature=0,0.7", "seed=1,2", "out=s", view="plain") == evaluate.FAILED
+    assert sweep("sampling.temperature=0,0.7", "seed=1,2", "out=s", view="plain") == run.FAILED
     assert len(engines) == 1, "sampling changes no engine"
     found = told("s")
     assert [one["folder"] for one in found] == ["0", "1", "2", "3"]
@@ -83,13 +80,13 @@ def test_a_sweep_and_its_folder(engines: list[FakeEngine], capsys: pytest.Captur
     shown = capsys.readouterr()
     assert "point 4 of 4: sampling.temperature=0.7  seed=2" in shown.err and "sweep.md" in shown.out
     assert "1 of 7 rows failed" in shown.out and "to go on" not in shown.err
-    assert sweep("seed=1,2") == evaluate.FAILED
+    assert sweep("seed=1,2") == run.FAILED
     (own,) = Path("runs").glob("*/*/sweep.json")
     assert {p.name for p in own.parent.iterdir()} == {"0", "1", "lock", "sweep.json", "sweep.md"}
 
 
 def test_points_that_share_an_engine_follow_one_another(engines: list[FakeEngine]) -> None:
-    assert sweep("seed=1,2,3", "cache.page_size=8,16", "out=s") == evaluate.OK
+    assert sweep("seed=1,2,3", "cache.page_size=8,16", "out=s") == run.OK
     assert [engine.config.cache.page_size for engine in engines] == [8, 16]
     assert [json.loads(Path(f"s/{i}/manifest.json").read_text())["identity"]["config"]["seed"] for i in range(6)] == [
         *(1, 1, 2, 2, 3, 3)
@@ -101,7 +98,7 @@ def test_a_point_that_fails_does_not_stop_the_others(
     engines: list[FakeEngine], bad: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word for word in WORDS if word.partition("=")[0] != bad.partition("=")[0]]
-    assert run.main(["eval", "-m", *words, "view=quiet", "out=s", bad, "seed=1,2"]) == evaluate.USAGE
+    assert run.main(["eval", "-m", *words, "view=quiet", "out=s", bad, "seed=1,2"]) == run.USAGE
     assert statuses("s") == ["ok", "ok", "refused", "refused"]
     problem = told("s")[2]["problem"]
     assert problem in Path("s/sweep.md").read_text() and problem.partition(": ")[2] in capsys.readouterr().err
@@ -120,13 +117,13 @@ def test_a_fault_of_ours_is_a_points_own_too(
         return survey(task)
 
     monkeypatch.setattr(evaluate, "survey", failing)
-    assert sweep("seed=1,2", "out=s") == evaluate.FAILED
+    assert sweep("seed=1,2", "out=s") == run.FAILED
     assert statuses("s") == ["failed", "ok"] and "ZeroDivisionError: ours" in capsys.readouterr().err
-    assert sweep("seed=1,2", "out=s") == evaluate.OK and statuses("s") == ["ok", "ok"]
+    assert sweep("seed=1,2", "out=s") == run.OK and statuses("s") == ["ok", "ok"]
 
 
 def test_all_points_refused_is_a_refusal(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep("sampling.temperature=-1,-2", "out=s") == evaluate.USAGE and not Path("s").exists()
+    assert sweep("sampling.temperature=-1,-2", "out=s") == run.USAGE and not Path("s").exists()
     assert "sampling.temperature" in capsys.readouterr().err
 
 
@@ -136,7 +133,7 @@ def test_all_points_refused_is_a_refusal(engines: list[FakeEngine], capsys: pyte
 def test_an_interrupted_sweep_goes_on(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sweep("seed=1,2,3", "out=whole") == evaluate.OK
+    assert sweep("seed=1,2,3", "out=whole") == run.OK
     generate = FakeEngine.async_generate
 
     async def interrupted(self: FakeEngine, **call: Any) -> Any:
@@ -146,35 +143,35 @@ def test_an_interrupted_sweep_goes_on(
         return await generate(self, **call)
 
     monkeypatch.setattr(FakeEngine, "async_generate", interrupted)
-    assert sweep("seed=1,2,3", "out=s", view="plain") == evaluate.INTERRUPTED
+    assert sweep("seed=1,2,3", "out=s", view="plain") == run.INTERRUPTED
     assert statuses("s") == ["ok", "interrupted", "waiting"]
     assert capsys.readouterr().err.count("to go on, run the same command with out=s\n") == 1
     monkeypatch.setattr(FakeEngine, "async_generate", generate)
-    assert sweep("seed=1,2,3", "out=s") == evaluate.OK and statuses("s") == ["ok"] * 3
+    assert sweep("seed=1,2,3", "out=s") == run.OK and statuses("s") == ["ok"] * 3
     for name in ("0/outputs.jsonl", "1/outputs.jsonl", "2/outputs.jsonl", "sweep.json", "sweep.md", "1/metrics.json"):
         assert Path("s", name).read_bytes() == Path("whole", name).read_bytes()
     before, loaded = files(Path("s")), len(engines)
-    assert sweep("seed=1,2,3", "out=s") == evaluate.OK and len(engines) == loaded and files(Path("s")) == before
+    assert sweep("seed=1,2,3", "out=s") == run.OK and len(engines) == loaded and files(Path("s")) == before
 
 
 def test_folders_of_others_are_refused(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep("seed=1,2", "out=s") == evaluate.OK
+    assert sweep("seed=1,2", "out=s") == run.OK
     before = files(Path("s"))
-    assert sweep("seed=1,2,3", "out=s") == evaluate.USAGE
+    assert sweep("seed=1,2,3", "out=s") == run.USAGE
     said = capsys.readouterr().err
     assert "holds a sweep of 2 other points" in said and "point 2: none → seed=3" in said
-    assert sweep("seed=1,4", "out=s") == evaluate.USAGE and "point 1: seed=2 → seed=4" in capsys.readouterr().err
-    assert sweep("seed=1,2", "out=s", "sampling.top_p=0.5") == evaluate.USAGE, "the points themselves say no"
+    assert sweep("seed=1,4", "out=s") == run.USAGE and "point 1: seed=2 → seed=4" in capsys.readouterr().err
+    assert sweep("seed=1,2", "out=s", "sampling.top_p=0.5") == run.USAGE, "the points themselves say no"
     assert "sampling.top_p: 1.0 → 0.5" in capsys.readouterr().err and statuses("s") == ["refused", "refused"]
-    assert sweep("seed=1,2", "out=s") == evaluate.OK and files(Path("s")) == before
-    assert run.main(["eval", *WORDS, "view=quiet", "out=s"]) == evaluate.USAGE
+    assert sweep("seed=1,2", "out=s") == run.OK and files(Path("s")) == before
+    assert run.main(["eval", *WORDS, "view=quiet", "out=s"]) == run.USAGE
     assert "no manifest.json: it is not a run's" in capsys.readouterr().err
-    assert run.main(["eval", *WORDS, "view=quiet", "out=r"]) == evaluate.OK
-    assert sweep("seed=1,2", "out=r") == evaluate.USAGE and "it is not a sweep's" in capsys.readouterr().err
-    assert sweep("seed=1,2", "out='o${seed}'") == evaluate.USAGE
+    assert run.main(["eval", *WORDS, "view=quiet", "out=r"]) == run.OK
+    assert sweep("seed=1,2", "out=r") == run.USAGE and "it is not a sweep's" in capsys.readouterr().err
+    assert sweep("seed=1,2", "out='o${seed}'") == run.USAGE
     assert "one folder in common" in capsys.readouterr().err and not Path("o1").exists()
     with evaluate.RunFolder(Path("lone").absolute()):
-        assert sweep("seed=1,2", "out=lone") == evaluate.USAGE
+        assert sweep("seed=1,2", "out=lone") == run.USAGE
     assert "another run is writing" in capsys.readouterr().err
 
 
@@ -198,19 +195,13 @@ SWEEPS = [
 
 
 @pytest.mark.parametrize("words", SWEEPS, ids=[words[0] for words in SWEEPS])
-def test_points_are_what_hydra_composes(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies with values put in are equal to what composing each point anew gives."""
-    given = [*words, "hydra.sweep.dir=d"]
-    quick = points(parse(["-m", *given], "fengine eval"), EVAL)
-
-    def anew(self: Any, choice: Any) -> Any:
-        config = composing.compose(self.command, choice, self.schema)
-        return composing.job_of(config), config
-
-    monkeypatch.setattr(composing._Quick, "compose", anew)
-    slow = points(parse(["-m", *given], "fengine eval"), EVAL)
-    assert quick == slow and len(quick) == len(list(itertools.chain(quick))) > 1
-    assert len({point.directory for point in quick}) == len(quick)
+def test_points_are_what_hydra_composes(words: list[str]) -> None:
+    """Each point is what its own overrides give alone; every one has a directory of its own."""
+    found = points(parse(["-m", *words, "hydra.sweep.dir=d"], "fengine eval"), EVAL)
+    assert len({point.directory for point in found}) == len(found) > 1
+    for point in found:
+        (alone,) = points(parse(list(point.overrides), "fengine eval"), EVAL)
+        assert alone.config == point.config
 
 
 def test_wrong_values_of_a_sweep_are_explained() -> None:
@@ -272,9 +263,9 @@ def test_joblib_runs_points_in_processes(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).resolve().parent.parent))
     words = ["task=addition", "task.limit=4", "compile=none", "view=quiet", "sampling.temperature=0.9", "seed=1,2"]
     words += ["model.path=box,missing", "task.max_new_tokens=4", "model.device=cpu"]
-    assert run.main(["eval", "-m", *words, "out=one"]) == evaluate.USAGE
+    assert run.main(["eval", "-m", *words, "out=one"]) == run.USAGE
     apart = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    assert run.main(["eval", "-m", *words, "out=apart", *apart]) == evaluate.USAGE
+    assert run.main(["eval", "-m", *words, "out=apart", *apart]) == run.USAGE
     assert statuses("one") == statuses("apart") == ["ok", "refused", "ok", "refused"]
     for number in (0, 2):
         for name in ("outputs.jsonl", "metrics.json"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fengine.errors import ConfigError, InputFileError, UnsupportedFeatureError
-from fengine.eval.runs.words import parse
+from fengine.eval.cli.compose import parse
 from fengine.eval.tasks import rows as rows_file
 from fengine.eval.tasks.config import EVAL
 from fengine.eval.tasks.kinds import open_task
@@ -497,7 +497,7 @@ def test_a_yaml_chooses_among_values(tmp_path: Path, words: list[str]) -> None:
 def composed(*words: str) -> tuple[TaskConfig, Path]:
     """The task of a command line, and what its data is relative to."""
     pytest.importorskip("hydra")
-    from fengine.eval.runs.compose import points
+    from fengine.eval.cli.compose import points
 
     (point,) = points(parse(words, EVAL.program), EVAL)
     base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))

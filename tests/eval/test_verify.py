@@ -17,13 +17,13 @@ from eval_fakes import ROWS, FakeEngine, Run, fake_runs, next_float32, records, 
 from fengine import run
 from fengine.config import EngineConfig, check
 from fengine.errors import ConfigError, EngineDeadError, OutOfMemoryError
-from fengine.eval import evaluate
+from fengine.eval.cli.restore import restore
+from fengine.eval.cli.schema import flat
 from fengine.eval.commands import verify
 from fengine.eval.commands.layouts import LAYOUTS, Sizes, layout
 from fengine.eval.commands.verify import drawn
-from fengine.eval.runs.restore import restore
 from fengine.eval.tasks import manifest
-from fengine.eval.tasks.config import EVAL, EvalConfig, flat
+from fengine.eval.tasks.config import EVAL, EvalConfig
 from fengine.ops import linear
 
 FAKE = "verify.layouts=[permuted,alone,batch,chunks,pages,uncached]"  # a fake engine has neither cache nor pool
@@ -139,7 +139,7 @@ def test_a_part_of_the_rows(make: Run, capsys: Any) -> None:
 
 def test_failed_rows_are_left_out(make: Run, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 3, {"id": "s", "prompt": "sick", "answer": "x"})
-    make("a", code=evaluate.FAILED)
+    make("a", code=run.FAILED)
     assert run.main(["verify", "a", "verify.layouts=permuted"]) == 0 and verdict()["layouts"][0]["rows"] == 3
     write_rows(tmp_path / "rows.jsonl", 1, {"id": "s", "prompt": "later", "answer": "x"})
     make("b")
@@ -154,7 +154,7 @@ def test_failed_rows_are_left_out(make: Run, capsys: Any, tmp_path: Path, monkey
     said = capsys.readouterr().out
     assert "1 row could not be computed (row 's': ContextLengthError: too long)" in said and "not verified" in said
     write_rows(tmp_path / "rows.jsonl", 0, {"id": "s", "prompt": "sick", "answer": "x"})
-    make("c", code=evaluate.FAILED)
+    make("c", code=run.FAILED)
     assert (
         run.main(["verify", "c", "verify.layouts=permuted"]) == 1 and "nothing was compared" in capsys.readouterr().out
     )
@@ -320,7 +320,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "choice": ["task=multiple_choice", "task.limit=4"],
         "stories": ["task=stories", "task.limit=2"],
     }.items():
-        assert run.main(["eval", *common, *words, f"out={top / name}"]) == evaluate.OK
+        assert run.main(["eval", *common, *words, f"out={top / name}"]) == run.OK
     return top
 
 

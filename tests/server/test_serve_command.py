@@ -17,10 +17,10 @@ from serving import GET, GOOD, POST, STREAMED, Answer, Live, live, read, receive
 
 from fengine.api.engine import Engine
 from fengine.errors import ConfigError, MissingExtraError
-from fengine.eval.runs.compose import points
-from fengine.eval.runs.words import parse
-from fengine.server import command
-from fengine.server.config import SERVE, ServeConfig, ServerConfig, check
+from fengine.eval.cli.compose import parse, points
+from fengine.eval.commands import serve as command
+from fengine.eval.commands.serve import SERVE
+from fengine.server.config import ServeConfig, ServerConfig, check
 from fengine.server.responses import Events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +123,7 @@ def test_the_command_refuses_before_it_loads(capsys: Any, monkeypatch: pytest.Mo
             (["model.skip_tokenizer_init=true"], "a server speaks text"),
             (["-m", "serve.port=1,2"], "one configuration"),
         ):
-            assert command.main(words) == command.USAGE
+            assert command.main(words) == 2
             assert said in capsys.readouterr().err, words
 
 
@@ -140,7 +140,7 @@ def test_configuration() -> None:
     (point,) = points(parse([], SERVE.program), SERVE)
     assert point.config == ServerConfig() and check(ServerConfig()) == []
     (point,) = points(parse(['lora.paths=["sql=adapters/sql"]'], SERVE.program), SERVE)
-    assert point.config.lora.on and point.config.lora.named() == [("sql", "adapters/sql")]
+    assert point.config.engine.lora.on and point.config.lora.named() == [("sql", "adapters/sql")]
     text = (ROOT / "conf" / "serve.yaml").read_text()
     assert all(f"\n  {name}:" in text for name in ServeConfig.__dataclass_fields__)
     for name in ServeConfig.__dataclass_fields__:

@@ -3,20 +3,32 @@
 import dataclasses
 import importlib.util
 import itertools
+import os
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("hydra")
 
-from fengine.config import Dtype, Numerics, Policy
+from fengine.config import Dtype, EngineConfig, Numerics, Policy
 from fengine.errors import ConfigError
-from fengine.eval.runs.compose import conf_dir, inspect, load_config, points
-from fengine.eval.runs.config import RunConfig, SamplingConfig, View
-from fengine.eval.runs.words import CommandLine, parse
+from fengine.eval.cli import compose as composing
+from fengine.eval.cli.compose import conf_dir, inspect, is_inspection, parse
+from fengine.eval.cli.schema import Point, Schema
+from fengine.eval.runs.config import RUN, RunConfig, SamplingConfig, View
 
 FILES = sorted(p.relative_to(conf_dir()) for p in conf_dir().rglob("*.yaml"))
 OPTIONS = [(str(f.parent), f.stem) for f in FILES if len(f.parts) == 2 and f.parts[0] != "task"]  # that is of eval
+
+
+def points(command: Namespace, schema: Schema = RUN) -> list[Point]:
+    return composing.points(command, schema)
+
+
+def load_config(words: Sequence[str] = ()) -> RunConfig:
+    return points(parse(words))[0].config
 
 
 def compose(*words: str) -> list[RunConfig]:
@@ -72,16 +84,16 @@ def test_every_file_is_an_option() -> None:
 
 def test_default_files_list_every_key() -> None:
     """A reader of conf/ sees every key that exists."""
-    for f in dataclasses.fields(RunConfig):
-        if dataclasses.is_dataclass(f.type) and f.name != "model":
+    for f in [*dataclasses.fields(RunConfig), *dataclasses.fields(EngineConfig)]:
+        if dataclasses.is_dataclass(f.type) and f.name not in ("model", "engine"):
             text = (conf_dir() / f.name / "default.yaml").read_text()
             for key in dataclasses.fields(f.type):
                 assert f"\n{key.name}:" in f"\n{text}", (f.name, key.name)
 
 
 def test_the_model_in_the_box_is_the_default() -> None:
-    assert load_config(["model=llama"]).model.path == "box"
-    assert load_config(["model=qwen2.5-0.5b"]).model.path == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert load_config(["model=llama"]).engine.model.path == "box"
+    assert load_config(["model=qwen2.5-0.5b"]).engine.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def test_overrides_have_types() -> None:
@@ -90,8 +102,13 @@ def test_overrides_have_types() -> None:
         + ["sampling.stop=[a,'b c']", "sampling.stop_token_ids=[1,2]", "cache.page_size=4", "seed=7"]
     )
     assert config.sampling == SamplingConfig(temperature=0.8, stop=("a", "b c"), stop_token_ids=(1, 2))
-    assert (config.model.dtype, config.scheduler.policy) == (Dtype.bfloat16, Policy.lpm)
-    assert (config.numerics, config.view, config.cache.page_size, config.seed) == (Numerics.fast, View.plain, 4, 7)
+    assert (config.engine.model.dtype, config.engine.scheduler.policy) == (Dtype.bfloat16, Policy.lpm)
+    assert (config.engine.numerics, config.view, config.engine.cache.page_size, config.seed) == (
+        Numerics.fast,
+        View.plain,
+        4,
+        7,
+    )
 
 
 def test_engine_part_ignores_what_is_not_the_engines() -> None:
@@ -103,7 +120,7 @@ def test_engine_part_ignores_what_is_not_the_engines() -> None:
 
 def test_experiments() -> None:
     pressure = load_config(["experiment=pressure"])
-    assert (pressure.cache.max_total_tokens, pressure.sampling.temperature) == (1024, 0.0)
+    assert (pressure.engine.cache.max_total_tokens, pressure.sampling.temperature) == (1024, 0.0)
     swept = compose("-m", "experiment=temperatures")
     assert [(c.sampling.temperature, c.seed) for c in swept] == list(itertools.product([0, 0.5, 1.0], [1, 2]))
     assert len(compose("experiment=temperatures")) == 1
@@ -118,9 +135,9 @@ def test_a_users_directory(tmp_path: Path) -> None:
     )
     (tmp_path / "night.yaml").write_text("defaults:\n  - config\n  - _self_\nsampling:\n  top_k: 3\n")
     mine = ["--config-dir", str(tmp_path)]
-    assert compose(*mine, "model=mine")[0].model.path == "/models/mine"
+    assert compose(*mine, "model=mine")[0].engine.model.path == "/models/mine"
     exam = compose(*mine, "experiment=exam", "prompts=[a]")[0]
-    assert (exam.model.path, exam.seed, exam.prompts) == ("/models/mine", 5, ["a"])
+    assert (exam.engine.model.path, exam.seed, exam.prompts) == ("/models/mine", 5, ["a"])
     assert compose(*mine, "--config-name", "night")[0].sampling.top_k == 3
     assert "no such directory" in problem("--config-dir", str(tmp_path / "nope"))
 
@@ -142,7 +159,7 @@ def test_flags_may_stand_anywhere() -> None:
 
 
 def test_directories_do_not_collide() -> None:
-    found = {points(CommandLine())[0].directory for _ in range(3)}
+    found = {points(parse([]))[0].directory for _ in range(3)}
     assert len(found) == 3
 
 
@@ -190,12 +207,51 @@ MISTAKES = [
     ("max_errors=-1", "max_errors must be at least 0"),
     ("hydra.job.chdir=true", "fixed"),
     ("hydra/launcher=joblib", "fixed"),
+    ("~nosuch", "no key can be taken away"),
+    ("~model", "no key can be taken away"),
+    ("chat=5", "must be true or false"),
+    ("seed=range(1000000000)", "several values"),
+    (f"seed={'1' * 5000}", "cannot read the override"),
+    (f"seed={'[' * 3000}", "cannot read the override"),
+    (f"model={'x' * 5000}", "too long"),
+    (f"{'x' * 5000}=1", "too long"),
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[w for w, _ in MISTAKES])
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[w[:40] for w, _ in MISTAKES])
 def test_mistakes_are_named(words: str, expected: str) -> None:
     assert expected in problem(words)
+
+
+BOMB = "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefgh"))
+FILES_WITHOUT_END = {
+    "aliases that multiply": ("a: &a [1,2,3]\n" + BOMB + "prompts: *h\n", "more than 200,000 values"),
+    "an alias of itself": ("prompts: &x [*x]\n", "more than 200,000 values"),
+    "half a list": ("prompts: [\n", "cannot be read"),
+    "no text": ("\x00", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", FILES_WITHOUT_END)
+def test_files_that_cannot_be_read_are_told(name: str, tmp_path: Path) -> None:
+    text, expected = FILES_WITHOUT_END[name]
+    (tmp_path / "experiment").mkdir()
+    for path in ("experiment/x.yaml", "mine.yaml"):
+        (tmp_path / path).write_text(text)
+    for words in (["experiment=x"], ["--config-name", "mine"], ["-m", "seed=1,2", "experiment=x"]):
+        found = problem("--config-dir", str(tmp_path), *words)
+        assert expected in found and ".yaml" in found
+
+
+def test_a_named_pipe_is_no_config(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    os.mkfifo(tmp_path / "experiment" / "x.yaml")
+    assert "no option 'x'" in problem("--config-dir", str(tmp_path), "experiment=x")
+
+
+def test_sweeps_that_would_not_end_are_told() -> None:
+    assert "1,000,000 points" in problem("-m", "seed=range(1000000000)")
+    assert "must not be zero" in problem("-m", "seed=range(0,1,0)")
 
 
 def test_all_problems_at_once() -> None:
@@ -268,7 +324,7 @@ def test_code_in_files_is_refused(name: str, canary: Path, tmp_path: Path) -> No
     for words in (["experiment=x"], ["-m", "experiment=x,null"], ["--cfg", "all", "experiment=x"]):
         command = parse(["--config-dir", str(conf.parent), *words])
         with pytest.raises(ConfigError):
-            inspect(command) if command.inspect else points(command)
+            inspect(command, RUN) if is_inspection(command) else points(command)
         assert not canary.exists()
 
 

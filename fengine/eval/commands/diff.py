@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import ConfigError, StorageError
-from fengine.eval.commands import frame
-from fengine.eval.commands.frame import DIFFERS, OK
+from fengine.eval.cli import command
+from fengine.eval.cli.command import DIFFERS, OK
+from fengine.eval.cli.figures import count, place
 from fengine.eval.records.compare import Comparison, compare, edges
 from fengine.eval.records.records import Records, pairs_of, runs_of
 from fengine.eval.records.texts import row_lines
-from fengine.eval.runs.figures import count, place
 from fengine.eval.tasks.manifest import differences
 
 USAGE = """
@@ -30,11 +30,11 @@ KEPT = 100  # differing rows in the JSON
 
 
 def main(argv: Sequence[str]) -> int:
-    return frame.run(USAGE, argv, _work)
+    return command.run(USAGE, argv, _work)
 
 
 def _work(argv: Sequence[str]) -> int:
-    words = frame.parse(argv, {"show": frame.whole(0, 10_000)}, ["--json"])
+    words = command.parse(argv, {"show": command.whole(0, 10_000)}, ["--json"])
     if len(words.places) != 2:
         raise ConfigError(f"fengine diff takes two run folders, got {len(words.places)}; see fengine diff --help")
     a, b = (Path(word) for word in words.places)
@@ -46,10 +46,10 @@ def _work(argv: Sequence[str]) -> int:
             if "--json" in words.flags:
                 told.append(as_dict(mine, its, found))
             else:
-                frame.say(*lines(mine, its, found, show))
+                command.say(*lines(mine, its, found, show))
             return OK if found.same and not mine.damaged and not its.damaged else DIFFERS
 
-    code = frame.each(list(pairs), differ)
+    code = command.each(list(pairs), differ)
     if told:
         print(json.dumps(told[0] if len(pairs) == 1 else {"points": told}, allow_nan=False))
     return code

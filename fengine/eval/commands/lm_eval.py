@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fengine.errors import MissingExtraError
-from fengine.eval.commands import frame
+from fengine.eval.cli import command
 
 USAGE = """
 fengine lm-eval run --model fengine --model_args pretrained=MODEL,... --tasks NAMES ...
@@ -22,7 +22,7 @@ model_args are the arguments of fengine.eval.harness.lm_eval_model.FengineLM and
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the words behind `fengine lm-eval` (default: those of this process) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return frame.run(USAGE, words[:1], lambda _: evaluate(words))
+    return command.run(USAGE, words[:1], lambda _: evaluate(words))
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def evaluate(words: Sequence[str]) -> int:
     cli_evaluate = load()
     sys.argv = ["lm-eval", *words]  # where lm-eval reads them
     cli_evaluate()
-    return frame.OK
+    return command.OK
 
 
 def load() -> Callable[[], None]:

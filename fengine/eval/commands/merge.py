@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 import yaml
 
 from fengine.errors import InputFileError, ResumeMismatchError, StorageError
-from fengine.eval.commands.frame import DIFFERS, OK, parse, run
+from fengine.eval.cli.command import DIFFERS, OK, parse, run
+from fengine.eval.cli.figures import count, place
+from fengine.eval.cli.restore import restore
 from fengine.eval.records.records import read_manifest, runs_of
-from fengine.eval.runs.figures import count, place
-from fengine.eval.runs.restore import restore
 from fengine.eval.tasks import digests, manifest
 from fengine.eval.tasks.config import EVAL, parse_shard
 from fengine.eval.tasks.finish import METRICS, finish, read_metrics

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fengine.errors import ConfigError
-from fengine.eval.commands import frame
-from fengine.eval.commands.frame import OK
+from fengine.eval.cli import command
+from fengine.eval.cli.command import OK
+from fengine.eval.cli.figures import place
 from fengine.eval.records.records import runs_of
 from fengine.eval.report.assemble import report_data
 from fengine.eval.report.page import page
-from fengine.eval.runs.figures import place
 
 USAGE = """
 Usage: fengine report RUN_OR_SWEEP [RUN_B] [out=FILE] [rows=1000] [megabytes=5]
@@ -28,12 +28,12 @@ Exit codes: 0 written   2 usage, a folder that is no run's, or a file that canno
 
 
 def main(argv: Sequence[str]) -> int:
-    return frame.run(USAGE, argv, _work)
+    return command.run(USAGE, argv, _work)
 
 
 def _work(argv: Sequence[str]) -> int:
-    options = {"out": _file, "rows": frame.whole(0, 100_000), "megabytes": frame.number(0.5, 500)}
-    words = frame.parse(argv, options)
+    options = {"out": _file, "rows": command.whole(0, 100_000), "megabytes": command.number(0.5, 500)}
+    words = command.parse(argv, options)
     if len(words.places) not in (1, 2):
         raise ConfigError(f"fengine report takes one folder or two, got {len(words.places)}; see fengine report --help")
     folders = [Path(word) for word in words.places]
@@ -45,7 +45,7 @@ def _work(argv: Sequence[str]) -> int:
         folders, most_rows=words.options.get("rows", 1000), megabytes=words.options.get("megabytes", 5.0)
     )
     content = page(data)
-    frame.write_file(out, content)
+    command.write_file(out, content)
     print(f"{place(str(out))}: {len(content) / 1e6:.1f} MB; open it in a browser")
     return OK
 

@@ -8,14 +8,13 @@ from typing import Any
 
 from fengine.errors import ConfigError, ResumeMismatchError, StorageError
 from fengine.eval import evaluate
-from fengine.eval.commands import frame
-from fengine.eval.commands.frame import DIFFERS, OK
+from fengine.eval.cli import command, view
+from fengine.eval.cli.command import DIFFERS, OK
+from fengine.eval.cli.engines import EngineCache, open_engine
+from fengine.eval.cli.figures import place
+from fengine.eval.cli.restore import restore
+from fengine.eval.cli.schema import Point
 from fengine.eval.records.records import read_manifest, read_object, runs_of
-from fengine.eval.runs import view
-from fengine.eval.runs.config import Point
-from fengine.eval.runs.engines import EngineCache, open_engine
-from fengine.eval.runs.figures import place
-from fengine.eval.runs.restore import restore
 from fengine.eval.tasks import manifest
 from fengine.eval.tasks.config import EVAL, parse_shard
 from fengine.eval.tasks.folder import MANIFEST
@@ -42,11 +41,11 @@ DECISIVE = ("input", "model", "task")  # parts of the identity without which it 
 
 
 def main(argv: Sequence[str]) -> int:
-    return frame.run(USAGE, argv, _work)
+    return command.run(USAGE, argv, _work)
 
 
 def _work(argv: Sequence[str]) -> int:
-    words = frame.parse(argv, {"rerun.changed": frame.switch}, overrides=True)
+    words = command.parse(argv, {"rerun.changed": command.switch}, overrides=True)
     if len(words.places) != 1:
         raise ConfigError(f"fengine rerun takes one run folder, got {len(words.places)}; see fengine rerun --help")
     folders, home = runs_of(Path(words.places[0])), _home(words.overrides)
@@ -55,7 +54,7 @@ def _work(argv: Sequence[str]) -> int:
         def again(folder: Path) -> int:
             return _again(folder, home if len(folders) == 1 else home / folder.name, words, engines, argv)
 
-        return frame.each(folders, again, engines.close)
+        return command.each(folders, again, engines.close)
 
 
 def _home(overrides: Sequence[str]) -> Path:
@@ -66,7 +65,7 @@ def _home(overrides: Sequence[str]) -> Path:
     return Path("runs", f"{now:%Y-%m-%d}", f"{now:%H-%M-%S-%f}_{os.getpid()}").absolute()
 
 
-def _again(folder: Path, own: Path, words: frame.Words, engines: EngineCache, argv: Sequence[str]) -> int:
+def _again(folder: Path, own: Path, words: command.Arguments, engines: EngineCache, argv: Sequence[str]) -> int:
     """One run. Errors: FengineError, with nothing computed."""
     if own.resolve() == folder.resolve():
         raise StorageError(f"out={own} is the run itself; choose another folder")
@@ -128,10 +127,10 @@ def _verdict(old: dict[str, Any], new: dict[str, Any], folder: Path, own: Path) 
     wanted, got = (old.get("result") or {}).get("outputs_sha256"), new["result"]["outputs_sha256"]
     there, here = place(str(folder)), place(str(own))
     if wanted == got:
-        frame.say(f"outputs.jsonl is byte-identical to that of {there} (sha256 {got})")
+        command.say(f"outputs.jsonl is byte-identical to that of {there} (sha256 {got})")
         return OK
     if wanted is None:
-        frame.say(f"{there} has not come to its end; fengine diff {there} {here} compares what it has")
+        command.say(f"{there} has not come to its end; fengine diff {there} {here} compares what it has")
     else:
-        frame.say(f"outputs.jsonl differs from that of {there}; see fengine diff {there} {here}")
+        command.say(f"outputs.jsonl differs from that of {there}; see fengine diff {there} {here}")
     return DIFFERS

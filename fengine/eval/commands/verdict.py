@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fengine.config import Algorithm
+from fengine.eval.cli.figures import count, duration
 from fengine.eval.commands.layouts import LAYOUTS, Layout
 from fengine.eval.commands.replay import Found
 from fengine.eval.records.compare import RowDifference
-from fengine.eval.runs.figures import count, duration
 
 IDENTICAL, DIFFERS, FAILED = "identical", "differs", "not computed"
 COUNTERS: tuple[str, ...] = ("preemptions", "draft_tokens", "correct_draft_tokens")

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, ResumeMismatchError
-from fengine.eval.commands import frame
-from fengine.eval.commands.frame import DIFFERS, OK
+from fengine.eval.cli import command
+from fengine.eval.cli.command import DIFFERS, OK
+from fengine.eval.cli.engines import EngineCache, model_directory, open_engine
+from fengine.eval.cli.figures import count, place
+from fengine.eval.cli.restore import restore
 from fengine.eval.commands.layouts import LAYOUTS, Layout, layout, ordered, sizes_of
 from fengine.eval.commands.replay import Case, Found, replay
 from fengine.eval.commands.verdict import COUNTERS, LayoutVerdict, judged, whole
 from fengine.eval.evaluate import now
 from fengine.eval.records.records import Records, runs_of
 from fengine.eval.records.texts import row_lines
-from fengine.eval.runs.engines import EngineCache, model_directory, open_engine
-from fengine.eval.runs.figures import count, place
-from fengine.eval.runs.restore import restore
 from fengine.eval.tasks import digests, machine, manifest
 from fengine.eval.tasks.config import EVAL, EvalConfig
 from fengine.eval.tasks.kinds import open_task
@@ -46,9 +46,9 @@ penalties or min_new_tokens are left out and counted. Layouts from "warm" on run
 Exit codes: 0 identical   1 it differs, or could not be computed   2 usage, or another checkpoint   130 interrupted
 """
 OPTIONS = {
-    "verify.fraction": frame.number(0, 1, above=True),
-    "verify.seed": frame.whole(0, 2**63 - 1),
-    "verify.layouts": frame.names(list(LAYOUTS)),
+    "verify.fraction": command.number(0, 1, above=True),
+    "verify.seed": command.whole(0, 2**63 - 1),
+    "verify.layouts": command.names(list(LAYOUTS)),
     "out": Path,
 }
 CHANGES = ("model.path", "model.tokenizer_path", "model.device")  # where things are; not what they are
@@ -56,11 +56,11 @@ LEGITIMATE = "not the run's, so that bits may differ legitimately"
 
 
 def main(argv: Sequence[str]) -> int:
-    return frame.run(USAGE, argv, _work)
+    return command.run(USAGE, argv, _work)
 
 
 def _work(argv: Sequence[str]) -> int:
-    words = frame.parse(argv, OPTIONS, overrides=True)
+    words = command.parse(argv, OPTIONS, overrides=True)
     if len(words.places) != 1:
         raise ConfigError(f"fengine verify takes one run folder, got {len(words.places)}; see fengine verify --help")
     strange = [word for word in words.overrides if word.partition("=")[0] not in CHANGES]
@@ -75,18 +75,18 @@ def _work(argv: Sequence[str]) -> int:
             with Records(folder) as records:
                 return Verification(records, words, engines).run()
 
-        return frame.each(folders, verify, engines.close)
+        return command.each(folders, verify, engines.close)
 
 
 class Verification:
     """One run under verification. Modified by `run`."""
 
-    def __init__(self, records: Records, words: frame.Words, engines: EngineCache) -> None:
+    def __init__(self, records: Records, words: command.Arguments, engines: EngineCache) -> None:
         """Errors: FengineError for what cannot be verified, before an engine is opened."""
         options = words.options
         self.records, self.engines = records, engines
         self.out: Path = options.get("out", records.folder / "verify.json")
-        frame.check_writable(self.out)
+        command.check_writable(self.out)
         self.config: EvalConfig = restore(records.identity["config"], words.overrides, EVAL)
         self.names = ordered(options.get("verify.layouts", list(LAYOUTS)))
         self.fraction, self.seed = options.get("verify.fraction", 1.0), options.get("verify.seed", 0)
@@ -100,18 +100,18 @@ class Verification:
     def run(self) -> int:
         """Every layout; shows and writes the verdict. Returns the exit code. Errors: FengineError."""
         drawn = "" if len(self.numbers) == len(self.records) else f" of {len(self.records):,}, drawn by verify.seed"
-        frame.say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{drawn}")
+        command.say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{drawn}")
         for note in self.notes:
-            frame.say(f"note: {note}")
+            command.say(f"note: {note}")
         started = now()
         for name in self.names:
             self.rows.append(self._layout(name))
-            frame.say(self.rows[-1].line())
+            command.say(self.rows[-1].line())
             if self.rows[-1].found.first is not None:
-                frame.say(*row_lines(self.rows[-1].found.first, ("recorded", "computed")))
+                command.say(*row_lines(self.rows[-1].found.first, ("recorded", "computed")))
         verdict, good = whole(self.rows, self.records.damaged)
-        frame.write_json(self.out, self.as_dict(verdict, good, started))
-        frame.say(f"verdict: {verdict}; in {place(str(self.out))}")
+        command.write_json(self.out, self.as_dict(verdict, good, started))
+        command.say(f"verdict: {verdict}; in {place(str(self.out))}")
         return OK if good else DIFFERS
 
     def as_dict(self, verdict: str, good: bool, started: str) -> dict[str, Any]:
@@ -189,14 +189,14 @@ class Verification:
     def _other_code(self) -> list[str]:
         """Versions and code that are not the run's. Errors: ResumeMismatchError for another checkpoint."""
         old, told = self.records.identity, []
-        known, new = old.get("model") or {}, digests.model_digests(self.config.model)
+        known, new = old.get("model") or {}, digests.model_digests(self.config.engine.model)
         for part in ("files", "tokenizer_files"):
             if part in known and part in new:
                 self._refuse_other_files(known[part], new[part])
         for name, value in (("versions", manifest.versions()), ("code_sha256", manifest.code_digest())):
             told += [f"{line}: {LEGITIMATE}" for line in manifest.differences(old.get(name), value, name)]
-        if self.config.numerics.value != "exact":
-            told.append(f"numerics={self.config.numerics.value} makes no promise: bits may differ legitimately")
+        if self.config.engine.numerics.value != "exact":
+            told.append(f"numerics={self.config.engine.numerics.value} makes no promise: bits may differ legitimately")
         return told
 
     def _refuse_other_files(self, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class Verification:
         if lines:
             more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
             raise ResumeMismatchError(
-                f"{self.config.model.path} is not the checkpoint of {self.records.folder} (recorded → now):\n"
+                f"{self.config.engine.model.path} is not the checkpoint of {self.records.folder} (recorded → now):\n"
                 + "\n".join(f"  {line}" for line in lines[:10])
                 + f"{more}\nput it back, or name the place where it is now with model.path=DIR"
             )
@@ -215,12 +215,12 @@ class Verification:
             return
         files = self.in_force.get("model_files")
         if files is not None:
-            self._refuse_other_files(files, digests.file_digests(model_directory(self.config.model)))
+            self._refuse_other_files(files, digests.file_digests(model_directory(self.config.engine.model)))
         here = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
         lines = manifest.differences(self.in_force.get("hardware"), here["hardware"], "hardware")
         for line in lines if self.in_force else ():
             self.notes.append(f"{line}: {LEGITIMATE}")
-            frame.say(f"note: {self.notes[-1]}")
+            command.say(f"note: {self.notes[-1]}")
         known = self.in_force.get("max_input")
         self.case = Case(self.records, self.config, known if type(known) is int else here["max_input"])
 

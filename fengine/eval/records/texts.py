@@ -1,7 +1,7 @@
 """Differences of rows as lines for readers. Pure; no torch."""
 
+from fengine.eval.cli.figures import one_line
 from fengine.eval.records.compare import Divergence, RowDifference, Side
-from fengine.eval.runs.figures import one_line
 
 
 def row_lines(found: RowDifference, names: tuple[str, str]) -> list[str]:

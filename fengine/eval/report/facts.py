@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import StorageError
+from fengine.eval.cli.figures import place
 from fengine.eval.records.records import Records, read_object
 from fengine.eval.report.plain import cut, mapping, number, plain, scalar, told
 from fengine.eval.report.rows import Seen
-from fengine.eval.runs.figures import place
 from fengine.eval.tasks.finish import METRICS
 from fengine.eval.tasks.manifest import differences
 from fengine.eval.tasks.statistics import CONFIDENT

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import FengineError
+from fengine.eval.cli.figures import place
 from fengine.eval.records.lines import id_key
 from fengine.eval.records.records import Records
 from fengine.eval.report.facts import figures
 from fengine.eval.report.plain import cut, mapping, number, scalar, told
 from fengine.eval.report.rows import Seen, survey
-from fengine.eval.runs.figures import place
 from fengine.eval.tasks.finish import METRICS
 from fengine.eval.tasks.statistics import paired
 from fengine.eval.tasks.task import Scores

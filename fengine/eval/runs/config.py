@@ -1,24 +1,14 @@
 """The schema of a run: `RunConfig`, whose defaults `conf/` repeats for readers, and `check`. No torch, no Hydra."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from fengine import config as engine_config
-from fengine.config import (
-    CacheConfig,
-    CompileConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    Numerics,
-    SchedulerConfig,
-    SpeculationConfig,
-)
+from fengine.config import EngineConfig
 from fengine.core.request import SamplingParams
 from fengine.errors import FengineError
+from fengine.eval.cli.schema import Schema
 from fengine.tokenizer.stop_regex import compile_patterns
 
 
@@ -67,15 +57,9 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One job: prompts in, records out. The first six fields are the engine's; two runs with equal ones share it."""
+    """One job: prompts in, records out. Two runs with equal `engine` share one; users write its sections at the top."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    numerics: Numerics = Numerics.exact
+    engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompts: Any = None  # None: built in; a list of prompts; or the name of a .txt or .jsonl file
     chat: bool = False
@@ -87,59 +71,10 @@ class RunConfig:
     show: int = 32
     view: View = View.auto
 
-    @property
-    def engine(self) -> EngineConfig:
-        """The part that an engine is built from. The run's seed is not in it: each row brings its own."""
-        return EngineConfig(
-            model=self.model,
-            cache=self.cache,
-            scheduler=self.scheduler,
-            compile=self.compile,
-            speculation=self.speculation,
-            lora=self.lora,
-            numerics=self.numerics,
-        )
-
-
-@dataclass(frozen=True)
-class Point:
-    """One job: a checked config, and the directory that is its own (not made yet)."""
-
-    config: Any  # of the command's schema: RunConfig, or another that has `engine`, `out` and `view`
-    directory: Path
-    swept: tuple[str, ...] = ()  # the overrides that tell this point from its neighbours
-    files: tuple[tuple[str, str], ...] = ()  # (path in the directory, text): what was composed, to be kept
-    overrides: tuple[str, ...] = ()  # all that were given
-    choices: tuple[tuple[str, str], ...] = ()  # (group, option chosen)
-    search: tuple[Path, ...] = ()  # the directories of configs, in the order in which they are searched
-    launcher: str = "basic"  # Hydra's launcher
-
-
-@dataclass(frozen=True)
-class BadPoint:
-    """One point of a sweep whose config is refused."""
-
-    swept: tuple[str, ...]
-    message: str
-
-
-@dataclass(frozen=True)
-class Schema:
-    """What a command composes: the dataclass of its config, the name of its primary YAML, and what checks a value."""
-
-    kind: type
-    primary: str
-    store: str  # the name by which the primary YAML has the dataclass in its defaults
-    check: Callable[[Any], list[str]]
-    program: str = "fengine"
-    one_file: bool = True  # `out` names one file, which several points of a sweep cannot share
-    launchers: bool = False  # whether Hydra's launchers may run the points of a sweep
-    each_alone: bool = False  # whether a point that cannot be composed is a BadPoint, rather than the end of the sweep
-
 
 def check(config: RunConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
-    problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.lora)
+    problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.engine.lora)
     try:
         compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
     except FengineError as error:
@@ -156,7 +91,7 @@ def check(config: RunConfig) -> list[str]:
         problems.append(f"prompts must be a list or a file's name, got {config.prompts!r}")
     if config.prompts in ("", []):
         problems.append("prompts is empty; leave it out to run the built-in prompts")
-    if config.chat and config.model.skip_tokenizer_init:
+    if config.chat and config.engine.model.skip_tokenizer_init:
         problems.append("chat=true needs a tokenizer: set model.skip_tokenizer_init=false")
     return problems
 

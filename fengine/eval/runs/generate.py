@@ -14,12 +14,12 @@ from typing import Any
 
 from fengine.core.request import derive_seed
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError, InputFileError
+from fengine.eval.cli.figures import Shown, Summary, count
+from fengine.eval.cli.view import STREAMED_ROWS, QuietView
 from fengine.eval.runs import builtin
 from fengine.eval.runs.config import RunConfig
-from fengine.eval.runs.figures import Shown, Summary, count
 from fengine.eval.runs.meter import Meter
 from fengine.eval.runs.prompts import BadRow, OutputWriter, PromptRow, Row, error_record, read_prompts, result_record
-from fengine.eval.runs.view import STREAMED_ROWS, QuietView
 
 WINDOW = 4  # rows in flight for each row that can run at once: the oldest may be long, and the others wait for it
 MAX_COUNTED_BYTES = 256 << 20  # a longer file is not read twice for the sake of a progress bar

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fengine.eval.runs.figures import Progress, Shown, Summary
+from fengine.eval.cli.figures import Progress, Shown, Summary
 
 RATE_SECONDS = 2.0  # over which the live rates are taken
 MIN_SECONDS = 0.25  # shorter spans give no rate

@@ -1,24 +1,15 @@
 """The schema of an evaluation run: `EvalConfig`, whose defaults `conf/eval.yaml` repeats for readers. No torch."""
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from fengine import config as engine_config
-from fengine.config import (
-    CacheConfig,
-    CompileConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    Numerics,
-    SchedulerConfig,
-    SpeculationConfig,
-)
+from fengine.config import EngineConfig
 from fengine.core.sampling_params import SamplingParams
 from fengine.errors import ConfigError, FengineError
-from fengine.eval.runs.config import SamplingConfig, Schema, View
+from fengine.eval.cli.schema import Schema
+from fengine.eval.runs.config import SamplingConfig, View
 from fengine.eval.tasks import task_config
 from fengine.eval.tasks.task_config import TaskConfig
 from fengine.tokenizer.stop_regex import compile_patterns
@@ -56,15 +47,9 @@ class ResumeConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """One evaluation: a task's rows through a model. The first six fields are the engine's."""
+    """One evaluation: a task's rows through a model."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    compile: CompileConfig = field(default_factory=CompileConfig)
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    numerics: Numerics = Numerics.exact
+    engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     seed: int = 0
@@ -79,19 +64,6 @@ class EvalConfig:
     show: int = 3
     view: View = View.auto
 
-    @property
-    def engine(self) -> EngineConfig:
-        """The part that an engine is built from. The run's seed is not in it: each row brings its own."""
-        return EngineConfig(
-            model=self.model,
-            cache=self.cache,
-            scheduler=self.scheduler,
-            compile=self.compile,
-            speculation=self.speculation,
-            lora=self.lora,
-            numerics=self.numerics,
-        )
-
 
 # What may change between the parts of one run, since no result depends on it and it names no other experiment.
 FREE = ("out", "resume", "journal", "trace", "max_errors", "show", "view")
@@ -100,7 +72,7 @@ FREE = ("out", "resume", "journal", "trace", "max_errors", "show", "view")
 def check(config: EvalConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
     problems = engine_config.check(config.engine) + task_config.check(config.task)
-    problems += engine_config.check_adapter(config.adapter, config.lora)
+    problems += engine_config.check_adapter(config.adapter, config.engine.lora)
     try:
         compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
     except FengineError as error:
@@ -123,9 +95,9 @@ def check(config: EvalConfig) -> list[str]:
         problems.append(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {config.top_logprobs}")
     if config.out is not None and not config.out.strip():
         problems.append("out must name a folder; leave it out for a new one below runs/")
-    if config.model.skip_tokenizer_init:
+    if config.engine.model.skip_tokenizer_init:
         problems.append("an evaluation needs texts: set model.skip_tokenizer_init=false")
-    if config.model.is_embedding:
+    if config.engine.model.is_embedding:
         problems.append("an evaluation needs a model that generates: set model.is_embedding=false")
     return problems
 
@@ -141,20 +113,4 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
     return number - 1, count
 
 
-def flat(config: Any) -> dict[str, Any]:
-    """A config dataclass as {"section.key": plain JSON value}. Pure."""
-    return dict(_flatten(asdict(config), ""))
-
-
-def _flatten(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found += _flatten(value, f"{prefix}{key}.")
-        else:
-            plain = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
-            found.append((f"{prefix}{key}", plain))
-    return found
-
-
-EVAL = Schema(EvalConfig, "eval", "eval_schema", check, "fengine eval", one_file=False, launchers=True, each_alone=True)
+EVAL = Schema(EvalConfig, "eval", "eval_schema", check, "fengine eval", one_file=False, launchers=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.errors import InputFileError, StorageError
-from fengine.eval.runs.figures import Shown, count
+from fengine.eval.cli.figures import Shown, count
+from fengine.eval.cli.view import QuietView
 from fengine.eval.runs.generate import TICK_SECONDS, WINDOW
 from fengine.eval.runs.meter import Meter
-from fengine.eval.runs.view import QuietView
 from fengine.eval.tasks.answering import FATAL, answer_row, error_record, line_of
 from fengine.eval.tasks.asking import Asker
 from fengine.eval.tasks.config import EvalConfig

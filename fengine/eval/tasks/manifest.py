@@ -16,9 +16,9 @@ from typing import Any
 import fengine
 from fengine.config import EngineConfig
 from fengine.errors import ResumeMismatchError, StorageError
-from fengine.eval.runs.config import Point
+from fengine.eval.cli.schema import Point, flat
 from fengine.eval.tasks import machine
-from fengine.eval.tasks.config import FREE, EvalConfig, flat
+from fengine.eval.tasks.config import FREE, EvalConfig
 from fengine.eval.tasks.digests import adapter_digests, canonical, code_digest, model_digests
 from fengine.eval.tasks.resume import Survey
 from fengine.eval.tasks.task import Task
@@ -26,7 +26,7 @@ from fengine.eval.tasks.task import Task
 SCHEMA = 1
 CODE = ("code_sha256: ", "versions.fengine: ")  # lines of `differences` about fengine's own sources
 SEED_PLAN = "the first 8 bytes of SHA-256 of the JSON [run seed, row id, sample index], big-endian, shifted right by 1"
-COMPUTING = ("torch", "triton", "transformers", "tokenizers", "numpy")
+COMPUTING = ("torch", "triton", "tokenizers", "numpy")
 # What a process's environment says to the libraries that compute. Values of other variables are nobody's business.
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "CC")
 PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TRITON_", "NVIDIA_TF32", "FENGINE_")
@@ -54,8 +54,8 @@ def identity(config: EvalConfig, task: Task, rows: Survey) -> dict[str, Any]:
         "seeds": {"run_seed": config.seed, "plan": SEED_PLAN},
         "versions": versions(),
         "code_sha256": code_digest(),
-        "model": model_digests(config.model),
-        **({"adapters": adapter_digests(config.lora)} if config.lora.paths else {}),
+        "model": model_digests(config.engine.model),
+        **({"adapters": adapter_digests(config.engine.lora)} if config.engine.lora.paths else {}),
     }
 
 
@@ -92,12 +92,13 @@ def refuse_differences(
 
 
 def differences(found: Any, wanted: Any, name: str = "") -> list[str]:
-    """Lines "key: old → new", for every leaf in which two mappings differ, but the digest of the config. Pure."""
+    """Lines "key: old → new", for every leaf in which two mappings differ, but the digest of the config and
+    versions of packages that compute nothing. Pure."""
     if not isinstance(found, dict) or not isinstance(wanted, dict):
         return [] if found == wanted else [f"{name}: {_short(found)} → {_short(wanted)}"]
     lines = []
     for key in [*found, *(key for key in wanted if key not in found)]:
-        if key != "config_sha256":
+        if key != "config_sha256" and (name != "versions" or key in ("fengine", *COMPUTING)):
             inner = key if name in ("", "config") else f"{name}.{key}"
             lines += differences(found.get(key), wanted.get(key), inner)
     return lines

@@ -6,17 +6,17 @@ same command with the same folder goes on with the whole sweep.
 
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fengine.errors import ConfigError, FengineError
-from fengine.eval.runs import view
-from fengine.eval.runs.config import BadPoint, Point
-from fengine.eval.runs.engines import EngineCache, report
-from fengine.eval.runs.figures import count, place
-from fengine.eval.runs.launch import launch
-from fengine.eval.runs.words import CommandLine
+from fengine.eval.cli import view
+from fengine.eval.cli.engines import EngineCache, report
+from fengine.eval.cli.figures import count, place
+from fengine.eval.cli.launch import launch
+from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.tasks.config import EVAL
 from fengine.eval.tasks.sweep import TABLE, Sweep, SweepFolder, home_of
 
@@ -29,7 +29,7 @@ def how_to_go_on(folder: Path) -> str:
 
 
 def run_sweep(
-    command: CommandLine,
+    command: Namespace,
     jobs: Sequence[Point | BadPoint],
     engines: EngineCache,
     run: Run,
@@ -92,7 +92,7 @@ def guarded(point: Point, engines: EngineCache, run: Run, screen: view.QuietView
 
 
 def _launched(
-    command: CommandLine,
+    command: Namespace,
     jobs: Sequence[Point | BadPoint],
     sweep: Sweep,
     screen: view.QuietView,

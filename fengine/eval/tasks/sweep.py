@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import ResumeMismatchError, StorageError
-from fengine.eval.runs.config import BadPoint, Point
+from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.tasks.finish import METRICS
 from fengine.eval.tasks.folder import LOCK, RunFolder, read_if_there
 

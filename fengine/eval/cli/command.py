@@ -1,12 +1,13 @@
-"""What the verbs of `fengine` share: their words, their help, their exit codes. No torch.
+"""What the commands of `fengine` share: how they end, their help, their arguments. No torch.
 
-A verb is a module with `main(argv) -> exit code`, which `run.py` lists in VERBS; its `main` is one call of `run` here.
+A command is a module with `main(argv) -> exit code`, which `run.py` lists in COMMANDS.
 """
 
 import difflib
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, StorageError
-from fengine.eval.runs.engines import report
-from fengine.eval.runs.figures import clean
+from fengine.eval.cli import compose
+from fengine.eval.cli.engines import report
+from fengine.eval.cli.figures import clean
+from fengine.eval.cli.schema import Schema
 
-OK, DIFFERS, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+DIFFERS = FAILED  # of commands that compare
 
 
 @dataclass(frozen=True)
-class Words:
-    """A verb's words in order of kind: places (folders, files), key=value, overrides (keys that the verb passes on)."""
+class Arguments:
+    """A command's arguments by kind: places (folders, files), key=value, overrides (keys that it passes on)."""
 
     places: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
@@ -30,26 +34,43 @@ class Words:
     overrides: tuple[str, ...] = ()
 
 
-def run(usage: str, argv: Sequence[str], work: Callable[[Sequence[str]], int]) -> int:
-    """`work(argv)`, its errors told and turned into exit codes; `--help` prints `usage` instead."""
+def ended(work: Callable[[], int], program: str = "fengine") -> int:
+    """`work()`, its errors told and turned into exit codes."""
     try:
-        if "-h" in argv or "--help" in argv:
-            print(usage.strip(), flush=True)
-            return OK
-        return work(argv)
+        return work()
     except KeyboardInterrupt:
-        print("fengine: interrupted", file=sys.stderr)
+        print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except FengineError as error:
         return _told(error)
     except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DIFFERS
+        return FAILED
+
+
+def run(usage: str, argv: Sequence[str], work: Callable[[Sequence[str]], int]) -> int:
+    """A command with arguments of its own; `--help` prints `usage` instead."""
+    if "-h" in argv or "--help" in argv:
+        return ended(lambda: print(usage.strip(), flush=True) or OK)
+    return ended(lambda: work(argv))
+
+
+def composed(argv: Sequence[str] | None, schema: Schema, work: Callable[[Namespace], int]) -> int:
+    """A command whose arguments (default: those of this process) Hydra reads; it answers --help and its kin itself."""
+
+    def read() -> int:
+        given = compose.parse(sys.argv[1:] if argv is None else argv, schema.program)
+        if not compose.is_inspection(given):
+            return work(given)
+        compose.inspect(given, schema)
+        return OK
+
+    return ended(read, schema.program)
 
 
 def _told(error: FengineError) -> int:
     report(error)
-    return DIFFERS if isinstance(error, (EngineDeadError, EngineClosedError)) else USAGE
+    return FAILED if isinstance(error, (EngineDeadError, EngineClosedError)) else USAGE
 
 
 def each(runs: Sequence[Path], work: Callable[[Path], int], recover: Callable[[], None] = lambda: None) -> int:
@@ -81,7 +102,7 @@ def parse(
     options: Mapping[str, Callable[[str], Any]] | None = None,
     flags: Sequence[str] = (),
     overrides: bool = False,
-) -> Words:
+) -> Arguments:
     """Sorts words. `options` maps a key to what reads its value (ValueError: its text says what is allowed). With
     `overrides`, other key=value words are kept as they are. A word with "=" that is a path is a place.
 
@@ -102,7 +123,7 @@ def parse(
             others.append(word)
         elif word not in flags:
             places.append(word)
-    return Words(tuple(places), found, frozenset(w for w in argv if w in flags), tuple(others))
+    return Arguments(tuple(places), found, frozenset(w for w in argv if w in flags), tuple(others))
 
 
 def _read(reader: Callable[[str], Any], key: str, value: str) -> Any:
@@ -115,7 +136,7 @@ def _read(reader: Callable[[str], Any], key: str, value: str) -> Any:
 def _unknown(word: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"there {'are' if len(known) > 1 else 'is'} {', '.join(known)}"
-    return f"unknown word {word}; {hint if known else 'this verb takes no key=value'}"
+    return f"unknown word {word}; {hint if known else 'this command takes no key=value'}"
 
 
 def say(*lines: str) -> None:

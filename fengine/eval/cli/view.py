@@ -18,8 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fengine.eval.runs.config import View
-from fengine.eval.runs.figures import (
+from fengine.eval.cli.figures import (
     Progress,
     Shown,
     Summary,
@@ -32,6 +31,7 @@ from fengine.eval.runs.figures import (
     summary_lines,
     tail,
 )
+from fengine.eval.runs.config import View
 
 STREAMED_ROWS = 6  # rows whose text is shown while it grows
 PLAIN_SECONDS = 5.0  # between two plain progress lines

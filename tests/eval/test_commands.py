@@ -11,19 +11,23 @@ pytest.importorskip("hydra")
 
 from fengine import run
 from fengine.errors import ConfigError, EngineDeadError, StorageError
-from fengine.eval.commands import frame
+from fengine.eval.cli import command
 
 ROOT = Path(run.__file__).resolve().parent.parent
-OPTIONS = {"v.fraction": frame.number(0, 1, above=True), "v.seed": frame.whole(0, 9), "v.of": frame.names(["a", "b"])}
+OPTIONS = {
+    "v.fraction": command.number(0, 1, above=True),
+    "v.seed": command.whole(0, 9),
+    "v.of": command.names(["a", "b"]),
+}
 
 
 def test_words_are_sorted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t=0.7").mkdir()
-    words = frame.parse(["x", "v.fraction=0.5", "--json", "t=0.7", "v.seed=3", "v.of=[b, a]"], OPTIONS, ["--json"])
+    words = command.parse(["x", "v.fraction=0.5", "--json", "t=0.7", "v.seed=3", "v.of=[b, a]"], OPTIONS, ["--json"])
     assert words.places == ("x", "t=0.7") and words.flags == {"--json"} and words.overrides == ()
     assert words.options == {"v.fraction": 0.5, "v.seed": 3, "v.of": ["b", "a"]}
-    assert frame.parse(["x", "seed=3"], OPTIONS, overrides=True).overrides == ("seed=3",)
+    assert command.parse(["x", "seed=3"], OPTIONS, overrides=True).overrides == ("seed=3",)
 
 
 @pytest.mark.parametrize(
@@ -43,54 +47,54 @@ def test_words_are_sorted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_wrong_words_are_named(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        frame.parse([word], OPTIONS, ["--json"])
+        command.parse([word], OPTIONS, ["--json"])
 
 
 def test_twice() -> None:
     with pytest.raises(ConfigError, match="v.seed is given twice"):
-        frame.parse(["v.seed=1", "v.seed=2"], OPTIONS)
+        command.parse(["v.seed=1", "v.seed=2"], OPTIONS)
 
 
 @pytest.mark.parametrize(
     ("raised", "code"),
     [
-        (ConfigError("no"), frame.USAGE),
-        (StorageError("no"), frame.USAGE),
-        (EngineDeadError("no"), frame.DIFFERS),
-        (KeyboardInterrupt(), frame.INTERRUPTED),
+        (ConfigError("no"), command.USAGE),
+        (StorageError("no"), command.USAGE),
+        (EngineDeadError("no"), command.DIFFERS),
+        (KeyboardInterrupt(), command.INTERRUPTED),
     ],
 )
 def test_errors_become_exit_codes(raised: BaseException, code: int, capsys: Any) -> None:
     def work(argv: Any) -> int:
         raise raised
 
-    assert frame.run("usage", [], work) == code
+    assert command.run("usage", [], work) == code
     assert "fengine: " in capsys.readouterr().err
-    assert frame.run("how to use it", ["x", "--help"], work) == frame.OK
+    assert command.run("how to use it", ["x", "--help"], work) == command.OK
     assert capsys.readouterr().out == "how to use it\n"
 
 
-def test_the_first_help_tells_of_every_verb(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_help_tells_of_every_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--help"]) == 0
-    said = capfd.readouterr().out.split("Verbs")[1].split("Groups")[0].split()
-    assert set(run.VERBS) <= set(said)
+    said = capfd.readouterr().out.split("Commands")[1].split("Groups")[0].split()
+    assert set(run.COMMANDS) <= set(said)
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="Not a directory"):
-        frame.write_file(tmp_path / "file" / "x.html", b"x")
+        command.write_file(tmp_path / "file" / "x.html", b"x")
     (tmp_path / "folder").mkdir()
     with pytest.raises(StorageError, match="Is a directory"):
-        frame.write_json(tmp_path / "folder", {})
+        command.write_json(tmp_path / "folder", {})
     assert {p.name for p in tmp_path.iterdir()} == {"file", "folder"}
 
 
-def test_help_of_every_verb_needs_no_torch() -> None:
+def test_help_of_every_command_needs_no_torch() -> None:
     code = (
         "import sys\n"
-        "from fengine.run import VERBS, main\n"
-        "for words in (['--help'], *([verb, '--help'] for verb in VERBS)):\n"
+        "from fengine.run import COMMANDS, main\n"
+        "for words in (['--help'], *([name, '--help'] for name in COMMANDS)):\n"
         "    assert main(words) == 0, words\n"
         "assert 'torch' not in sys.modules\n"
     )

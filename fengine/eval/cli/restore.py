@@ -11,29 +11,26 @@ from enum import Enum
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
-from hydra.errors import HydraException
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fengine.errors import ConfigError
-from fengine.eval.runs.config import Schema
-from fengine.eval.runs.explain import explain
-from fengine.eval.runs.hydra_state import writable
-from fengine.eval.runs.vet import unknown, vet_override
+from fengine.eval.cli.compose import parsed, writable
+from fengine.eval.cli.guard import explained, unknown
+from fengine.eval.cli.schema import Schema
 
 
 def restore(recorded: Mapping[str, Any], changes: Sequence[str], schema: Schema) -> Any:
     """The config of `schema` that `flat` gave as `recorded` ("section.key" → JSON value), with `changes` (key=value).
     Keys that were not recorded have their defaults. Errors: ConfigError with every problem."""
     values = dict(recorded)
-    strange = sorted(set(values) - set(_leaves(schema.kind)))
+    strange = sorted(set(values) - set(_leaves(schema.keys)))
     if strange:
         raise ConfigError(f"the recorded config has keys that this version lacks: {', '.join(strange[:5])}")
     values |= dict(_change(word, schema) for word in changes)
     try:
-        config = _build(schema.kind, values, "")
+        config = schema.assemble(vars(_build(schema.keys, values, "")))
         problems = schema.check(config)
     except ConfigError:
         raise
@@ -82,25 +79,21 @@ def _leaves(kind: Any, prefix: str = "") -> list[str]:
 
 def _change(word: str, schema: Schema) -> tuple[str, Any]:
     """One key=value as (key, JSON value of the key's type). Errors: ConfigError."""
-    try:
-        (given,) = OverridesParser.create().parse_overrides([word])
-    except HydraException as error:
-        raise ConfigError(explain(error, schema)) from error
+    (given,) = parsed([word], schema)
     key = given.get_key_element()
-    vet_override(word, key.lstrip("+~"), None if given.is_sweep_override() else given.value(), schema)
     if given.type is not OverrideType.CHANGE or given.is_sweep_override():
         raise ConfigError(f"{word}: a recorded config is changed by single values: key=value")
-    if key not in _leaves(schema.kind):
-        inside = [name for name in _leaves(schema.kind) if name.startswith(f"{key}.")]
+    if key not in _leaves(schema.keys):
+        inside = [name for name in _leaves(schema.keys) if name.startswith(f"{key}.")]
         if inside:
             raise ConfigError(f"{word}: a recorded config has no groups; change single keys, such as {inside[0]}=VALUE")
-        raise ConfigError(unknown(key, schema.kind))
-    node = writable(OmegaConf.structured(schema.kind))
+        raise ConfigError(unknown(key, schema.keys))
+    node = writable(OmegaConf.structured(schema.keys))
     try:
         OmegaConf.update(node, key, given.value())
         value = OmegaConf.select(node, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, schema)) from error
+        raise ConfigError(explained(error, schema)) from error
     if isinstance(value, ListConfig):
         return key, OmegaConf.to_container(value)
     return key, value.value if isinstance(value, Enum) else value

@@ -4,42 +4,37 @@ Exit codes: 0 ended by a signal with every answer finished, 1 the server failed,
 answers were cut off by a second Ctrl-C or SIGTERM, or at the end of serve.drain_seconds.
 """
 
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
-from fengine.errors import ConfigError, FengineError, MissingExtraError
-from fengine.eval.runs.compose import inspect, points
-from fengine.eval.runs.engines import open_engine, report
-from fengine.eval.runs.words import parse
-from fengine.server.config import SERVE, ServerConfig
+from fengine.errors import ConfigError, MissingExtraError
+from fengine.eval.cli.command import OK, composed
+from fengine.eval.cli.compose import points
+from fengine.eval.cli.engines import open_engine
+from fengine.eval.cli.schema import Schema
+from fengine.server.config import ServerConfig, check
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+SERVE = Schema(ServerConfig, "serve", "serve_schema", check, "fengine serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the words behind `fengine serve` (default: those of this process) and returns the exit code."""
-    try:
-        command = parse(sys.argv[1:] if argv is None else argv, SERVE.program)
-        if command.inspect:
-            inspect(command, SERVE)
-            return OK
-        if command.multirun:
-            raise ConfigError("a server has one configuration: leave -m out")
-        (point,) = points(command, SERVE)
-        return run(point.config)
-    except KeyboardInterrupt:
-        print("fengine serve: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except FengineError as error:
-        report(error)
-        return USAGE
+    """Runs `fengine serve` with these arguments (default: those of this process) and returns the exit code."""
+    return composed(argv, SERVE, _work)
+
+
+def _work(command: Namespace) -> int:
+    if command.multirun:
+        raise ConfigError("a server has one configuration: leave -m out")
+    (point,) = points(command, SERVE)
+    return run(point.config)
 
 
 def run(config: ServerConfig) -> int:
     """Takes the address first, so that a wrong one is told before a model is loaded."""
-    server = server_module()
-    with server.listen(config.serve) as bound, open_engine(config.engine) as engine:
+    server, engine_config = server_module(), replace(config.engine, random_seed=config.seed)
+    with server.listen(config.serve) as bound, open_engine(engine_config) as engine:
         stopped_by = server.serve(engine, config.serve, bound)
     return OK if stopped_by is None else 128 + stopped_by
 

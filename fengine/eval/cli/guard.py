@@ -1,15 +1,23 @@
-"""What a composed config may hold: values of the schema, never the name of code. Plain functions of plain values."""
+"""What a config may hold, decided in one place: values of the schema, never the name of code, and files that end.
+
+Besides, errors of Hydra, OmegaConf and YAML as lines that a user can act on. No torch.
+"""
 
 import dataclasses
 import difflib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
 from fengine.errors import ConfigError
-from fengine.eval.runs.config import Schema
+from fengine.eval.cli.schema import Schema
 
 REFUSED_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_"})
-OPEN_HYDRA_KEYS = ("hydra.run.", "hydra.sweep.", "hydra.sweeper.params", "hydra.mode", "hydra.output_subdir")
+OPEN_HYDRA_KEYS = ("hydra.run.", "hydra.sweep.", "hydra.sweeper.params", "hydra.mode")
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
 BASIC = {
     "launcher": "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
@@ -50,18 +58,51 @@ FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def vet_override(text: str, key: str, value: Any, schema: Schema) -> None:
+MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
+
+
+def check_yaml(path: Path) -> None:
+    """Refuses a file that would not end: one that is no file, or whose aliases multiply. Errors: ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file")
+    if path.stat().st_size > MAX_FILE:
+        raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, at most {MAX_FILE:,} are read")
+    try:
+        root = yaml.compose(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if root is not None and _values(root, {}) > MAX_NODES:
+            problem = f"has more than {MAX_NODES:,} values, each counted as often as aliases name it"
+            raise ConfigError(f"{path} {problem}")
+    except ConfigError:
+        raise
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error or type(error).__name__}") from error
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node has once its aliases are written out. A node within itself has no end. Modifies: known."""
+    if id(node) not in known:
+        known[id(node)] = MAX_NODES + 1
+        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        total = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_values(one, known) for one in inner)
+        known[id(node)] = min(total, MAX_NODES + 1)
+    return known[id(node)]
+
+
+def check_override(text: str, key: str, value: Any, schema: Schema) -> None:
     """Refuses one `key=value` before Hydra acts on it. Errors: ConfigError."""
     bad = REFUSED_KEYS & {*key.replace("/", ".").split("."), *_keys(value)}
     if bad:
         raise ConfigError(f"{text}: {min(bad)} is refused: a config holds values, it never names code")
+    text = text if len(text) <= 500 else f"{text[:500]}..."
+    if type(value) is int and value not in (0, 1) and _names(schema.keys, "").get(key) is bool:
+        raise ConfigError(f"{text}: must be true or false")
     open_keys = (*OPEN_HYDRA_KEYS, "hydra/launcher", "hydra.launcher.") if schema.launchers else OPEN_HYDRA_KEYS
     if key == "hydra" or (key.startswith(("hydra.", "hydra/")) and not key.startswith(open_keys)):
         names = ", ".join(k.rstrip(".") for k in open_keys)
         raise ConfigError(f"{text}: this part of Hydra's own config is fixed; open are {names}")
 
 
-def vet_config(job: dict[str, Any], hydra: dict[str, Any], schema: Schema) -> None:
+def check_config(job: Any, hydra: Any, schema: Schema) -> None:
     """Refuses what files brought in: keys that the schema lacks, changes to `FIXED_HYDRA`. Errors: ConfigError."""
     for key, only, why in FIXED_HYDRA:
         value: Any = hydra
@@ -81,7 +122,7 @@ def vet_config(job: dict[str, Any], hydra: dict[str, Any], schema: Schema) -> No
     bad = REFUSED_KEYS & set(_keys([job, *plugins.values()]))
     if bad:
         raise ConfigError(f"{min(bad)} is refused: a config holds values, it never names code")
-    _refuse_unknown(job, schema.kind, schema.kind, "")
+    _refuse_unknown(job, schema.keys, schema.keys, "")
 
 
 def launchers_told(schema: Schema) -> str:
@@ -123,16 +164,61 @@ def unknown(key: str, schema: Any) -> str:
             tails[tail] = name
     near = difflib.get_close_matches(last, list(tails), 1)
     if near:
-        return f"unknown key {key}; did you mean {tails[near[0]]}?"
+        return f"unknown key {_short(key)}; did you mean {tails[near[0]]}?"
     inside = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
     hint = f"{section} has {', '.join(inside)}" if inside else "`fengine --help` lists all keys"
-    return f"unknown key {key}; {hint}"
+    return f"unknown key {_short(key)}; {hint}"
 
 
-def _names(schema: Any, prefix: str) -> list[str]:
-    names = []
-    for f in dataclasses.fields(schema):
-        names.append(prefix + f.name)
+def _names(section: Any, prefix: str) -> dict[str, Any]:
+    """Every section and key with its type. Pure."""
+    found = {}
+    for f in dataclasses.fields(section):
+        found[prefix + f.name] = f.type
         if dataclasses.is_dataclass(f.type):
-            names += _names(f.type, f"{prefix}{f.name}.")
-    return names
+            found |= _names(f.type, f"{prefix}{f.name}.")
+    return found
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def explained(error: BaseException, schema: Schema | None = None, word: str = "") -> str:
+    """One to five lines a user can act on, from an error about the override `word` or a file. Pure."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    first = str(cause).split("\n    full_key", 1)[0].strip()
+    if isinstance(error, MissingConfigException) and schema is not None:
+        return _missing_option(error, schema)
+    if word or isinstance(error, OverrideParseException):
+        word = word or str(getattr(error, "override", ""))
+        told = "" if isinstance(error, OverrideParseException) else f" ({first or 'nested too deeply'})"
+        return (
+            f"cannot read the override {_short(word)}{told}\n"
+            """write key=value, and quote a value with spaces or commas: prompts='["Hello, you"]'"""
+        )
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and key and schema is not None:
+        return unknown(key, schema.keys)
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{key or first}: this config leaves it open (???); set it: {key or 'key'}=VALUE"
+    lines = [_short(line.rstrip()) for line in first.splitlines() if line.strip()][:4]
+    return f"{key}: {' '.join(lines)}" if key else "\n".join(lines) or type(error).__name__
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 500 else f"{text[:500]}... ({len(text):,} characters)"
+
+
+def _missing_option(error: MissingConfigException, schema: Schema) -> str:
+    """Names the group's options."""
+    group, _, option = str(error.missing_cfg_file or "").rpartition("/")
+    options = sorted(error.options or ())
+    if group == "hydra/launcher":
+        if option in LAUNCHERS:
+            return f"hydra/launcher={option} needs a package that is not installed: {LAUNCHERS[option].remedy}"
+        return f"no launcher {option!r}; {launchers_told(schema)}"
+    if not options:
+        return _short(str(error).splitlines()[0])
+    near = difflib.get_close_matches(option, options, 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"no option {_short(option)!r} in group {group!r}{hint}\noptions: {', '.join(options)}"

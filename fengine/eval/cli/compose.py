@@ -1,0 +1,300 @@
+"""A command line → checked `Point`s, by Hydra. No torch.
+
+Hydra reads flags, files and overrides and multiplies a sweep out. Its jobs are not run by it: no config names a class,
+`instantiate` is never called, logging is fixed, and every point is composed and checked before the first one runs.
+What a config may hold is decided in `guard.py`.
+"""
+
+import copy
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+import fengine
+from fengine.errors import ConfigError
+from fengine.eval.cli import guard
+from fengine.eval.cli.schema import BadPoint, Point, Schema
+
+MAX_POINTS = 1000
+
+
+def parse(argv: Sequence[str], program: str = "fengine") -> Namespace:
+    """Hydra's flags and overrides. Exits with code 2 on an unknown flag. Errors: ConfigError."""
+    parser = get_args_parser()
+    parser.prog = program
+    parser.usage = f"{program} [group=option] [key=value] ...        ({program} --help shows them)"
+    next(a for a in parser._actions if a.dest == "version").version = f"fengine {fengine.__version__}"  # type: ignore[attr-defined]
+    given = parser.parse_intermixed_args(list(argv))
+    given.parser = parser
+    if given.config_path or given.experimental_rerun:
+        raise ConfigError("--config-path and --experimental-rerun are refused; use --config-dir DIR to add your files")
+    return given
+
+
+def is_inspection(command: Namespace) -> bool:
+    """Whether Hydra answers (--help, --cfg, completion ...) and nothing runs. Pure."""
+    return bool(command.help or command.hydra_help or command.shell_completion or command.cfg or command.info)
+
+
+def points(command: Namespace, schema: Schema) -> list[Point]:
+    """Every job of this call, composed and checked; nothing is written. Errors: ConfigError."""
+    found = jobs(command, schema)
+    for job in found:
+        if isinstance(job, BadPoint):
+            raise ConfigError(job.message)
+    return [job for job in found if isinstance(job, Point)]
+
+
+def jobs(command: Namespace, schema: Schema) -> list[Point | BadPoint]:
+    """As `points`; of a sweep, the points that are refused are among them."""
+    with opened(command, schema) as main:
+        given = parsed(command.overrides, schema)
+        plain = [o.input_line or "" for o in given if not o.is_sweep_override()]
+        master = compose(main, command, plain, schema)
+        if command.multirun or str(master.hydra.mode).endswith("MULTIRUN"):
+            return _sweep(main, command, master, given, schema)
+        if several := next((o for o in given if o.is_sweep_override()), None):
+            key = several.get_key_element()
+            raise ConfigError(
+                f"{several.input_line}: several values. Add -m to sweep over them,\n"
+                f"""or quote what is one text or one list: {key}='"a, b"'  {key}='["a", "b"]'"""
+            )
+        if master.hydra.runtime.choices["hydra/launcher"] != "basic":
+            raise ConfigError("hydra/launcher is for sweeps: add -m and list values, seed=1,2,3")
+        return [point_of(_job(master), master.hydra, _select(master, "hydra.run.dir"), plain, (), schema)]
+
+
+def inspect(command: Namespace, schema: Schema) -> None:
+    """Lets Hydra print help, a config or completions. Vetted first, since Hydra configures logging on the way."""
+    name, overrides = command.config_name or schema.primary, [*command.overrides]
+    with opened(command, schema) as main:
+        if command.shell_completion:
+            main.shell_completion(name, overrides)
+            return
+        compose(main, command, [o.input_line or "" for o in parsed(overrides, schema)], schema)
+        overrides.append(_job_id())
+        command.overrides = overrides
+        if command.help:
+            main.app_help(name, command.parser, command)
+        elif command.hydra_help:
+            main.hydra_help(None, command.parser, command)
+        elif command.cfg:
+            main.show_cfg(name, overrides, command.cfg, command.package, command.resolve)
+        else:
+            main.show_info(command.info, name, overrides, RunMode.RUN)
+
+
+# -- Hydra -------------------------------------------------------------------------------------------------------------
+
+
+def conf_dir() -> Path:
+    """Our YAML files: inside the package when installed, beside it in a checkout."""
+    package = Path(fengine.__file__).resolve().parent
+    for path in (package / "conf", package.parent / "conf"):
+        if (path / "config.yaml").is_file():
+            return path
+    raise ConfigError(f"the configuration files are missing: no conf/config.yaml in {package} or beside it; reinstall")
+
+
+class _Files(ConfigRepository):
+    """The configs of a search path, each read once. Errors: ConfigError for a file that would not end."""
+
+    def __init__(self, search_path: Any) -> None:
+        super().__init__(search_path)
+        self.known: dict[str, Any] = {}
+
+    def __deepcopy__(self, _: Any) -> "_Files":
+        return self  # Hydra copies what hydra.searchpath may change, and that is refused
+
+    def load_config(self, config_path: str) -> Any:
+        if config_path not in self.known:
+            for source in self.sources:
+                if source.scheme() == "file" and source.is_config(config_path):
+                    guard.check_yaml(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
+            self.known[config_path] = super().load_config(config_path)
+        return copy.deepcopy(self.known[config_path])
+
+
+@contextmanager
+def opened(command: Namespace, schema: Schema) -> Iterator[Hydra]:
+    """Hydra over our files and the user's; ours come first. Afterwards its globals are as before."""
+    store = ConfigStore.instance()
+    if f"{schema.store}.yaml" not in store.repo:
+        store.store(schema.store, writable(OmegaConf.structured(schema.keys)))
+    # Hydra 1.3 wants to be told its version, 1.4 warns when it is
+    base: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+    before = HydraConfig.instance().cfg
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), job_name="fengine", **base):
+            main: Any = GlobalHydra.instance().hydra
+            loader = main.config_loader
+            if command.config_dir is not None:
+                own = Path(command.config_dir).absolute()
+                if not os.path.isdir(own):
+                    raise ConfigError(f"--config-dir {command.config_dir:.500}: no such directory")
+                entries = loader.config_search_path.get_path()
+                loader.config_search_path.append("command-line", f"file://{own}")
+                entries.insert(-2, entries.pop())  # Hydra's schema comes last
+            loader.repository = _Files(loader.config_search_path)
+            yield main
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def compose(main: Hydra, command: Namespace, overrides: Sequence[str], schema: Schema) -> DictConfig:
+    """One composed and vetted config with its `hydra` node. Errors: ConfigError."""
+    name, words = command.config_name or schema.primary, [*filter(None, overrides), _job_id()]
+    try:
+        primary = main.config_loader.repository.load_config(name)  # type: ignore[attr-defined]
+        if primary is not None and OmegaConf.select(primary.config, "hydra.searchpath") is not None:
+            raise ConfigError(f"{name}: hydra.searchpath is refused; use --config-dir")
+        config = main.compose_config(name, words, RunMode.RUN, from_shell=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever Hydra, OmegaConf or YAML found, it is about the user's words or files
+        raise ConfigError(guard.explained(error, schema)) from error
+    job, node = (OmegaConf.to_container(c, resolve=False) for c in (_job(config), config.hydra))
+    guard.check_config(job, node, schema)
+    return config
+
+
+def _job_id() -> str:
+    """The process id, by which the directories of runs that start in the same microsecond differ."""
+    return f"hydra.job.id={os.getpid()}"
+
+
+def _job(config: DictConfig) -> DictConfig:
+    """The config without Hydra's own node. Pure."""
+    job = config.copy()
+    with open_dict(job):
+        del job["hydra"]
+    return job
+
+
+def writable(node: Any) -> Any:
+    """OmegaConf makes the nodes of frozen dataclasses read-only, so that no override could be merged in."""
+    OmegaConf.set_readonly(node, None)
+    for key in node if isinstance(node, DictConfig) else ():
+        child = node._get_node(key)
+        if OmegaConf.is_config(child):
+            writable(child)
+    return node
+
+
+def parsed(words: Sequence[str], schema: Schema) -> list[Override]:
+    """`key=value` words, vetted before Hydra acts on them. Errors: ConfigError."""
+    found: list[Override] = []
+    main = GlobalHydra.instance()
+    parser = OverridesParser.create(main.config_loader() if main.is_initialized() else None)
+    for word in words:
+        try:
+            found += parser.parse_overrides([word])
+        except (HydraException, ValueError, RecursionError) as error:  # a number of 5,000 digits; nested too deeply
+            raise ConfigError(guard.explained(error, schema, word)) from error
+    seen: set[str] = set()
+    for override in found:
+        key = override.get_key_element().lstrip("+~")
+        if key in seen:
+            raise ConfigError(f"{override.input_line:.500}: {key:.500} is given twice")
+        seen.add(key)
+        if override.is_delete():
+            raise ConfigError(f"{override.input_line:.500}: no key can be taken away; give it another value")
+        guard.check_override(override.input_line or key, key, override.value(), schema)
+    return found
+
+
+# -- points ------------------------------------------------------------------------------------------------------------
+
+
+def point_of(
+    job: DictConfig, node: DictConfig, directory: str, overrides: Sequence[str], swept: tuple[str, ...], schema: Schema
+) -> Point:
+    """A composed config and its `hydra` node as a checked value. Errors: ConfigError with every problem."""
+    try:
+        run = OmegaConf.to_object(job)
+    except OmegaConfBaseException as error:
+        raise ConfigError(guard.explained(error, schema)) from error
+    if type(run).__name__ != schema.keys.__name__:  # by name: a launcher's process has a copy of the class
+        raise ConfigError(
+            f"the config has no schema: begin the defaults of your own primary config with `- {schema.primary}`"
+        )
+    checked = schema.assemble(dict(vars(run)))
+    if problems := schema.check(checked):
+        raise ConfigError("\n".join(problems))
+    chosen = tuple((str(k), str(v)) for k, v in node.runtime.choices.items() if "hydra/" not in str(k))
+    search = [Path(s.path.removeprefix("file://")) for s in node.runtime.config_sources if s.schema == "file"]
+    launcher = str(node.runtime.choices["hydra/launcher"])
+    return Point(checked, Path(directory).absolute(), swept, tuple(overrides), chosen, tuple(search), launcher)
+
+
+def _sweep(
+    main: Hydra, command: Namespace, master: DictConfig, given: Sequence[Override], schema: Schema
+) -> list[Point | BadPoint]:
+    """The product of all choices, in the order of the basic sweeper: the first key is the outermost loop."""
+    params = master.hydra.sweeper.get("params") or {}
+    known = {o.get_key_element() for o in given}
+    axes = [o for o in parsed([f"{k}={v}" for k, v in params.items()], schema) if o.get_key_element() not in known]
+    axes += given
+    number = 1
+    for axis in axes:
+        if axis.is_sweep_override():
+            if not axis.is_discrete_sweep():
+                key = axis.get_key_element()
+                raise ConfigError(f"{axis.input_line}: an interval has no grid; list its values: {key}=1,2,3")
+            try:
+                number *= sum(1 for _ in islice(axis.sweep_string_iterator(), 10**6))
+            except ValueError as error:
+                raise ConfigError(f"{axis.input_line}: {error}") from error
+    if number > MAX_POINTS:
+        raise ConfigError(f"the sweep has {number:,} points, at most {MAX_POINTS:,} are allowed; split it")
+    plain = [o.input_line or "" for o in axes if not o.is_sweep_override()]
+    several = [o for o in axes if o.is_sweep_override()]
+    directory, found = _select(master, "hydra.sweep.dir"), []
+    for index, swept in enumerate(map(tuple, BasicSweeper.split_arguments(several, None)[0])):
+        try:
+            config = compose(main, command, [*plain, *swept], schema)
+            with open_dict(config.hydra.job):
+                config.hydra.job.num = index
+            own = os.path.join(directory, _select(config, "hydra.sweep.subdir"))
+            found.append(point_of(_job(config), config.hydra, own, [*plain, *swept], swept, schema))
+        except ConfigError as error:
+            found.append(BadPoint(swept, str(error)))
+    good = [p for p in found if isinstance(p, Point)]
+    if not good and isinstance(found[0], BadPoint):
+        raise ConfigError(found[0].message)
+    names = [p.config.out for p in good if p.config.out is not None] if schema.one_file else []
+    if len(names) != len(set(names)):
+        raise ConfigError(
+            f"out={names[0]} would be written by several points of the sweep; leave it out, since every point has its "
+            "own directory, or put the swept key in: out='seed-${seed}.jsonl'"
+        )
+    return found
+
+
+def _select(config: DictConfig, key: str) -> str:
+    """A text of the `hydra` node, with `${hydra:...}` resolved."""
+    HydraConfig.instance().set_config(config)
+    OmegaConf.set_readonly(config.hydra, None)  # as set_config has made it
+    try:
+        return str(OmegaConf.select(config, key, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(guard.explained(error)) from error
