@@ -140,7 +140,7 @@ def test_configuration() -> None:
     (point,) = points(parse([], SERVE.program), SERVE)
     assert point.config == ServerConfig() and check(ServerConfig()) == []
     (point,) = points(parse(['lora.paths=["sql=adapters/sql"]'], SERVE.program), SERVE)
-    assert point.config.engine.lora.on and point.config.lora.named() == [("sql", "adapters/sql")]
+    assert point.config.engine.lora.on and point.config.engine.lora.named() == [("sql", "adapters/sql")]
     text = (ROOT / "conf" / "serve.yaml").read_text()
     assert all(f"\n  {name}:" in text for name in ServeConfig.__dataclass_fields__)
     for name in ServeConfig.__dataclass_fields__:
