@@ -13,6 +13,7 @@ from fengine.api.options import Door, bring_back, grammars_in
 from fengine.api.results import Output
 from fengine.core.scalars import told
 from fengine.errors import EngineClosedError, InvalidRequestError
+from fengine.tokenizer.chat import RESERVED
 from fengine.tokenizer.tokenizer import Tokenizer
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -155,7 +156,7 @@ class Generation:
         """`generate` for a chat, or a list of chats, rendered by the model's template (`chat_template_kwargs` are its
         variables). Special-token text in a message stays text. `more` are further arguments of `generate`.
 
-        Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable that the template does not read).
+        Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable with a meaning of its own).
         """
         ids = self.chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
         return self.generate(input_ids=ids, sampling_params=sampling_params, stream=stream, **_further(more))
@@ -202,6 +203,8 @@ class Generation:
     def _template_values(self, tools: Any, values: Any) -> dict[str, Any]:
         if values is not None and not (isinstance(values, dict) and all(isinstance(name, str) for name in values)):
             raise InvalidRequestError(f"chat_template_kwargs must be a dict of values by name, got {told(values)}.")
+        if reserved := RESERVED.intersection(values or ()):
+            raise InvalidRequestError(f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}.")
         given = {} if tools is None else {"tools": tools}
         return {**(self._door.args.default_chat_template_kwargs or {}), **given, **(values or {})}
 

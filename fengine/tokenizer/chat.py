@@ -5,6 +5,7 @@ in it is a `ChatTemplateError` of this request alone.
 Rendered text equals that of transformers' `apply_chat_template`.
 """
 
+import logging
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +13,15 @@ import jinja2
 import jinja2.meta
 
 from fengine.errors import ChatTemplateError, InvalidRequestError, UnknownParameterError
-from fengine.tokenizer.sandbox import Budgeted, make_sandbox
+from fengine.tokenizer.sandbox import make_sandbox
+from fengine.tokenizer.template_syntax import Budgeted, parameters
 
+logger = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 MAX_DEPTH = 32  # nesting of what a template may see
+MAX_SOURCE = 1 << 18  # characters of a template
+RESERVED = frozenset(("messages", "add_generation_prompt", "self"))
+FIXED = {"tools": None, "documents": None}  # transformers always passes these two, as None where unset
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that chats use; templates read the first two
 
 
@@ -88,19 +94,20 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         """Errors: ChatTemplateError if `source` is not a valid template."""
         self._env = make_sandbox()
-        self._source = source
+        if len(source) > MAX_SOURCE:
+            raise ChatTemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE}")
         try:
             tree = self._env.parse(source)
-            self._names = jinja2.meta.find_undeclared_variables(tree)
+            self._names = parameters(tree, jinja2.meta.find_undeclared_variables(tree))
             tree = Budgeted().visit(tree)
             self._code = self._env.compile(tree.set_environment(self._env))
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ChatTemplateError(f"the model's chat template cannot be compiled: {error}") from error
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names that the template reads and a caller may set."""
-        return frozenset(self._names) - {"messages", "add_generation_prompt"} - frozenset(self._env.globals)
+        return frozenset(self._names) - RESERVED - frozenset(self._env.globals)
 
     def render(
         self,
@@ -111,23 +118,26 @@ class ChatTemplate:
         add_generation_prompt: bool,
         max_chars: int,
     ) -> str:
-        """Renders checked messages. `values` may set only `variables` that are no special token.
+        """Renders checked messages. A value for a name that the template does not read is ignored, with a line in the
+        log, as transformers does; one for a name with a meaning of its own is refused.
 
         Errors: UnknownParameterError, ChatTemplateError (the template raised, used something undefined, ran too long,
         or wrote more than `max_chars`).
         """
-        allowed = self.variables - special_tokens.keys()
+        known = ", ".join(sorted(self.variables - special_tokens.keys())) or "none"
         for name in values:
-            if name not in allowed:
-                known = ", ".join(sorted(allowed)) or "none"
-                raise UnknownParameterError(f"the model's chat template takes no variable {name!r}; it takes: {known}.")
-        env = self._env.for_rendering(max_chars)
-        template = jinja2.Template.from_code(env, self._code, env.make_globals(None))
-        # transformers always passes these two, as None where unset
-        fixed = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+            if name in RESERVED or name in special_tokens or name in self._env.globals:
+                raise UnknownParameterError(
+                    f"the chat template's variable {name!r:.80} has a meaning of its own; others are: {known}."
+                )
+            if name not in self.variables and name not in FIXED:
+                logger.info("The chat template does not read %r, which is ignored; it takes: %s.", name[:80], known)
+        given = {**special_tokens, **FIXED, "add_generation_prompt": add_generation_prompt, **values}
+        given["messages"] = messages
         try:
-            return template.render({**special_tokens, **fixed, **values, "messages": messages})
+            env = self._env.for_rendering(max_chars, given)
+            return jinja2.Template.from_code(env, self._code, env.make_globals(None)).render(given)
         except ChatTemplateError:
             raise
         except Exception as error:  # untrusted code: whatever it does wrong belongs to this request
-            raise ChatTemplateError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
+            raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error

@@ -141,12 +141,12 @@ class Tokenizer:
     # -- chats --------------------------------------------------------------------------------------------------------
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **values: Any
+        self, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **values: Any
     ) -> str:
         """The chat as text, rendered by the model's own template. `values` are variables that the template reads.
 
-        Errors: InvalidRequestError (messages, no template), UnknownParameterError (a variable the template does not
-        read), ContextLengthError, ChatTemplateError.
+        Errors: InvalidRequestError (messages, no template), UnknownParameterError (a variable with a meaning of its
+        own), ContextLengthError, ChatTemplateError.
         """
         checked = check_messages(messages)
         return self._render(checked, self._checked_values(values), add_generation_prompt)
@@ -159,14 +159,19 @@ class Tokenizer:
         if source is not None and name is not None:
             raise ConfigError("chat_template and hf_chat_template_name are two templates; give one")
         if source is not None:
-            return replace(self, chat_templates={"default": read_template(source)})
+            text = read_template(source)
+            try:
+                ChatTemplate(text)
+            except ChatTemplateError as error:
+                raise ConfigError(f"chat_template: {error}") from error
+            return replace(self, chat_templates={"default": text})
         if name not in self.chat_templates:
             known = ", ".join(sorted(self.chat_templates)) or "none"
             raise ConfigError(f"hf_chat_template_name is {name!r}, but the tokenizer's chat templates are: {known}")
         return replace(self, chat_templates={"default": self.chat_templates[name]})
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **values: Any
+        self, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **values: Any
     ) -> list[int]:
         """Ids of the rendered chat; special-token text in contents is plain text and cannot end a turn.
 

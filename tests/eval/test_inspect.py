@@ -310,7 +310,11 @@ def test_tools_where_the_template_has_them() -> None:
         ({"max_tokens": -1}, InvalidRequestError, "max_new_tokens"),
         ({"extra_body": {"temprature": 1}}, UnknownParameterError, "Did you mean 'temperature'"),
         ({"extra_body": {"top_p": 0.5}, "top_p": 0.4}, InvalidRequestError, "extra_body has top_p"),
-        ({"extra_body": {"chat_template_kwargs": {"mood": 1}}}, UnknownParameterError, "takes no variable 'mood'"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"bos_token": "x"}}},
+            UnknownParameterError,
+            "'bos_token' has a meaning",
+        ),
         ({"tools": [ADD]}, UnsupportedFeatureError, "the model's chat template describes no tools"),
     ],
 )
