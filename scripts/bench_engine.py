@@ -122,7 +122,7 @@ def host_work(rows: int, steps: int = 300) -> dict[str, Any]:
         tables.stage(plan)
         scheduler.update(plan, tokens, logprobs)
         elapsed = time.perf_counter() - start
-        if len(plan.requests) == rows and len(plan.starts) == sum(plan.counts):
+        if len(plan.rows) == rows and len(plan.starts) == sum(plan.counts):
             spent.append(elapsed * 1e6)
     ordered = sorted(spent)
     return {"median": statistics.median(spent), "p10": ordered[len(spent) // 10], "p90": ordered[-len(spent) // 10]}

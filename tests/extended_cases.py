@@ -91,5 +91,5 @@ def outcome(request: Request) -> tuple[Any, ...]:
     vector = None if record.embedding is None else record.embedding.tobytes()
     return (
         *drawn, record.input_logprobs, record.input_top, record.input_ids, record.output_top, record.output_ids,
-        [(array.shape, array.tobytes()) for array in record.hidden], vector, str(record.error), record.unasked,
+        [(array.shape, array.tobytes()) for array in record.hidden], vector, str(record.error), request.unasked,
     )  # fmt: skip

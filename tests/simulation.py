@@ -1,8 +1,8 @@
-"""A device made of hashes, and a driver around the real scheduler: the oracle of the host column.
+"""A device made of hashes, and a loop around the real scheduler: the oracle of the host column.
 
 Each slot of each page holds H(the prefix of tokens up to its position) instead of KV. A step writes the slots of all
 its rows first, as a layer does, and then checks that every slot that a row can see, through a page table kept up from
-`Plan.new_pages` alone, holds the hash of that request's own prefix. The next token is H(seed, all tokens before). So
+`SchedulerOutput` alone, holds the hash of that request's own prefix. The next token is H(seed, all tokens before). So
 any wrong page, slot, length, stale hit, eviction, preemption or feed fails in the step where it happens.
 """
 
@@ -16,7 +16,7 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request, SamplingParams, Status
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import Plan
+from fengine.core.scheduler_output import NewRow, SchedulerOutput
 from fengine.core.speculation import Ask, Proposer, Speculation
 from fengine.errors import CapacityError
 from fengine.speculative.ngram import ngram_proposer
@@ -79,90 +79,104 @@ def solo(job: Job, seed: int, vocab: int) -> tuple[list[int], list[float], str]:
 
 
 class HashDevice:
-    """Executes plans in the order in which it gets them. Fails on the first wrong slot."""
+    """Executes steps in the order in which it gets them, from what they tell alone. Fails on the first wrong slot."""
 
-    def __init__(self, case: Case, requests: dict[str, Job]) -> None:
-        self.case, self.jobs = case, requests
+    def __init__(self, case: Case, jobs: dict[str, Job]) -> None:
+        self.case, self.jobs = case, jobs
         self.slots: list[int | None] = [None] * (case.num_pages * case.page_size)
-        self.tables: dict[int | None, list[int]] = {}  # page table by row slot
+        self.tables: dict[int, list[int]] = {}  # page table by row slot
+        self.new: dict[int, NewRow] = {}  # what runs in a row slot
+        self.ids: dict[int, list[int]] = {}  # tokens by row slot, as far as they are known; a hit's come from its job
         self.drafts = 0
-        self.drawn: dict[int | None, int] = {}  # token by row slot, of the step before
-        self.owner: dict[int | None, str] = {}  # request by row slot, of the step before
+        self.drawn: dict[int, int] = {}  # token by row slot, of the step before
 
-    def execute(self, plan: Plan) -> Result:
+    def execute(self, step: SchedulerOutput) -> Result:
         """Drawn tokens and logprobs of every row, and behind every draft; rows that do not sample get rubbish."""
-        self._tables_from(plan)
-        drafts = dict(plan.drafts)
-        rows = [self._tokens(plan, i) + drafts.get(i, []) for i in range(len(plan.requests))]
-        self._write(plan, rows)
+        self._tables_from(step)
+        drafts = dict(step.drafts)
+        rows = self._tokens(step, drafts)
+        self._write(step, rows)
         draws: list[tuple[int, float]] = []
-        for i, (request, ids) in enumerate(zip(plan.requests, rows, strict=True)):
-            token, logprob = self._draw(request, ids[: len(ids) - len(drafts.get(i, []))])
-            draws.append((token if plan.samples[i] else 999, logprob))
-        self.drawn = {r.row: t for r, (t, _), s in zip(plan.requests, draws, plan.samples, strict=False) if s}
-        self.owner = {r.row: r.rid for r in plan.requests}
-        for i, draft in plan.drafts:
+        for i, ids in enumerate(rows):
+            token, logprob = self._draw(step.rows[i], ids[: len(ids) - len(drafts.get(i, []))])
+            draws.append((token if step.samples[i] else 999, logprob))
+        self.drawn = {row: t for row, (t, _), s in zip(step.rows, draws, step.samples, strict=False) if s}
+        for i, draft in step.drafts:
             ends = range(len(rows[i]) - len(draft) + 1, len(rows[i]) + 1)
-            draws += [self._draw(plan.requests[i], rows[i][:end]) for end in ends]
+            draws += [self._draw(step.rows[i], rows[i][:end]) for end in ends]
         self.drafts += len(draws) - len(rows)
-        assert plan.num_draws == len(draws)
+        assert step.num_draws == len(draws)
         return [token for token, _ in draws], [logprob for _, logprob in draws]
 
-    def _draw(self, request: Request, ids: list[int]) -> tuple[int, float]:
-        token, logprob = draw(request.seed, self._attend(request, ids), self.case.vocab)
-        return token, math.nan if self.jobs[request.rid].nan_at == len(ids) - request.prompt_len else logprob
+    def _draw(self, row: int, ids: list[int]) -> tuple[int, float]:
+        new = self.new[row]
+        token, logprob = draw(new.seed, self._attend(row, ids), self.case.vocab)
+        return token, math.nan if self.jobs[new.rid].nan_at == len(ids) - new.prompt_len else logprob
 
-    def _tables_from(self, plan: Plan) -> None:
-        taken = [request.row for request in plan.requests]
-        assert len(set(taken)) == len(taken) and None not in taken
-        assert sum(plan.counts) <= self.case.budget and min(plan.counts) > 0
-        for request, first in plan.new_pages:
-            assert request in plan.requests and first < len(request.pages) and request.row is not None
-            self.tables[request.row] = ([] if first == 0 else self.tables[request.row][:first]) + request.pages[first:]
-        drafts = dict(plan.drafts)
-        for i, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
-            told = self.tables[request.row][: len(request.pages)]  # pages of drafts that were wrong may stand behind
-            assert told == request.pages, "new_pages does not tell the whole page table"
-            assert 0 not in request.pages and len(request.pages) == -(-(start + count) // self.case.page_size)
-            assert request.num_computed + len(drafts.get(i, [])) == start + count
-            assert start + count <= request.prompt_len + max(request.max_new_tokens - bool(drafts.get(i)), 0)
+    def _tables_from(self, step: SchedulerOutput) -> None:
+        assert len(set(step.rows)) == len(step.rows) <= self.case.rows
+        assert sum(step.counts) <= self.case.budget and min(step.counts) > 0
+        for row in step.released:
+            self.new.pop(row, None)  # in one step it may have been given out and back
+        for new in step.new_rows:
+            assert new.row not in self.new, "a slot is given to a second request"
+            self.new[new.row], self.tables[new.row], self.ids[new.row] = new, [], []
+            self.drawn.pop(new.row, None)
+        for row, first, pages in step.new_pages:
+            assert row in step.rows and pages and 0 not in pages and first <= len(self.tables[row])
+            self.tables[row] = self.tables[row][:first] + pages
+        for i, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
+            guessed, job = len(dict(step.drafts).get(i, [])), self.jobs[self.new[row].rid]
+            held = len(self.tables[row])  # pages of drafts that were wrong may stand behind
+            assert held >= -(-(start + count) // self.case.page_size), "new_pages does not tell the whole page table"
+            assert start + count <= len(job.prompt) + max(job.max_new_tokens - bool(guessed), 0)
 
-    def _tokens(self, plan: Plan, i: int) -> list[int]:
-        """All tokens of row i up to the end of its chunk; one that the host does not know is fed from the last step.
+    def _tokens(self, step: SchedulerOutput, drafts: dict[int, list[int]]) -> list[list[int]]:
+        """All tokens of each row up to the end of its chunk, drafts included.
 
-        Without its drafts.
+        One that the host does not know is fed from the step before, or what is in front of a chunk from the row's own
+        past: its earlier steps, or its prompt and draws where the prefix cache had them.
         """
-        request, drafted = plan.requests[i], len(dict(plan.drafts).get(i, []))
-        end = plan.starts[i] + plan.counts[i] - drafted
-        known = len(request.token_ids)
-        assert plan.samples[i] == (end >= known) and end <= known + 1
-        if end <= known:
-            return request.token_ids[:end]
-        assert not self.jobs[request.rid].lockstep, "a lockstep row is fed a token that the host does not know"
-        assert plan.counts[i] == 1 + drafted and self.owner[request.row] == request.rid
-        return [*request.token_ids, self.drawn[request.row]]
+        rows, at = [], 0
+        for i, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
+            job, ids = self.jobs[self.new[row].rid], step.token_ids[at : at + count]
+            if fed := [k - at for k in step.fed if at <= k < at + count]:
+                assert fed == [count - 1 - len(drafts.get(i, []))] and ids[fed[0]] == 0
+                assert not job.lockstep, "a lockstep row is fed a token that the host does not know"
+                ids[fed[0]] = self.drawn[row]
+            known = self.ids[row][:start]
+            if len(known) < start:  # a prefix hit
+                known = (job.prompt + solo(job, self.new[row].seed, self.case.vocab)[0])[:start]
+            self.ids[row] = known + ids
+            assert self.ids[row][: len(job.prompt)] == job.prompt[: start + count]
+            assert ids[count - len(drafts.get(i, [])) :] == drafts.get(i, [])
+            assert step.samples[i] or start + count < len(job.prompt) + job.max_new_tokens
+            rows.append(self.ids[row])
+            at += count
+        assert at == len(step.token_ids)
+        return rows
 
     def _slot(self, pages: list[int], position: int) -> int:
         return pages[position // self.case.page_size] * self.case.page_size + position % self.case.page_size
 
-    def _write(self, plan: Plan, rows: list[list[int]]) -> None:
+    def _write(self, step: SchedulerOutput, rows: list[list[int]]) -> None:
         written: set[int] = set()
-        for request, start, ids in zip(plan.requests, plan.starts, rows, strict=True):
+        for row, start, ids in zip(step.rows, step.starts, rows, strict=True):
             prefix = 0
             for position, token in enumerate(ids):
                 prefix = chain(prefix, token)
                 if position >= start:
-                    slot = self._slot(request.pages, position)
+                    slot = self._slot(self.tables[row], position)
                     assert slot not in written, "two rows write one slot"
                     written.add(slot)
                     self.slots[slot] = prefix
 
-    def _attend(self, request: Request, ids: list[int]) -> int:
+    def _attend(self, row: int, ids: list[int]) -> int:
         prefix = 0
         for position, token in enumerate(ids):
             prefix = chain(prefix, token)
-            found = self.slots[self._slot(request.pages, position)]
-            assert found == prefix, f"{request.rid} reads a wrong slot at position {position} of {len(ids)}"
+            found = self.slots[self._slot(self.tables[row], position)]
+            assert found == prefix, f"{self.new[row].rid} reads a wrong slot at position {position} of {len(ids)}"
         return prefix
 
 
@@ -225,12 +239,13 @@ def make_request(case: Case, index: int) -> Request:
                    job.stop_ids)  # fmt: skip
 
 
-def entry(plan: Plan) -> tuple:
-    """A plan as a value."""
-    columns = (plan.requests, plan.starts, plan.counts, plan.samples)
-    rows = [(r.rid, r.row, *what) for r, *what in zip(*columns, strict=True)]
-    pages = [(r.rid, first, tuple(r.pages[first:])) for r, first in plan.new_pages]
-    return plan.step, tuple(rows), tuple(pages), tuple(r.rid for r in plan.preempted)
+def entry(scheduler: Scheduler, step: SchedulerOutput) -> tuple:
+    """A step that is in flight as a value."""
+    rids = [request.rid for request in scheduler.requests_of(step)]
+    rows = zip(rids, step.rows, step.starts, step.counts, step.samples, strict=True)
+    rid_of = dict(zip(step.rows, rids, strict=True))
+    pages = [(rid_of[row], first, tuple(pages)) for row, first, pages in step.new_pages]
+    return step.step, tuple(rows), tuple(pages), tuple(step.preempted)
 
 
 def simulate(case: Case) -> Run:
@@ -238,19 +253,19 @@ def simulate(case: Case) -> Run:
     requests = [make_request(case, i) for i in range(len(case.jobs))]
     run = Run(case, make_scheduler(case), requests)
     device = HashDevice(case, {r.rid: job for r, job in zip(requests, case.jobs, strict=True)})
-    flights: list[tuple[Plan, Result]] = []
+    pending: list[tuple[SchedulerOutput, Result]] = []
     clock, last = 0, max([0, *(job.arrival for job in case.jobs), *(job.abort or 0 for job in case.jobs)])
     patience = 200 + 20 * sum(len(job.prompt) + job.max_new_tokens for job in case.jobs)
-    while clock <= last or run.scheduler.has_work or flights:
+    while clock <= last or run.scheduler.has_work or pending:
         _events(run, clock)
-        plan = run.scheduler.schedule()
+        step = run.scheduler.schedule()
         run.scheduler.check()
-        if plan is not None:
-            _note(run, plan)
-            flights.append((plan, device.execute(plan)))
-        if len(flights) > case.lag or (plan is None and flights):
-            _land(run, *flights.pop(0))
-        elif plan is None:
+        if step is not None:
+            _note(run, step)
+            pending.append((step, device.execute(step)))
+        if len(pending) > case.lag or (step is None and pending):
+            _land(run, *pending.pop(0))
+        elif step is None:
             assert not run.scheduler.has_work, "nothing is planned, nothing is in flight, and requests wait: a deadlock"
         clock += 1
         assert clock < last + patience, "a request starves"
@@ -277,26 +292,31 @@ def _events(run: Run, clock: int) -> None:
             scheduler.check()
 
 
-def _note(run: Run, plan: Plan) -> None:
-    run.log.append(entry(plan))
-    run.most_rows = max(run.most_rows, len(plan.requests))
-    fresh = {page for request, first in plan.new_pages if first for page in request.pages[first:]}
+def _note(run: Run, step: SchedulerOutput) -> None:
+    run.log.append(entry(run.scheduler, step))
+    run.most_rows = max(run.most_rows, len(step.rows))
+    for request, start, count in zip(run.scheduler.requests_of(step), step.starts, step.counts, strict=True):
+        guessed = 0 if request.drafting is None else request.drafting.in_flight
+        assert request.num_computed + guessed == start + count
+        assert len(request.pages) == -(-(start + count) // run.case.page_size)
+    fresh = {page for _, first, pages in step.new_pages if first for page in pages}
     size = run.case.page_size
-    for request, first in plan.new_pages:
+    for row, first, pages in step.new_pages:
         if first == 0:
-            hit = plan.starts[plan.requests.index(request)] // size
-            run.shared_in_step += len(fresh & set(request.pages[:hit]))
-            fresh |= set(request.pages[hit:])
+            hit = step.starts[step.rows.index(row)] // size
+            run.shared_in_step += len(fresh & set(pages[:hit]))
+            fresh |= set(pages[hit:])
 
 
-def _land(run: Run, plan: Plan, result: Result) -> None:
-    ended = [request.finish is not None for request in plan.requests]
-    before = [len(request.token_ids) for request in plan.requests]
+def _land(run: Run, step: SchedulerOutput, result: Result) -> None:
+    requests = run.scheduler.requests_of(step)
+    ended = [request.finish is not None for request in requests]
+    before = [len(request.token_ids) for request in requests]
     run.discarded += sum(ended)
-    run.late += sum(request.status is Status.WAITING for request in plan.requests)
-    finished = run.scheduler.update(plan, *result)
+    run.late += sum(request.status is Status.WAITING for request in requests)
+    finished = run.scheduler.update(step, *result)
     run.scheduler.check()
-    for request, was_ended, length, sampled in zip(plan.requests, ended, before, plan.samples, strict=True):
+    for request, was_ended, length, sampled in zip(requests, ended, before, step.samples, strict=True):
         now = request.finish is not None and not was_ended
         assert (request in finished) == now
         if was_ended or not sampled:

@@ -86,8 +86,8 @@ def _logprobs(request: Request, first: int, count: int, ids: list[int]) -> dict[
     """Tuples (logprob, id, None). A request for no tokens still tells of the one that was drawn."""
     params, record = request.params, request.record
     drawn = list(zip(request.logprobs[first:count], ids, strict=True))
-    if record is not None and record.unasked is not None:
-        drawn = [record.unasked]
+    if request.unasked is not None:
+        drawn = [request.unasked]
     meta: dict[str, Any] = {
         "input_token_logprobs": [] if record is None else _triples(record.input_logprobs),
         "output_token_logprobs": _triples(drawn),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fengine.api import info
 from fengine.api.server_args import ServerArgs
-from fengine.core.step_trace import StepRecord, StepTeller
+from fengine.core.step_trace import StepRecord, StepTrace
 from fengine.engine.build import Parts
 from fengine.engine.weights.group import GroupError
 from fengine.engine.weights.updates import UpdateResult
@@ -189,7 +189,7 @@ class Upkeep:
         Errors: what `tell` raised, at the end; after it nothing more was told.
         """
         driver = self._parts.driver
-        teller = StepTeller(driver.scheduler, tell)
+        teller = StepTrace(driver.scheduler, tell)
         driver.call(lambda: driver.watchers.append(teller))
         try:
             yield

@@ -64,13 +64,13 @@ class Drafting:
     memo: Any = None  # the proposer's own: what it knows of the tokens, and what it has learnt
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """One load of a LoRA adapter, which requests refer to; loaded again it is another one."""
 
     name: str
     number: int  # of the load: what was computed under one is not reused under another
-    image: Any  # its bytes in pieces, as lora/layout.py lays them out in a slot
+    image: Any  # its bytes in pieces; for the worker's eyes
     pinned: bool = False  # its slot is not given to another
 
 
@@ -107,6 +107,9 @@ class Request:
     priority: int = 0  # the higher, the earlier it is admitted
     early_ids: frozenset[int] = frozenset()  # banned beside stop_ids until min_new_tokens
     record: Record | None = None  # where the loop puts what was asked for beyond tokens and logprobs; None: nothing
+    num_scored: int = 0  # input logprobs that have been read
+    num_seen: int = 0  # prompt tokens up to here have given their hidden state
+    unasked: tuple[float, int] | None = None  # max_new_tokens 0: logprob and id of the token drawn all the same
     drafting: Drafting | None = None  # set by Scheduler.add where drafts may be computed for it
 
     @property
@@ -117,3 +120,29 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def first_scored(self) -> int:
+        """The prompt position whose hidden state gives the next input logprob; prompt_len if none is lacking.
+
+        The first one, of the token at `logprob_start`, is None: it needs no hidden state, and lands with the next.
+        """
+        start = self.params.logprob_start
+        if start is None or self.num_scored >= self.prompt_len - start:
+            return self.prompt_len
+        return start + max(self.num_scored - 1, 0)
+
+    @property
+    def first_needed(self) -> int:
+        """The first prompt position whose hidden state is still lacking; prompt_len if none is.
+
+        So far at most may a prefix be taken from the cache. Hidden states are asked of tokens that were computed only.
+        """
+        params, due = self.params, self.prompt_len
+        if self.first_scored + 1 < self.prompt_len:
+            due = self.first_scored
+        if params.pool == "mean" or (params.hidden == "full" and self.num_preempted):
+            due = min(due, max(self.num_seen, self.num_cached if self.num_preempted else 0))
+        if params.pool == "cls" and not self.num_seen:
+            due = 0
+        return due

@@ -40,4 +40,4 @@ def forget_prompts(scheduler: Scheduler) -> None:
     """
     for request in scheduler._requests.values():
         if request.record is not None and not request.num_output:
-            request.record, request.num_cached = Record(), 0
+            request.record, request.num_cached, request.num_scored, request.num_seen = Record(), 0, 0, 0

@@ -16,7 +16,7 @@ from operator import attrgetter
 from fengine.core.kv_pages import PagePool
 from fengine.core.lora_slots import AdapterSlots
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.request import Adapter, Finish, Request, Status
+from fengine.core.request import Finish, Request, Status
 from fengine.errors import InvariantError
 
 _arrival = attrgetter("arrival")
@@ -26,7 +26,7 @@ class Rows:
     """Modifies: itself, its requests, `pool` and `cache`."""
 
     __slots__ = ("pool", "cache", "page_size", "capacity", "prompting", "decoding", "draining", "num_lockstep",
-                 "num_drafts", "num_correct_drafts", "adapters", "_free")  # fmt: skip
+                 "num_drafts", "num_correct_drafts", "adapters", "released", "_free")  # fmt: skip
 
     def __init__(
         self, pool: PagePool, cache: PrefixCache | None, page_size: int, capacity: int, adapter_slots: int = 0
@@ -38,6 +38,7 @@ class Rows:
         self.num_lockstep = 0  # running rows that wait for each of their tokens
         self.num_drafts = self.num_correct_drafts = 0  # computed and read so far
         self.adapters = AdapterSlots(adapter_slots)
+        self.released: list[int] = []  # row slots given back since the last step was scheduled
         self._free = list(range(capacity))  # a heap: the lowest free row slot is given out
 
     @property
@@ -56,9 +57,9 @@ class Rows:
         due = sum(self.pages_for(len(request.token_ids)) - len(request.pages) for request in self.prompting)
         return self.num_running + due
 
-    def enter(self, request: Request, pages: list[int]) -> list[tuple[int, Adapter]]:
+    def enter(self, request: Request, pages: list[int]) -> list[tuple[int, int]]:
         """Gives a waiting request a row slot, its adapter's slot, and the pages of its prefix hit, which it holds
-        already. Returns the adapter and its slot if it must be written there first."""
+        already. Returns the adapter's slot and number if it must be written there first."""
         request.status, request.row = Status.RUNNING, heappop(self._free)
         self.num_lockstep += is_lockstep(request)
         request.pages, request.num_computed = pages, len(pages) * self.page_size
@@ -66,7 +67,7 @@ class Rows:
         if request.adapter is None:
             return []
         request.adapter_slot, new = self.adapters.enter(request.adapter)
-        return [(request.adapter_slot, request.adapter)] if new else []
+        return [(request.adapter_slot, request.adapter.number)] if new else []
 
     def grow(self, request: Request, tokens: int) -> None:
         """Pages for `tokens` in all, which must be available; evicts cached ones where free ones are missing."""
@@ -105,6 +106,7 @@ class Rows:
         self.pool.release(request.pages)
         if request.row is not None:
             heappush(self._free, request.row)
+            self.released.append(request.row)
             self.num_lockstep -= is_lockstep(request)
         if request.adapter_slot is not None:
             self.adapters.leave(request.adapter_slot)
@@ -155,24 +157,20 @@ def is_lockstep(request: Request) -> bool:
 
 def prefix_limit(request: Request) -> int:
     """How many tokens may come from the prefix cache, for what it still needs to see computed. Pure."""
-    if request.record is None:
-        return len(request.token_ids)
-    num_cached = request.num_cached if request.num_preempted else None
-    due = request.record.first_needed(request.params, request.prompt_len, num_cached)
+    due = request.first_needed
     return due if due < request.prompt_len else len(request.token_ids)
 
 
-def verdict(request: Request, token: int, logprob: float) -> tuple[Finish, bool]:
-    """How a request ends that drew this last, and whether the KV in its pages is sound. Modifies: its record."""
-    record = request.record
+def verdict(request: Request, token: int, logprob: float, fault: str | None) -> tuple[Finish, bool]:
+    """How a request ends that drew this last, and whether the KV in its pages is sound. Modifies: the request."""
     if logprob != logprob:
-        if record is not None and record.error is not None:  # its own processor's doing
-            return Finish("abort", message=str(record.error)), True
+        if fault is not None:  # its own processor's, or grammar's, doing
+            return Finish("abort", message=fault), True
         message = f"non-finite logits at position {len(request.token_ids)}; dtype=float32 may help"
         return Finish("abort", message=message), False
     if request.max_new_tokens == 0:
-        if record is not None and request.params.pool is None:
-            record.unasked = (logprob, token)
+        if request.params.pool is None:
+            request.unasked = (logprob, token)
         return Finish("length", length=0), True
     if token in request.stop_ids:
         return Finish("stop", matched=token), True

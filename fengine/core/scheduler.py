@@ -4,28 +4,32 @@ A request has tokens (`token_ids`, and `num_pending` that are drawn but not read
 their KV written. Each step brings `num_computed` nearer: by one token for a row that decodes, by a chunk for one that
 has a prompt to compute, or to compute again after a preemption. A row draws a token when nothing is left.
 
-    waiting  --admit-->  prompting  --last chunk-->  decoding  --last token planned-->  draining  --update-->  finished
+    waiting  --admit-->  prompting  --last chunk-->  decoding  --last one planned-->  draining  --update-->  finished
        ^                     |                          |
        `------ preempt ------+--------------------------'
 
 **Overlap.** `schedule()` for step n+1 may run before `update()` of step n. The token of step n is then pending, and
-step n+1 feeds it on the device. Every plan is executed, in order, whatever happens to its requests meanwhile: results
-for requests that have ended are discarded, and pages and row slots given back are used again only by later plans, which
-the device runs later. A plan must be staged before the scheduler is called again: its requests go on changing.
+step n+1 feeds it on the device. Every step is executed, in order, whatever happens to its requests meanwhile: results
+for requests that have ended are discarded, and pages and row slots given back are used again only by later steps, which
+the device runs later.
 A *lockstep* row (`is_lockstep`) sits out while its token is pending: what changes its logits must be known first.
 
 **Sharing within a step.** On the device every layer writes the KV of all rows before any row attends. So prompt pages
 go into the prefix cache when they are scheduled, and another request may hit them in the same step. Such a chunk is
-never taken out of its plan again: only decoding rows are, and those put pages into the cache when they leave.
+never taken out of its step again: only decoding rows are, and those put pages into the cache when they leave.
 """
 
+from collections import deque
+from collections.abc import Mapping
+
 from fengine.config import Policy
+from fengine.core.batch import Batch
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Finish, Request, Status
 from fengine.core.running import Rows, draws_last, is_lockstep, prefix_limit, verdict
-from fengine.core.scheduler_output import Plan
-from fengine.core.speculation import Speculation, drafting_of, plan_drafts, take_drafts
+from fengine.core.scheduler_output import SchedulerOutput
+from fengine.core.speculation import Speculation, drafting_of, schedule_drafts, take_drafts
 from fengine.core.waiting_queue import WaitingQueue
 from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError
 
@@ -43,15 +47,17 @@ class Scheduler:
         for name, value in {"page_size": page_size, **limits}.items():
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        self.pool, self.cache, self.max_step_tokens, self.speculation = pool, cache, max_step_tokens, speculation
+        self.pool, self.cache, self.speculation = pool, cache, speculation
+        self.page_size, self.max_step_tokens = page_size, max_step_tokens
         self.num_preemptions = self.num_hit_tokens = self.num_computed_tokens = self.num_finished = 0
         self._rows = Rows(pool, cache, page_size, max_running_requests, adapter_slots)
         self._waiting = WaitingQueue(policy, cache)
         self._requests: dict[str, Request] = {}  # all that have not finished
-        self._arrivals = self._steps_planned = self._steps_updated = 0
+        self._arrivals = self._steps_scheduled = 0
+        self._in_flight: deque[Batch] = deque()  # scheduled, not updated yet
         self._blocked = False  # the next to admit found too few pages, and nothing has changed since
 
-    # -- doors ---------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -101,24 +107,41 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can be done before the next `update` or `add`."""
-        plan = Plan(self._steps_planned)
-        left = self.max_step_tokens - self._plan_decoding(plan)
+        batch = Batch(self._steps_scheduled)
+        left = self.max_step_tokens - self._schedule_decoding(batch)
         for request in list(self._rows.prompting):
             if left and request.row is not None:
-                left -= self._plan_prompt(plan, request, left)
-        if left and self._waiting and self._rows.num_free and not self._blocked and not plan.preempted:
-            self._admit(plan, left)
-        if not plan.requests:
+                left -= self._schedule_prompt(batch, request, left)
+        if left and self._waiting and self._rows.num_free and not self._blocked and not batch.preempted:
+            self._admit(batch, left)
+        if not batch.requests:
             return None
         if self.speculation:
-            plan_drafts(plan, self._rows, self.speculation)
-        self._steps_planned += 1
-        self.num_computed_tokens += sum(plan.counts)
-        return plan
+            schedule_drafts(batch, self._rows, self.speculation)
+        self._steps_scheduled += 1
+        self.num_computed_tokens += sum(batch.counts)
+        self._in_flight.append(batch)
+        return batch.output(self.released())
 
-    def _plan_decoding(self, plan: Plan) -> int:
+    def released(self) -> list[int]:
+        """Row slots given back since this was last asked. Modifies: itself."""
+        released, self._rows.released = self._rows.released, []
+        return released
+
+    def requests_of(self, output: SchedulerOutput) -> list[Request]:
+        """The requests of a step that has not been updated yet, in the order of its rows. Errors: InvariantError."""
+        for batch in self._in_flight:
+            if batch.step == output.step:
+                return batch.requests
+        raise InvariantError(f"step {output.step} is not in flight")
+
+    def held_pages(self) -> dict[str, int]:
+        """How many pages each running request holds, by rid. Pure."""
+        return {rid: len(r.pages) for rid, r in self._requests.items() if r.status is Status.RUNNING}
+
+    def _schedule_decoding(self, batch: Batch) -> int:
         """One token for each decoding row. The hot loop: as little per row as can be. Returns the tokens of the budget.
 
         They always fit: a row begins to decode with a chunk for which the budget had room beside all rows that decode,
@@ -141,38 +164,38 @@ class Scheduler:
             if start + 2 >= request.prompt_len + request.max_new_tokens:
                 last.append(request)
         count = len(starts)
-        plan.requests, plan.starts, plan.counts, plan.samples = requests, starts, [1] * count, [True] * count
+        batch.requests, batch.starts, batch.counts, batch.samples = requests, starts, [1] * count, [True] * count
         for request in unpaged:
-            if request.row is not None and self._make_room(plan, request):
-                plan.new_pages.append((request, len(request.pages)))
+            if request.row is not None and self._make_room(batch, request):
+                batch.new_pages.append((request, len(request.pages)))
                 self._rows.grow(request, request.num_computed)
             else:
-                plan.take_out(request)
+                batch.take_out(request)
         for request in last:
-            if request.row is not None and draws_last(request):  # still in the plan
+            if request.row is not None and draws_last(request):  # still in the step
                 self._rows.move(request)
         return reserved
 
-    def _plan_prompt(self, plan: Plan, request: Request, left: int) -> int:
+    def _schedule_prompt(self, batch: Batch, request: Request, left: int) -> int:
         """The next chunk of a running prompt: all that budget and pages allow. Returns its number of tokens."""
         rows, start = self._rows, request.num_computed
         room = len(request.pages) * rows.page_size - start
-        if not room and not self._make_room(plan, request):
+        if not room and not self._make_room(batch, request):
             return 0
         room += self.pool.num_available * rows.page_size
         count = min(len(request.token_ids) - start, left, room)
-        self._plan_chunk(plan, request, count, len(request.pages))
+        self._schedule_chunk(batch, request, count, len(request.pages))
         return count
 
-    def _plan_chunk(self, plan: Plan, request: Request, count: int, first_new_page: int) -> None:
+    def _schedule_chunk(self, batch: Batch, request: Request, count: int, first_new_page: int) -> None:
         """Plans `count` tokens of a running prompt, for which pages are available."""
         rows, start = self._rows, request.num_computed
         end = start + count
         rows.grow(request, end)
         if first_new_page < len(request.pages):
-            plan.new_pages.append((request, first_new_page))
+            batch.new_pages.append((request, first_new_page))
         sample = end == len(request.token_ids)
-        plan.put_in(request, start, count, sample)
+        batch.put_in(request, start, count, sample)
         request.num_computed = end
         if sample:
             request.num_pending += 1
@@ -182,17 +205,17 @@ class Scheduler:
             pages, salt = request.pages[:full], request.salt
             request.reached = self.cache.insert(request.token_ids, pages, salt=salt, after=request.reached)
 
-    def _admit(self, plan: Plan, left: int) -> None:
+    def _admit(self, batch: Batch, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
         for request in self._waiting.admissible(self._rows.num_free, self._rows.adapters.fits):
             if not left or request.num_pending:
                 return  # a preempted request waits for the token that it drew last
-            if not (count := self._start(plan, request, left)):
+            if not (count := self._start(batch, request, left)):
                 self._blocked = True  # none goes in its place, or pages might never suffice for a large request
                 return
             left -= count
 
-    def _start(self, plan: Plan, request: Request, left: int) -> int:
+    def _start(self, batch: Batch, request: Request, left: int) -> int:
         """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages.
 
         Pages must suffice for all its known tokens and for the reserve of those that run, or it might be preempted at
@@ -211,12 +234,12 @@ class Scheduler:
         if request.num_preempted == 0:
             request.num_cached = hit
         self._waiting.admit(request)
-        plan.adapters += rows.enter(request, pages)
+        batch.adapters += rows.enter(request, pages)
         count = min(known - hit, left)
-        self._plan_chunk(plan, request, count, 0)
+        self._schedule_chunk(batch, request, count, 0)
         return count
 
-    def _make_room(self, plan: Plan, request: Request) -> bool:
+    def _make_room(self, batch: Batch, request: Request) -> bool:
         """Makes a page available by preempting the latest arrivals. False: `request` sits this step out.
 
         That is when it is the latest itself, or when rows are draining, whose pages come back at the next update. The
@@ -226,34 +249,38 @@ class Scheduler:
             if self._rows.draining:
                 return False
             victim = self._rows.latest()
-            self._preempt(plan, victim)
+            self._preempt(batch, victim)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, plan: Plan, victim: Request) -> None:
+    def _preempt(self, batch: Batch, victim: Request) -> None:
         """Back to the queue's front, to be computed again. A token that is still in flight arrives and counts."""
-        plan.take_out(victim)
+        batch.take_out(victim)
         self._rows.leave(victim, cached=True)
         victim.status = Status.WAITING
         victim.num_preempted += 1
         self.num_preemptions += 1
         self._blocked = False
         self._waiting.put_back(victim)
-        plan.preempted.append(victim)
+        batch.preempted.append(victim)
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def update(self, plan: Plan, tokens: list[int], logprobs: list[float]) -> list[Request]:
-        """Takes token and logprob of each of the plan's draws; those of rows that do not sample are ignored.
+    def update(
+        self, output: SchedulerOutput, tokens: list[int], logprobs: list[float], faults: Mapping[str, str] | None = None
+    ) -> list[Request]:
+        """Takes token and logprob of each of the step's draws; those of rows that do not sample are ignored.
 
-        Returns the requests that finished now. Plans are updated in order, once each. Errors: InvariantError.
+        `faults` tells, by rid, what a request's own processor or grammar did wrong: its logprob is NaN. Returns the
+        requests that finished now. Steps are updated in order, once each. Errors: InvariantError.
         """
-        if plan.step != self._steps_updated or min(len(tokens), len(logprobs)) < plan.num_draws:
-            raise InvariantError(f"update of step {plan.step}, {len(tokens)} draws; {self._steps_updated} is due")
-        self._steps_updated += 1
+        due = self._in_flight[0].step if self._in_flight else None
+        if output.step != due or min(len(tokens), len(logprobs)) < output.num_draws:
+            raise InvariantError(f"update of step {output.step}, {len(tokens)} draws; {due} is due")
+        batch = self._in_flight.popleft()
         finished: list[Request] = []
-        for request, sample, token, logprob in zip(plan.requests, plan.samples, tokens, logprobs, strict=False):
+        for request, sample, token, logprob in zip(batch.requests, batch.samples, tokens, logprobs, strict=False):
             if not sample or request.finish is not None:
                 continue  # nothing was drawn, or the request has ended since: discarded
             request.num_pending -= 1
@@ -262,18 +289,18 @@ class Scheduler:
             request.logprobs.append(logprob)
             full = len(ids) >= request.prompt_len + request.max_new_tokens
             if full or token in request.stop_ids or logprob != logprob:
-                self._end_drawn(request, token, logprob)
+                self._end_drawn(request, token, logprob, faults.get(request.rid) if faults else None)
                 finished.append(request)
-        if plan.drafts:
-            finished += take_drafts(plan, self._rows, tokens, logprobs, self._end_drawn)
+        if batch.drafts:
+            finished += take_drafts(batch, self._rows, tokens, logprobs, self._end_drawn)
             self._blocked = False  # pages have come back
         return finished
 
-    def _end_drawn(self, request: Request, token: int, logprob: float) -> None:
+    def _end_drawn(self, request: Request, token: int, logprob: float, fault: str | None = None) -> None:
         """Ends a request because of the token that was just appended."""
         if logprob != logprob or request.max_new_tokens == 0:  # in the second case only the prompt's KV was asked for
             del request.token_ids[-1], request.logprobs[-1]
-        finish, sound = verdict(request, token, logprob)
+        finish, sound = verdict(request, token, logprob, fault)
         self._end(request, finish, cached=sound)
 
     def _end(self, request: Request, finish: Finish, cached: bool = True) -> None:

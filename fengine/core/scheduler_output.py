@@ -1,61 +1,81 @@
-"""`Plan`: what one step computes, as plain parallel lists; `Watcher`: who is told of steps. No torch."""
+"""`SchedulerOutput`: what one step computes, as plain data that could be sent to another process. No torch.
+
+It is all that a worker learns of requests. A worker keeps for each row slot what `NewRow` told when the row was
+admitted, and the page table that `new_pages` adds up to, until the slot is released or given to another request.
+"""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from fengine.core.request import Adapter, Request
+from fengine.core.sampling_params import SamplingParams
 
 
-@dataclass(slots=True, eq=False)
-class Plan:
-    """Row i of the step is tokens starts[i] : starts[i] + counts[i] of requests[i].
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request that was admitted, or admitted again after a preemption, to row slot `row`."""
 
-    `samples[i]`: the chunk reaches the row's last token, so a token is drawn. A token at index `len(token_ids)` is the
-    one that the row drew in the step before. `new_pages` has (request, first) for each request whose page table grew:
-    `request.pages[first:]` is new, and first == 0 means newly admitted, prefix hits included.
-    `drafts` has (row, guessed tokens): the last of the row's `counts`. The row draws in front of them and behind each.
+    row: int
+    rid: str
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]  # ids that end the request
+    early_ids: frozenset[int]  # banned beside them until min_new_tokens
+    adapter_slot: int | None  # of its LoRA adapter
+    token_ids: tuple[int, ...]  # all that are known, the prompt first; empty where params are bare
+    first_scored: int  # prompt position of the next input logprob; prompt_len: none is lacking
+    first_seen: int  # prompt position of the next hidden state
+
+
+class AddedPages(NamedTuple):
+    """Entry `first` and on of a row's page table. With `first` 0 the row is new; its prefix hits are included."""
+
+    row: int
+    first: int
+    pages: list[int]
+
+
+class Drafts(NamedTuple):
+    """Guessed tokens: the last of row `index` of the step. It draws in front of them and behind each."""
+
+    index: int
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """Row i of the step, in slot rows[i], computes positions starts[i] : starts[i] + counts[i] of its request.
+
+    Steps are executed in order, each once. Slots in `released` end before `new_rows` begin.
     """
 
     step: int  # counts from 0
-    requests: list[Request] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    new_pages: list[tuple[Request, int]] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    drafts: list[tuple[int, list[int]]] = field(default_factory=list)
-    adapters: list[tuple[int, Adapter]] = field(default_factory=list)  # to be written to these slots before the step
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]  # the row reaches its last token, so one is drawn
+    token_ids: list[int]  # of all rows, one behind the other; 0 where it is fed
+    fed: list[int]  # indexes into token_ids of tokens that the same slot drew in the step before
+    drafts: list[Drafts] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_pages: list[AddedPages] = field(default_factory=list)
+    adapters: list[tuple[int, int]] = field(default_factory=list)  # (slot, number of the load) to be written before it
+    released: list[int] = field(default_factory=list)  # slots given back since the step before
+    preempted: list[str] = field(default_factory=list)  # rids
 
     @property
     def num_draws(self) -> int:
         """One for each row, then those behind drafts, in the order of `drafts`."""
-        return len(self.requests) + sum(len(draft) for _, draft in self.drafts)
-
-    def put_in(self, request: Request, start: int, count: int, sample: bool) -> None:
-        """A row behind those that are in."""
-        self.requests.append(request)
-        self.starts.append(start)
-        self.counts.append(count)
-        self.samples.append(sample)
-
-    def take_out(self, request: Request) -> None:
-        """Takes a decoding row out, if it is in, and sets the request back; its pages stay with it."""
-        if request not in self.requests:
-            return
-        i = self.requests.index(request)
-        request.num_computed = self.starts[i]
-        request.num_pending -= 1
-        del self.requests[i], self.starts[i], self.counts[i], self.samples[i]
-        self.new_pages = [entry for entry in self.new_pages if entry[0] is not request]
+        return len(self.rows) + sum(len(draft.token_ids) for draft in self.drafts)
 
 
 class Watcher(Protocol):
     """Told of every step in the loop's thread, so it is quick and raises nothing."""
 
-    def planned(self, plan: Plan) -> None:
-        """The step is about to be launched. Its requests go on changing."""
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """The step is about to be launched."""
         ...
 
-    def landed(self, plan: Plan) -> None:
-        """Its results have been read, and the scheduler knows them."""
+    def landed(self, output: SchedulerOutput) -> None:
+        """Its results have been read; the scheduler has not been told yet."""
         ...

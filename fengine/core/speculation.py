@@ -1,6 +1,6 @@
 """Speculation: tokens guessed for a row are computed behind its last one, and kept where the row draws them itself.
 
-    proposer --drafts--> plan_drafts --> a step with 1 + k tokens of the row, a draw behind each --> take_drafts
+    proposer --drafts--> schedule_drafts --> a step with 1 + k tokens of the row, a draw behind each --> take_drafts
                                                                                                |
     drawn:    d0  d1  d2  d3                d0 == g1, d1 == g2, d2 != g3: d0 d1 d2 are the row's next tokens,
     computed:  t  g1  g2  g3                and the KV of g3 is overwritten by that of d2 in a later step
@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fengine.core.batch import Batch
 from fengine.core.request import Drafting, Request
 from fengine.core.running import Rows
-from fengine.core.scheduler_output import Plan
+from fengine.core.scheduler_output import Drafts
 
 
 class Ask(NamedTuple):
-    """Guess what follows the `token_ids` of the plan's row `row`, leaving out the first `skip` tokens, which are drawn
+    """Guess what follows the `token_ids` of the batch's row `row`, leaving out the first `skip` tokens, which are drawn
     already. There is room for `most` tokens, and fewer than `least` are not worth it.
     """
 
@@ -56,16 +57,16 @@ def drafting_of(request: Request) -> Drafting | None:
     return Drafting() if replace(request.params, logprob_start=None, min_new_tokens=0).bare else None
 
 
-def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
-    """Adds drafts to decoding rows of a plan that is complete otherwise. Modifies: the plan, rows, their requests."""
-    if len(plan.requests) >= speculation.step_tokens or (left := speculation.step_tokens - sum(plan.counts)) < 1:
+def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
+    """Adds drafts to decoding rows of a batch that is complete otherwise. Modifies: the batch, rows, their requests."""
+    if len(batch.requests) >= speculation.step_tokens or (left := speculation.step_tokens - sum(batch.counts)) < 1:
         return
-    asks = _asks(plan, speculation.most)
+    asks = _asks(batch, speculation.most)
     proposals = speculation.propose(asks) if asks else []
     wanting = sum(map(bool, proposals))
     if not wanting:
         return
-    spare, grown = max(rows.pool.num_available - rows.reserve(), 0), {request for request, _ in plan.new_pages}
+    spare, grown = max(rows.pool.num_available - rows.reserve(), 0), {request for request, _ in batch.new_pages}
     for ask, proposal in zip(asks, proposals, strict=True):
         if not proposal:
             continue
@@ -76,26 +77,26 @@ def plan_drafts(plan: Plan, rows: Rows, speculation: Speculation) -> None:
         if not draft:
             continue
         left -= len(draft)
-        plan.counts[ask.row] += len(draft)
-        plan.drafts.append((ask.row, draft))
+        batch.counts[ask.row] += len(draft)
+        batch.drafts.append(Drafts(ask.row, draft))
         rows.grow(request, request.num_computed + len(draft))
         if held < len(request.pages):
             spare -= len(request.pages) - held
             if request not in grown:
-                plan.new_pages.append((request, held))
+                batch.new_pages.append((request, held))
         ask.drafting.in_flight = len(draft)
         rows.num_lockstep += 1
 
 
-def _asks(plan: Plan, most: int) -> list[Ask]:
-    """What may be proposed for the rows of a plan that decode. As little per row as can be. Pure."""
-    least = 1 if len(plan.requests) == 1 else min(FEW, most)
+def _asks(batch: Batch, most: int) -> list[Ask]:
+    """What may be proposed for the rows of a batch that decode. As little per row as can be. Pure."""
+    least = 1 if len(batch.requests) == 1 else min(FEW, most)
     asks = []
-    for i, request in enumerate(plan.requests):
-        drafting, start = request.drafting, plan.starts[i]
+    for i, request in enumerate(batch.requests):
+        drafting, start = request.drafting, batch.starts[i]
         if drafting is None or start < drafting.rest_until:
             continue
-        if start < request.prompt_len or plan.counts[i] > 1 or not plan.samples[i]:
+        if start < request.prompt_len or batch.counts[i] > 1 or not batch.samples[i]:
             continue  # it does not decode
         room = request.prompt_len + request.max_new_tokens - 2 - start  # the last token is drawn, not computed
         if room < least or request.num_output < request.params.min_new_tokens:
@@ -115,16 +116,16 @@ def _known(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:
 
 
 def take_drafts(
-    plan: Plan, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float],
+    batch: Batch, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float],
     end: Callable[[Request, int, float], None],
 ) -> list[Request]:  # fmt: skip
     """Takes what was drawn behind the drafts that turned out right, when the first draw of every row is taken.
 
     `end` ends a request by the draw appended last. Returns the requests that ended. Modifies: rows, the requests.
     """
-    ended, at = [], len(plan.requests)
-    for i, draft in plan.drafts:
-        request, drafting, correct = plan.requests[i], plan.requests[i].drafting, 0
+    ended, at = [], len(batch.requests)
+    for i, draft in batch.drafts:
+        request, drafting, correct = batch.requests[i], batch.requests[i].drafting, 0
         assert drafting is not None
         runs = request.row is not None
         rows.num_lockstep -= runs

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.core.request import Request, Status
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import Plan
+from fengine.core.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class StepRecord:
         return "decode" if all(self.decodes) else "mixed" if any(self.decodes) else "prefill"
 
 
-class StepTeller:
+class StepTrace:
     """A `Watcher` that tells `tell` of every step when it has landed. What `tell` raises ends the telling: see `fault`.
 
     Modifies: itself.
@@ -63,58 +62,52 @@ class StepTeller:
 
     def __init__(self, scheduler: Scheduler, tell: Callable[[StepRecord], None]) -> None:
         self.fault: Exception | None = None
-        self._scheduler, self._tell = scheduler, tell
-        self._planned: dict[int, dict[str, Any]] = {}  # by step, the fields that are known at launch
-        self._holding: dict[str, Request] = {}  # those that had pages when last seen
-        self._told: dict[str, int] = {}  # and how many
+        self._scheduler, self._tell, self._page_size = scheduler, tell, scheduler.page_size
+        self._scheduled: dict[int, dict[str, Any]] = {}  # by step, the fields that are known at launch
+        self._held: dict[str, int] = {}  # pages of the requests that had some when last seen
 
-    def planned(self, plan: Plan) -> None:
-        page_size, requests = self._scheduler._rows.page_size, plan.requests
-        counters = self._scheduler.counters()
-        released = tuple(rid for rid, request in self._holding.items() if request.status is not Status.RUNNING)
-        for rid in released:
-            del self._holding[rid], self._told[rid]
-        drafted = {i: len(draft) for i, draft in plan.drafts}
-        starts = {id(r): start for r, start in zip(requests, plan.starts, strict=True)}
-        self._planned[plan.step] = {
-            "step": plan.step,
+    def scheduled(self, output: SchedulerOutput) -> None:
+        counters, held = self._scheduler.counters(), self._scheduler.held_pages()
+        requests = self._scheduler.requests_of(output)
+        rid_of = {request.row: request.rid for request in requests}
+        drafted = {draft.index: len(draft.token_ids) for draft in output.drafts}
+        first_new = {rid_of[new.row]: new.first for new in output.new_pages}
+        kept = {rid: min(first_new.get(rid, count), count) for rid, count in held.items()}
+        start_of = dict(zip(output.rows, output.starts, strict=True))
+        self._scheduled[output.step] = {
+            "step": output.step,
             "launched": time.perf_counter(),
-            "rids": tuple(r.rid for r in requests),
-            "starts": tuple(plan.starts),
-            "counts": tuple(plan.counts),
-            "decodes": tuple(map(_decodes, requests, plan.starts, plan.counts)),
+            "rids": tuple(request.rid for request in requests),
+            "starts": tuple(output.starts),
+            "counts": tuple(output.counts),
+            "decodes": tuple(
+                sample and start >= request.prompt_len
+                for request, start, sample in zip(requests, output.starts, output.samples, strict=True)
+            ),
             "new_pages": tuple(
-                NewPages(r.rid, first, 0 if first else starts[id(r)] // page_size, tuple(r.pages[first:]))
-                for r, first in plan.new_pages
+                NewPages(
+                    rid_of[new.row], new.first, 0 if new.first else start_of[new.row] // self._page_size,
+                    tuple(new.pages),
+                )
+                for new in output.new_pages
             ),
             "drafted": tuple(drafted.get(i, 0) for i in range(len(requests))) if drafted else (),
-            "shrunk": self._shrunk({r.rid: first for r, first in plan.new_pages}),
-            "preempted": tuple(r.rid for r in plan.preempted),
-            "released": released,
+            "shrunk": tuple((rid, count) for rid, count in kept.items() if count < self._held.get(rid, 0)),
+            "preempted": tuple(output.preempted),
+            "released": tuple(rid for rid in self._held if rid not in held),
             "running": counters["running"],
             "waiting": counters["waiting"],
             "held": counters["used_pages"],
             "cached": counters["pages"] - counters["used_pages"] - counters["free_pages"],
             "pages": counters["pages"],
-        }
-        self._holding.update((r.rid, r) for r, _ in plan.new_pages)
-        self._told.update((rid, len(r.pages)) for rid, r in self._holding.items())
+        }  # fmt: skip
+        self._held = held
 
-    def _shrunk(self, first_new: dict[str, int]) -> tuple[tuple[str, int], ...]:
-        """Who has fewer pages than was told, and keeps how many, before new ones came."""
-        kept = {rid: first_new.get(rid, len(r.pages)) for rid, r in self._holding.items()}
-        return tuple((rid, count) for rid, count in kept.items() if count < self._told[rid])
-
-    def landed(self, plan: Plan) -> None:
-        fields = self._planned.pop(plan.step, None)
+    def landed(self, output: SchedulerOutput) -> None:
+        fields = self._scheduled.pop(output.step, None)
         if fields is None or self.fault is not None:  # the step was under way when the telling began, or it has ended
             return
         try:
             self._tell(StepRecord(**fields, landed=time.perf_counter()))
         except Exception as error:  # the loop must go on
             self.fault = error
-
-
-def _decodes(request: Request, start: int, count: int) -> bool:
-    """Whether a chunk begins behind the prompt and reaches the newest token that is known."""
-    return start >= request.prompt_len and start + count >= len(request.token_ids)

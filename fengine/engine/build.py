@@ -208,7 +208,8 @@ def assemble(
         speculation=speculation,
         adapter_slots=slots,
     )
-    tables = RowTables(rows, width, page_size, slots, partial(write_slot, adapter_memory))
+    write = None if adapters is None else partial(write_slot, adapter_memory, adapters)
+    tables = RowTables(rows, width, page_size, slots, write)
     driver = Driver(scheduler, tables, runner, kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(params, spec, driver, model_dir, from_disk)
     return Parts(

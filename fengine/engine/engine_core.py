@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from fengine.core.request import Request
 from fengine.core.retract import retract
-from fengine.core.scheduler import Plan, Scheduler
-from fengine.core.scheduler_output import Watcher
+from fengine.core.scheduler import Scheduler
+from fengine.core.scheduler_output import SchedulerOutput, Watcher
 from fengine.engine.output_processor import FirstTimes, News, TextLoop, Ticket
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError, InvalidRequestError, MemoryReleasedError
 from fengine.models.kv_state import KVHandle, KVState
@@ -38,10 +38,10 @@ class Driver:
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.text = TextLoop(self.abort)
         self.tickets: dict[str, Ticket] = {}
-        self.times = FirstTimes()
+        self.times = FirstTimes(scheduler)
         self.watchers: list[Watcher] = [self.times]  # told of every step, in the loop's thread
         self.live: dict[str, Ticket] = {}
-        self.flight: tuple[Plan, Flight] | None = None
+        self.flight: tuple[SchedulerOutput, Flight] | None = None
         self.steps = 0
         self.output_tokens = 0
         self.weight_version = "default"  # the label of the weights that steps run with
@@ -232,30 +232,31 @@ class Driver:
 
     def _turn(self) -> None:
         """Launches the next step, then reads the one before (with overlap) or the same one (without)."""
-        plan = None if self.paused else self.scheduler.schedule()
+        output = None if self.paused else self.scheduler.schedule()
         launched = None
-        if plan is not None:
+        if output is not None:
             for watcher in self.watchers:
-                watcher.planned(plan)
-            kv, flight = self.runner.launch(self.kv.take(), self.tables.stage(plan))
+                watcher.scheduled(output)
+            kv, flight = self.runner.launch(self.kv.take(), self.tables.stage(output))
             self.kv = KVHandle(kv)
             self.steps += 1
-            launched = (plan, flight)
+            launched = (output, flight)
         if not self.overlap:
             self.flight = launched
         if self.flight is not None:
             self._land(*self.flight)
         self.flight = launched if self.overlap else None
 
-    def _land(self, plan: Plan, flight: Flight) -> None:
+    def _land(self, output: SchedulerOutput, flight: Flight) -> None:
         """Reads a step's result, updates the scheduler, and tells the text thread."""
         tokens, logprobs = flight.result()
+        faults = None
         if flight.findings is not None:
-            land(plan, flight.findings(), tokens, logprobs)
-        finished = self.scheduler.update(plan, tokens, logprobs)
-        self.output_tokens += sum(plan.samples)
+            faults = land(self.scheduler.requests_of(output), output.samples, flight.findings(), logprobs)
         for watcher in self.watchers:
-            watcher.landed(plan)
+            watcher.landed(output)
+        finished = self.scheduler.update(output, tokens, logprobs, faults)
+        self.output_tokens += sum(output.samples)
         now = time.perf_counter()
         live = [
             (t, t.request.num_output)
@@ -269,7 +270,8 @@ class Driver:
         ticket = self.tickets.pop(request.rid)
         self.times.forget(request.rid)
         self.live.pop(request.rid, None)
-        self.tables.forget(request)
+        if not self.tickets:  # an idle engine keeps nothing of the requests that it had
+            self.tables.release(self.scheduler.released())
         return ticket
 
     def _settle(self, error: FengineError) -> None:

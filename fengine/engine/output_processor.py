@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fengine.core.request import Finish, Request
-from fengine.core.scheduler_output import Plan
+from fengine.core.scheduler import Scheduler
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import EngineDeadError, FengineError, NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
 
@@ -63,7 +64,8 @@ class News:
 class FirstTimes:
     """A watcher of steps that notes when tickets have their first step and their first token."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self.unplanned: dict[str, Ticket] = {}  # waiting for their first step
         self.unstarted: dict[str, Ticket] = {}  # waiting for their first token
 
@@ -74,17 +76,18 @@ class FirstTimes:
         self.unplanned.pop(rid, None)
         self.unstarted.pop(rid, None)
 
-    def planned(self, plan: Plan) -> None:
+    def scheduled(self, output: SchedulerOutput) -> None:
         if self.unplanned:
             now = time.perf_counter()
-            for request in plan.requests:
-                if request.rid in self.unplanned:
-                    self.unplanned.pop(request.rid).started = now
+            for new in output.new_rows:
+                if new.rid in self.unplanned:
+                    self.unplanned.pop(new.rid).started = now
 
-    def landed(self, plan: Plan) -> None:
+    def landed(self, output: SchedulerOutput) -> None:
         if self.unstarted:
             now = time.perf_counter()
-            for request, sampled in zip(plan.requests, plan.samples, strict=True):
+            requests = self.scheduler.requests_of(output)
+            for request, sampled in zip(requests, output.samples, strict=True):
                 if sampled and request.rid in self.unstarted:
                     self.unstarted.pop(request.rid).first_token = now
 

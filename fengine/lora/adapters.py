@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -72,9 +73,9 @@ def _largest_rank(config: LoraConfig) -> int:
     return rank
 
 
-def write_slot(memory: Tensor, slot: int, adapter: Adapter) -> None:
+def write_slot(memory: Tensor, adapters: "Adapters", slot: int, number: int) -> None:
     """Copies an adapter to a slot, on CUDA behind the steps that were launched. Modifies: memory."""
-    for place, piece in zip(memory[slot].split(PIECE), adapter.image, strict=True):
+    for place, piece in zip(memory[slot].split(PIECE), adapters.image(number), strict=True):
         place.copy_(piece, non_blocking=True)
 
 
@@ -107,6 +108,7 @@ class Adapters:
         self.layout, self.limits, self.slots, self.max_loaded, self.base = layout, limits, slots, max_loaded, base
         self._entries: dict[str, Entry] = {}  # in the order of use
         self._numbers = count(1)
+        self._loads: WeakValueDictionary[int, Adapter] = WeakValueDictionary()  # requests hold theirs
         self._lock = threading.Lock()  # of the entries; never held while files are read
         self._loading = threading.Lock()  # one load at a time
 
@@ -130,6 +132,10 @@ class Adapters:
         with self._loading:
             load = self._used(name)
             return load if load is not None else self._reload(name)
+
+    def image(self, number: int) -> list[Tensor]:
+        """The pieces of a load that some request refers to. Pure."""
+        return self._loads[number].image
 
     def given_up(self, names: Any) -> list[str]:
         """Of one name, or a list of them, those whose adapter must be read again. Pure."""
@@ -239,7 +245,9 @@ class Adapters:
                 f"no CPU memory for LoRA adapter {name!r} ({size:.0f} MiB): {str(error).partition('.')[0]}. Unload "
                 "another one, or lower max_loaded_loras or max_lora_rank."
             ) from None
-        return Adapter(name, next(self._numbers), pieces, pinned)
+        load = Adapter(name, next(self._numbers), pieces, pinned)
+        self._loads[load.number] = load
+        return load
 
     def _check_size(self, name: str, updates: Mapping[str, Update]) -> None:
         """Errors: AdapterError for values that are finite no more in the activations' dtype."""

@@ -1,17 +1,16 @@
-"""Bridge 1: a scheduler's plan becomes the arrays of a step, in tables and buffers that are written in place.
+"""A `SchedulerOutput` becomes the arrays of a step, in tables and buffers that are written in place.
 
-Row tables are indexed by `Request.row` and change only when a request is admitted or gets a page; a step gathers the
+Row tables are indexed by row slot and change only when a request is admitted or gets a page; a step gathers the
 rows it needs. Everything is numpy, so the cost per row is a few array operations, not Python.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from fengine.core.request import Adapter, Request
-from fengine.core.scheduler_output import Plan
-from fengine.worker.wants import Wants, wants_of
+from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.worker.wants import RowState, Wants, wants_of
 
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
 NO_INTS = np.zeros(0, np.int32)
@@ -21,7 +20,7 @@ class Staged(NamedTuple):
     """One step's inputs on the host, unpadded (T tokens, R rows): the fields of StepBatch, SamplingBatch, Feed and
     AdapterBatch.
 
-    R counts draws: behind the plan's rows comes one without tokens for each draft, which draws behind that draft.
+    R counts draws: behind the step's rows comes one without tokens for each draft, which draws behind that draft.
     """
 
     token_T: np.ndarray
@@ -52,11 +51,11 @@ class ExtendedStaged(NamedTuple):
 
 class RowTables:
     """Per row slot: page table and sampling parameters of the request that runs there. Modifies: itself, and through
-    `write_adapter` the slots of LoRA adapters."""
+    `write_adapter` (slot, number of the load) the slots of LoRA adapters."""
 
     def __init__(
         self, rows: int, width: int, page_size: int, adapter_slots: int = 0,
-        write_adapter: Callable[[int, Adapter], None] | None = None,
+        write_adapter: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
@@ -67,47 +66,46 @@ class RowTables:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
-        self.extended: dict[int, Request] = {}  # rows whose requests want more than a drawn token
+        self.extended: dict[int, RowState] = {}  # rows that want more than a drawn token
 
-    def admit(self, request: Request) -> None:
+    def admit(self, new: NewRow) -> None:
         """Writes the sampling parameters of a request that has just got its row."""
-        row, params = request.row, request.params
-        assert row is not None
+        row, params = new.row, new.params
         self.temperature[row] = min(params.temperature, HOTTEST)
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
-        self.seed[row] = request.seed
-        self.adapter[row] = self.adapter_slots if request.adapter_slot is None else request.adapter_slot
-        self.extended.pop(row, None)
-        if not request.params.bare:
-            self.extended[row] = request
+        self.seed[row] = new.seed
+        self.adapter[row] = self.adapter_slots if new.adapter_slot is None else new.adapter_slot
+        if not params.bare:
+            self.extended[row] = RowState(new)
 
-    def forget(self, request: Request) -> None:
-        """The request has ended: nothing keeps its record any longer."""
-        if self.extended and not request.params.bare:
-            self.extended = {row: other for row, other in self.extended.items() if other is not request}
+    def release(self, rows: Iterable[int]) -> None:
+        """The requests in these slots have ended, or were preempted: nothing of them is kept."""
+        for row in rows if self.extended else ():
+            self.extended.pop(row, None)
 
-    def stage(self, plan: Plan) -> Staged | ExtendedStaged:
+    def stage(self, output: SchedulerOutput) -> Staged | ExtendedStaged:
         """The arrays of one step. Modifies: the tables (new pages, new rows), adapter slots."""
-        for slot, adapter in plan.adapters:
+        for slot, number in output.adapters:
             assert self.write_adapter is not None
-            self.write_adapter(slot, adapter)
-        for request, first in plan.new_pages:
-            if first == 0:
-                self.admit(request)
-            self.page_table[request.row, first : len(request.pages)] = request.pages[first:]
-        staged = self._arrays(plan)
+            self.write_adapter(slot, number)
+        self.release(output.released)
+        for new in output.new_rows:
+            self.admit(new)
+        for row, first, pages in output.new_pages:
+            self.page_table[row, first : first + len(pages)] = pages
+        staged = self._arrays(output)
         if self.extended:
-            wants = wants_of(plan, staged.q_start_B, staged.feed_index_T)
+            wants = wants_of(output, self.extended, staged.q_start_B, staged.feed_index_T)
             return staged if wants is None else ExtendedStaged(staged, wants)
         return staged
 
-    def _arrays(self, plan: Plan) -> Staged:
-        size, count = self.page_size, len(plan.requests)
-        rows, starts, counts = [request.row for request in plan.requests], plan.starts, plan.counts
-        if plan.drafts:
-            behind = [i for i, draft in plan.drafts for _ in draft]  # the row of each draw behind a draft
+    def _arrays(self, output: SchedulerOutput) -> Staged:
+        size, count = self.page_size, len(output.rows)
+        rows, starts, counts = output.rows, output.starts, output.counts
+        if output.drafts:
+            behind = [i for i, draft in output.drafts for _ in draft]  # the row of each draw behind a draft
             none = [0] * len(behind)
             rows, starts, counts = rows + [rows[i] for i in behind], starts + none, counts + none
         row_R = np.array(rows, np.int32)
@@ -122,11 +120,15 @@ class RowTables:
             pos_T = np.arange(q_start_B[-1], dtype=np.int32) + np.repeat(start_R - q_start_B[:-1], count_R)
             row_T = np.repeat(row_R, count_R)
         width = -(-int(kv_len_R.max()) // size)
-        feed_index_T, feed_from_T, token_T = self._tokens(plan, q_start_B)
+        token_T = np.array(output.token_ids, np.int32)
+        feed_index_T, feed_from_T = np.zeros(len(token_T), np.int32), np.zeros(len(token_T), np.bool_)
+        if output.fed:
+            fed = np.array(output.fed)
+            feed_index_T[fed], feed_from_T[fed] = self.last_index[row_T[fed]], True
         self.last_index.put(row_R[:count], np.arange(count, dtype=np.int32))
         logit_index_R, sample_pos_R = q_start_B[1:] - 1, kv_len_R
-        if plan.drafts:
-            logit_index_R = draw_index(logit_index_R, plan)
+        if output.drafts:
+            logit_index_R = draw_index(logit_index_R, output)
             sample_pos_R = pos_T[logit_index_R] + 1
         return Staged(
             token_T=token_T,
@@ -159,40 +161,15 @@ class RowTables:
         start_S = np.searchsorted(slot_T[token_A], np.arange(self.adapter_slots + 1))
         return {"adapter_token_A": token_A.astype(np.int32), "adapter_start_S": start_S.astype(np.int32)}
 
-    def _tokens(self, plan: Plan, q_start_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids the host knows, and where the one token it does not know yet is fed on the device."""
-        total = int(q_start_B[-1])
-        feed_index_T = np.zeros(total, np.int32)
-        feed_from_T = np.zeros(total, np.bool_)
-        tokens: list[int] = []
-        drafts = dict(plan.drafts)
-        for i, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
-            ids = request.token_ids
-            if start + count <= len(ids):
-                if count == 1:
-                    tokens.append(ids[start])
-                else:
-                    tokens += ids[start : start + count]
-            else:
-                draft = drafts.get(i, [])
-                tokens += ids[start:]
-                at = int(q_start_B[i + 1]) - 1 - len(draft)
-                if start + count - len(draft) > len(ids):
-                    tokens.append(0)
-                    feed_index_T[at] = self.last_index[request.row]
-                    feed_from_T[at] = True
-                tokens += draft
-        return feed_index_T, feed_from_T, np.array(tokens, np.int32)
 
-
-def draw_index(last_R: np.ndarray, plan: Plan) -> np.ndarray:
+def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:
     """The token that each draw stands behind: of a row with drafts the one in front of them, then each draft.
 
-    `last_R`: the last token of each of the plan's rows, behind them one entry for each draft. Pure.
+    `last_R`: the last token of each of the step's rows, behind them one entry for each draft. Pure.
     """
     index = last_R.tolist()
-    at = len(plan.requests)
-    for i, draft in plan.drafts:
+    at = len(output.rows)
+    for i, draft in output.drafts:
         count, last = len(draft), index[i]
         index[i] = last - count
         index[at : at + count] = range(last - count + 1, last + 1)

@@ -7,9 +7,8 @@ import numpy as np
 
 from fengine.core.record import Record
 from fengine.core.request import Request
-from fengine.core.scheduler_output import Plan
 from fengine.errors import FengineError
-from fengine.worker.wants import Span, Wants, next_scored
+from fengine.worker.wants import Span, Wants
 
 Array = TypeVar("Array")
 
@@ -33,35 +32,37 @@ class Findings(NamedTuple):
     head: Callable[[np.ndarray], np.ndarray]  # pooled [D] -> [C], the checkpoint's own
 
 
-def land(plan: Plan, findings: Findings, tokens: Sequence[int], logprobs: list[float]) -> None:
+def land(
+    requests: Sequence[Request], samples: Sequence[bool], findings: Findings, logprobs: list[float]
+) -> dict[str, str]:
     """Puts what a step found into the records of its requests; those that have ended meanwhile get nothing.
 
-    To be called before `Scheduler.update` with the same plan. Modifies: the records; `logprobs`, where a pooled row
-    turns out not to be finite: it becomes NaN, as for a row that draws.
+    To be called before `Scheduler.update` of the same step; returns its `faults`. Modifies: the records; `logprobs`,
+    where a pooled row turns out not to be finite: it becomes NaN, as for a row that draws.
     """
     wants = findings.wants
     for row, error in findings.errors.items():
-        if (found := _open(plan, row)) is not None:
+        if (found := _open(requests[row])) is not None:
             found[1].error = error
     for scored, scores in zip(wants.prompts, findings.prompts, strict=True):
         for span in scored.spans:
-            if (found := _open(plan, span.row)) is not None:
+            if (found := _open(requests[span.row])) is not None:
                 _land_prompt(*found, span, scores)
     for span in wants.outputs.spans:
-        if (found := _open(plan, span.row)) is not None and logprobs[span.row] == logprobs[span.row]:
+        if (found := _open(requests[span.row])) is not None and logprobs[span.row] == logprobs[span.row]:
             _land_output(*found, span, findings.outputs)
     for span in wants.hidden_spans:
-        if (found := _open(plan, span.row)) is not None:
+        if (found := _open(requests[span.row])) is not None:
             rows = findings.hidden_HD[span.at : span.at + span.count]
             if not _land_hidden(*found, span.first, rows):
                 logprobs[span.row] = float("nan")
-    for row, (request, sample) in enumerate(zip(plan.requests, plan.samples, strict=True)):
-        if sample and request.params.pool and (found := _open(plan, row)) is not None:
+    for request, sample in zip(requests, samples, strict=True):
+        if sample and request.params.pool and (found := _open(request)) is not None:
             _finish_pool(*found, findings.head)
+    return {requests[row].rid: str(error) for row, error in findings.errors.items()}
 
 
-def _open(plan: Plan, row: int) -> tuple[Request, Record] | None:
-    request = plan.requests[row]
+def _open(request: Request) -> tuple[Request, Record] | None:
     return None if request.finish is not None or request.record is None else (request, request.record)
 
 
@@ -76,12 +77,13 @@ def _land_prompt(request: Request, record: Record, span: Span, scores: Scores[np
     first = not record.input_logprobs  # the first position has nothing in front of it that could be asked
     if first:
         record.input_logprobs.append((None, request.token_ids[params.logprob_start]))
-    begin = next_scored(params, record)
+    begin = params.logprob_start + len(record.input_logprobs) - 1
     assert begin == span.first or not span.count, "input logprobs land once, in order"
     rows = slice(span.at, span.at + span.count)
     logprob_PK = scores.logprob_PK[rows]
     target_P = request.token_ids[begin + 1 : begin + 1 + len(logprob_PK)]
     record.input_logprobs += zip(logprob_PK[:, 0].tolist(), target_P, strict=True)
+    request.num_scored = len(record.input_logprobs)
     if params.top_logprobs:
         k = params.top_logprobs
         record.input_top += [None] * first + _pairs(scores.top_logprob_PX[rows, :k], scores.top_id_PX[rows, :k])
@@ -111,11 +113,11 @@ def _land_hidden(request: Request, record: Record, first: int, rows: np.ndarray)
     if params.hidden and first >= request.prompt_len:
         record.hidden.append(rows[-1].copy())
         return True
-    assert record.num_seen in (0, first), "hidden states land once, in order"
-    record.num_seen = first + len(rows)
+    assert request.num_seen in (0, first), "hidden states land once, in order"
+    request.num_seen = first + len(rows)
     if params.hidden:
         record.hidden.append(rows.copy())
-        if record.num_seen == request.prompt_len:  # the last chunk: one array for all of them
+        if request.num_seen == request.prompt_len:  # the last chunk: one array for all of them
             record.hidden = [np.concatenate(record.hidden)]
         return True
     total = np.zeros(rows.shape[1]) if record.total is None else record.total

@@ -1,21 +1,19 @@
-"""What a plan's requests want of its step beyond drawn tokens: arrays of a step beside `Staged`. No torch.
+"""What the rows of a step want beyond drawn tokens: arrays beside `Staged`, from what each row was admitted with.
 
-    plan --wants_of--> Wants --(extended step)--> Findings --land--> Request.record
+    SchedulerOutput --wants_of--> Wants --(extended step)--> Findings --land--> records of the requests
 
 What a preempted request computes again is not asked for again: it is admitted only after the step that was in flight
-has landed, so its record is complete up to where it was. A request that goes on has records one step behind, but asks
-for positions of its new chunk only.
+has been read, so `NewRow` says what is still lacking. No torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fengine.core.record import ProcessorRequest, Record
-from fengine.core.request import Request
 from fengine.core.sampling_params import SamplingParams
-from fengine.core.scheduler_output import Plan
+from fengine.core.scheduler_output import NewRow, SchedulerOutput
 from fengine.structured_output.cursor import Cursor
 from fengine.structured_output.masks import MaskRow, Masks
 
@@ -23,7 +21,7 @@ from fengine.structured_output.masks import MaskRow, Masks
 class Edits(NamedTuple):
     """Changes to single logits, each (row, id) once: ((x + before) scaled) + after, see `ops/edit_logits.py`."""
 
-    row_E: np.ndarray  # int32, row of the plan
+    row_E: np.ndarray  # int32, row of the step
     id_E: np.ndarray  # int32
     before_E: np.ndarray  # float32; -inf bans the id
     scale_E: np.ndarray  # float32 > 0
@@ -72,36 +70,64 @@ class Wants(NamedTuple):
     draws: bool  # some row draws a token
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessorRequest:
+    """What a logit processor may know about its request: `custom_params["__req__"]`, a copy made for each call."""
+
+    rid: str
+    origin_input_ids: list[int]
+    output_ids: list[int]
+
+
+class RowState:
+    """What is kept of a row that wants more than a drawn token. Modifies: itself."""
+
+    __slots__ = ("new", "params", "prompt_len", "tokens", "first_scored", "cursor")
+
+    def __init__(self, new: NewRow) -> None:
+        self.new, self.params, self.prompt_len = new, new.params, new.prompt_len
+        self.tokens = list(new.token_ids)  # the known ones, as long as none is fed
+        self.first_scored = new.first_scored
+        self.cursor: Cursor | None = None  # where the output stands in its grammar
+
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
 class _Chunk(NamedTuple):
-    """A row that wants more than a drawn token: start : end of its request; the first is token `at` of the step."""
+    """Row `row` of the step computes positions start : end; the first of them is token `at` of the step."""
 
     row: int
-    request: Request
+    state: RowState
     params: SamplingParams
-    record: Record
     start: int
     end: int
     at: int
     sample: bool
 
 
-def wants_of(plan: Plan, q_start_B: np.ndarray, feed_index_T: np.ndarray) -> Wants | None:
+def wants_of(
+    output: SchedulerOutput, states: Mapping[int, RowState], q_start_B: np.ndarray, feed_index_T: np.ndarray
+) -> Wants | None:
     """What the step must bring; None if a plain step does. `feed_index_T` is that of `Staged`.
 
-    Modifies: "__req__" of the processors' own dicts; records that get their cursor.
+    Modifies: the states; "__req__" of the processors' own dicts.
     """
+    fed = set(output.fed)
     chunks = [
-        _Chunk(i, r, r.params, r.record, start, start + count, int(q_start_B[i]), sample)
-        for i, (r, start, count, sample) in enumerate(
-            zip(plan.requests, plan.starts, plan.counts, plan.samples, strict=True)
+        _Chunk(i, state, state.params, start, start + count, int(q_start_B[i]), sample)
+        for i, (row, start, count, sample) in enumerate(
+            zip(output.rows, output.starts, output.counts, output.samples, strict=True)
         )
-        if r.record is not None
+        if (state := states.get(row)) is not None
     ]
+    for chunk in chunks:
+        _follow(chunk, output.token_ids, fed)
     drawing = [c for c in chunks if c.sample and c.params.pool is None]
     edits = _edits(drawing)
     processors = [_processor(c) for c in drawing if c.params.processor is not None]
-    masked = [_mask_row(c, feed_index_T) for c in drawing if c.params.grammar is not None]
-    prompts = [c for c in chunks if c.params.logprob_start is not None and _scores_due(c, c.params.logprob_start)]
+    masked = [_mask_row(c, output.token_ids, fed, feed_index_T) for c in drawing if c.params.grammar is not None]
+    prompts = [c for c in chunks if _scores_due(c)]
     outputs = [c for c in drawing if c.params.top_logprobs or c.params.logprob_ids]
     hidden = [(c, first, last) for c in chunks if c.params.hidden or c.params.pool for first, last in _hidden_due(c)]
     pooled = [c for c in chunks if c.params.pool is not None]
@@ -116,8 +142,15 @@ def wants_of(plan: Plan, q_start_B: np.ndarray, feed_index_T: np.ndarray) -> Wan
         _scored([_output_ids(c) for c in outputs], [c.params.top_logprobs for c in outputs]),
         index_H,
         spans,
-        len(pooled) < len(plan.requests),
+        len(pooled) < len(output.rows),
     )
+
+
+def _follow(chunk: _Chunk, token_ids: Sequence[int], fed: Set[int]) -> None:
+    """Takes in a drawn token that the host has come to know. Modifies: the state."""
+    last, tokens = chunk.at + chunk.end - chunk.start - 1, chunk.state.tokens
+    if chunk.end == len(tokens) + 1 and last not in fed:
+        tokens.append(token_ids[last])
 
 
 def _edits(drawing: list[_Chunk]) -> Edits:
@@ -129,13 +162,13 @@ def _edits(drawing: list[_Chunk]) -> Edits:
     rows = max((c.row for c in drawing), default=-1) + 1
     frequency_R, presence_R, scale_R = np.zeros(rows), np.zeros(rows), np.ones(rows)
     for chunk in drawing:
-        request, params, key = chunk.request, chunk.params, chunk.row << 32
+        state, params, key = chunk.state, chunk.params, chunk.row << 32
         if params.penalised:
-            drawn.append(np.array(request.token_ids[request.prompt_len :], np.int64) + key)
+            drawn.append(np.array(state.output_ids(), np.int64) + key)
             frequency_R[chunk.row], presence_R[chunk.row] = params.frequency_penalty, params.presence_penalty
             scale_R[chunk.row] = params.repetition_penalty
-        if chunk.end - request.prompt_len < params.min_new_tokens:
-            banned += [key + id for id in request.stop_ids | request.early_ids]
+        if chunk.end - state.prompt_len < params.min_new_tokens:
+            banned += [key + id for id in state.new.stop_ids | state.new.early_ids]
         if params.logit_bias:
             biased += [key + id for id, _ in params.logit_bias]
             bias += [value for _, value in params.logit_bias]
@@ -154,52 +187,50 @@ def _edits(drawing: list[_Chunk]) -> Edits:
 
 
 def _processor(chunk: _Chunk) -> Processor:
-    request, params = chunk.request, chunk.params
-    assert params.processor is not None
-    ids, prompt_len = request.token_ids, request.prompt_len
+    state, params = chunk.state, chunk.params
     own = {} if params.custom_params is None else params.custom_params
-    own["__req__"] = ProcessorRequest(request.rid, ids[:prompt_len], ids[prompt_len:])
+    own["__req__"] = ProcessorRequest(state.new.rid, state.tokens[: state.prompt_len], state.output_ids())
     return Processor(chunk.row, params.processor, own)
 
 
-def _mask_row(chunk: _Chunk, feed_index_T: np.ndarray) -> MaskRow:
-    """Modifies: the record, at the first time."""
-    request, params, record = chunk.request, chunk.params, chunk.record
-    assert params.grammar is not None
-    if record.cursor is None:
+def _mask_row(chunk: _Chunk, token_ids: Sequence[int], fed: Set[int], feed_index_T: np.ndarray) -> MaskRow:
+    """Modifies: the state, at the first time."""
+    state, params, new = chunk.state, chunk.params, chunk.state.new
+    if state.cursor is None:
         never = [id for id, bias in params.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # no edit lifts them
-        record.cursor = Cursor(params.grammar, request.stop_ids, never, request.early_ids, not params.ignore_eos)
-    pending = chunk.end > len(request.token_ids)
+        state.cursor = Cursor(params.grammar, new.stop_ids, never, new.early_ids, not params.ignore_eos)
+    last = chunk.at + chunk.end - chunk.start - 1
+    pending = last in fed
+    taken, known = len(state.cursor.tokens), chunk.end - state.prompt_len - pending  # of the output
+    fresh = list(token_ids[last + 1 - (known - taken) : last + 1]) if not pending else []
+    if known - taken > chunk.end - chunk.start:  # it was admitted again with all of them
+        fresh = list(new.token_ids[state.prompt_len + taken :])
     return MaskRow(
         chunk.row,
-        record.cursor,
-        request.token_ids[request.prompt_len + len(record.cursor.tokens) :],
-        int(feed_index_T[chunk.at + chunk.end - chunk.start - 1]) if pending else None,
-        request.stop_ids,
-        chunk.end - request.prompt_len < params.min_new_tokens,
+        state.cursor,
+        fresh,
+        int(feed_index_T[last]) if pending else None,
+        new.stop_ids,
+        chunk.end - state.prompt_len < params.min_new_tokens,
     )
 
 
-def _scores_due(chunk: _Chunk, start: int) -> bool:
-    """Whether input logprobs (from `start` on) may land with this chunk; with the last one also where only the first
-    entry, None, is."""
-    prompt_len = chunk.request.prompt_len
-    if chunk.start >= prompt_len or len(chunk.record.input_logprobs) >= prompt_len - start:
-        return False
-    return chunk.sample or next_scored(chunk.params, chunk.record) < chunk.end
-
-
-def next_scored(params: SamplingParams, record: Record) -> int:
-    """The next position whose hidden state gives an input logprob (of the token behind it)."""
-    assert params.logprob_start is not None
-    return params.logprob_start + max(len(record.input_logprobs) - 1, 0)
+def _scores_due(chunk: _Chunk) -> bool:
+    """Whether input logprobs may land with this chunk; with the last one also where only the first entry, None, is."""
+    first, prompt_len = chunk.state.first_scored, chunk.state.prompt_len
+    return chunk.start < prompt_len and first < prompt_len and (chunk.sample or first < chunk.end)
 
 
 def _prompt_ids(chunk: _Chunk) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """(row, first position, index into the step's tokens, ids [n, K]) of the input logprobs that this chunk gives."""
-    first = max(chunk.start, next_scored(chunk.params, chunk.record))
-    last = max(first, min(chunk.end, chunk.request.prompt_len - 1))
-    target_P = np.array(chunk.request.token_ids[first + 1 : last + 1], np.int32)
+    """(row, first position, index into the step's tokens, ids [n, K]) of the input logprobs that this chunk gives.
+
+    Modifies: the state.
+    """
+    state, prompt_len = chunk.state, chunk.state.prompt_len
+    first = max(chunk.start, state.first_scored)
+    last = max(first, min(chunk.end, prompt_len - 1))
+    state.first_scored = prompt_len if chunk.end >= prompt_len else last
+    target_P = np.array(state.new.token_ids[first + 1 : last + 1], np.int32)
     ids_K = np.array(chunk.params.logprob_ids, np.int32)
     id_PK = np.concatenate((target_P[:, None], np.broadcast_to(ids_K, (len(target_P), len(ids_K)))), axis=1)
     return chunk.row, first, np.arange(first, last) - chunk.start + chunk.at, id_PK
@@ -236,13 +267,13 @@ def _scored(parts: list[tuple[int, int, np.ndarray, np.ndarray]], tops: list[int
 
 
 def _hidden_due(chunk: _Chunk) -> list[tuple[int, int]]:
-    """Ranges of positions whose hidden states the record wants from this chunk; it does want some, or a pooled one."""
-    request, params, start, end = chunk.request, chunk.params, chunk.start, chunk.end
-    prompt = (max(start, chunk.record.num_seen), min(end, request.prompt_len))
+    """Ranges of positions whose hidden states are wanted from this chunk, of a row that wants some, or a pooled one."""
+    params, start, end, first_seen = chunk.params, chunk.start, chunk.end, chunk.state.new.first_seen
+    prompt = (max(start, first_seen), min(end, chunk.state.prompt_len))
     last = [(end - 1, end)] if chunk.sample else []
     if params.hidden == "last" or params.pool == "last":
         return last
     if params.pool == "cls":
-        return [(0, 1)] if start == 0 and chunk.record.total is None else []
+        return [(0, 1)] if start == 0 and not first_seen else []
     found = [prompt] if prompt[0] < prompt[1] else []
-    return found + (last if params.hidden and end > request.prompt_len else [])
+    return found + (last if params.hidden and end > chunk.state.prompt_len else [])

@@ -30,12 +30,15 @@ METRICS = {
 LOGPROBS = {"input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"}
 
 
-def made(params: SamplingParams | None = None, record: Record | None = None, drawn: int = 3) -> Ticket:
+def made(
+    params: SamplingParams | None = None, record: Record | None = None, drawn: int = 3,
+    unasked: tuple[float, int] | None = None,
+) -> Ticket:  # fmt: skip
     """A finished ticket: prompt 1 2 3, then tokens 10, 11, ... with logprobs -0.0, -0.5, ..."""
     request = Request(
         rid="r", prompt_len=3, token_ids=[1, 2, 3, *range(10, 10 + drawn)], params=params or SamplingParams(), seed=0,
         max_new_tokens=9, stop_ids=frozenset(), logprobs=[-0.5 * i for i in range(drawn)], record=record,
-        num_cached=2, num_preempted=1, versions=(("default", 0),),
+        unasked=unasked, num_cached=2, num_preempted=1, versions=(("default", 0),),
     )  # fmt: skip
     ticket = Ticket(request, None, False, lambda _: None, seen=("abcdef", drawn))
     ticket.started, ticket.first_token = ticket.submitted + 1, ticket.submitted + 2
@@ -131,8 +134,8 @@ def test_a_delta_holds_what_is_new_of_text_ids_and_output_logprobs() -> None:
 
 
 def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
-    record = Record(unasked=(-0.25, 42), output_ids=[[(-1.0, 5)]])
-    ticket = made(SamplingParams(logprob_ids=(5,)), record, drawn=0)
+    record = Record(output_ids=[[(-1.0, 5)]])
+    ticket = made(SamplingParams(logprob_ids=(5,)), record, drawn=0, unasked=(-0.25, 42))
     meta = shown(ticket, return_logprob=True)["meta_info"]
     assert meta["output_token_logprobs"] == [(-0.25, 42, None)] and meta["completion_tokens"] == 0
     assert meta["output_token_ids_logprobs"] == [[(-1.0, 5, None)]]

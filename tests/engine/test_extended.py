@@ -20,17 +20,16 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 from fengine.core.kv_pages import PagePool
-from fengine.core.record import ProcessorRequest, Record
+from fengine.core.record import Record
 from fengine.core.request import Finish
 from fengine.core.sampling_params import SamplingParams as Params
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import Plan
 from fengine.engine.build import Parts
 from fengine.errors import ConfigError, LogitProcessorError
 from fengine.models.kv_state import StepOut
 from fengine.ops.linear import pack
 from fengine.worker.extended import SLICE, apply_head, joined, score_prompts, warm_up
-from fengine.worker.wants import Scored, wants_of
+from fengine.worker.wants import ProcessorRequest, RowState, Scored, wants_of
 
 VOCAB = SIZES["vocab_size"]
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-4}
@@ -230,7 +229,7 @@ def test_heads(parts: Parts, bias: bool) -> None:
 def test_what_max_new_tokens_0_drew_is_told(parts: Parts) -> None:
     one, none = run(parts, [Ask(prompt(9), new=1), Ask(prompt(9), Params(logprob_ids=(3, 4)), new=0)])
     record = record_of(none)
-    assert record.unasked == (one.logprobs[0], one.token_ids[-1]) and none.num_output == 0
+    assert none.unasked == (one.logprobs[0], one.token_ids[-1]) and none.num_output == 0
     assert len(record.output_ids) == 1 and [i for _, i in record.output_ids[0]] == [3, 4]
 
 
@@ -543,10 +542,13 @@ def test_prompts_are_unembedded_in_slices() -> None:
 def test_many_ids_of_one_request_do_not_widen_its_neighbours() -> None:
     wanted = [Params(logprob_start=0, logprob_ids=tuple(range(many))) for many in (0, 500, 0)]
     asks = [Ask(list(range(length)), asked) for length, asked in zip((300, 2, 40), wanted, strict=True)]
-    requests = [ask.request(str(i)) for i, ask in enumerate(asks)]
-    counts = [r.prompt_len for r in requests]
-    plan = Plan(0, requests, [0, 0, 0], counts, [True, True, True])
-    wants = wants_of(plan, np.cumsum([0, *counts]), np.zeros(sum(counts), np.int32))
+    scheduler = Scheduler(PagePool(99), None, page_size=4, max_running_requests=3, max_step_tokens=512)
+    for i, ask in enumerate(asks):
+        scheduler.add(ask.request(str(i)))
+    output = scheduler.schedule()
+    assert output is not None
+    states = {new.row: RowState(new) for new in output.new_rows}
+    wants = wants_of(output, states, np.cumsum([0, *output.counts]), np.zeros(sum(output.counts), np.int32))
     assert wants is not None
     assert sorted(scored.id_PK.shape for scored in wants.prompts) == [(1, 501), (338, 1)]
     assert sum(scored.id_PK.size for scored in wants.prompts) < 1000
@@ -643,9 +645,9 @@ def test_a_lockstep_row_is_planned_only_when_its_token_is_known() -> None:
     for expected in ("abcd", "bd", "abcd", "bd"):  # update lags by one step
         plan = scheduler.schedule()
         scheduler.check()
-        assert plan is not None and "".join(r.rid for r in plan.requests) == expected
+        assert plan is not None and "".join(r.rid for r in scheduler.requests_of(plan)) == expected
         landing.append(plan)
         if len(landing) > 1:
             done = landing.pop(0)
-            scheduler.update(done, [2] * len(done.requests), [-1.0] * len(done.requests))
+            scheduler.update(done, [2] * len(done.rows), [-1.0] * len(done.rows))
             scheduler.check()

@@ -358,7 +358,10 @@ def test_a_pinned_adapter_keeps_its_slot(model: Path, paths: dict[str, str]) -> 
         tables = llm._parts.driver.tables
         write = tables.write_adapter
         assert write is not None
-        tables.write_adapter = lambda slot, adapter: (written.append(adapter.name), write(slot, adapter))[1]
+        adapters: Any = llm._parts.adapters
+        tables.write_adapter = lambda slot, number: (written.append(adapters._loads[number].name), write(slot, number))[
+            1
+        ]
         for name in ("a0", "a1", "a2", "a1", "a0", "a2"):
             llm.generate(input_ids=[5], sampling_params=GREEDY, lora_path=name)
         assert written == ["a0", "a1", "a2", "a1", "a2"]

@@ -11,7 +11,7 @@ from fengine.core.lora_slots import AdapterSlots
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import Plan
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.waiting_queue import LPM_PATIENCE
 from fengine.errors import InvariantError
 
@@ -33,18 +33,22 @@ def scheduler(slots: int, rows: int = 8, pages: int = 200) -> Scheduler:
 
 
 class Device:
-    """What lies in the slots, in the order of the plans."""
+    """What lies in the slots, in the order of the steps."""
 
     def __init__(self, slots: int) -> None:
-        self.held: list[Adapter | None] = [None] * slots
+        self.held: list[int | None] = [None] * slots
+        self.slots: dict[int, int | None] = {}  # by row
         self.writes = 0
 
-    def run(self, plan: Plan) -> None:
-        for slot, adapter in plan.adapters:
-            self.held[slot] = adapter
+    def run(self, step: SchedulerOutput, requests: list[Request]) -> None:
+        for slot, number in step.adapters:
+            self.held[slot] = number
             self.writes += 1
-        for one in plan.requests:
-            assert one.adapter is None or (one.adapter_slot is not None and self.held[one.adapter_slot] is one.adapter)
+        self.slots |= {new.row: new.adapter_slot for new in step.new_rows}
+        for row, one in zip(step.rows, requests, strict=True):
+            slot = self.slots[row]
+            assert slot == one.adapter_slot
+            assert one.adapter is None or (slot is not None and self.held[slot] == one.adapter.number)
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,11 +71,11 @@ def test_any_schedule_reads_the_right_adapters(
             under.abort(draw.choice(sorted(under._requests)))
         plan = under.schedule()
         if plan is not None:
-            device.run(plan)
+            device.run(plan, under.requests_of(plan))
             flights.append(plan)
         while len(flights) > (lag and plan is not None):
             landed = flights.pop(0)
-            under.update(landed, [1] * len(landed.requests), [-1.0] * len(landed.requests))
+            under.update(landed, [1] * len(landed.rows), [-1.0] * len(landed.rows))
         under.check()
         steps += 1
         assert steps < 3000
@@ -107,8 +111,8 @@ def test_who_finds_no_slot_is_overtaken_for_a_while_only() -> None:
             i += 1
         plan = under.schedule()
         assert plan is not None
-        under.update(plan, [1] * len(plan.requests), [-1.0] * len(plan.requests))
+        served = [one.rid for one in under.requests_of(plan) if one.adapter is b]
+        under.update(plan, [1] * len(plan.rows), [-1.0] * len(plan.rows))
         under.check()
-        served = [one.rid for one in plan.requests if one.adapter is b]
         assert i < 1000
     assert LPM_PATIENCE < i

@@ -14,7 +14,7 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Finish, Request, Status
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import Plan
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.waiting_queue import LPM_PATIENCE, LPM_WINDOW
 from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError
 
@@ -27,23 +27,23 @@ def start(case: Case) -> tuple[Scheduler, list[Request]]:
     return scheduler, requests
 
 
-def planned(scheduler: Scheduler) -> Plan:
+def planned(scheduler: Scheduler) -> SchedulerOutput:
     plan = scheduler.schedule()
     scheduler.check()
     assert plan is not None
     return plan
 
 
-def land(scheduler: Scheduler, plan: Plan, token: int = 1, logprob: float = -1.0) -> list[str]:
+def land(scheduler: Scheduler, plan: SchedulerOutput, token: int = 1, logprob: float = -1.0) -> list[str]:
     """Gives every row the same token. Returns the rids that finished."""
-    rows = len(plan.requests)
+    rows = len(plan.rows)
     finished = scheduler.update(plan, [token] * rows, [logprob] * rows)
     scheduler.check()
     return [request.rid for request in finished]
 
 
-def rows(plan: Plan) -> list[tuple[str, int, int, bool]]:
-    rids = [request.rid for request in plan.requests]
+def rows(scheduler: Scheduler, plan: SchedulerOutput) -> list[tuple[str, int, int, bool]]:
+    rids = [request.rid for request in scheduler.requests_of(plan)]
     return list(zip(rids, plan.starts, plan.counts, plan.samples, strict=True))
 
 
@@ -53,8 +53,8 @@ def jobs(*sizes: tuple[int, int]) -> list[Job]:
 
 
 def finish_all(scheduler: Scheduler, lag: int = 0) -> int:
-    """Runs until nothing is left, as the driver does. Returns the number of steps."""
-    flights: list[Plan] = []
+    """Runs until nothing is left, as the loop does. Returns the number of steps."""
+    flights: list[SchedulerOutput] = []
     steps = 0
     while scheduler.has_work or flights:
         plan = scheduler.schedule()
@@ -63,7 +63,7 @@ def finish_all(scheduler: Scheduler, lag: int = 0) -> int:
             steps += 1
         if len(flights) > lag or plan is None:
             done = flights.pop(0)
-            scheduler.update(done, [7] * len(done.requests), [-1.0] * len(done.requests))
+            scheduler.update(done, [7] * len(done.rows), [-1.0] * len(done.rows))
     scheduler.check()
     return steps
 
@@ -130,13 +130,13 @@ def test_tight_pools_preempt_again_and_again() -> None:
 
 
 # The first found an error: a page that others hold went below a foreign one. The others take a row with a new page out
-# of the plan, because an older prompt, admitted later by LPM, needs room.
+# of the step, because an older prompt, admitted later by LPM, needs room.
 @pytest.mark.parametrize(("seed", "budget"), [(1063, 3), (1053, 5), (1087, 3), (1907, 3)])
 def test_cases_that_are_rarely_drawn(seed: int, budget: int) -> None:
     simulate(random_case(random.Random(seed), policy=Policy.lpm, cached=True, rows=6, budget=budget))
 
 
-def test_same_events_give_the_same_plans() -> None:
+def test_same_events_give_the_same_steps() -> None:
     for seed in range(30):
         first, second = (simulate(random_case(random.Random(seed))) for _ in range(2))
         assert first.log == second.log and len(first.log) > 0
@@ -192,7 +192,7 @@ def test_refuses_limits_below_one(name: str) -> None:
         Scheduler(PagePool(4), None, **limits)
 
 
-def test_update_wants_every_plan_once_in_order_with_all_rows() -> None:
+def test_update_wants_every_step_once_in_order_with_all_rows() -> None:
     scheduler, _ = start(Case(jobs((3, 5), (3, 5))))
     first, second = planned(scheduler), planned(scheduler)
     with pytest.raises(InvariantError):
@@ -227,11 +227,11 @@ def test_check_sees_a_lost_page_and_a_lost_request() -> None:
 
 def test_decoding_rows_first_then_running_prompts_then_new_ones() -> None:
     scheduler, _ = start(Case(jobs((2, 9), (10, 9), (3, 9), (5, 9)), budget=8))
-    assert rows(plan := planned(scheduler)) == [("r0", 0, 2, True), ("r1", 0, 6, False)]
+    assert rows(scheduler, plan := planned(scheduler)) == [("r0", 0, 2, True), ("r1", 0, 6, False)]
     land(scheduler, plan)
-    assert rows(plan := planned(scheduler)) == [("r0", 2, 1, True), ("r1", 6, 4, True), ("r2", 0, 3, True)]
+    assert rows(scheduler, plan := planned(scheduler)) == [("r0", 2, 1, True), ("r1", 6, 4, True), ("r2", 0, 3, True)]
     land(scheduler, plan)
-    assert rows(plan := planned(scheduler)) == [
+    assert rows(scheduler, plan := planned(scheduler)) == [
         ("r0", 3, 1, True), ("r1", 10, 1, True), ("r2", 3, 1, True), ("r3", 0, 5, True),
     ]  # fmt: skip
     assert plan.new_pages[-1][1] == 0 and plan.preempted == []
@@ -240,10 +240,10 @@ def test_decoding_rows_first_then_running_prompts_then_new_ones() -> None:
 def test_a_small_budget_keeps_newcomers_waiting() -> None:
     scheduler, _ = start(Case(jobs((1, 3), (1, 3), (1, 3)), budget=2))
     land(scheduler, planned(scheduler))
-    assert rows(plan := planned(scheduler)) == [("r0", 1, 1, True), ("r1", 1, 1, True)]
+    assert rows(scheduler, plan := planned(scheduler)) == [("r0", 1, 1, True), ("r1", 1, 1, True)]
     land(scheduler, plan)
     scheduler.abort("r0")
-    assert rows(planned(scheduler)) == [("r1", 2, 1, True), ("r2", 0, 1, True)]
+    assert rows(scheduler, planned(scheduler)) == [("r1", 2, 1, True), ("r2", 0, 1, True)]
 
 
 def test_row_slots_are_the_lowest_free_ones_and_come_back() -> None:
@@ -260,7 +260,7 @@ def test_page_tables_grow_when_a_page_is_full() -> None:
     told = []
     while scheduler.has_work:
         plan = planned(scheduler)
-        told.append([first for _, first in plan.new_pages])
+        told.append([first for _, first, _ in plan.new_pages])
         land(scheduler, plan)
     assert told == [[0], [], [1], [], [], [], [2], [], []]
 
@@ -292,7 +292,7 @@ def test_a_shared_prefix_is_computed_once(policy: Policy, budget: int, gap: int,
 def test_one_token_is_always_computed() -> None:
     case = Case([Job(list(range(8)), 2), Job(list(range(8)), 2), Job(list(range(9)), 2)], page_size=4, budget=64)
     scheduler, requests = start(case)
-    assert rows(planned(scheduler)) == [("r0", 0, 8, True), ("r1", 4, 4, True), ("r2", 8, 1, True)]
+    assert rows(scheduler, planned(scheduler)) == [("r0", 0, 8, True), ("r1", 4, 4, True), ("r2", 8, 1, True)]
     assert [r.num_cached for r in requests] == [0, 4, 8]
     assert requests[1].pages[0] == requests[0].pages[0] and requests[2].pages[:2] == requests[0].pages
 
@@ -304,12 +304,12 @@ def test_outputs_are_hit_after_their_request_has_finished() -> None:
     finish_all(scheduler)
     assert requests[0].token_ids == [0, 1, 2] + [7] * 6
     scheduler.add(requests[1])
-    assert rows(planned(scheduler)) == [("r1", 8, 1, True)]
+    assert rows(scheduler, planned(scheduler)) == [("r1", 8, 1, True)]
 
 
 def test_without_a_cache_nothing_is_shared() -> None:
     scheduler, requests = start(Case([Job(list(range(8)), 2)] * 2, page_size=4, budget=64, cached=False))
-    assert rows(planned(scheduler)) == [("r0", 0, 8, True), ("r1", 0, 8, True)]
+    assert rows(scheduler, planned(scheduler)) == [("r0", 0, 8, True), ("r1", 0, 8, True)]
     finish_all_from = scheduler.counters()
     assert finish_all_from["hit_tokens"] == finish_all_from["cached_pages"] == 0
 
@@ -334,7 +334,7 @@ def order_of_admission(scheduler: Scheduler) -> list[str]:
     order = []
     while scheduler.has_work:
         plan = planned(scheduler)
-        order += [request.rid for request, first in plan.new_pages if first == 0]
+        order += [new.rid for new in plan.new_rows]
         land(scheduler, plan)
     return order
 
@@ -370,17 +370,19 @@ def test_a_newcomer_must_leave_a_reserve_and_then_nobody_is_preempted() -> None:
     case = Case(jobs((4, 8), (4, 8), (12, 4)), page_size=4, num_pages=7, budget=64, cached=False)
     scheduler, requests = start(case)
     plan = planned(scheduler)
-    assert [r.rid for r in plan.requests] == ["r0", "r1"], "r2 needs 3 of the 4 pages left, and 2 are reserved"
+    assert [r.rid for r in scheduler.requests_of(plan)] == ["r0", "r1"], (
+        "r2 needs 3 of the 4 pages left, and 2 are reserved"
+    )
     land(scheduler, plan)
     finish_all(scheduler)
     assert scheduler.num_preemptions == 0 and [r.num_output for r in requests] == [8, 8, 4]
 
 
-def overfull(lag: int) -> tuple[Scheduler, list[Request], Plan]:
-    """Two rows that decode until the pool of 5 pages is dry, and the plan in which the later one is preempted."""
+def overfull(lag: int) -> tuple[Scheduler, list[Request], SchedulerOutput]:
+    """Two rows that decode until the pool of 5 pages is dry, and the step in which the later one is preempted."""
     case = Case(jobs((4, 12), (4, 12), (8, 4)), page_size=4, num_pages=6, budget=64, cached=False, lag=lag)
     scheduler, requests = start(case)
-    flights: list[Plan] = []
+    flights: list[SchedulerOutput] = []
     while True:
         plan = planned(scheduler)
         if plan.preempted:
@@ -394,7 +396,7 @@ def overfull(lag: int) -> tuple[Scheduler, list[Request], Plan]:
 
 def test_the_earliest_goes_on_and_the_latest_gives_way() -> None:
     scheduler, requests, plan = overfull(0)
-    assert plan.preempted == [requests[1]] and [r.rid for r in plan.requests] == ["r0"]
+    assert plan.preempted == ["r1"] and [r.rid for r in scheduler.requests_of(plan)] == ["r0"]
     assert requests[1].status is Status.WAITING and requests[1].row is None and requests[1].num_preempted == 1
     land(scheduler, plan)
     assert order_of_admission(scheduler) == ["r1", "r2"], "the preempted request comes before the new one"
@@ -403,7 +405,7 @@ def test_the_earliest_goes_on_and_the_latest_gives_way() -> None:
 
 def test_a_token_in_flight_of_a_preempted_row_counts() -> None:
     scheduler, requests, plan = overfull(1)
-    assert plan.preempted == [requests[1]] and requests[1].num_pending == 0
+    assert plan.preempted == ["r1"] and requests[1].num_pending == 0
     computed = 4 + requests[1].num_output - 1  # all but the token that arrived after the preemption
     assert computed % 4 == 0 and requests[1].token_ids[-1] == 7
     land(scheduler, plan)
@@ -448,11 +450,11 @@ def test_the_pending_token_is_planned_before_it_is_known() -> None:
     first = planned(scheduler)
     assert request.num_pending == 1
     second = planned(scheduler)
-    assert rows(second) == [("r0", 3, 1, True)] and len(request.token_ids) == 3
+    assert rows(scheduler, second) == [("r0", 3, 1, True)] and len(request.token_ids) == 3
     land(scheduler, first, 8)
     assert request.token_ids[3:] == [8] and request.num_pending == 1
     third = planned(scheduler)
-    assert rows(third) == [("r0", 4, 1, True)]
+    assert rows(scheduler, third) == [("r0", 4, 1, True)]
     assert scheduler.schedule() is None, "the last token is drawn in step 2: nothing more to compute"
     assert land(scheduler, second, 9) == [] and land(scheduler, third, 6) == ["r0"]
     assert request.token_ids[3:] == [8, 9, 6] and request.num_computed == 0 and not scheduler.has_work
@@ -466,9 +468,9 @@ def test_waits_for_draining_rows_rather_than_preempting() -> None:
     for _ in range(4):
         flights.append(planned(scheduler))
         land(scheduler, flights.pop(0))
-    assert rows(plan := planned(scheduler)) == [("r2", 7, 1, True)] and plan.preempted == []
+    assert rows(scheduler, plan := planned(scheduler)) == [("r2", 7, 1, True)] and plan.preempted == []
     assert land(scheduler, flights.pop(0)) == ["r1"]
-    assert rows(planned(scheduler)) == [("r0", 8, 1, True), ("r2", 8, 1, True)]
+    assert rows(scheduler, planned(scheduler)) == [("r0", 8, 1, True), ("r2", 8, 1, True)]
     assert scheduler.num_preemptions == 0 and requests[0].num_pending == 1
 
 
@@ -555,10 +557,10 @@ def test_abort_of_an_unknown_rid_is_none() -> None:
     assert scheduler.abort("r0") is None
 
 
-def test_counters_and_plans_are_plain_values() -> None:
+def test_counters_and_steps_are_plain_values() -> None:
     scheduler, requests = start(Case(jobs((8, 2), (6, 2)), rows=1, budget=64))
     plan = planned(scheduler)
-    assert entry(plan) == (0, (("r0", 0, 0, 8, True),), (("r0", 0, tuple(requests[0].pages)),), ())
+    assert entry(scheduler, plan) == (0, (("r0", 0, 0, 8, True),), (("r0", 0, tuple(requests[0].pages)),), ())
     counters = scheduler.counters()
     assert (counters["running"], counters["waiting"], counters["used_pages"], counters["cached_pages"]) == (1, 1, 2, 2)
     assert counters["free_pages"] + counters["used_pages"] == counters["pages"] == 31

@@ -1,0 +1,113 @@
+"""`Batch`: the requests of one step, as the scheduler puts it together and takes its result. No torch."""
+
+from dataclasses import dataclass, field
+
+from fengine.core.request import Request
+from fengine.core.scheduler_output import AddedPages, Drafts, NewRow, SchedulerOutput
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Row i of the step is tokens starts[i] : starts[i] + counts[i] of requests[i]; see `SchedulerOutput`.
+
+    A token at index `len(token_ids)` is the one that the row drew in the step before. `new_pages` has (request, first)
+    for each request whose page table grew: `request.pages[first:]` is new. Modifies: itself.
+    """
+
+    step: int
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    new_pages: list[tuple[Request, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    drafts: list[Drafts] = field(default_factory=list)
+    adapters: list[tuple[int, int]] = field(default_factory=list)
+
+    def put_in(self, request: Request, start: int, count: int, sample: bool) -> None:
+        """A row behind those that are in."""
+        self.requests.append(request)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(sample)
+
+    def take_out(self, request: Request) -> None:
+        """Takes a decoding row out, if it is in, and sets the request back; its pages stay with it."""
+        if request not in self.requests:
+            return
+        i = self.requests.index(request)
+        request.num_computed = self.starts[i]
+        request.num_pending -= 1
+        del self.requests[i], self.starts[i], self.counts[i], self.samples[i]
+        self.new_pages = [entry for entry in self.new_pages if entry[0] is not request]
+
+    def output(self, released: list[int]) -> SchedulerOutput:
+        """The step as plain data. Pure."""
+        token_ids, fed = self._tokens()
+        return SchedulerOutput(
+            self.step,
+            [request.row for request in self.requests],  # pyright: ignore[reportArgumentType]  # every one runs
+            self.starts,
+            self.counts,
+            self.samples,
+            token_ids,
+            fed,
+            self.drafts,
+            [new_row(request) for request, first in self.new_pages if first == 0],
+            [AddedPages(row_of(request), first, request.pages[first:]) for request, first in self.new_pages],
+            self.adapters,
+            released,
+            [request.rid for request in self.preempted],
+        )
+
+    def _tokens(self) -> tuple[list[int], list[int]]:
+        """Tokens of all rows, and where those stand that the host does not know yet. As little per row as can be."""
+        if sum(self.counts) == len(self.requests):  # one token a row
+            rows = zip(self.requests, self.starts, strict=True)
+            token_ids = [ids[start] if start < len(ids := request.token_ids) else -1 for request, start in rows]
+            fed = [i for i, token in enumerate(token_ids) if token < 0] if -1 in token_ids else []
+            for i in fed:
+                token_ids[i] = 0
+            return token_ids, fed
+        token_ids, fed = [], []
+        drafts: dict[int, list[int]] = dict(self.drafts)
+        for i, (request, start, count) in enumerate(zip(self.requests, self.starts, self.counts, strict=True)):
+            ids = request.token_ids
+            if start + count <= len(ids):
+                if count == 1:
+                    token_ids.append(ids[start])
+                else:
+                    token_ids += ids[start : start + count]
+                continue
+            if count > 1:
+                token_ids += ids[start:]
+            draft = drafts.get(i)
+            if start + count - (len(draft) if draft else 0) > len(ids):
+                fed.append(len(token_ids))
+                token_ids.append(0)
+            if draft:
+                token_ids += draft
+        return token_ids, fed
+
+
+def row_of(request: Request) -> int:
+    """The slot of a request that runs. Pure."""
+    assert request.row is not None
+    return request.row
+
+
+def new_row(request: Request) -> NewRow:
+    """What a worker is told of a request that has just got its row. Pure."""
+    return NewRow(
+        row_of(request),
+        request.rid,
+        request.prompt_len,
+        request.params,
+        request.seed,
+        request.stop_ids,
+        request.early_ids,
+        request.adapter_slot,
+        () if request.params.bare else tuple(request.token_ids),
+        request.first_scored,
+        request.num_seen,
+    )
