@@ -1,231 +1,106 @@
-"""The arguments of one `generate` call, taken apart: one `Item` for each prompt. Looks at shapes, not at the model."""
+"""Arguments of public calls: a name that is unknown, or missing, is an InvalidRequestError with a suggestion."""
 
-import uuid
-import warnings
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from fengine.core.request import SamplingParams
-from fengine.core.sampling_params import MAX_SAMPLES
-from fengine.core.scalars import exact_int
-from fengine.errors import InvalidRequestError, UnsupportedFeatureError
+from fengine.errors import EngineClosedError, InvalidRequestError, UnknownParameterError
 
-# Arguments of SGLang's generate that are not built, with the reason. Off: None, False, 0, empty, or a list of None.
-NOT_BUILT: dict[str, str] = {
-    "image_data": "images",
-    "audio_data": "audio",
-    "video_data": "video",
-    "mm_hashes": "images, audio and video",
-    "mm_content_hashes": "images, audio and video",
-    "require_reasoning": "grammars",
-    "return_routed_experts": "mixtures of experts",
-    "routed_experts_start_len": "mixtures of experts",
-    "bootstrap_host": "disaggregation",
-    "bootstrap_port": "disaggregation",
-    "bootstrap_room": "disaggregation",
-    "disagg_prefill_dp_rank": "disaggregation",
-    "kv_hints": "hints for the KV cache",
-    "external_trace_header": "tracing",
-}
-MAX_REQUESTS = 1 << 20  # of one call
-PER_PROMPT_LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One prompt of a call, before it is checked against the model. `rids` has one entry for each of its samples."""
-
-    prompt: Any
-    input_ids: Any
-    sampling: Any
-    rids: tuple[str, ...]
-    return_logprob: Any = False
-    logprob_start: Any = None
-    top_logprobs: Any = None
-    logprob_ids: Any = None
-    hidden: Any = False
-    processor: Any = None
-    session: Any = None
-    priority: Any = None
-    cache_salt: Any = None
-    lora: Any = None
+def takes(record: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Gives a method (self, *args, **kwargs) the parameters of a dataclass, also for type checkers."""
+    return described_by(record)
 
 
-def split(arguments: Mapping[str, Any], preferred: Mapping[str, Any]) -> tuple[list[Item], bool]:
-    """The prompts of a call, and whether it was a single one with a single sample.
+def described_by(record: Callable[..., Any]) -> Callable[[F], F]:
+    """Gives a method (self, *args, **kwargs) the signature of a request's dataclass, whose `text` is called `prompt`.
 
-    `preferred` are sampling parameters that hold where the call gives none. Scalars are for all prompts, lists have one
-    entry for each. Errors: InvalidRequestError, UnsupportedFeatureError.
+    Fields that the call has not, as SGLang's (`input_embeds`), are marked `metadata={"call": False}`.
     """
-    _refuse(arguments)
-    values, text, single = _prompts(arguments["prompt"], arguments["input_ids"])
-    count = len(values)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    hidden = {f.name for f in fields(record) if not f.metadata.get("call", True)}  # type: ignore[arg-type]
+    kept = [p.replace(annotation=p.empty) for n, p in inspect.signature(record).parameters.items() if n not in hidden]
+    signature = inspect.Signature([own, *(p.replace(name="prompt") if p.name == "text" else p for p in kept)])
 
-    def spread(name: str) -> list[Any]:
-        return per_prompt(name, arguments[name], count)
+    def mark(method: F) -> F:
+        method.__signature__ = signature  # type: ignore[attr-defined]
+        return method
 
-    sampling = _with_preferred(spread("sampling_params"), preferred)
-    samples = _samples(sampling)
-    if count * samples > MAX_REQUESTS:
-        raise InvalidRequestError(f"a call may have at most {MAX_REQUESTS} results, got {count} prompts × n={samples}.")
-    if samples > 1:
-        _refuse_lists(arguments)
-    columns = {
-        "sampling": sampling,
-        "rids": _rids(arguments["rid"], count, samples, single),
-        "return_logprob": spread("return_logprob"),
-        "logprob_start": spread("logprob_start_len"),
-        "top_logprobs": spread("top_logprobs_num"),
-        "logprob_ids": _id_lists(arguments["token_ids_logprob"], count),
-        "hidden": spread("return_hidden_states"),
-        "processor": spread("custom_logit_processor"),
-        "session": _sessions(arguments, count, samples),
-        "priority": spread("priority"),
-        "cache_salt": spread("cache_salt"),
-        "lora": spread("lora_path"),
-    }
-    rows = zip(*columns.values(), strict=True)
-    items = [
-        Item(value if text else None, None if text else value, **dict(zip(columns, row, strict=True)))
-        for value, row in zip(values, rows, strict=True)
-    ]
-    return items, single and samples == 1
+    return mark
 
 
-def _refuse(arguments: Mapping[str, Any]) -> None:
-    bad = [name for name in NOT_BUILT if not _off(arguments[name])]
-    if bad:
-        shown = ", ".join(f"{name}={arguments[name]!r:.80} ({NOT_BUILT[name]})" for name in bad)
-        raise UnsupportedFeatureError(f"not built: {shown}. Leave these arguments out.")
-    if not isinstance(arguments["stream"], bool):
-        raise InvalidRequestError(f"stream must be True or False, got {arguments['stream']!r:.80}.")
-    _check_rank(arguments)
+def record_of(record: Callable[..., C], args: tuple[Any, ...], kwargs: dict[str, Any]) -> C:
+    """The dataclass that the arguments of a call make; `prompt` is its `text`. Errors: TypeError."""
+    if "text" in kwargs:
+        raise TypeError("got an unexpected keyword argument 'text'")
+    if "prompt" in kwargs:
+        kwargs["text"] = kwargs.pop("prompt")
+    return record(*args, **kwargs)
 
 
-def _off(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(item is None for item in value)
-    return value is None or value is False or (type(value) is int and value == 0)
+def checked_calls(cls: type[C]) -> type[C]:
+    """Wraps the public methods of an engine: wrong arguments and calls in a forked child raise FengineErrors."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("_") and name != "shutdown":
+            setattr(cls, name, _checked(method))
+    return cls
 
 
-def _check_rank(arguments: Mapping[str, Any]) -> None:
-    """There is one replica, of rank 0."""
-    rank = arguments["routed_dp_rank"]
-    if arguments["data_parallel_rank"] is not None:
-        warnings.warn("data_parallel_rank is deprecated; use routed_dp_rank", DeprecationWarning, stacklevel=6)
-        rank = arguments["data_parallel_rank"] if rank is None else rank
-    if rank is not None and exact_int(rank) != 0:
-        raise InvalidRequestError(f"routed_dp_rank={rank!r:.80} out of range [0, 1)")
+def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(method):
+
+        @wraps(method)
+        async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+            refuse_fork(self)
+            try:
+                return await method(self, *args, **kwargs)
+            except TypeError:
+                _explain(method, (self, *args), kwargs)
+                raise
+
+        return call_async
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_fork(self)
+        try:
+            return method(self, *args, **kwargs)
+        except TypeError:
+            _explain(method, (self, *args), kwargs)
+            raise
+
+    return call
 
 
-def _prompts(prompt: Any, ids: Any) -> tuple[list[Any], bool, bool]:
-    """(one value for each prompt, whether they are texts, whether it is a single one)."""
-    if prompt is None and ids is None:
-        raise InvalidRequestError("Either text, input_ids or input_embeds should be provided.")
-    if prompt is not None and ids is not None:
-        raise InvalidRequestError("prompt and input_ids cannot both be given: they would be two prompts.")
-    if prompt is None:
-        several: Any = ids if _is_batch_of_ids(ids) else None
-        return ([ids], False, True) if several is None else (list(several), False, False)
-    if isinstance(prompt, str):
-        return [prompt], True, True
-    if not isinstance(prompt, (list, tuple)):
-        fix = " Decode it first." if isinstance(prompt, bytes) else ""
-        raise InvalidRequestError(f"prompt must be a string or a list of strings, got {type(prompt).__name__}.{fix}")
-    return list(prompt), True, False
+def refuse_fork(engine: Any) -> None:
+    if os.getpid() != engine._pid:
+        raise EngineClosedError("this engine belongs to the parent process; create a new Engine after a fork")
 
 
-def _is_batch_of_ids(ids: Any) -> bool:
-    if hasattr(ids, "ndim"):
-        return ids.ndim == 2
-    return (
-        isinstance(ids, (list, tuple))
-        and bool(ids)
-        and (isinstance(ids[0], (list, tuple)) or hasattr(ids[0], "ndim") and ids[0].ndim > 0)
-    )
+def _explain(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises what is wrong with the arguments; returns if they are those of the method."""
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        known = [name for name in signature.parameters if name != "self"]
+        for name in kwargs:
+            if name not in known:
+                raise unknown(f"{method.__name__}()", name, known) from None
+        raise InvalidRequestError(f"{method.__name__}(): {error}; its arguments are {', '.join(known)}.") from None
 
 
-def per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """One value for all prompts, or a list with one for each. Errors: InvalidRequestError."""
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompt{'s' * (count != 1)}.")
-    return value
-
-
-def _id_lists(value: Any, count: int) -> list[Any]:
-    """`token_ids_logprob`: ids for all prompts, or a list with ids (or None) for each."""
-    return per_prompt("token_ids_logprob", value, count) if _is_nested(value) else [value] * count
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, list) and any(
-        isinstance(item, (list, tuple)) or getattr(item, "ndim", 0) > 0 for item in value
-    )
-
-
-def _with_preferred(sampling: list[Any], preferred: Mapping[str, Any]) -> list[Any]:
-    """`preferred` under each of them; one that many prompts share stays one, so that it is checked once."""
-    if not preferred:
-        return sampling
-    merged = {
-        key: {**preferred, **(value or {})} if value is None or isinstance(value, dict) else value
-        for key, value in {id(value): value for value in sampling}.items()
-    }
-    return [merged[id(value)] for value in sampling]
-
-
-def _samples(sampling: list[Any]) -> int:
-    """How many samples every prompt gets. A bad `n` counts as 1 and is told when the parameters are checked."""
-    counts = set()
-    for value in sampling:
-        n = value.n if isinstance(value, SamplingParams) else value.get("n") if isinstance(value, dict) else None
-        counts.add(n if (n := exact_int(n)) is not None and 1 <= n <= MAX_SAMPLES else 1)
-    if len(counts) > 1:
-        raise InvalidRequestError(
-            "The parallel_sample_num should be the same for all samples in sample params. "
-            f"Here n is {', '.join(map(str, sorted(counts)))}."
-        )
-    return counts.pop() if counts else 1
-
-
-def _refuse_lists(arguments: Mapping[str, Any]) -> None:
-    lists = [name for name in PER_PROMPT_LOGPROBS if isinstance(arguments[name], list)]
-    if _is_nested(arguments["token_ids_logprob"]):
-        lists.append("token_ids_logprob")
-    if lists:
-        raise InvalidRequestError(f"Cannot use list {lists[0]} with parallel_sample_num > 1")
-
-
-def _rids(rid: Any, count: int, samples: int, single: bool) -> list[tuple[str, ...]]:
-    """Request ids, one for each sample. Several samples of a prompt get new ones, as in SGLang."""
-    rids: list[str]
-    if rid is None:
-        rids = [uuid.uuid4().hex for _ in range(count)]
-    elif isinstance(rid, str):
-        rids = [rid] if single else [f"{rid}_{i}" for i in range(count)]
-    else:
-        rids = per_prompt("rid", rid, count) if isinstance(rid, list) else []
-        if not isinstance(rid, list) or any(not isinstance(r, str) for r in rids):
-            raise InvalidRequestError(f"rid must be a string or a list of strings, got {rid!r:.200}.")
-        if len(set(rids)) != len(rids):
-            twice = sorted(r for r, times in Counter(rids).items() if times > 1)
-            raise InvalidRequestError(f"Duplicate request IDs detected within the request: {twice[:20]}")
-    if samples == 1:
-        return [(r,) for r in rids]
-    return [tuple(uuid.uuid4().hex for _ in range(samples)) for _ in range(count)]
-
-
-def _sessions(arguments: Mapping[str, Any], count: int, samples: int) -> list[Any]:
-    """The session parameters of each prompt; `session_id` is short for `session_params={"id": ...}`."""
-    params, name = arguments["session_params"], arguments["session_id"]
-    if params is not None and name is not None:
-        raise InvalidRequestError("session_id and session_params cannot both be set.")
-    if params is None and name is None:
-        return [None] * count
-    if samples > 1:
-        raise InvalidRequestError(f"a session's turn has one output: n must be 1, got {samples}.")
-    return per_prompt("session_params", params if name is None else {"id": name}, count)
+def unknown(where: str, name: str, known: Iterable[str]) -> UnknownParameterError:
+    """The error for an argument that nothing has, with the nearest name that is known. Pure."""
+    near = get_close_matches(name[:80], list(known), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UnknownParameterError(f"{where} got an unknown argument {name!r:.80}.{hint}")

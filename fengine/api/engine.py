@@ -1,40 +1,77 @@
-"""`Engine`: SGLang's offline Engine API over one driver. Callable from any thread and any event loop."""
+"""`Engine`: SGLang's offline Engine API over one engine core. Callable from any thread and any event loop."""
 
-import atexit
+import asyncio
 import os
 import threading
-from typing import Any
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Unpack, cast, overload
 
-from fengine.api.adapters import AdapterCalls
-from fengine.api.options import Door
-from fengine.api.readout import Readout
+from fengine.api import admin, weights
+from fengine.api.arguments import checked_calls, described_by, record_of, takes
+from fengine.api.chat import Chat, chat_ids, further, render_chat
+from fengine.api.collector import AsyncStream, OutputCollector, Stream
+from fengine.api.encode import EncodeCollector, pair_ids, rerank_scores
+from fengine.api.input_processor import process_input
+from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.options import EngineContext, grammars_in
+from fengine.api.score import ScoreReqInput, ScoreResult, Scoring
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
 from fengine.api.tokenizer_manager import TokenizerManager
-from fengine.api.upkeep import Upkeep
+from fengine.api.types import (
+    CallOptions,
+    EncodeOutput,
+    EngineSettings,
+    GenerateOutput,
+    SamplingParamsDict,
+)
 from fengine.config import EngineConfig
+from fengine.core.request import SamplingParams
 from fengine.engine.build import Parts, build
-from fengine.errors import EngineDeadError, InvalidRequestError, UnsupportedFeatureError
+from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammars
 from fengine.tokenizer.token_texts import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
 
+Sampling = (
+    SamplingParamsDict | Mapping[str, Any] | SamplingParams | Sequence[SamplingParamsDict | Mapping[str, Any]] | None
+)
+Prompts = str | list[str] | None
+Ids = Sequence[int]
 
-class Engine(Readout, AdapterCalls, Upkeep):
+
+def _close(parts: Parts, close_grammars: Callable[[], None], pid: int) -> None:
+    """Ends an engine in the process that it belongs to."""
+    if os.getpid() == pid:
+        parts.close()
+        close_grammars()
+
+
+@checked_calls
+class Engine:
     """`Engine(model_path=..., **ServerArgs fields)` or `Engine(server_args=ServerArgs(...))`.
 
-    Errors at construction: ConfigError, ModelLoadError and their kinds. Use as a context manager, or call `shutdown`.
+    Use as a context manager, or call `shutdown`; an engine that is dropped ends by itself.
+    Errors at construction: ConfigError, ModelLoadError and their kinds. Everywhere: InvalidRequestError and its kinds,
+    UnsupportedFeatureError, EngineClosedError, EngineDeadError.
     """
 
-    def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
-        if server_args is not None and kwargs:
-            raise InvalidRequestError(f"give server_args or single fields, not both (got {', '.join(sorted(kwargs))})")
-        args = server_args if server_args is not None else ServerArgs(**kwargs)
+    @overload
+    def __init__(self, *, server_args: ServerArgs) -> None: ...
+    @overload
+    def __init__(self, **settings: Unpack[EngineSettings]) -> None: ...
+    def __init__(self, *, server_args: ServerArgs | None = None, **settings: Any) -> None:
+        if server_args is not None and settings:
+            raise InvalidRequestError(
+                f"give server_args or single fields, not both (got {', '.join(sorted(settings))})"
+            )
+        args = server_args if server_args is not None else ServerArgs(**settings)
         parts = build(args.to_config())
         try:
             if parts.tokenizer is not None:
                 parts.tokenizer = parts.tokenizer.with_chat_template(args.chat_template, args.hf_chat_template_name)
-            self._start(parts, args)
+            self._start(parts, args, owned=True)
         except BaseException:
             parts.close()
             raise
@@ -42,34 +79,34 @@ class Engine(Readout, AdapterCalls, Upkeep):
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
         """An engine from fengine's own configuration, with timing keys in `meta_info` and every per-call option on."""
-        return cls.from_parts(build(config))
+        return cls.from_parts(build(config), owned=True)
 
     @classmethod
-    def from_parts(cls, parts: Parts) -> "Engine":
-        """An engine over parts that were assembled by hand: other weights, or another model function."""
+    def from_parts(cls, parts: Parts, args: ServerArgs | None = None, *, owned: bool = False) -> "Engine":
+        """An engine over parts that were assembled by hand: other weights, or another model function.
+
+        Parts that are not `owned` may serve other engines, and end with `shutdown` only.
+        """
         engine = cls.__new__(cls)
-        args = ServerArgs(
+        every_option_on = ServerArgs(
             model_path=parts.config.model.path,
             enable_metrics=True,
             enable_return_hidden_states=True,
             enable_custom_logit_processor=True,
             enable_priority_scheduling=True,
         )
-        engine._start(parts, args)
+        engine._start(parts, args or every_option_on, owned=owned)
         return engine
 
-    def _start(self, parts: Parts, args: ServerArgs) -> None:
-        self.server_args = args
-        self._parts = parts
+    def _start(self, parts: Parts, args: ServerArgs, *, owned: bool) -> None:
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), args.whitespace)
-        self._door = Door(parts, args, Sessions(parts.driver.abort), grammars, args.preferred())
-        parts.driver.weight_version = args.weight_version
-        self.tokenizer_manager = TokenizerManager(self, args)
-        self.config = parts.config
+        self._parts, self.server_args, self.config = parts, args, parts.config
+        self._context = EngineContext(parts, args, Sessions(parts.driver.abort), grammars, args.preferred())
         self._pid = os.getpid()
-        self._next_index = 0
-        self._lock = threading.Lock()
-        atexit.register(self.shutdown)
+        parts.driver.weight_version = args.weight_version
+        self.tokenizer_manager = TokenizerManager(self)
+        holder = self if owned else grammars  # `grammars` lives as long as its own finalizer: until shutdown or the end
+        self._finalizer = weakref.finalize(holder, _close, parts, grammars.close, self._pid)
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
@@ -84,23 +121,268 @@ class Engine(Readout, AdapterCalls, Upkeep):
 
     def shutdown(self) -> None:
         """Ends running requests with EngineClosedError, stops the threads and frees the device. Idempotent."""
-        if os.getpid() == self._pid:
-            self._parts.close()
-            self._door.grammars.close()
-            atexit.unregister(self.shutdown)
-
-    def ping(self) -> None:
-        """Returns once the loop has answered, which it does between two steps. Errors: EngineDeadError,
-        EngineClosedError."""
-        driver = self._parts.driver
-        driver.call(lambda: None)
-        if not all(thread.is_alive() for thread in driver.threads):
-            raise EngineDeadError("a thread of the engine has ended")
+        self._finalizer()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._parts.tokenizer
 
-    def stats(self) -> dict[str, Any]:
-        """Counters since the start, and gauges of this moment."""
-        return self._parts.stats()
+    # -- generate ------------------------------------------------------------------------------------------------------
+
+    # fmt: off
+    @overload
+    def generate(self, prompt: str | None = None, sampling_params: Sampling = None, input_ids: Ids | None = None, *,
+                 stream: Literal[False] = False, **options: Unpack[CallOptions]) -> GenerateOutput: ...
+    @overload
+    def generate(self, prompt: list[str] | None = None, sampling_params: Sampling = None,
+                 input_ids: Sequence[Ids] | None = None, *,
+                 stream: Literal[False] = False, **options: Unpack[CallOptions]) -> list[GenerateOutput]: ...
+    @overload
+    def generate(self, prompt: Prompts = None, sampling_params: Sampling = None, input_ids: Any = None, *,
+                 stream: Literal[True], **options: Unpack[CallOptions]) -> Iterator[GenerateOutput]: ...
+    @overload
+    def generate(self, prompt: Prompts = None, sampling_params: Sampling = None, input_ids: Any = None, *,
+                 stream: bool = False, **options: Unpack[CallOptions]) -> Any: ...
+    # fmt: on
+    @described_by(GenerateReqInput)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Completes one prompt (a dict) or a list of prompts (a list of dicts, in order); `stream=True`: an iterator.
+
+        With sampling_params n > 1 every prompt has n results, one after the other. A scalar argument holds for all
+        prompts, a list has one entry for each. A chunk of a stream holds everything so far (or, with
+        `incremental_streaming_output`, what is new); where there are several results it carries its `index`. Logprob
+        options have an effect only with `return_logprob`; hidden states are `FloatList`s. `custom_logit_processor` is a
+        callable (logits, [params]) -> logits of this process, or its registered name. Errors are raised here, before
+        anything is queued. A request that fails by itself (non-finite logits, its processor) raises its error here, or
+        in a stream ends with a chunk whose finish reason is an abort with the message.
+        """
+        req = record_of(GenerateReqInput, args, kwargs)
+        collector = self.submit(req)
+        return Stream(collector, self) if req.stream else collector.wait()
+
+    # fmt: off
+    @overload
+    async def async_generate(self, prompt: str | None = None, sampling_params: Sampling = None,
+        input_ids: Ids | None = None, *,
+        stream: Literal[False] = False, **options: Unpack[CallOptions]) -> GenerateOutput: ...
+    @overload
+    async def async_generate(self, prompt: list[str] | None = None, sampling_params: Sampling = None,
+        input_ids: Sequence[Ids] | None = None, *,
+        stream: Literal[False] = False, **options: Unpack[CallOptions]) -> list[GenerateOutput]: ...
+    @overload
+    async def async_generate(self, prompt: Prompts = None, sampling_params: Sampling = None,
+        input_ids: Any = None, *,
+        stream: Literal[True], **options: Unpack[CallOptions]) -> AsyncIterator[GenerateOutput]: ...
+    @overload
+    async def async_generate(self, prompt: Prompts = None, sampling_params: Sampling = None,
+        input_ids: Any = None, *,
+        stream: bool = False, **options: Unpack[CallOptions]) -> Any: ...
+    # fmt: on
+    @described_by(GenerateReqInput)
+    async def async_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `generate`; awaits the result, or with `stream=True` an async iterator. Works in any event loop."""
+        req = record_of(GenerateReqInput, args, kwargs)
+        await self._prepare(req)
+        collector = self.submit(req, asyncio.get_running_loop())
+        return AsyncStream(collector, self) if req.stream else await collector.wait_async()
+
+    def submit(
+        self, req: GenerateReqInput, loop: asyncio.AbstractEventLoop | None = None, **how: Any
+    ) -> OutputCollector:
+        """Checks a call and queues its requests: all of them or, on an error, none.
+
+        For servers: the caller reads the collector, in `loop`, and aborts it. `how`: arguments of OutputCollector.
+        """
+        self._refuse_own_thread()
+        if not self._parts.spec.generates:
+            raise InvalidRequestError("this is an embedding model or classifier, which generates no text; use encode.")
+        requests, single = process_input(self._context, req)
+        return OutputCollector(self._context, requests, stream=req.stream, single=single, loop=loop, **how)
+
+    def _refuse_own_thread(self) -> None:
+        if threading.current_thread() in self._parts.driver.threads:
+            raise InvalidRequestError("a logit processor cannot ask its engine for text: the engine waits for it.")
+
+    async def _prepare(self, req: GenerateReqInput | EncodeReqInput) -> None:
+        """Compiles grammars and reads adapters again that have left CPU memory, while the event loop goes on."""
+        if isinstance(req, GenerateReqInput) and (sources := grammars_in(self._context, req.sampling_params)):
+            await asyncio.to_thread(self._context.grammars.prepare, sources)
+        if (adapters := self._parts.adapters) is not None:
+            for name in adapters.given_up(req.lora_path):
+                await asyncio.to_thread(adapters.resolve, name)
+
+    # -- chats ---------------------------------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling_params: Sampling = None,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        stream: bool = False,
+        **more: Unpack[CallOptions],
+    ) -> Any:
+        """`generate` for a chat, or a list of chats, rendered by the model's template (`chat_template_kwargs` are its
+        variables). Special-token text in a message stays text. `more` are further arguments of `generate`.
+
+        Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable with a meaning of its own).
+        """
+        ids = self.chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return self.generate(None, sampling_params, ids, stream=stream, **further(more))
+
+    async def async_chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling_params: Sampling = None,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        stream: bool = False,
+        **more: Unpack[CallOptions],
+    ) -> Any:
+        """As `chat`, in any event loop."""
+        ids = self.chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
+        return await self.async_generate(None, sampling_params, ids, stream=stream, **further(more))
+
+    def apply_chat_template(
+        self,
+        messages: Chat,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        tokenize: bool = False,
+        **chat_template_kwargs: Any,
+    ) -> Any:
+        """A chat as the text that the model sees, or with `tokenize` as its ids. Errors: as `chat`."""
+        return render_chat(self._context, messages, tools, add_generation_prompt, tokenize, chat_template_kwargs)
+
+    # -- embeddings and scores -----------------------------------------------------------------------------------------
+
+    @overload
+    def encode(self, prompt: str, **options: Any) -> EncodeOutput: ...
+    @overload
+    def encode(self, prompt: list[str], **options: Any) -> list[EncodeOutput]: ...
+    @overload
+    def encode(self, prompt: Any, *args: Any, **options: Any) -> Any: ...
+    @described_by(EncodeReqInput)
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """{"embedding": list of float, "meta_info"} of a prompt: text, token ids or a chat; a list of these for a list.
+
+        Pooled and normalised as the checkpoint says, else its last token, normalised; `dimensions` keeps the first ones
+        and normalises them. A classifier or reward model gives its head's outputs, one for each label. A prompt that is
+        aborted has the embedding None.
+        """
+        return self.submit_encode(record_of(EncodeReqInput, args, kwargs)).wait()
+
+    @overload
+    async def async_encode(self, prompt: str, **options: Any) -> EncodeOutput: ...
+    @overload
+    async def async_encode(self, prompt: list[str], **options: Any) -> list[EncodeOutput]: ...
+    @overload
+    async def async_encode(self, prompt: Any, *args: Any, **options: Any) -> Any: ...
+    @described_by(EncodeReqInput)
+    async def async_encode(self, *args: Any, **kwargs: Any) -> Any:
+        """As `encode`. Works in any event loop."""
+        req = record_of(EncodeReqInput, args, kwargs)
+        await self._prepare(req)
+        return await self.submit_encode(req, asyncio.get_running_loop()).wait_async()
+
+    def submit_encode(
+        self, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None, head: bool = True
+    ) -> EncodeCollector:
+        """Checks a call and queues its requests, as `submit` does. `head=False` leaves a classifier's head out."""
+        self._refuse_own_thread()
+        return EncodeCollector(self._context, req, loop, head)
+
+    def rerank(self, prompt: list[list[str]]) -> list[EncodeOutput]:
+        """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification.
+
+        A model of several labels gives a list of scores instead of one.
+        """
+        outputs: Any = prompt and self.submit_encode(EncodeReqInput(pair_ids(self._context, prompt))).wait()
+        return cast(list[EncodeOutput], rerank_scores(outputs or []))
+
+    @takes(ScoreReqInput)
+    def score(self, *args: Any, **kwargs: Any) -> ScoreResult:
+        """For each item, each label's probability right after query + item; a list of lists, with more attributes.
+
+        With `apply_softmax` the labels' probabilities (at `temperature`) add up to 1. `label_token_ids` is one list for
+        all items or one for each. A classifier gives its labels' logits, or their softmax; it looks at no tokens.
+        Errors: AbortedError if one of its requests is aborted.
+        """
+        scoring = self._scoring(args, kwargs)
+        if not scoring.prompts:
+            return ScoreResult()
+        if scoring.labels is not None:
+            return scoring.from_logprobs(self.submit(scoring.generate_input()).wait())
+        calls = [self.submit_encode(EncodeReqInput(scoring.prompts), head=head) for head in scoring.heads]
+        return scoring.from_heads(*(call.wait() for call in calls))
+
+    @takes(ScoreReqInput)
+    async def async_score(self, *args: Any, **kwargs: Any) -> ScoreResult:
+        """As `score`. Works in any event loop."""
+        scoring = self._scoring(args, kwargs)
+        if not scoring.prompts:
+            return ScoreResult()
+        loop = asyncio.get_running_loop()
+        if scoring.labels is not None:
+            return scoring.from_logprobs(await self.submit(scoring.generate_input(), loop).wait_async())
+        calls = [self.submit_encode(EncodeReqInput(scoring.prompts), loop, head) for head in scoring.heads]
+        return scoring.from_heads(*[await call.wait_async() for call in calls])
+
+    def chat_ids(
+        self,
+        messages: Chat | Sequence[Chat],
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """The ids of a chat, or of each of several. Errors: as `chat`."""
+        return chat_ids(self._context, messages, tools, add_generation_prompt, chat_template_kwargs)
+
+    def _scoring(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scoring:
+        spec = self._parts.spec
+        return Scoring.of(ScoreReqInput(*args, **kwargs), spec.num_labels is None, spec.vocab_size)
+
+    # -- what else it can do: the functions of weights.py and admin.py are methods -------------------------------------
+
+    update_weights_from_disk = weights.update_weights_from_disk
+    update_weights_from_tensor = weights.update_weights_from_tensor
+    update_weights_from_distributed = weights.update_weights_from_distributed
+    update_weights_from_ipc = weights.update_weights_from_ipc
+    init_weights_update_group = weights.init_weights_update_group
+    destroy_weights_update_group = weights.destroy_weights_update_group
+    begin_weight_update = weights.begin_weight_update
+    end_weight_update = weights.end_weight_update
+    get_weights_by_name = weights.get_weights_by_name
+    release_memory_occupation = weights.release_memory_occupation
+    resume_memory_occupation = weights.resume_memory_occupation
+    load_lora_adapter = weights.load_lora_adapter
+    load_lora_adapter_from_tensors = weights.load_lora_adapter_from_tensors
+    unload_lora_adapter = weights.unload_lora_adapter
+    async_load_lora_adapter = weights.async_load_lora_adapter
+    async_unload_lora_adapter = weights.async_unload_lora_adapter
+    lora_adapters = weights.lora_adapters
+    open_session = admin.open_session
+    close_session = admin.close_session
+    register_logit_processor = admin.register_logit_processor
+    abort = admin.abort
+    pause_generation = admin.pause_generation
+    continue_generation = admin.continue_generation
+    flush_cache = admin.flush_cache
+    freeze_gc = admin.freeze_gc
+    ping = admin.ping
+    stats = admin.stats
+    get_server_info = admin.get_server_info
+    get_model_info = admin.get_model_info
+    get_load = admin.get_load
+    get_all_child_pids = admin.get_all_child_pids
+    start_profile = admin.start_profile
+    stop_profile = admin.stop_profile
+    steps_told = admin.steps_told
+    start_expert_distribution_record = admin.start_expert_distribution_record
+    stop_expert_distribution_record = admin.start_expert_distribution_record
+    dump_expert_distribution_record = admin.start_expert_distribution_record
+    collective_rpc = admin.collective_rpc
+    save_sharded_model = admin.save_sharded_model
+    save_remote_model = admin.save_remote_model

@@ -3,6 +3,7 @@
 import sys
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,6 +116,27 @@ def model_info(parts: Parts, args: ServerArgs) -> dict[str, Any]:
         "reasoning_parser": None,
         "tool_call_parser": None,
         "disaggregation_mode": args.disaggregation_mode,
+    }
+
+
+def model_config(parts: Parts, args: ServerArgs) -> dict[str, Any]:
+    """What programs read of SGLang's `model_config`. Pure."""
+    path = parts.model_dir / "config.json"
+    config = read_json(path) if path.exists() else {}
+    spec = parts.spec
+    return {
+        "model_path": str(args.model_path),
+        "context_len": parts.context_length,
+        "is_generation": spec.generates,
+        "is_multimodal": False,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hf_eos_token_id": set(parts.eos_ids),
+        "hf_config": SimpleNamespace(**config),
     }
 
 

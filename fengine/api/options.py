@@ -1,6 +1,6 @@
-"""What a call's options come to for one request: parameters, salt, priority; the `Door` they are checked at."""
+"""What a call's options come to for one request, and `EngineContext`: what they are checked against."""
 
-import asyncio
+import threading
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fengine.api.arguments import Item
+from fengine.api.io_struct import PromptInput
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
 from fengine.core.parameters import json_like
@@ -25,8 +25,22 @@ MAX_LOGPROBS = 1 << 23  # of one prompt with all its samples: some GiB of Python
 MAX_SALT = 4096
 
 
+class Indices:
+    """Numbers the prompts of an engine: seeds that are not given derive from them. Thread-safe. Modifies: itself."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> int:
+        """The first of the next `count` numbers."""
+        with self._lock:
+            first, self.next = self.next, self.next + count
+            return first
+
+
 @dataclass(frozen=True, slots=True)
-class Door:
+class EngineContext:
     """What requests are checked against: the model, the settings, and what the caller has registered."""
 
     parts: Parts
@@ -35,6 +49,7 @@ class Door:
     grammars: Grammars
     preferred: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters where a call gives none
     processors: dict[str, Callable[..., Any]] = field(default_factory=dict)  # custom logit processors by name
+    indices: Indices = field(default_factory=Indices)
 
 
 def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
@@ -65,35 +80,35 @@ def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
     return list(ids)
 
 
-def end_ids(door: Door, params: SamplingParams) -> frozenset[int]:
+def end_ids(context: EngineContext, params: SamplingParams) -> frozenset[int]:
     """The ids that end a request, unless it has ignore_eos. Pure."""
-    return door.parts.eos_ids | frozenset(params.stop_token_ids)
+    return context.parts.eos_ids | frozenset(params.stop_token_ids)
 
 
-def stop_ids(door: Door, params: SamplingParams) -> frozenset[int]:
+def stop_ids(context: EngineContext, params: SamplingParams) -> frozenset[int]:
     """The ids that do end it: a grammar's text has an end in any case. Pure."""
-    return frozenset() if params.ignore_eos and params.grammar_key is None else end_ids(door, params)
+    return frozenset() if params.ignore_eos and params.grammar_key is None else end_ids(context, params)
 
 
 def request_params(
-    door: Door, item: Item, params: SamplingParams, count: int, return_logprob: bool
+    context: EngineContext, prompt: PromptInput, params: SamplingParams, count: int, return_logprob: bool
 ) -> SamplingParams:  # fmt: skip
     """`params` with what the call's other arguments ask for, a request's own copy.
 
     Logprob options are checked in any case and, as in SGLang, have an effect only with return_logprob.
     Errors: InvalidRequestError.
     """
-    vocab_size = door.parts.spec.vocab_size
-    start = _logprob_start(item.logprob_start, count)
-    top = _top_logprobs(item.top_logprobs, vocab_size)
-    ids = _logprob_ids(item.logprob_ids, vocab_size)
+    vocab_size = context.parts.spec.vocab_size
+    start = _logprob_start(prompt.logprob_start_len, count)
+    top = _top_logprobs(prompt.top_logprobs_num, vocab_size)
+    ids = _logprob_ids(prompt.token_ids_logprob, vocab_size)
     asked = {
-        "processor": _processor(door, item.processor),
-        "grammar": _grammar(door, params),
+        "processor": _processor(context, prompt.custom_logit_processor),
+        "grammar": _grammar(context, params),
         "logprob_start": start if return_logprob else None,
         "top_logprobs": top if return_logprob else 0,
         "logprob_ids": ids if return_logprob else (),
-        "hidden": _hidden(door.args, item.hidden),
+        "hidden": _hidden(context.args, prompt.return_hidden_states),
     }
     if asked["processor"] is not None:
         asked["custom_params"] = json_like(params.custom_params or {}, "custom_params")
@@ -101,7 +116,7 @@ def request_params(
     return params if plain else replace(params, **asked)
 
 
-def _grammar(door: Door, params: SamplingParams) -> Grammar | None:
+def _grammar(context: EngineContext, params: SamplingParams) -> Grammar | None:
     """Errors: GrammarError, MissingExtraError; InvalidRequestError for what would cut its text somewhere."""
     if params.grammar_key is None:
         return None
@@ -111,20 +126,20 @@ def _grammar(door: Door, params: SamplingParams) -> Grammar | None:
             f"stop and stop_regex cannot be combined with {kind}: they would cut the text where it is not complete. "
             "The grammar itself says where it ends; stop_token_ids may be given."
         )
-    if not any(id < door.parts.spec.vocab_size for id in end_ids(door, params)):
+    if not any(id < context.parts.spec.vocab_size for id in end_ids(context, params)):
         raise GrammarError(f"{kind} needs an id that ends the text, and this model has no eos; give stop_token_ids")
-    return door.grammars.compile(Source(kind, text))
+    return context.grammars.compile(Source(kind, text))
 
 
-def grammars_in(door: Door, sampling: Any) -> set[Source]:
+def grammars_in(context: EngineContext, sampling: Any) -> set[Source]:
     """The grammars of a call's sampling parameters, as far as these are valid. Pure."""
     found = set()
     for values in sampling if isinstance(sampling, list) else [sampling]:
-        merged = {**door.preferred, **(values or {})} if values is None or isinstance(values, dict) else values
+        merged = {**context.preferred, **(values or {})} if values is None or isinstance(values, dict) else values
         try:
             params = SamplingParams.of(merged)
         except FengineError:
-            continue  # told at the door
+            continue  # reported when the call is checked
         if params.grammar_key is not None:
             found.add(Source(*params.grammar_key))
     return found
@@ -185,23 +200,23 @@ def _hidden(args: ServerArgs, value: Any) -> str | None:
     return mode
 
 
-def _processor(door: Door, value: Any) -> Callable[..., Any] | None:
+def _processor(context: EngineContext, value: Any) -> Callable[..., Any] | None:
     """A callable of this process, given itself or by the name that it was registered with."""
     if value is None:
         return None
-    if not door.args.enable_custom_logit_processor:
+    if not context.args.enable_custom_logit_processor:
         raise InvalidRequestError(
             "The server is not configured to enable custom logit processor. Please set "
             "`--enable-custom-logit-processor` (enable_custom_logit_processor=True) when the engine is made."
         )
     if isinstance(value, str):
-        if value not in door.processors:
+        if value not in context.processors:
             raise InvalidRequestError(
                 f"custom_logit_processor {value!r:.80} is not the name of a registered processor. A serialized one is "
                 "never loaded, for that would run code out of a string: pass the callable itself, or name it with "
                 "Engine.register_logit_processor(name, callable)."
             )
-        return door.processors[value]
+        return context.processors[value]
     if isinstance(value, type) or not callable(value):
         raise InvalidRequestError(
             "custom_logit_processor must be a callable (logits, params) -> logits or a registered name, "
@@ -220,13 +235,6 @@ def adapter_of(parts: Parts, name: Any) -> Adapter | None:
             "lora_paths, when the engine is made; or leave lora_path out."
         )
     return parts.adapters.resolve(name)
-
-
-async def bring_back(parts: Parts, names: Any) -> None:
-    """Reads a call's adapters again that have left CPU memory; the event loop goes on. Errors: AdapterError."""
-    if parts.adapters is not None:
-        for name in parts.adapters.given_up(names):
-            await asyncio.to_thread(parts.adapters.resolve, name)
 
 
 def salt_of(value: Any) -> str | None:

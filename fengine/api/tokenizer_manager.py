@@ -1,32 +1,64 @@
 """`engine.tokenizer_manager`: the names through which programs written for SGLang's engine reach its insides."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
-from fengine.api.generation import Generation
-from fengine.api.server_args import ServerArgs
+from fengine.api import admin, info
+from fengine.api.admin import FlushResult
+from fengine.api.collector import AsyncStream
+from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.tokenizer.hf_tokenizer import HFTokenizer
 
 
 class TokenizerManager:
     """SGLang's name. There is no such part in fengine: every call goes to the engine."""
 
-    def __init__(self, engine: Generation, args: ServerArgs) -> None:
-        parts = engine._door.parts
+    def __init__(self, engine: Any) -> None:
+        parts, args = engine._parts, engine._context.args
         self._engine = engine
         self.server_args = args
         self.model_path = args.model_path
         self.context_len = parts.context_length
         self.is_generation = parts.spec.generates
+        self.model_config = SimpleNamespace(**info.model_config(parts, args))
         self.tokenizer = None if parts.tokenizer is None else HFTokenizer(parts.tokenizer, parts.context_length)
+
+    async def generate_request(
+        self, req: GenerateReqInput | EncodeReqInput, request: Any = None
+    ) -> AsyncIterator[dict[str, Any] | list[dict[str, Any]]]:
+        """Yields the chunks of a stream, or once what `async_generate` or `async_encode` returns.
+
+        `request`, of a web framework, has no effect. Errors: those of `Engine.generate`.
+        """
+        loop, engine = asyncio.get_running_loop(), self._engine
+        await engine._prepare(req)
+        if isinstance(req, EncodeReqInput):
+            yield await engine.submit_encode(req, loop).wait_async()
+            return
+        collector = engine.submit(req, loop)
+        if not req.stream:
+            yield await collector.wait_async()
+            return
+        stream = AsyncStream(collector, engine)
+        try:
+            async for chunk in stream:
+                yield chunk
+        finally:
+            await stream.aclose()
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Ends the request with exactly this rid, or all; an unknown or empty one is ignored."""
         if rid or abort_all:
-            self._engine.abort(rid, abort_all)
+            admin.abort(self._engine, rid, abort_all)
+
+    async def flush_cache(self) -> FlushResult:
+        return admin.flush_cache(self._engine)
 
     async def pause_generation(self, request: Any = None) -> None:
         """As `Engine.pause_generation`; `request.mode` is the mode."""
-        self._engine.pause_generation(getattr(request, "mode", "abort"))
+        admin.pause_generation(self._engine, getattr(request, "mode", "abort"))
 
     async def continue_generation(self, request: Any = None) -> None:
-        self._engine.continue_generation()
+        admin.continue_generation(self._engine)

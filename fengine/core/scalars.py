@@ -1,5 +1,6 @@
 """Numbers and flags that callers pass, of any library, as Python's own; whatever is none is refused. No torch."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -58,3 +59,46 @@ def flag(name: str, value: Any) -> bool:
         if isinstance(plain, bool):
             return plain
     raise InvalidRequestError(f"{name} must be True or False, got {told(value)}.")
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+_ATOMS = frozenset((int, float, bool, str, bytes, type(None)))
+_OWN: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # the base classes' own methods: overridden ones do not run
+    (str, lambda text: str.__add__(text, "")),
+    (dict, lambda values: dict(dict.items(values))),
+    (list, lambda values: list.__getitem__(values, slice(None))),
+    (tuple, lambda values: tuple.__getitem__(values, slice(None))),
+)
+_DEEPEST = 200  # what is nested deeper is left to those who read it
+
+
+def plain(value: Any) -> Any:
+    """`value` with subclasses of str, dict, list and tuple, at any depth, as the same of Python's own classes. Pure.
+
+    A value that holds none comes back itself; so do named tuples, which are records.
+    """
+    return _plain(value, {}, 0)
+
+
+def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
+    if type(value) in _ATOMS or depth > _DEEPEST:
+        return value
+    if id(value) in seen:  # shared parts are walked once; a part that holds itself ends here
+        return seen[id(value)]
+    own = value
+    for kind, copy in _OWN:
+        if type(value) is kind:
+            break
+        if isinstance(value, kind) and not hasattr(type(value), "_fields"):
+            own = copy(value)
+            break
+    seen[id(value)] = own
+    if type(own) is dict and not (_ATOMS.issuperset(map(type, own)) and _ATOMS.issuperset(map(type, own.values()))):
+        own = {_plain(key, seen, depth + 1): _plain(entry, seen, depth + 1) for key, entry in own.items()}
+    elif type(own) in (list, tuple) and not _ATOMS.issuperset(map(type, own)):
+        found = [_plain(entry, seen, depth + 1) for entry in own]
+        if any(new is not old for new, old in zip(found, own, strict=True)):
+            own = type(own)(found)
+    seen[id(value)] = own
+    return own

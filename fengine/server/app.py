@@ -94,7 +94,7 @@ class Routes:
         try:
             outputs = await service.outputs(call.wait_async(), gone(request.receive))
         finally:
-            service.end(call.call)
+            service.end(call.collector)
         return JSONResponse(embeddings.answer(outputs, body["model"], as_base64))
 
     async def models(self, request: Request) -> Response:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.api.results import Output
+from fengine.api.outputs import Output
 from fengine.server import fields
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.responses import Parsed, finish_reason

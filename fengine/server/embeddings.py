@@ -5,7 +5,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from fengine.api.results import Output
+from fengine.api.outputs import Output
 from fengine.server import fields
 from fengine.server.errors import ApiError, invalid
 

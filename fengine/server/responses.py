@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fengine.api.calls import Call
-from fengine.api.results import Output
+from fengine.api.collector import OutputCollector
+from fengine.api.outputs import Output
 from fengine.server.errors import ApiError, api_error_of
 from fengine.server.fields import Wishes
 
@@ -115,7 +115,7 @@ class Events:
     An error ends the stream with an event that holds it. Whoever reads must abort the call behind.
     """
 
-    def __init__(self, call: Call, ask: Parsed, frame: Envelope) -> None:
+    def __init__(self, call: OutputCollector, ask: Parsed, frame: Envelope) -> None:
         self.call, self.ask, self.frame = call, ask, frame
         self._before, self._behind = frame.split(ask.wishes.include_usage)
         self._last: list[Output] = [{}] * len(call.tickets)
@@ -127,7 +127,7 @@ class Events:
             yield first, True
         while call.open:
             try:
-                pieces = self._piece(await call.mail.get()) + self._rest()
+                pieces = self._piece(await call.ready.get()) + self._rest()
             except Exception as error:
                 yield event(api_error_of(error).body()) + DONE, False
                 return
@@ -143,9 +143,9 @@ class Events:
 
     def _rest(self) -> bytes:
         """All that is new by now, of any choice."""
-        mail, pieces = self.call.mail, []
-        while mail:
-            pieces.append(self._piece(mail.pop()))
+        ready, pieces = self.call.ready, []
+        while ready:
+            pieces.append(self._piece(ready.pop()))
         return b"".join(pieces)
 
     def _piece(self, index: int) -> bytes:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 import torch
 
 from fengine import __version__
-from fengine.api.calls import Call
-from fengine.api.embedding import EncodeCall
+from fengine.api.arguments import record_of
+from fengine.api.collector import OutputCollector
+from fengine.api.encode import EncodeCollector
 from fengine.api.engine import Engine
-from fengine.api.results import Output
+from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.outputs import Output
 from fengine.errors import ConfigError
 from fengine.server import chat, completions, embeddings
 from fengine.server.config import ServeConfig
@@ -91,7 +93,7 @@ class Service:
         with self._lock:
             self.rows -= rows
 
-    def end(self, call: Call) -> None:
+    def end(self, call: OutputCollector) -> None:
         """Aborts what is open of a call and gives its rows back; called once, however the call ends."""
         call.abort()
         for ticket in call.tickets:
@@ -100,7 +102,7 @@ class Service:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    async def generate(self, body: Mapping[str, Any], kind: str) -> tuple[Parsed, Call]:
+    async def generate(self, body: Mapping[str, Any], kind: str) -> tuple[Parsed, OutputCollector]:
         """A body of completions or of chat completions, checked and queued; `end` the call. Errors: ApiError."""
         adapter = self.adapter_of(body)
         if adapter is not None:
@@ -111,15 +113,15 @@ class Service:
         begin = partial(self._begin_generate, body, kind, self._post)
         return await self._in_thread(begin, lambda begun: self.end(begun[1]))
 
-    def _begin_generate(self, body: Mapping[str, Any], kind: str, post: "Post") -> tuple[Parsed, Call]:
+    def _begin_generate(self, body: Mapping[str, Any], kind: str, post: "Post") -> tuple[Parsed, OutputCollector]:
         words: Mapping[str, str] = {}
         try:
             ask = self._read(body, kind)
             words = ask.words
-            arguments = defaultdict(lambda: None, {"return_logprob": False, **ask.arguments})
+            req = record_of(GenerateReqInput, (), dict(ask.arguments))
             return ask, self._holding(
                 ask.prompts * ask.wishes.samples,
-                lambda: self.engine.begin(arguments, post.loop, deltas=True, pace=self._pace, post=post),
+                lambda: self.engine.submit(req, post.loop, deltas=True, pace=self._pace, post=post),
             )
         except Exception as error:
             raise api_error_of(error, body, words) from error
@@ -129,17 +131,17 @@ class Service:
             return completions.read(body, self.tokenizer, self.config.max_samples)
         return chat.read(body, self.tokenizer, self.config.max_samples, self.engine.chat_ids)
 
-    async def encode(self, body: Mapping[str, Any]) -> tuple[EncodeCall, bool]:
+    async def encode(self, body: Mapping[str, Any]) -> tuple[EncodeCollector, bool]:
         """A body of embeddings, checked and queued, and whether base64 is wanted; `end` its call. Errors: ApiError."""
         adapter = self.adapter_of(body)
         begin = partial(self._begin_encode, body, adapter, asyncio.get_running_loop())
-        return await self._in_thread(begin, lambda begun: self.end(begun[0].call))
+        return await self._in_thread(begin, lambda begun: self.end(begun[0].collector))
 
-    def _begin_encode(self, body: Mapping[str, Any], adapter: str | None, loop: Any) -> tuple[EncodeCall, bool]:
+    def _begin_encode(self, body: Mapping[str, Any], adapter: str | None, loop: Any) -> tuple[EncodeCollector, bool]:
         try:
             arguments, prompts, as_base64 = embeddings.read(body)
-            arguments["lora_path"] = adapter
-            return self._holding(prompts, lambda: self.engine.begin_encode(arguments, loop)), as_base64
+            req = record_of(EncodeReqInput, (), {**arguments, "lora_path": adapter})
+            return self._holding(prompts, lambda: self.engine.submit_encode(req, loop)), as_base64
         except Exception as error:
             raise api_error_of(error, body, embeddings.WORDS) from error
 

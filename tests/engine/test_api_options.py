@@ -1,6 +1,5 @@
 """What calls may ask for, argument by argument: what reaches the requests, and what is refused in which words."""
 
-import inspect
 import random
 import warnings
 from dataclasses import replace
@@ -11,8 +10,8 @@ import pytest
 import torch
 from checksum import checksum_engine, checksum_parts, expected
 
-from fengine.api.arguments import split
 from fengine.api.engine import Engine
+from fengine.api.io_struct import GenerateReqInput, split_batch
 from fengine.api.server_args import ServerArgs
 from fengine.core.request import Request, derive_seed
 from fengine.core.sampling_params import GRAMMARS, SamplingParams
@@ -42,7 +41,7 @@ def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(engine._parts.driver, "submit", lambda tickets: requests.extend(t.request for t in tickets))
             stream: Any = engine.generate(**arguments, stream=True)
-            stream._call.open = set()
+            stream._collector.open = set()
         return requests
 
     return ask
@@ -115,7 +114,7 @@ def test_lists_give_each_prompt_its_own_and_scalars_are_for_all(asked: Any) -> N
 
 
 def test_samples_are_prompt_major_with_seeds_and_ids_of_their_own(asked: Any, engine: Engine) -> None:
-    first = engine._next_index
+    first = engine._context.indices.next
     requests = asked(input_ids=[[1], [2, 3]], sampling_params={"n": 3}, rid="b")
     assert [r.token_ids for r in requests] == [[1]] * 3 + [[2, 3]] * 3
     assert [r.seed for r in requests] == [derive_seed(0, first + p, s) for p in range(2) for s in range(3)]
@@ -289,15 +288,13 @@ def test_deprecated_rank_warns_and_rank_zero_is_fine(engine: Engine) -> None:
 
 
 def over(args: ServerArgs, **options: Any) -> Engine:
-    engine = Engine.__new__(Engine)
-    engine._start(checksum_parts(**options), args)
+    engine = Engine.from_parts(checksum_parts(**options), args)
     return engine
 
 
 def test_features_must_be_switched_on() -> None:
     with checksum_engine() as made:
-        plain = Engine.__new__(Engine)
-        plain._start(made._parts, ServerArgs(model_path="x"))
+        plain = Engine.from_parts(made._parts, ServerArgs(model_path="x"))
         for arguments, words in (
             ({"return_hidden_states": True}, "not configured to return hidden states. Please set"),
             ({"return_hidden_states": "last"}, "not configured to return hidden states. Please set"),
@@ -306,8 +303,7 @@ def test_features_must_be_switched_on() -> None:
         ):
             with pytest.raises(InvalidRequestError, match=words):
                 plain.generate(input_ids=[1], **arguments)
-        last = Engine.__new__(Engine)
-        last._start(made._parts, ServerArgs(model_path="x", return_hidden_states_mode="last"))
+        last = Engine.from_parts(made._parts, ServerArgs(model_path="x", return_hidden_states_mode="last"))
         with pytest.raises(InvalidRequestError, match='return_hidden_states_mode="full"'):
             last.generate(input_ids=[1], return_hidden_states=True)
 
@@ -315,13 +311,13 @@ def test_features_must_be_switched_on() -> None:
 def test_preferred_parameters_hold_where_the_call_is_silent() -> None:
     with checksum_engine() as made:
         for preferred in ('{"temperature": 0, "max_new_tokens": 3}', {"temperature": 0, "max_new_tokens": 3}):
-            engine = Engine.__new__(Engine)
-            engine._start(made._parts, ServerArgs(model_path="x", preferred_sampling_params=preferred))
+            engine = Engine.from_parts(made._parts, ServerArgs(model_path="x", preferred_sampling_params=preferred))
             assert engine.generate(input_ids=[5])["output_ids"] == expected([5], 3)
             assert engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 6})["output_ids"] == expected(
                 [5], 6
             )
-        engine._start(made._parts, ServerArgs(model_path="x", preferred_sampling_params={"n": 2, "temperature": 0}))
+        args = ServerArgs(model_path="x", preferred_sampling_params={"n": 2, "temperature": 0})
+        engine = Engine.from_parts(made._parts, args)
         assert len(engine.generate(input_ids=[5])) == 2
 
 
@@ -333,8 +329,7 @@ def test_auto_truncate_cuts_with_a_warning_and_is_off_by_default() -> None:
             ContextLengthError, match="Requested token count exceeds the model's maximum context length"
         ):
             made.generate(input_ids=[1] * 60, sampling_params={"max_new_tokens": 5})
-        engine = Engine.__new__(Engine)
-        engine._start(made._parts, ServerArgs(model_path="x", allow_auto_truncate=True))
+        engine = Engine.from_parts(made._parts, ServerArgs(model_path="x", allow_auto_truncate=True))
         with pytest.warns(UserWarning, match=r"the input \(70 tokens\) was truncated to its first 63 tokens"):
             output = engine.generate(input_ids=list(range(70)), sampling_params=GREEDY)
         assert output["meta_info"]["prompt_tokens"] == 63 and output["output_ids"] == expected(list(range(63)), 1)
@@ -394,7 +389,7 @@ def test_priorities_order_the_queue(policy: str) -> None:
 
 def test_what_an_early_end_is_banned_with(asked: Any, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """min_new_tokens bans eos and stop ids also where ignore_eos takes them from what ends the request."""
-    monkeypatch.setattr("fengine.api.admission._refuse_without_text", lambda *_: None)
+    monkeypatch.setattr("fengine.api.input_processor._refuse_without_text", lambda *_: None)
     monkeypatch.setattr(engine._parts, "eos_ids", frozenset({8}))
     sampling = {"min_new_tokens": 2, "stop_token_ids": [9]}
     (ends,) = asked(input_ids=[1], sampling_params=sampling)
@@ -425,16 +420,12 @@ def test_logprobs_that_no_memory_holds_are_refused(engine: Engine, monkeypatch: 
 
 
 def test_shared_parameters_are_checked_once_also_under_preferred_ones(engine: Engine, monkeypatch: Any) -> None:
-    door = replace(engine._door, preferred={"max_new_tokens": 2})
-    items, _ = split(dict.fromkeys(arguments_of_generate(), None) | {"input_ids": [[1]] * 9, "stream": False}, {"n": 2})
-    assert len({id(item.sampling) for item in items}) == 1 and items[0].sampling == {"n": 2}
-    monkeypatch.setattr(engine, "_door", door)
+    context = replace(engine._context, preferred={"max_new_tokens": 2})
+    prompts, _ = split_batch(GenerateReqInput(input_ids=[[1]] * 9), {"n": 2})
+    assert len({id(p.sampling_params) for p in prompts}) == 1 and prompts[0].sampling_params == {"n": 2}
+    monkeypatch.setattr(engine, "_context", context)
     given = engine.generate(input_ids=[[1]] * 3, sampling_params=[{}, {"max_new_tokens": 3}, None])
     assert [len(output["output_ids"]) for output in given] == [2, 3, 2]
-
-
-def arguments_of_generate() -> list[str]:
-    return list(inspect.signature(Engine.generate).parameters)
 
 
 def test_many_ids_with_one_twice_are_told_at_once(engine: Engine) -> None:

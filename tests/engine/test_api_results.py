@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fengine.api.engine import Engine
-from fengine.api.float_list import FloatList
-from fengine.api.results import Seen, output_of
+from fengine.api.outputs import FloatList, Shown, output_of
 from fengine.api.server_args import ServerArgs
 from fengine.core.record import Record
 from fengine.core.request import Finish, Request, SamplingParams
@@ -46,9 +45,9 @@ def made(
     return ticket
 
 
-def shown(ticket: Ticket, seen: Seen | None = None, **more: bool) -> dict[str, Any]:
+def shown(ticket: Ticket, seen: Shown | None = None, **more: bool) -> dict[str, Any]:
     options = {"return_logprob": False, "has_text": True, "metrics": False} | more
-    return output_of(ticket, seen or Seen("abcdef", ticket.num_tokens, done=True), **options)
+    return output_of(ticket, seen or Shown("abcdef", ticket.num_tokens, done=True), **options)
 
 
 def test_the_keys_of_a_plain_result() -> None:
@@ -82,7 +81,7 @@ def test_metrics_add_times_that_fit_together() -> None:
 
 
 def test_what_runs_has_no_finish_and_no_times() -> None:
-    meta = shown(made(), Seen("abc", 2))["meta_info"]
+    meta = shown(made(), Shown("abc", 2))["meta_info"]
     assert set(meta) == BASE and meta["finish_reason"] is None and meta["completion_tokens"] == 2
 
 
@@ -94,7 +93,7 @@ def test_versions_of_weights_in_spans() -> None:
     assert meta["weight_versions"] == [
         {"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3},
     ]  # fmt: skip
-    assert shown(ticket, Seen("a", 1))["meta_info"]["weight_version"] == "v1"
+    assert shown(ticket, Shown("a", 1))["meta_info"]["weight_version"] == "v1"
 
 
 def test_logprobs_of_the_output_alone() -> None:
@@ -126,7 +125,7 @@ def test_logprobs_from_a_record() -> None:
 
 
 def test_a_delta_holds_what_is_new_of_text_ids_and_output_logprobs() -> None:
-    output = shown(full(), Seen("abcdef", 3, text_from=4, count_from=1), return_logprob=True)
+    output = shown(full(), Shown("abcdef", 3, text_from=4, count_from=1), return_logprob=True)
     meta = output["meta_info"]
     assert (output["text"], output["output_ids"], meta["completion_tokens"]) == ("ef", [11, 12], 3)
     assert [token for _, token, _ in meta["output_token_logprobs"]] == [11, 12]
@@ -154,7 +153,7 @@ def test_hidden_states_full_and_last() -> None:
         4,
         5,
     ]
-    seen = shown(made(SamplingParams(hidden="full"), Record(hidden=states)), Seen("", 2))["meta_info"]["hidden_states"]
+    seen = shown(made(SamplingParams(hidden="full"), Record(hidden=states)), Shown("", 2))["meta_info"]["hidden_states"]
     assert len(seen) == 2
     assert "hidden_states" not in shown(full())["meta_info"]
 
@@ -201,8 +200,7 @@ def test_a_float_list_is_an_array() -> None:
 def test_metrics_are_in_results_only_where_they_are_switched_on() -> None:
     with checksum_engine() as engine:
         assert set(engine.generate(input_ids=[5])["meta_info"]) == BASE | FINAL | METRICS
-        plain = Engine.__new__(Engine)
-        plain._start(engine._parts, ServerArgs(model_path="x", weight_version="step-7"))
+        plain = Engine.from_parts(engine._parts, ServerArgs(model_path="x", weight_version="step-7"))
         meta = plain.generate(input_ids=[5], sampling_params={"temperature": 0, "max_new_tokens": 2})["meta_info"]
         assert set(meta) == BASE | FINAL
         assert meta["weight_versions"] == [{"version": "step-7", "start": 0, "end": 2}]

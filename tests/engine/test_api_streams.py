@@ -89,9 +89,9 @@ def test_a_slow_reader_gets_the_latest_state_and_every_delta() -> None:
         with checksum_engine() as engine:
             engine.server_args.incremental_streaming_output = incremental
             stream: Any = engine.generate(input_ids=[5], sampling_params=greedy(30), stream=True)
-            while not stream._call.tickets[0].done:
+            while not stream._collector.tickets[0].done:
                 engine.generate(input_ids=[9], sampling_params=greedy(1))
-            assert stream._call.mail.qsize() == 1  # news is not piled up
+            assert stream._collector.ready.qsize() == 1  # news is not piled up
             chunks = list(stream)
             assert len(chunks) == 1 and chunks[0]["output_ids"] == expected([5], 30)
 
@@ -350,7 +350,7 @@ def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:
 
 def test_a_reader_that_raises_leaves_its_neighbours_alone(engine: Engine) -> None:
     stream: Any = engine.generate(input_ids=[1], sampling_params=greedy(200), stream=True)
-    stream._call.mail = None  # the text thread cannot deliver any more
+    stream._collector.ready = None  # the text thread cannot deliver any more
     output = engine.generate(input_ids=[2], sampling_params=greedy(30))
     assert output["output_ids"] == expected([2], 30)
     stream.close()

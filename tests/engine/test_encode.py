@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from fengine.api.embedding import rerank_scores
+from fengine.api.encode import rerank_scores
 from fengine.api.engine import Engine
 from fengine.errors import (
     ContextLengthError,

@@ -230,7 +230,7 @@ def test_what_no_count_limits_ends_the_process_that_tries_it_and_holds_nobody_up
         for failed in refused:
             with pytest.raises(GrammarError, match=f"too complex.*more time than {CPU_SECONDS:g} s"):
                 failed.result()
-    trials = llm._door.grammars._trials
+    trials = llm._context.grammars._trials
     for trial in trials:
         if trial._child is not None:
             trial._child.kill()

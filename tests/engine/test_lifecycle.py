@@ -125,7 +125,7 @@ def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
             driver.inbox.put(engine.shutdown)
         else:
             driver.text.news.put(
-                News([], [Ticket(stream._call.tickets[0].request, None, True, lambda _: engine.shutdown())])
+                News([], [Ticket(stream._collector.tickets[0].request, None, True, lambda _: engine.shutdown())])
             )
         with pytest.raises(EngineClosedError):
             list(stream)
@@ -165,10 +165,10 @@ def test_an_event_loop_that_was_closed_ends_its_requests() -> None:
         loop = asyncio.new_event_loop()
         params = {"max_new_tokens": 250, "ignore_eos": True}
         stream = loop.run_until_complete(engine.async_generate(input_ids=[1], sampling_params=params, stream=True))
-        ticket = stream._call.tickets[0]
-        stream._call.dirty[0] = True  # news that the loop has not delivered
+        ticket = stream._collector.tickets[0]
+        stream._collector.dirty[0] = True  # news that the loop has not delivered
         loop.close()
-        stream._call._notifier(0)(ticket)
+        stream._collector._notifier(0)(ticket)
         engine._parts.driver.call(lambda: None)
         assert engine.stats()["running"] == engine.stats()["waiting"] == 0
         assert ticket.request.num_output < 250

@@ -21,29 +21,15 @@ from transformers import (
 )
 
 from fengine.api.engine import Engine
-from fengine.api.scoring import ScoreResult, Scoring, check_labels, join
+from fengine.api.score import ScoreReqInput, ScoreResult, Scoring, check_labels, join
 from fengine.errors import AbortedError, FengineError, InvalidRequestError, UnsupportedFeatureError
 from fengine.worker.hub import BOX
 
-DEFAULTS: dict[str, Any] = {
-    "query": "q",
-    "items": ["a", "b"],
-    "label_token_ids": [3, 5],
-    "apply_softmax": False,
-    "item_first": False,
-    "embed_override_token_id": None,
-    "query_embed_overrides": None,
-    "item_embed_overrides": None,
-    "return_pooled_hidden_states": False,
-    "score_extraction_token_id": None,
-    "temperature": 1.0,
-    "return_token_logprobs": False,
-    "stacked_query_item_embed_overrides": None,
-}
+DEFAULTS: dict[str, Any] = {"query": "q", "items": ["a", "b"], "label_token_ids": [3, 5]}
 
 
 def scoring(generates: bool = True, **changes: Any) -> Scoring:
-    return Scoring.of(DEFAULTS | changes, generates=generates, vocab_size=10)
+    return Scoring.of(ScoreReqInput(**(DEFAULTS | changes)), generates=generates, vocab_size=10)
 
 
 def answer(*logprobs: float, tokens: int = 7) -> dict[str, Any]:
@@ -96,12 +82,12 @@ def test_a_classifier_gives_its_logits() -> None:
 
 
 def test_what_generate_is_asked() -> None:
-    asked = scoring(return_token_logprobs=True).generate_arguments()
-    assert asked["prompt"] == ["qa", "qb"] and asked["input_ids"] is None
-    assert asked["token_ids_logprob"] == [[3, 5], [3, 5]] and asked["sampling_params"].max_new_tokens == 0
-    asked = scoring(query=[1], items=[[2], [3]], label_token_ids=[[4], (6, 5)], item_first=True).generate_arguments()
-    assert asked["prompt"] is None and asked["input_ids"] == [[2, 1], [3, 1]]
-    assert asked["token_ids_logprob"] == [[4], [6, 5]]
+    asked = scoring(return_token_logprobs=True).generate_input()
+    assert asked.text == ["qa", "qb"] and asked.input_ids is None
+    assert asked.token_ids_logprob == [[3, 5], [3, 5]] and asked.sampling_params.max_new_tokens == 0
+    asked = scoring(query=[1], items=[[2], [3]], label_token_ids=[[4], (6, 5)], item_first=True).generate_input()
+    assert asked.text is None and asked.input_ids == [[2, 1], [3, 1]]
+    assert asked.token_ids_logprob == [[4], [6, 5]]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +237,7 @@ def test_bad_calls_leave_the_engine_as_it_was(llm: Engine) -> None:
 def test_preferred_sampling_parameters_have_no_say_in_scores(llm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = llm.score(QUERY, ITEMS, [7, 9])
     preferred = {"logit_bias": {"7": 5.0}, "n": 2, "min_new_tokens": 3, "temperature": 2.0}
-    monkeypatch.setattr(llm, "_door", replace(llm._door, preferred=preferred))
+    monkeypatch.setattr(llm, "_context", replace(llm._context, preferred=preferred))
     assert llm.score(QUERY, ITEMS, [7, 9]) == before
 
 

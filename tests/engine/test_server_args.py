@@ -11,7 +11,6 @@ from fengine.api.engine import Engine
 from fengine.api.foreign_args import ALSO_OFF, HARMLESS
 from fengine.api.server_args import REFUSED, ServerArgs
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig
-from fengine.engine.build import Parts
 from fengine.errors import ConfigError, UnsupportedFeatureError
 
 BASE = ServerArgs(model_path="box").to_config()
@@ -145,17 +144,11 @@ def test_the_record_goes_through_asdict_and_the_command_line() -> None:
     assert (parsed.disable_cuda_graph, parsed.disable_overlap_schedule, parsed.enable_metrics) == (True, True, False)
 
 
-def over(parts: Parts, args: ServerArgs) -> Engine:
-    engine = Engine.__new__(Engine)
-    engine._start(parts, args)
-    return engine
-
-
 @pytest.mark.parametrize("name", ["incremental_streaming_output", "stream_output"])
 def test_incremental_streams_give_every_token_once(name: str) -> None:
     with checksum_engine() as engine:
         for value in (True, False):
-            stream = over(engine._parts, given(name, value)).generate(
+            stream = Engine.from_parts(engine._parts, given(name, value)).generate(
                 input_ids=[5, 6], sampling_params={"temperature": 0, "max_new_tokens": 9}, stream=True
             )
             chunks = [chunk["output_ids"] for chunk in stream]
@@ -165,5 +158,5 @@ def test_incremental_streams_give_every_token_once(name: str) -> None:
 def test_metrics_add_the_latency_of_the_first_token() -> None:
     with checksum_engine() as engine:
         for value in (True, False):
-            output = over(engine._parts, given("enable_metrics", value)).generate(input_ids=[5])
+            output = Engine.from_parts(engine._parts, given("enable_metrics", value)).generate(input_ids=[5])
             assert ("first_token_latency" in output["meta_info"]) == value

@@ -100,11 +100,11 @@ class FengineLM(TemplateLM):
         """How many tokens are fed at most."""
         pool = self.engine.get_server_info()["max_total_num_tokens"]
         limit = min(self.engine.tokenizer_manager.context_len, pool - 1)
-        asked = limit if asked is None else integer("max_length", asked)
-        if not 1 < asked <= limit:
+        window = limit if asked is None else integer("max_length", asked)
+        if not 1 < window <= limit:
             self.close()
-            raise ConfigError(f"max_length must be in [2, {limit}], which context and page pool hold; got {asked}")
-        return asked
+            raise ConfigError(f"max_length must be in [2, {limit}], which context and page pool hold; got {window}")
+        return window
 
     def close(self) -> None:
         """Shuts the engine down, unless it is the caller's. Idempotent."""
@@ -247,8 +247,8 @@ class FengineLM(TemplateLM):
 
     def _results(self, arguments: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
         """(index, output) of every request, as they finish."""
-        for output in self.engine.generate(**arguments, stream=True):  # type: ignore[arg-type]
-            assert isinstance(output, dict)
+        chunks: Any = self.engine.generate(**arguments, stream=True)
+        for output in chunks:
             finish = output["meta_info"]["finish_reason"]
             if finish is not None and finish["type"] == "abort":
                 raise AbortedError(f"request {output['index']} of the batch ended early: {finish['message']}")

@@ -1,4 +1,4 @@
-"""One `generate` call under way: its tickets, and their results collected in any thread or event loop."""
+"""`OutputCollector`: the requests of one call and their outputs, collected in any thread or event loop."""
 
 import asyncio
 import queue
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fengine.api.admission import Admitted
-from fengine.api.options import Door
-from fengine.api.results import Output, Seen, output_of
+from fengine.api.input_processor import CheckedRequest
+from fengine.api.options import EngineContext
+from fengine.api.outputs import Output, Shown, output_of
 from fengine.core.request import Finish
 from fengine.engine.output_processor import Ticket
 from fengine.errors import InvalidRequestError, NumericsError
@@ -21,9 +21,9 @@ from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
 Post = Callable[..., Any]  # of (function, argument): calls it in the event loop; callable from any thread
 
 
-class Mail:
-    """The numbers of tickets that have news, for one reader at a time in the event loop's thread: `asyncio.Queue`, at a
-    part of its cost. `wake` is called behind each `put`. Modifies: itself."""
+class IndexQueue:
+    """Indices of requests that have new output, for one reader at a time in the event loop's thread: `asyncio.Queue` at
+    a part of its cost. `wake` is called after each `put`. Modifies: itself."""
 
     def __init__(self) -> None:
         self._items: deque[int] = deque()
@@ -51,38 +51,40 @@ class Mail:
         return self._items.popleft()
 
 
-class Call:
-    """The tickets of one call and the mail that tells about them. `put` is called by the text thread."""
+class OutputCollector:
+    """The requests of one call and the queue of those that have new output. The text thread puts, the caller reads."""
 
     def __init__(
-        self, door: Door, admitted: Sequence[Admitted], *, stream: bool, single: bool,
+        self, context: EngineContext, requests: Sequence[CheckedRequest], *, stream: bool, single: bool,
         loop: asyncio.AbstractEventLoop | None, deltas: bool = False, pace: Callable[[], float] | None = None,
         post: Post | None = None,
     ) -> None:  # fmt: skip
         """Queues the requests. A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with
-        which all but the last are `brief`, too. Those of one request, but for the first and the last, come not before
-        the moment (perf_counter) that `pace` told when the one before was read. `post` replaces
+        which all but the last are `brief`, too. Between the first and the last chunk of a request, none comes before
+        the moment (perf_counter) that `pace` gave when the one before was read. `post` replaces
         `loop.call_soon_threadsafe`.
 
         Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
         SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
         """
-        self.door, self.admitted, self.stream, self.single, self.loop = door, admitted, stream, single, loop
-        self.driver = door.parts.driver
+        self.context, self.requests, self.stream, self.single, self.loop = context, requests, stream, single, loop
+        self.driver = context.parts.driver
         self.brief = stream and deltas
-        self.incremental = self.brief or stream and (door.args.incremental_streaming_output or door.args.stream_output)
-        self.mail: Any = Mail() if loop else queue.SimpleQueue()
+        self.incremental = (
+            self.brief or stream and (context.args.incremental_streaming_output or context.args.stream_output)
+        )
+        self.ready: Any = IndexQueue() if loop else queue.SimpleQueue()
         self.post, self.pace = post or (loop and loop.call_soon_threadsafe), pace
-        self.not_before = [0.0] * len(admitted)
-        self.dirty = [False] * len(admitted)
-        self.sent = [("", 0)] * len(admitted)
-        self.open = set(range(len(admitted)))
+        self.not_before = [0.0] * len(requests)
+        self.dirty = [False] * len(requests)
+        self.sent = [("", 0)] * len(requests)
+        self.open = set(range(len(requests)))
         self.patterns: dict[tuple[str, ...], tuple[StopRegex, ...]] = {}  # compiled once for all of them
-        self.tickets = [self._ticket(i, one) for i, one in enumerate(admitted)]
+        self.tickets = [self._ticket(i, one) for i, one in enumerate(requests)]
         self._submit()
 
-    def _ticket(self, index: int, one: Admitted) -> Ticket:
-        params, tokenizer = one.request.params, self.door.parts.tokenizer
+    def _ticket(self, index: int, one: CheckedRequest) -> Ticket:
+        params, tokenizer = one.request.params, self.context.parts.tokenizer
         if params.stop_regex not in self.patterns:
             self.patterns[params.stop_regex] = compile_patterns(params.stop_regex)
         patterns = self.patterns[params.stop_regex]
@@ -95,11 +97,11 @@ class Call:
 
     def _submit(self) -> None:
         """All requests or none; those of sessions enter their trees."""
-        turns = [one.turn for one in self.admitted if one.turn is not None]
+        turns = [one.turn for one in self.requests if one.turn is not None]
         self.driver.submit(self.tickets)
         try:
             if turns:  # not before: what they replace is aborted
-                self.door.sessions.enter(turns)
+                self.context.sessions.enter(turns)
         except BaseException:
             self.abort()
             raise
@@ -113,17 +115,17 @@ class Call:
                 return  # the reader will see this news with that which it has not read yet
             self.dirty[index] = True
             if self.post is None:
-                self.mail.put(index)
+                self.ready.put(index)
                 return
             with suppress(RuntimeError):  # it was closed just now; the next news ends the request
-                self.post(self.mail.put, index)
+                self.post(self.ready.put, index)
 
         return notify
 
     def _due(self, index: int, ticket: Ticket) -> bool:
         """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k; and whether it is
         time for it."""
-        every, had = ticket.request.params.stream_interval or self.door.args.stream_interval, self.sent[index][1]
+        every, had = ticket.request.params.stream_interval or self.context.args.stream_interval, self.sent[index][1]
         if had and self.pace is not None and time.perf_counter() < self.not_before[index]:
             return False  # the next news, or the last, brings these tokens along
         return had == 0 or every == 1 or ticket.num_tokens - had >= every
@@ -145,7 +147,7 @@ class Call:
         if index not in self.open:
             return None
         done = ticket.done  # read before `seen`: what is seen after it is complete
-        if ticket.error is not None and not self._told_by_chunk(ticket):
+        if ticket.error is not None and not self._ends_with_chunk(ticket):
             self.open.discard(index)
             raise ticket.error
         if done:
@@ -157,7 +159,7 @@ class Call:
             output["index"] = index
         return output
 
-    def _told_by_chunk(self, ticket: Ticket) -> bool:
+    def _ends_with_chunk(self, ticket: Ticket) -> bool:
         if not self.stream or not (ticket.own_fault or isinstance(ticket.error, NumericsError)):
             return False
         if ticket.finish is None:
@@ -173,20 +175,20 @@ class Call:
                 ticket.quiet_until = moment
         return output_of(
             ticket,
-            Seen(text, count, len(had_text), had, done),
+            Shown(text, count, len(had_text), had, done),
             brief=self.brief and not done,
-            return_logprob=self.admitted[index].return_logprob,
-            has_text=self.door.parts.tokenizer is not None,
-            metrics=self.door.args.enable_metrics,
+            return_logprob=self.requests[index].return_logprob,
+            has_text=self.context.parts.tokenizer is not None,
+            metrics=self.context.args.enable_metrics,
         )
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def wait_sync(self) -> Output | list[Output]:
+    def wait(self) -> Output | list[Output]:
         results: list[Any] = [None] * len(self.tickets)
         try:
             while self.open:
-                index = self.mail.get()
+                index = self.ready.get()
                 results[index] = self.read(index)
         finally:
             self.abort()
@@ -196,7 +198,7 @@ class Call:
         results: list[Any] = [None] * len(self.tickets)
         try:
             while self.open:
-                index = await self.mail.get()
+                index = await self.ready.get()
                 results[index] = self.read(index)
         finally:
             self.abort()
@@ -207,28 +209,28 @@ class Stream:
     """Iterator over a call's chunks. Dropping, closing or failing it aborts what still runs. Several threads may read
     it; each chunk goes to one of them."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, collector: OutputCollector, owner: object) -> None:
+        self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
         self._reading = threading.Lock()  # or a second reader would wait for news behind the last
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> Output:
-        call = self._call
+        collector = self._collector
         with self._reading:
             try:
-                while call.open:
-                    output = call.read(call.mail.get())
+                while collector.open:
+                    output = collector.read(collector.ready.get())
                     if output is not None:
                         return output
             except BaseException:
-                call.abort()
+                collector.abort()
                 raise
         raise StopIteration
 
     def close(self) -> None:
-        self._call.abort()
+        self._collector.abort()
 
     __del__ = close
 
@@ -236,31 +238,31 @@ class Stream:
 class AsyncStream:
     """Async iterator over a call's chunks, in the event loop that made the call; the same promises as `Stream`."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, collector: OutputCollector, owner: object) -> None:
+        self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
         self._reading = asyncio.Lock()
 
     def __aiter__(self) -> "AsyncStream":
         return self
 
     async def __anext__(self) -> Output:
-        call = self._call
-        if asyncio.get_running_loop() is not call.loop:
-            call.abort()
+        collector = self._collector
+        if asyncio.get_running_loop() is not collector.loop:
+            collector.abort()
             raise InvalidRequestError("this stream belongs to another event loop; read it in the one that made it.")
         async with self._reading:
             try:
-                while call.open:
-                    output = call.read(await call.mail.get())
+                while collector.open:
+                    output = collector.read(await collector.ready.get())
                     if output is not None:
                         return output
             except BaseException:
-                call.abort()
+                collector.abort()
                 raise
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        self._call.abort()
+        self._collector.abort()
 
     def __del__(self) -> None:
-        self._call.abort()
+        self._collector.abort()

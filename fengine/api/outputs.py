@@ -1,22 +1,80 @@
-"""Tickets to SGLang's result dicts: text, ids, `meta_info` with finish reason, logprobs, hidden states and times."""
+"""A request as SGLang's output dict: text, ids, `meta_info` with finish reason, logprobs, hidden states, times."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.api.float_list import FloatList
+import numpy as np
+
 from fengine.core.record import Record
 from fengine.core.request import Request
 from fengine.core.sampling_params import SamplingParams
 from fengine.engine.output_processor import Ticket
 from fengine.engine.weights.versions import version_spans
 
-Output = dict[str, Any]
+Output = dict[str, Any]  # types.GenerateOutput or EncodeOutput, while it is made
+
+
+class FloatList(np.ndarray):
+    """An array that behaves as the nested list of the same floats where lists and arrays differ.
+
+    `len`, iteration, indexing and slicing give Python floats and FloatLists; `==` compares whole values with any list,
+    FloatList or array and gives a bool; `in`, `index`, `count` and truth are a list's. Everything else is numpy's:
+    `.shape`, arithmetic, `numpy.asarray`, `torch.tensor` and `torch.from_numpy` work at the speed of arrays. For JSON
+    call `.tolist()`, or pass `default=FloatList.tolist` to `json.dumps`. It is not an instance of `list`.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, values: Any) -> "FloatList":
+        """A read view of an array, without a copy where it is one."""
+        return np.asarray(values).view(cls)
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        """What numpy computes from it is a FloatList, too, but a single number is numpy's."""
+        return array[()] if array.ndim == 0 else array.view(FloatList)
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return found if isinstance(found, np.ndarray) else found.item()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tolist()) if self.ndim == 1 else (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+        if not isinstance(other, (list, tuple, np.ndarray)):
+            return NotImplemented
+        try:
+            return bool(np.array_equal(np.asarray(self), np.asarray(other)))
+        except ValueError:  # a ragged list
+            return False
+
+    def __ne__(self, other: object) -> bool:  # type: ignore[override]
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def __contains__(self, value: object) -> bool:
+        return any(value == item for item in self)
+
+    def index(self, value: Any) -> int:
+        """Errors: ValueError where there is none, as a list's."""
+        for i, item in enumerate(self):
+            if value == item:
+                return i
+        raise ValueError(f"{value!r} is not in the list")
+
+    def count(self, value: Any) -> int:
+        return sum(value == item for item in self)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """How much of a ticket a result shows: characters and tokens from .. to. `done`: nothing follows."""
+class Shown:
+    """How much of a request an output shows: characters and tokens from .. to. `done`: nothing follows."""
 
     text: str
     count: int
@@ -26,34 +84,34 @@ class Seen:
 
 
 def output_of(
-    ticket: Ticket, seen: Seen, *, return_logprob: bool, has_text: bool, metrics: bool, brief: bool = False
+    ticket: Ticket, shown: Shown, *, return_logprob: bool, has_text: bool, metrics: bool, brief: bool = False
 ) -> Output:
     """SGLang's dict for one request: everything so far, or with a `from` what is new. Pure but for the clock.
 
     `brief`: `meta_info` has no more than `finish_reason` and what was asked for of each token.
     """
     request, start = ticket.request, ticket.request.prompt_len
-    ids = request.token_ids[start + seen.count_from : start + seen.count]
-    meta = {"finish_reason": None} if brief else _meta(ticket, seen) | _speculation(request, seen.count)
+    ids = request.token_ids[start + shown.count_from : start + shown.count]
+    meta = {"finish_reason": None} if brief else _meta(ticket, shown) | _speculation(request, shown.count)
     if return_logprob:
-        meta |= _logprobs(request, seen.count_from, seen.count, ids)
+        meta |= _logprobs(request, shown.count_from, shown.count, ids)
     params, record = request.params, request.record
     if record is not None and params.hidden is not None:
-        meta["hidden_states"] = _hidden(params, record, seen.count)
-    if seen.done:
-        meta |= _times(ticket, seen.count, metrics)
-    output: Output = {"text": seen.text[seen.text_from :]} if has_text else {}
+        meta["hidden_states"] = _hidden(params, record, shown.count)
+    if shown.done:
+        meta |= _times(ticket, shown.count, metrics)
+    output: Output = {"text": shown.text[shown.text_from :]} if has_text else {}
     return output | {"output_ids": ids, "meta_info": meta}
 
 
-def _meta(ticket: Ticket, seen: Seen) -> dict[str, Any]:
+def _meta(ticket: Ticket, shown: Shown) -> dict[str, Any]:
     request = ticket.request
-    spans = version_spans(request, seen.count)
+    spans = version_spans(request, shown.count)
     return {
         "id": request.rid,
-        "finish_reason": ticket.finish.as_dict() if seen.done and ticket.finish is not None else None,
+        "finish_reason": ticket.finish.as_dict() if shown.done and ticket.finish is not None else None,
         "prompt_tokens": request.prompt_len,
-        "completion_tokens": seen.count,
+        "completion_tokens": shown.count,
         "reasoning_tokens": 0,
         "cached_tokens": request.num_cached,
         "cached_tokens_details": {"device": request.num_cached, "host": 0},

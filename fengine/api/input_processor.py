@@ -1,16 +1,16 @@
-"""What a call asks for, checked against the model and the engine's settings: items -> requests, all or none.
+"""From `GenerateReqInput` to requests: normalised, tokenized, checked against model and settings; all or none.
 
 Nothing is queued here. Every error names value, limit and remedy; those of several prompts are told together.
 """
 
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fengine.api.arguments import Item
+from fengine.api.io_struct import GenerateReqInput, PromptInput, split_batch
 from fengine.api.options import (
-    Door,
+    EngineContext,
     adapter_of,
     check_amount,
     check_ids,
@@ -33,35 +33,51 @@ PLAIN = frozenset((int, float, bool, str, type(None)))  # equal values of one of
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """A checked request, and what its result must hold besides text and ids."""
+class CheckedRequest:
+    """A request that may be queued, and what its output must hold besides text and ids."""
 
     request: Request
     return_logprob: bool = False
     turn: Turn | None = None  # of a session
 
 
-def admit_all(door: Door, items: Sequence[Item], first_index: int) -> list[Admitted]:
-    """Checks every prompt before any is queued and reports all that fail, with their index. Prompt-major samples."""
-    admitted: list[Admitted] = []
+def process_input(
+    context: EngineContext, req: GenerateReqInput, pooled: dict[str, Any] | None = None
+) -> tuple[list[CheckedRequest], bool]:
+    """The requests of a call, prompt-major, and whether it was a single prompt with a single sample.
+
+    Every prompt is checked before any is queued; all that fail are reported with their index. `pooled`: they are for
+    embeddings, and these are their further parameters. Modifies: `context.indices`.
+    Errors: InvalidRequestError and its kinds, UnsupportedFeatureError.
+    """
+    prompts, single = split_batch(req, {} if pooled else context.preferred)
+    first = 0 if pooled else context.indices.take(len(prompts))
+    checked: list[CheckedRequest] = []
     errors: list[tuple[int, FengineError]] = []
-    checked: dict[Hashable, SamplingParams] = {}  # most calls give all prompts the same ones
-    for i, item in enumerate(items):
+    known: dict[Hashable, SamplingParams] = {}  # most calls give all prompts the same ones
+    for i, prompt in enumerate(prompts):
         try:
-            if (key := _key(item.sampling)) not in checked:
-                checked[key] = SamplingParams.of(item.sampling, door.parts.spec.vocab_size)
-                compile_patterns(checked[key].stop_regex)
-            admitted += admit(door, item, checked[key], first_index + i)
+            if (key := _key(prompt.sampling_params)) not in known:
+                known[key] = SamplingParams.of(prompt.sampling_params, context.parts.spec.vocab_size)
+                compile_patterns(known[key].stop_regex)
+            checked += _check(context, prompt, known[key], first + i)
         except FengineError as error:
             errors.append((i, error))
     if errors:
-        if len(items) == 1:
-            raise errors[0][1]
-        kinds = {type(error) for _, error in errors}
-        kind = kinds.pop() if len(kinds) == 1 else InvalidRequestError
-        shown = [f"prompt {i}: {error}" for i, error in errors[:20]] + ["..."] * (len(errors) > 20)
-        raise kind("\n".join(shown))
-    return admitted
+        raise _together(errors, len(prompts))
+    if pooled is not None:
+        for one in checked:
+            one.request.params, one.request.record = replace(one.request.params, **pooled), Record()
+    return checked, single
+
+
+def _together(errors: Sequence[tuple[int, FengineError]], count: int) -> FengineError:
+    """One error for those of several prompts, of their common kind."""
+    if count == 1:
+        return errors[0][1]
+    kinds = {type(error) for _, error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else InvalidRequestError
+    return kind("\n".join([f"prompt {i}: {error}" for i, error in errors[:20]] + ["..."] * (len(errors) > 20)))
 
 
 def _key(sampling: Any) -> Hashable:
@@ -71,26 +87,27 @@ def _key(sampling: Any) -> Hashable:
     return id(sampling)
 
 
-def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Admitted]:
-    """The checked requests of one prompt, one for each sample. `params` are `item.sampling`, checked.
+def _check(context: EngineContext, prompt: PromptInput, params: SamplingParams, index: int) -> list[CheckedRequest]:
+    """The requests of one prompt, one for each sample. `params` are `prompt.sampling_params`, checked.
 
     Errors: InvalidRequestError and its kinds.
     """
-    parts = door.parts
+    parts = context.parts
     _refuse_without_text(parts, params)
-    ids, turn = _ids(door, item)
-    ids = _fitting(door, ids, params.max_new_tokens == 0 and item.return_logprob is True)
-    explicit = isinstance(item.sampling, SamplingParams) or "max_new_tokens" in (item.sampling or {})
-    most = _room(door, params, len(ids), explicit)
-    return_logprob = flag("return_logprob", item.return_logprob)
-    asked = [request_params(door, item, params, len(ids), return_logprob) for _ in item.rids]
+    ids, turn = _ids(context, prompt)
+    ids = _fitting(context, ids, params.max_new_tokens == 0 and prompt.return_logprob is True)
+    sampling = prompt.sampling_params
+    explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
+    most = _room(context, params, len(ids), explicit)
+    return_logprob = flag("return_logprob", prompt.return_logprob)
+    asked = [request_params(context, prompt, params, len(ids), return_logprob) for _ in prompt.rids]
     check_amount(asked[0], len(asked), len(ids), most)
-    unasked = return_logprob and most == 0  # the token drawn all the same is told of
-    early_ids = end_ids(door, params) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
-    adapter = adapter_of(parts, item.lora)
-    salt, priority = salt_of(item.cache_salt), priority_of(door.args, item.priority)
+    unasked = return_logprob and most == 0  # then the record reports the token that is drawn all the same
+    early_ids = end_ids(context, params) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
+    adapter = adapter_of(parts, prompt.lora_path)
+    salt, priority = salt_of(prompt.cache_salt), priority_of(context.args, prompt.priority)
     return [
-        Admitted(
+        CheckedRequest(
             Request(
                 rid=rid,
                 prompt_len=len(ids),
@@ -98,7 +115,7 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
                 params=own,
                 seed=_seed(parts.config.random_seed, params, index, sample),
                 max_new_tokens=most,
-                stop_ids=stop_ids(door, params),
+                stop_ids=stop_ids(context, params),
                 cache_salt=salt,
                 priority=priority,
                 adapter=adapter,
@@ -108,7 +125,7 @@ def admit(door: Door, item: Item, params: SamplingParams, index: int) -> list[Ad
             return_logprob,
             turn,
         )
-        for sample, (rid, own) in enumerate(zip(item.rids, asked, strict=True))
+        for sample, (rid, own) in enumerate(zip(prompt.rids, asked, strict=True))
     ]
 
 
@@ -122,56 +139,56 @@ def _seed(engine_seed: int, params: SamplingParams, index: int, sample: int) -> 
 # -- the prompt --------------------------------------------------------------------------------------------------------
 
 
-def prompt_ids(parts: Parts, item: Item) -> list[int]:
+def prompt_ids(parts: Parts, prompt: PromptInput) -> list[int]:
     """The prompt as ids within the width of the logits."""
     vocab_size, tokenizer = parts.spec.vocab_size, parts.tokenizer
-    if item.input_ids is not None:
-        return check_ids(item.input_ids, vocab_size)
+    if prompt.input_ids is not None:
+        return check_ids(prompt.input_ids, vocab_size)
     if tokenizer is None:
         raise InvalidRequestError(
             "The engine initialized with skip_tokenizer_init=True cannot accept text prompts; give input_ids."
         )
-    ids = tokenizer.encode(item.prompt)
+    ids = tokenizer.encode(prompt.text)
     if not ids:
         raise InvalidRequestError("the prompt is empty and this model has no bos token to start from.")
     return check_ids(ids, vocab_size)
 
 
-def _ids(door: Door, item: Item) -> tuple[list[int], Turn | None]:
+def _ids(context: EngineContext, prompt: PromptInput) -> tuple[list[int], Turn | None]:
     """All prompt ids; of a session's turn those of its context, too."""
-    ids = prompt_ids(door.parts, item)
-    if item.session is None:
+    ids = prompt_ids(context.parts, prompt)
+    if prompt.session_params is None:
         return ids, None
-    bos_id = None if door.parts.tokenizer is None else door.parts.tokenizer.bos_id
-    turn = door.sessions.prepare(item.session, ids, item.rids[0], bos_id)
+    bos_id = None if context.parts.tokenizer is None else context.parts.tokenizer.bos_id
+    turn = context.sessions.prepare(prompt.session_params, ids, prompt.rids[0], bos_id)
     ids = turn.prompt_ids()
     if not ids:
         raise InvalidRequestError("session_params['offset'] leaves nothing of the context, and the prompt is empty.")
     return ids, turn
 
 
-def _fitting(door: Door, ids: list[int], read_only: bool) -> list[int]:
+def _fitting(context: EngineContext, ids: list[int], read_only: bool) -> list[int]:
     """The prompt if it fits the context; with allow_auto_truncate, as much of its beginning as fits it and the pool.
     One that is `read_only`, for its logprobs, may fill the context: evaluation harnesses score whole windows."""
-    context, pool, count = door.parts.context_length, door.parts.pool_tokens, len(ids)
-    if count < min(context + read_only, pool):
+    most, pool, count = context.parts.context_length, context.parts.pool_tokens, len(ids)
+    if count < min(most + read_only, pool):
         return ids
-    if door.args.allow_auto_truncate:
-        keep = min(context, pool) - 1
+    if context.args.allow_auto_truncate:
+        keep = min(most, pool) - 1
         warnings.warn(f"the input ({count} tokens) was truncated to its first {keep} tokens", stacklevel=2)
         return ids[:keep]
-    if count >= context:
+    if count >= most:
         raise ContextLengthError(
-            f"The input ({count} tokens) is longer than the model's context length ({context} tokens), of which one is "
+            f"The input ({count} tokens) is longer than the model's context length ({most} tokens), of which one is "
             "needed for the answer; shorten the prompt or raise context_length."
         )
     return ids
 
 
-def _room(door: Door, params: SamplingParams, count: int, explicit: bool) -> int:
+def _room(context: EngineContext, params: SamplingParams, count: int, explicit: bool) -> int:
     """How many tokens may be drawn behind `count`. An explicit demand must fit the context; the default is clamped to
     it, and all to what the pool has room for."""
-    parts, args = door.parts, door.args
+    parts, args = context.parts, context.args
     room = parts.context_length - count
     wanted = room if params.max_new_tokens is None else params.max_new_tokens
     if wanted > room and explicit and not args.allow_auto_truncate:

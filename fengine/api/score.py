@@ -10,17 +10,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fengine.api.io_struct import GenerateReqInput
 from fengine.core.sampling_params import SamplingParams
-from fengine.core.scalars import exact_float, exact_int
+from fengine.core.scalars import exact_float, exact_int, plain, told
 from fengine.errors import AbortedError, InvalidRequestError, UnsupportedFeatureError
 
-REFUSED = (
+NOT_BUILT = (
     "embed_override_token_id",
     "query_embed_overrides",
     "item_embed_overrides",
     "score_extraction_token_id",
     "stacked_query_item_embed_overrides",
 )
+
+
+@dataclass
+class ScoreReqInput:
+    """The arguments of one `score` call, in SGLang's names."""
+
+    query: Any = None  # text or token ids
+    items: Any = None
+    label_token_ids: Any = None
+    apply_softmax: Any = False
+    item_first: Any = False
+    embed_override_token_id: Any = None
+    query_embed_overrides: Any = None
+    item_embed_overrides: Any = None
+    return_pooled_hidden_states: Any = False
+    score_extraction_token_id: Any = None
+    temperature: Any = 1.0
+    return_token_logprobs: Any = False
+    stacked_query_item_embed_overrides: Any = None
 
 
 class ScoreResult(list[list[float]]):
@@ -55,43 +75,43 @@ class Scoring:
     want_hidden: bool
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], *, generates: bool, vocab_size: int) -> "Scoring":
-        """From the arguments of `Engine.score`. Errors: InvalidRequestError, UnsupportedFeatureError."""
-        given = [name for name in REFUSED if arguments[name] is not None]
+    def of(cls, req: ScoreReqInput, generates: bool, vocab_size: int) -> "Scoring":
+        """Errors: InvalidRequestError, UnsupportedFeatureError."""
+        given = [name for name in NOT_BUILT if getattr(req, name) is not None]
         if given:
             raise UnsupportedFeatureError(f"not built: {', '.join(given)}. Leave these arguments out.")
-        flags = ("apply_softmax", "item_first", "return_pooled_hidden_states", "return_token_logprobs")
-        for name in flags:
-            if not isinstance(arguments[name], bool):
-                raise InvalidRequestError(f"{name} must be True or False, got {arguments[name]!r:.80}.")
-        softmax, item_first, want_hidden, want_logprobs = (arguments[name] for name in flags)
-        temperature = _temperature(arguments["temperature"], softmax)
-        if want_hidden and generates:
+        for name in ("apply_softmax", "item_first", "return_pooled_hidden_states", "return_token_logprobs"):
+            if not isinstance(getattr(req, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {told(getattr(req, name))}.")
+        temperature = _temperature(req.temperature, req.apply_softmax)
+        if req.return_pooled_hidden_states and generates:
             raise InvalidRequestError(
                 "return_pooled_hidden_states is not supported for CausalLM models; classifiers have them."
             )
-        if want_logprobs and not generates:
+        if req.return_token_logprobs and not generates:
             raise InvalidRequestError("return_token_logprobs needs a CausalLM model: a classifier scores no tokens.")
-        labels = arguments["label_token_ids"]
+        labels = plain(req.label_token_ids)
         if labels is None and generates:
             raise InvalidRequestError("label_token_ids is required for generation (CausalLM) models.")
-        prompts = join(arguments["query"], arguments["items"], item_first)
+        prompts = join(plain(req.query), plain(req.items), req.item_first)
         checked = check_labels(labels, len(prompts), vocab_size) if generates else None
-        return cls(prompts, checked, softmax, temperature, want_logprobs, want_hidden)
+        return cls(
+            prompts, checked, req.apply_softmax, temperature, req.return_token_logprobs, req.return_pooled_hidden_states
+        )
 
-    def generate_arguments(self) -> dict[str, Any]:
-        """What `Engine.generate` is called with for a language model. Checked parameters: the engine's
-        `preferred_sampling_params`, a bias say, are not mixed in."""
+    def generate_input(self) -> GenerateReqInput:
+        """What a language model is asked. Checked sampling parameters: the engine's `preferred_sampling_params`, such
+        as a bias, are not mixed in."""
         text = isinstance(self.prompts[0], str)
-        return {
-            "prompt": self.prompts if text else None,
-            "input_ids": None if text else self.prompts,
-            "sampling_params": SamplingParams(max_new_tokens=0, top_k=1),
-            "return_logprob": True,
-            "token_ids_logprob": self.labels,
-        }
+        return GenerateReqInput(
+            text=self.prompts if text else None,
+            input_ids=None if text else self.prompts,
+            sampling_params=SamplingParams(max_new_tokens=0, top_k=1),
+            return_logprob=True,
+            token_ids_logprob=self.labels,
+        )
 
-    def from_logprobs(self, outputs: list[dict[str, Any]]) -> ScoreResult:
+    def from_logprobs(self, outputs: Any) -> ScoreResult:
         """The result, from what `generate` returned. Pure. Errors: AbortedError."""
         _refuse_aborted(outputs)
         metas = [output["meta_info"] for output in outputs]
@@ -105,7 +125,7 @@ class Scoring:
         """For a classifier, the calls of `encode`: with its head, and without it where the hidden states are wanted."""
         return [True, False] if self.want_hidden else [True]
 
-    def from_heads(self, outputs: list[dict[str, Any]], hidden: list[dict[str, Any]] | None = None) -> ScoreResult:
+    def from_heads(self, outputs: Any, hidden: Any = None) -> ScoreResult:
         """The result of a classifier, from what these calls returned. Pure. Errors: AbortedError."""
         _refuse_aborted([*outputs, *(hidden or ())])
         rows = [output["embedding"] for output in outputs]

@@ -1,0 +1,199 @@
+"""Methods of `Engine` that steer it and tell about it: sessions, aborts, caches, information, profiles."""
+
+import atexit
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Protocol
+
+from fengine.api import info
+from fengine.api.options import EngineContext
+from fengine.core.step_trace import StepRecord, StepTrace
+from fengine.engine.build import Parts
+from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, UnsupportedFeatureError
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+class HasContext(Protocol):
+    """What these methods need of an engine."""
+
+    _parts: Parts
+    _context: EngineContext
+
+
+# -- sessions and steering ---------------------------------------------------------------------------------------------
+
+
+def open_session(
+    engine: HasContext, capacity_of_str_len: int, session_id: str | None = None, streaming: bool = False,
+    timeout: float | None = None,
+) -> str | None:  # fmt: skip
+    """A new session's id, for `session_params={"id": …}` of `generate`; None if that id is in use.
+
+    It closes after `timeout` seconds without a request. `capacity_of_str_len` bounds nothing, as in SGLang. A
+    `streaming` session is append-only: each turn continues the last one.
+    """
+    return engine._context.sessions.open(capacity_of_str_len, session_id, streaming, timeout)
+
+
+def close_session(engine: HasContext, session_id: str) -> None:
+    """Forgets a session; a turn that runs goes on to its end. Errors: SessionError if there is none."""
+    engine._context.sessions.close(session_id)
+
+
+def register_logit_processor(engine: HasContext, name: str, processor: Callable[..., Any]) -> None:
+    """Lets requests name `processor` as their custom_logit_processor. The name may be given anew."""
+    if not isinstance(name, str) or not name or isinstance(processor, type) or not callable(processor):
+        raise InvalidRequestError(f"needed are a name and a callable, got {name!r:.80} and {processor!r:.80}.")
+    engine._context.processors[name] = processor
+
+
+def abort(engine: HasContext, rid: str | None = None, abort_all: bool = False) -> None:
+    """Ends the request with exactly this rid, or all; their calls return what there is, finish type "abort".
+
+    A rid that is unknown, or has finished, is left alone. Returns at once.
+    """
+    if not abort_all and not isinstance(rid, str):
+        raise InvalidRequestError(f"abort needs a rid (a string) or abort_all=True, got rid={rid!r:.80}.")
+    engine._parts.driver.abort_rids(None if abort_all else {str(rid)})
+
+
+def pause_generation(engine: HasContext, mode: str = "abort") -> None:
+    """No step is planned until `continue_generation`; requests that come meanwhile wait.
+
+    "abort" first ends all requests as `abort` does. "in_place" leaves them as they are, with their KV. "retract" sends
+    them back to the queue: they give their pages back, so that `flush_cache` works, and are computed again. Returns
+    when it holds.
+    """
+    if mode not in PAUSE_MODES:
+        raise InvalidRequestError(f"Invalid mode: {mode!r:.80}. Expected one of {list(PAUSE_MODES)}.")
+    engine._parts.driver.pause(mode)
+
+
+def continue_generation(engine: HasContext) -> None:
+    """Steps are planned again."""
+    engine._parts.driver.resume()
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+class FlushResult(NamedTuple):
+    """SGLang's answer to `flush_cache`."""
+
+    success: bool
+    message: str
+
+
+def flush_cache(engine: HasContext) -> FlushResult:
+    """Empties the prefix cache; refused (success False) while requests run."""
+    return engine._parts.driver.call(lambda: _flush(engine._parts))
+
+
+def _flush(parts: Parts) -> FlushResult:
+    scheduler = parts.driver.scheduler
+    held = parts.driver.paused and not scheduler.counters()["running"]  # those that wait hold no pages
+    if scheduler.has_work and not held:
+        return FlushResult(False, "the cache was not flushed: requests are running; wait for them or abort them")
+    if scheduler.cache is not None:
+        scheduler.cache.flush()
+    return FlushResult(True, "the prefix cache is empty")
+
+
+def freeze_gc(engine: HasContext) -> None:
+    """Collects garbage once, then exempts all that is left from later collections (`gc.freeze`)."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or Triton's bindings would report at the end what the collector cannot take
+
+
+# -- information -------------------------------------------------------------------------------------------------------
+
+
+def ping(engine: HasContext) -> None:
+    """Returns once the loop has answered, which it does between two steps. Errors: EngineDeadError."""
+    engine._parts.driver.call(lambda: None)
+    if not all(thread.is_alive() for thread in engine._parts.driver.threads):
+        raise EngineDeadError("a thread of the engine has ended")
+
+
+def stats(engine: HasContext) -> dict[str, Any]:
+    """Counters since the start, and gauges of this moment."""
+    return engine._parts.stats()
+
+
+def get_server_info(engine: HasContext) -> dict[str, Any]:
+    """Every setting as resolved, sizes, version, and the internal state."""
+    return engine._parts.driver.call(lambda: info.server_info(engine._parts, engine._context.args))
+
+
+def get_model_info(engine: HasContext) -> dict[str, Any]:
+    """What kind of model runs."""
+    return engine._parts.driver.call(lambda: info.model_info(engine._parts, engine._context.args))
+
+
+def get_load(engine: HasContext) -> list[dict[str, int]]:
+    """Requests that run and wait, and the tokens that they hold."""
+    return engine._parts.driver.call(lambda: info.load(engine._parts))
+
+
+def get_all_child_pids(engine: HasContext) -> list[int]:
+    """Child processes of this engine: there are none, everything runs in threads of this process."""
+    return []
+
+
+# -- profiling ---------------------------------------------------------------------------------------------------------
+
+
+def start_profile(engine: HasContext, **kwargs: Any) -> None:
+    """Records a trace, from step `start_step` on and for `num_steps` steps, or until `stop_profile`.
+
+    Keywords: output_dir (default: FENGINE_TORCH_PROFILER_DIR, or the temporary folder), start_step, num_steps,
+    activities (of "CPU", "GPU"), with_stack, record_shapes, profile_id, profile_prefix. The file is
+    `[prefix-]id.trace.json.gz`. Errors: ProfileError if profiling is on or the folder cannot be written,
+    InvalidRequestError, UnsupportedFeatureError.
+    """
+    engine._parts.profile.start(**kwargs)
+
+
+def stop_profile(engine: HasContext) -> None:
+    """Writes the trace. Errors: ProfileError if nothing is being profiled."""
+    engine._parts.profile.stop()
+
+
+@contextmanager
+def steps_told(engine: HasContext, tell: Callable[[StepRecord], None]) -> Iterator[None]:
+    """fengine's own: inside, `tell` gets every step of the scheduler, in the loop's thread: it should be quick.
+
+    Errors: what `tell` raised, at the end; after it nothing more is reported.
+    """
+    driver = engine._parts.driver
+    teller = StepTrace(driver.scheduler, tell)
+    driver.call(lambda: driver.watchers.append(teller))
+    try:
+        yield
+    finally:
+        with suppress(EngineClosedError, EngineDeadError):  # then there are no more steps
+            driver.call(lambda: driver.watchers.remove(teller))
+    if teller.fault is not None:
+        raise teller.fault
+
+
+# -- SGLang's calls that have nothing to act on here -------------------------------------------------------------------
+
+
+def start_expert_distribution_record(engine: HasContext) -> None:
+    raise UnsupportedFeatureError("expert distributions are not recorded: no model with experts is built.")
+
+
+def collective_rpc(engine: HasContext, method: str, **kwargs: Any) -> None:
+    raise UnsupportedFeatureError(f"collective_rpc({method!r}) is not built: there are no scheduler processes.")
+
+
+def save_sharded_model(engine: HasContext, **kwargs: Any) -> None:
+    raise UnsupportedFeatureError("save_sharded_model is not built: save from the trainer, as safetensors.")
+
+
+def save_remote_model(engine: HasContext, **kwargs: Any) -> None:
+    raise UnsupportedFeatureError("save_remote_model is not built: save from the trainer, as safetensors.")

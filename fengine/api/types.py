@@ -1,0 +1,221 @@
+"""The dicts of SGLang's API as types: settings, sampling parameters, options of a call, and what comes back.
+
+Nothing reads these at run time. A key that comes only on request is declared like the others, so that a program which
+asked for it may read it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict
+
+HiddenStates = bool | Literal["full", "last"]
+TokenLogprob = tuple[float | None, int, None]  # logprob (None: the first of a prompt), token id, None
+Message = dict[str, Any]  # {"role", "content", ...}
+
+
+class SamplingParamsDict(TypedDict, total=False):
+    """`sampling_params` of a call; `core/sampling_params.py` has ranges and defaults."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    min_new_tokens: int
+    n: int
+    stop: str | list[str] | None
+    stop_token_ids: list[int] | None
+    stop_regex: str | list[str] | None
+    ignore_eos: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    no_stop_trim: bool
+    stream_interval: int | None
+    logit_bias: dict[str, float] | dict[int, float] | None
+    sampling_seed: int | None
+    custom_params: dict[str, Any] | None
+    json_schema: str | dict[str, Any] | None
+    regex: str | None
+    ebnf: str | None
+    structural_tag: str | dict[str, Any] | None
+
+
+class FinishReason(TypedDict):
+    """`matched` with type "stop", `length` with "length", the others with "abort"."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str
+    length: int
+    message: str
+    status_code: int
+    err_type: str
+
+
+class WeightSpan(TypedDict):
+    """Output tokens [start, end) were drawn with the weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class MetaInfo(TypedDict):
+    """`output["meta_info"]`. Logprobs, hidden states, `spec_…` keys and metrics come where they were asked for."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    cached_tokens: int
+    cached_tokens_details: dict[str, int]
+    weight_version: str
+    weight_versions: list[WeightSpan]
+    num_retractions: int
+    e2e_latency: float
+    response_sent_to_client_ts: float
+    input_token_logprobs: list[TokenLogprob]
+    output_token_logprobs: list[TokenLogprob]
+    output_token_logprobs_length: int
+    input_top_logprobs: list[list[TokenLogprob] | None]
+    output_top_logprobs: list[list[TokenLogprob]]
+    input_token_ids_logprobs: list[list[TokenLogprob] | None]
+    output_token_ids_logprobs: list[list[TokenLogprob]]
+    hidden_states: Any
+    spec_accept_rate: float
+    spec_accept_length: float
+    spec_num_correct_drafts: int
+    spec_num_proposed_drafts: int
+    spec_verify_ct: int
+    spec_correct_drafts_histogram: list[int]
+    request_received_ts: float
+    api_server_dispatch_finish_ts: float
+    request_finished_ts: float
+    queue_time: float
+    forward_entry_time: float
+    first_token_latency: float
+    prefill_finished_time: float
+    decode_throughput: float
+
+
+class GenerateOutput(TypedDict):
+    """One completion, or one chunk of a stream. No `text` with skip_tokenizer_init; `index` in streams of several."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int
+
+
+class EncodeOutput(TypedDict):
+    """One embedding: a list of floats; a number for `rerank` with one label; None if the prompt was aborted."""
+
+    embedding: Any
+    meta_info: MetaInfo
+
+
+class CallOptions(TypedDict, total=False):
+    """Arguments of `generate` behind prompt, sampling_params, input_ids and stream. A list has one entry a prompt."""
+
+    image_data: Any
+    audio_data: Any
+    video_data: Any
+    mm_hashes: Any
+    mm_content_hashes: Any
+    return_logprob: bool | list[bool]
+    logprob_start_len: int | list[int] | None
+    top_logprobs_num: int | list[int] | None
+    token_ids_logprob: list[int] | list[list[int]] | None
+    lora_path: str | list[str | None] | None
+    custom_logit_processor: Callable[..., Any] | str | list[Any] | None
+    require_reasoning: bool
+    return_hidden_states: HiddenStates | list[HiddenStates]
+    return_routed_experts: bool
+    routed_experts_start_len: int
+    bootstrap_host: Any
+    bootstrap_port: Any
+    bootstrap_room: Any
+    routed_dp_rank: int | None
+    disagg_prefill_dp_rank: int | None
+    kv_hints: Any
+    data_parallel_rank: int | None
+    external_trace_header: Any
+    rid: str | list[str] | None
+    session_params: dict[str, Any] | list[dict[str, Any]] | None
+    priority: int | list[int] | None
+    session_id: str | None
+    cache_salt: str | list[str] | None
+    kv_router_hint: Any
+
+
+class EngineSettings(TypedDict, total=False):
+    """Arguments of `Engine(...)`: the fields of `ServerArgs`, which has their defaults and meanings."""
+
+    model_path: str
+    tokenizer_path: str | None
+    skip_tokenizer_init: bool
+    load_format: str
+    dtype: Any
+    device: str | None
+    revision: str | None
+    context_length: int | None
+    is_embedding: bool
+    json_model_override_args: str | dict[str, Any]
+    mem_fraction_static: float | None
+    max_total_tokens: int | None
+    max_running_requests: int | None
+    max_queued_requests: int | None
+    chunked_prefill_size: int | None
+    page_size: int | None
+    schedule_policy: str
+    enable_priority_scheduling: bool
+    schedule_low_priority_values_first: bool
+    default_priority_value: int | None
+    disable_radix_cache: bool
+    disable_overlap_schedule: bool | None
+    disable_cuda_graph: bool
+    enable_torch_compile: bool | None
+    speculative_algorithm: str | None
+    speculative_num_draft_tokens: int | None
+    speculative_ngram_min_match_window_size: int | None
+    speculative_ngram_max_match_window_size: int | None
+    random_seed: int | None
+    stream_interval: int
+    incremental_streaming_output: bool
+    stream_output: bool
+    enable_metrics: bool
+    preferred_sampling_params: str | dict[str, Any] | None
+    allow_auto_truncate: bool
+    enable_custom_logit_processor: bool
+    enable_return_hidden_states: bool
+    return_hidden_states: bool
+    return_hidden_states_mode: str | None
+    weight_version: str
+    chat_template: str | None
+    hf_chat_template_name: str | None
+    default_chat_template_kwargs: dict[str, Any] | None
+    enable_lora: bool | None
+    lora_paths: dict[str, str] | list[Any] | None
+    max_loras_per_batch: int
+    max_lora_rank: int | None
+    lora_target_modules: list[str] | tuple[str, ...] | set[str] | str | None
+    max_loaded_loras: int | None
+    grammar_backend: str | None
+    constrained_json_whitespace_pattern: str | None
+    constrained_json_disable_any_whitespace: bool
+    base_gpu_id: int
+    gpu_id_step: int
+    tp_size: int
+    dp_size: int
+    trust_remote_code: bool
+    attention_backend: str | None
+    sampling_backend: str | None
+    log_level: str
+    log_requests: bool
+    log_requests_level: int
+    crash_dump_folder: str | None
+    enable_memory_saver: bool
+    enable_weights_cpu_backup: bool
+    numerics: str
