@@ -47,7 +47,7 @@ class Parameter:
     """One row of the table.
 
     `kind` names its check in CHECKS. `default` is written as a caller writes it. `stage` is the part of a request that
-    heeds it. `openai` is the field of OpenAI's body, `null` whether None is a value of its own.
+    heeds it. `openai` is the field of OpenAI's body, or vLLM's; `null` tells whether None is a value of its own.
     """
 
     name: str

@@ -63,7 +63,11 @@ class SamplingParams:
         Range(2**-126, 2, words="in (0, 2] (1.0 = no penalty)"),
     )  # fmt: skip
     min_new_tokens: int = declare(
-        0, "integer", "edits", "Until so many tokens are drawn the ids that end the request are banned."
+        0,
+        "integer",
+        "edits",
+        "Until so many tokens are drawn the ids that end the request are banned.",
+        openai="min_tokens",
     )
     n: int = declare(1, "integer", "samples", "Results of each prompt.", Range(1, MAX_SAMPLES), openai="n")
     stop: tuple[str, ...] = declare((), "stop strings", "text", "Texts that end the output.", openai="stop")
@@ -74,7 +78,9 @@ class SamplingParams:
     spaces_between_special_tokens: bool = declare(
         True, "flag", "text", "Accepted either way: the tokenizers that are read here put no such spaces."
     )
-    no_stop_trim: bool = declare(False, "flag", "text", "The text that ended the output stays in it.")
+    no_stop_trim: bool = declare(
+        False, "flag", "text", "The text that ended the output stays in it.", openai="include_stop_str_in_output"
+    )
     stream_interval: int | None = declare(
         None, "integer", "stream", "Tokens between two chunks of a stream; None: as the engine is set.", Range(1)
     )

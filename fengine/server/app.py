@@ -68,24 +68,25 @@ class Routes:
         ]
 
     async def completions(self, request: Request) -> Response:
-        return await self._complete(request, "completions")
+        return await self._complete(request, "/v1/completions")
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._complete(request, "chat")
+        return await self._complete(request, "/v1/chat/completions")
 
-    async def _complete(self, request: Request, kind: str) -> Response:
+    async def _complete(self, request: Request, path: str) -> Response:
         service = self.service
         body = await read_json(request, service.config)
-        ask, call = await service.generate(body, kind)
-        frame = Envelope.of(ask.form, ask.wishes.stream, body["model"], service.fingerprint)
-        if ask.wishes.stream:
-            return EventStream(Events(call, ask, frame), service)
+        begun = await service.generate(body, path)
+        asked, form, call = begun.request, begun.form, begun.call
+        envelope = Envelope.of(form, asked.stream, body["model"], service.fingerprint)
+        if asked.stream:
+            return EventStream(Events(call, asked, form, envelope), service)
         try:
             outputs = await service.outputs(call.wait_async(), gone(request.receive))
         finally:
             service.end(call)
-        choices = [ask.form.whole(i, output) for i, output in enumerate(outputs)]
-        return JSONResponse(frame.around(choices, usage_of(outputs, ask.wishes.samples)))
+        choices = [form.whole(i, output) for i, output in enumerate(outputs)]
+        return JSONResponse(envelope.around(choices, usage_of(outputs, asked.samples)))
 
     async def embeddings(self, request: Request) -> Response:
         service = self.service

@@ -1,133 +1,100 @@
-"""`/v1/chat/completions`: a body to the engine's words, outputs to choices."""
+"""`/v1/chat/completions`: a chat to token ids, outputs to choices with content, reasoning and tool calls."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.api.outputs import Output
-from fengine.server import fields
-from fengine.server.errors import ApiError, invalid, missing, unsupported
-from fengine.server.responses import Parsed, finish_reason
+from fengine.core.sampling_params import GRAMMARS
+from fengine.server.chat_body import ChatOptions
+from fengine.server.errors import unsupported
+from fengine.server.openai_body import OpenAIRequest
+from fengine.server.output_parser import OutputParser
+from fengine.server.responses import finish_reason
 from fengine.server.token_text import finite, token_bytes
+from fengine.server.tool_calls import Format, ToolCall, forced_schema, format_of, is_hidden, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
 
-OWN = "messages max_tokens max_completion_tokens logprobs top_logprobs response_format tools tool_choice"
-OWN += " parallel_tool_calls chat_template_kwargs add_generation_prompt modalities"
-KNOWN = fields.SHARED | frozenset(OWN.split())
-REFUSED = {
-    "functions": "OpenAI's older form of tools; use tools",
-    "function_call": "OpenAI's older form of tool_choice; use tool_choice",
-    "audio": "audio",
-    "prediction": "predicted outputs",
-    "reasoning_effort": "reasoning efforts; a template that has them takes them in chat_template_kwargs",
-    "verbosity": "verbosity",
-    "web_search_options": "searching the web",
-    "continue_final_message": "continuing the last message",
-    "chat_template": "templates of a request: the template is the model's own, or the server's",
-}
-MAX_TOP_LOGPROBS = 20  # OpenAI's
 Encode = Callable[[Any, Any, bool, Any], list[int]]  # messages, tools, add_generation_prompt, template values
 
 
-def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int, encode: Encode) -> Parsed:
-    """Errors: ApiError; those of `encode`, the engine's way from a chat to ids."""
-    fields.check_names(body, KNOWN, REFUSED)
-    wishes = fields.wishes_of(body, max_samples)
-    logprobs, top = fields.flag(body, "logprobs"), fields.whole_number(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top is not None and not logprobs:
-        raise invalid("top_logprobs", "top_logprobs is only for logprobs=true.")
-    if body.get("modalities") not in (None, ["text"]):
-        raise unsupported("modalities", 'modalities other than ["text"] are not built.')
-    if body.get("messages") is None:
-        raise missing("messages")
-    ids = encode(messages_of(body["messages"]), tools_of(body), fields.flag(body, "add_generation_prompt", True),
-                 body.get("chat_template_kwargs"))  # fmt: skip
-    sampling, most = fields.sampling_of(body), _most(body)
-    sampling["max_new_tokens"] = None if most is None else body[most]
-    arguments = {"input_ids": ids, "sampling_params": sampling, "stream": wishes.stream, **fields.call_arguments(body)}
-    if logprobs:
-        arguments |= {"return_logprob": True, "top_logprobs_num": top or 0}
-    words = fields.WORDS | {"max_new_tokens": most or "max_tokens", "top_logprobs_num": "top_logprobs"}
-    return Parsed(arguments, 1, wishes, ChatForm(tokenizer, logprobs, wishes.return_token_ids), words)
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What a chat template reads and teaches. `hidden`: calls are written with special tokens."""
+
+    variables: frozenset[str]
+    form: Format | None
+    hidden: bool
+    thinks: bool
 
 
-def _most(body: Mapping[str, Any]) -> str | None:
-    """The field that limits the answer's length; None: only the context does."""
-    given = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-    if len(given) == 2:
-        raise invalid("max_tokens", "max_tokens and max_completion_tokens are two limits; give one.")
-    if given and body[given[0]] == 0:
-        raise invalid(given[0], f"{given[0]} must be at least 1, got 0.")
-    return given[0] if given else None
+def template_facts(tokenizer: Tokenizer, tools: bool) -> TemplateFacts:
+    """Of the template that is used with or without tools. Errors: InvalidRequestError, ChatTemplateError."""
+    source, variables = tokenizer.template_of(tools)
+    form = format_of(source)
+    special = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}
+    return TemplateFacts(variables, form, form is not None and is_hidden(form, special), "<think>" in source)
 
 
-def messages_of(messages: Any) -> Any:
-    """Messages as templates read them: parts of text joined, arguments of tool calls as objects. Pure.
+def prepare(
+    request: OpenAIRequest, tokenizer: Tokenizer, facts: TemplateFacts, encode: Encode
+) -> tuple[dict[str, Any], "ChatForm"]:
+    """(fields of GenerateReqInput, how the outputs read). Errors: those of `encode`; ApiError."""
+    chat = request.chat
+    assert chat is not None, "a body of chat completions"
+    values = _template_values(chat, facts)
+    ids = encode(chat.messages, chat.tools, chat.add_generation_prompt, values)
+    sampling = dict(request.arguments["sampling_params"])
+    form = facts.form if chat.tools is not None and not chat.forced else None
+    if form is not None and facts.hidden:
+        sampling.setdefault("skip_special_tokens", False)
+    constrained = chat.forced or any(name in sampling for name in GRAMMARS)
+    thinks = facts.thinks and chat.separate_reasoning and not constrained
+    opened = thinks and tokenizer.decode(ids[-8:], False).rstrip().endswith("<think>")
+    if chat.forced:
+        sampling["json_schema"] = json.dumps(forced_schema(chat.forced, chat.parallel))
+    elif form is not None and not constrained and (tag := strict_tag(form, chat.callable)):
+        sampling["structural_tag"] = json.dumps(tag)
 
-    What is wrong with them is left for the engine to tell. Errors: ApiError for parts that are no text.
-    """
-    if not isinstance(messages, list):
-        return messages
-    return [_message(m, f"messages[{i}]") if isinstance(m, dict) else m for i, m in enumerate(messages)]
+    def new_parser() -> OutputParser | None:
+        if not (form or thinks or chat.forced):
+            return None
+        return OutputParser(form, thinks=thinks, opened=opened, forced=bool(chat.forced))
 
-
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    content, calls = message.get("content"), message.get("tool_calls")
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not texts or any(not isinstance(text, str) for text in texts):
-            raise invalid("messages", f'{where}.content must be a string or {{"type": "text", "text": …}} parts; '
-                          "images and other media are not built.")  # fmt: skip
-        message = {**message, "content": "\n".join(text for text in texts if text is not None)}
-    if isinstance(calls, list):
-        message = {**message, "tool_calls": [_tool_call(call) for call in calls]}
-    return message
-
-
-def _tool_call(call: Any) -> Any:
-    """A call whose arguments are an object, as templates want them, rather than its JSON text. Pure."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return request.arguments | {"input_ids": ids, "sampling_params": sampling}, ChatForm(tokenizer, request, new_parser)
 
 
-def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools that the template is shown; None: none. Errors: ApiError."""
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    fields.flag(body, "parallel_tool_calls")
-    if choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", f"tool_choice must be none or auto, got {choice!r:.80}: a call is not forced.")
-    if tools is None or tools == []:
-        return None
-    if not isinstance(tools, list):
-        raise invalid("tools", f"tools must be a list, got {tools!r:.80}.")
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, f'tools[{i}] must be {{"type": "function", "function": {{"name": …}}}}.', "tools",
-                          "invalid_value")  # fmt: skip
-    return None if choice == "none" else tools
+def _template_values(chat: ChatOptions, facts: TemplateFacts) -> dict[str, Any]:
+    """What the template is given. Errors: ApiError."""
+    values, effort = dict(chat.template_values), chat.reasoning_effort
+    switches = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
+    name = next((name for name in switches if name in facts.variables), None)
+    if effort is not None and name is None:
+        raise unsupported("reasoning_effort", "reasoning_effort: this model's chat template knows none. Leave it out.")
+    if effort is not None and name is not None:
+        values.setdefault(name, switches[name])
+    return values
 
 
 @dataclass(slots=True)
 class ChatForm:
+    """How outputs read as choices. `new_parser`: for one choice; it gives None where all is content."""
+
     tokenizer: Tokenizer
-    logprobs: bool
-    return_token_ids: bool
+    request: OpenAIRequest
+    new_parser: Callable[[], OutputParser | None]
+    parsers: dict[int, OutputParser | None] = field(default_factory=dict)
+    called: dict[int, int] = field(default_factory=dict)  # calls of a choice so far
     id_prefix: str = "chatcmpl"
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output["text"], "refusal": None}
+        parts = self._parts(index, output, streamed=False)
+        content = parts.pop("content", None if parts.keys() & {"tool_calls", "function_call"} else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **parts}
         return self._choice(index, output, {"message": message})
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -135,16 +102,50 @@ class ChatForm:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        delta = {"content": output["text"]} if output["text"] else {}
+        delta = self._parts(index, output, streamed=True)
         choice = self._choice(index, output, {"delta": delta})
-        shows = delta or choice["finish_reason"] or self.logprobs or self.return_token_ids
-        return choice if shows else None
+        asked = self.request.logprobs is not None or self.request.return_token_ids
+        return choice if delta or choice["finish_reason"] or asked else None
+
+    def _parts(self, index: int, output: Output, streamed: bool) -> dict[str, Any]:
+        """What is new: content, reasoning_content and calls, as far as there is any."""
+        if index not in self.parsers:
+            self.parsers[index] = self.new_parser()
+        parser, text = self.parsers[index], output["text"]
+        if parser is None:
+            return {"content": text} if text else {}
+        found = parser.feed(text, last=finish_reason(output) is not None)
+        content = found.content + "".join(call.text for call in found.calls if call.problem)
+        named = {"reasoning_content": found.reasoning, "content": content}
+        return {k: v for k, v in named.items() if v} | self._calls(index, found.calls, streamed)
+
+    def _calls(self, index: int, calls: tuple[ToolCall, ...], streamed: bool) -> dict[str, Any]:
+        chat, begun = self.request.chat, self.called.get(index, 0)
+        good = [call for call in calls if not call.problem]
+        if chat is not None and not chat.parallel:
+            good = good[: 1 - begun]
+        self.called[index] = begun + len(good)
+        told = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in good]
+        if not told:
+            return {}
+        if chat is not None and chat.legacy:
+            return {"function_call": told[0]}
+        return {
+            "tool_calls": [
+                ({"index": begun + i} if streamed else {})
+                | {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+                for i, function in enumerate(told)
+            ]
+        }
 
     def _choice(self, index: int, output: Output, said: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish_reason(output)}
-        if self.logprobs:
+        finish = finish_reason(output)
+        if finish == "stop" and self.called.get(index):
+            finish = "function_call" if self.request.chat is not None and self.request.chat.legacy else "tool_calls"
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
+        if self.request.logprobs is not None:
             choice["logprobs"] = {"content": self._logprobs(output), "refusal": None}
-        if self.return_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = output["output_ids"]
         return choice
 

@@ -1,69 +1,39 @@
-"""`/v1/completions`: a body to the engine's words, outputs to choices."""
+"""`/v1/completions`: outputs to choices."""
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.api.outputs import Output
-from fengine.server import fields
-from fengine.server.errors import invalid, unsupported
-from fengine.server.responses import Parsed, finish_reason
+from fengine.server.openai_body import OpenAIRequest
+from fengine.server.responses import finish_reason
 from fengine.server.token_text import Offsets, finite, shown, token_bytes
 from fengine.tokenizer.tokenizer import Tokenizer
 
-KNOWN = fields.SHARED | {"prompt", "max_tokens", "echo", "logprobs", "best_of", "response_format"}
-REFUSED = {"suffix": "text behind the completion"}
-DEFAULT_TOKENS = 16  # OpenAI's
-MAX_LOGPROBS = 1024
+
+def form_of(request: OpenAIRequest, tokenizer: Tokenizer) -> "CompletionForm":
+    skip_special = request.arguments["sampling_params"].get("skip_special_tokens") is not False
+    return CompletionForm(tokenizer, request, skip_special, _echoes(request, tokenizer) if request.echo else None)
 
 
-def read(body: Mapping[str, Any], tokenizer: Tokenizer, max_samples: int) -> Parsed:
-    """Errors: ApiError. What the engine checks is not checked here."""
-    fields.check_names(body, KNOWN, REFUSED)
-    wishes = fields.wishes_of(body, max_samples)
-    if fields.whole_number(body, "best_of", 1, max_samples) not in (None, wishes.samples):
-        raise unsupported("best_of", "best_of is not built: all samples are returned; ask for them with n.")
-    kind, prompts, count = fields.texts_or_ids(body, "prompt")
-    echo, logprobs = fields.flag(body, "echo"), fields.whole_number(body, "logprobs", 0, MAX_LOGPROBS)
-    if body.get("max_tokens") == 0 and not echo:
-        raise invalid("max_tokens", "max_tokens may be 0 only with echo=true, to score a prompt.")
-    sampling = fields.sampling_of(body)
-    sampling["max_new_tokens"] = DEFAULT_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
-    arguments = {kind: prompts, "sampling_params": sampling, "stream": wishes.stream, **fields.call_arguments(body)}
-    if logprobs is not None:
-        start = 0 if echo else None
-        arguments |= {"return_logprob": True, "top_logprobs_num": logprobs, "logprob_start_len": start}
-    form = CompletionForm(
-        tokenizer,
-        sampling.get("skip_special_tokens") is not False,
-        wishes.samples,
-        logprobs,
-        wishes.return_token_ids,
-        _echoes(kind, prompts, tokenizer) if echo else None,
-    )
-    words = fields.WORDS | {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt"}
-    return Parsed(arguments, count, wishes, form, words)
-
-
-def _echoes(kind: str, prompts: Any, tokenizer: Tokenizer) -> list[str]:
+def _echoes(request: OpenAIRequest, tokenizer: Tokenizer) -> list[str]:
     """The text of each prompt. Pure."""
-    if kind == "prompt":
+    prompts = request.arguments.get("text")
+    if prompts is not None:
         return [prompts] if isinstance(prompts, str) else prompts
-    rows = prompts if isinstance(prompts[0], list) else [prompts]
+    ids = request.arguments["input_ids"]
+    rows = ids if isinstance(ids[0], list) else [ids]
     limit = range(2**32)  # others are refused by the engine
-    return [tokenizer.decode([token for token in ids if token in limit], skip_special_tokens=False) for ids in rows]
+    return [tokenizer.decode([token for token in row if token in limit], skip_special_tokens=False) for row in rows]
 
 
 @dataclass(slots=True)
 class CompletionForm:
-    """`logprobs`: how many alternatives, None: no logprobs. `echoes`: the prompts' texts, None: no echo."""
+    """How outputs read as choices. `echoes`: the prompts' texts, None: no echo."""
 
     tokenizer: Tokenizer
+    request: OpenAIRequest
     skip_special: bool
-    samples: int
-    logprobs: int | None
-    return_token_ids: bool
     echoes: list[str] | None
     begun: set[int] = field(default_factory=set)  # choices
     offsets: defaultdict[int, Offsets] = field(default_factory=lambda: defaultdict(Offsets))  # of choices
@@ -77,19 +47,19 @@ class CompletionForm:
     def whole(self, index: int, output: Output) -> dict[str, Any]:
         first = index not in self.begun
         self.begun.add(index)
-        echo = self.echoes[index // self.samples] if first and self.echoes is not None else ""
+        echo = self.echoes[index // self.request.samples] if first and self.echoes is not None else ""
         choice = {"index": index, "text": echo + output["text"], "logprobs": None}
-        if self.logprobs is not None:
+        if self.request.logprobs is not None:
             choice["logprobs"] = self._logprobs(index, output, first and self.echoes is not None)
         choice["finish_reason"] = finish_reason(output)
-        if self.return_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = output["output_ids"]
         return choice
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         choice = self.whole(index, output)
-        shows = choice["text"] or choice["finish_reason"] or self.return_token_ids
-        return choice if shows or self.logprobs is not None else None
+        shows = choice["text"] or choice["finish_reason"] or self.request.return_token_ids
+        return choice if shows or self.request.logprobs is not None else None
 
     def _logprobs(self, index: int, output: Output, with_prompt: bool) -> dict[str, Any]:
         """OpenAI's four lists; the first token of a prompt has no logprob."""
@@ -104,7 +74,7 @@ class CompletionForm:
         return {
             "tokens": [self._shown(token) for _, token, _ in entries],
             "token_logprobs": [finite(logprob) for logprob, _, _ in entries],
-            "top_logprobs": self._tops(entries, tops) if self.logprobs else None,
+            "top_logprobs": self._tops(entries, tops) if self.request.logprobs else None,
             "text_offset": self.offsets[index].after(widths),
         }
 
@@ -129,7 +99,7 @@ class CompletionForm:
         """What the prompt's tokens add; one that the tokenizer put in front stands in no text."""
         assert self.echoes is not None
         pieces = [token_bytes(self.tokenizer, token) for token in ids]
-        if ids and ids[0] == self.tokenizer.bos_id and not self.echoes[index // self.samples].startswith(
+        if ids and ids[0] == self.tokenizer.bos_id and not self.echoes[index // self.request.samples].startswith(
             pieces[0].decode("utf-8", "replace")
         ):  # fmt: skip
             pieces[0] = b""

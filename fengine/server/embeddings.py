@@ -10,7 +10,7 @@ from fengine.server import fields
 from fengine.server.errors import ApiError, invalid
 
 KNOWN = frozenset({"model", "input", "encoding_format", "dimensions"})
-WORDS = {"prompt": "input", "input_ids": "input"}
+WORDS = {"prompt": "input", "text": "input", "input_ids": "input"}
 
 
 def read(body: Mapping[str, Any]) -> tuple[dict[str, Any], int, bool]:
@@ -20,7 +20,7 @@ def read(body: Mapping[str, Any]) -> tuple[dict[str, Any], int, bool]:
     if encoding not in (None, "float", "base64"):
         raise invalid("encoding_format", f"encoding_format must be float or base64, got {encoding!r:.80}.")
     _, prompts, count = fields.texts_or_ids(body, "input")
-    return {"prompt": prompts, "dimensions": body.get("dimensions")}, count, encoding == "base64"
+    return {"text": prompts, "dimensions": body.get("dimensions")}, count, encoding == "base64"
 
 
 def answer(outputs: list[Output], model: str, as_base64: bool) -> dict[str, Any]:

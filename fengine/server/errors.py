@@ -20,7 +20,7 @@ from fengine.errors import (
 UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError)
 OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools", "functions")
 TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -4,7 +4,6 @@ Whatever pieces a text comes in, the parts add up to the same.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,8 +231,3 @@ class OutputParser:
 def parse_output(text: str, form: Format | None, *, thinks: bool = False, opened: bool = False) -> Delta:
     """All parts of a whole text. Pure."""
     return OutputParser(form, thinks=thinks, opened=opened).feed(text, last=True)
-
-
-def readable(calls: Sequence[ToolCall]) -> tuple[str, list[ToolCall]]:
-    """The text of calls that cannot be read, and those that can. Pure."""
-    return "".join(call.text for call in calls if call.problem), [call for call in calls if not call.problem]

@@ -4,13 +4,13 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fengine.api.collector import OutputCollector
 from fengine.api.outputs import Output
 from fengine.server.errors import ApiError, api_error_of
-from fengine.server.fields import Wishes
+from fengine.server.openai_body import OpenAIRequest
 
 DONE = b"data: [DONE]\n\n"
 
@@ -33,20 +33,6 @@ class Form(Protocol):
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         """The choice of what is new; None if that shows nothing yet."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """One body in the engine's words: arguments of `Generation.begin`, and how the answer reads.
-
-    `words`: engine's word -> the field of the body that it came from, where their names differ.
-    """
-
-    arguments: dict[str, Any]
-    prompts: int
-    wishes: Wishes
-    form: Form
-    words: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +101,14 @@ class Events:
     An error ends the stream with an event that holds it. Whoever reads must abort the call behind.
     """
 
-    def __init__(self, call: OutputCollector, ask: Parsed, frame: Envelope) -> None:
-        self.call, self.ask, self.frame = call, ask, frame
-        self._before, self._behind = frame.split(ask.wishes.include_usage)
+    def __init__(self, call: OutputCollector, request: OpenAIRequest, form: Form, envelope: Envelope) -> None:
+        self.call, self.request, self.form, self.envelope = call, request, form, envelope
+        self._before, self._behind = envelope.split(request.include_usage)
         self._last: list[Output] = [{}] * len(call.tickets)
 
     async def __aiter__(self) -> AsyncIterator[tuple[bytes, bool]]:
         call, pieces = self.call, b""
-        openings = [self.ask.form.opening(index) for index in range(len(call.tickets))]
+        openings = [self.form.opening(index) for index in range(len(call.tickets))]
         if first := b"".join(self._choice(choice) for choice in openings if choice is not None):
             yield first, True
         while call.open:
@@ -137,9 +123,9 @@ class Events:
 
     def _end(self) -> bytes:
         """The usage, if it was asked for and all choices have ended."""
-        if not (self.ask.wishes.include_usage and all(self._last)):
+        if not (self.request.include_usage and all(self._last)):
             return b""
-        return event(self.frame.around([], usage_of(self._last, self.ask.wishes.samples)))
+        return event(self.envelope.around([], usage_of(self._last, self.request.samples)))
 
     def _rest(self) -> bytes:
         """All that is new by now, of any choice."""
@@ -157,7 +143,7 @@ class Events:
             raise failure
         if output["meta_info"]["finish_reason"] is not None:
             self._last[index] = output
-        choice = self.ask.form.chunk(index, output)
+        choice = self.form.chunk(index, output)
         return b"" if choice is None else self._choice(choice)
 
     def _choice(self, choice: dict[str, Any]) -> bytes:

@@ -8,14 +8,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 
 from fengine import __version__
-from fengine.api.arguments import record_of
 from fengine.api.collector import OutputCollector
 from fengine.api.encode import EncodeCollector
 from fengine.api.engine import Engine
@@ -26,7 +25,8 @@ from fengine.server import chat, completions, embeddings
 from fengine.server.config import ServeConfig
 from fengine.server.errors import ApiError, api_error_of, missing
 from fengine.server.metrics import Meter
-from fengine.server.responses import Parsed
+from fengine.server.openai_body import READERS, OpenAIRequest
+from fengine.server.responses import Form
 
 THREADS = 8  # that tokenize and check; a template may run for seconds
 PROBE_SECONDS = 5.0
@@ -61,6 +61,15 @@ class Post:
             function(*arguments)
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request under way."""
+
+    request: OpenAIRequest
+    form: Form
+    call: OutputCollector
+
+
 class Service:
     """Not tied to a web framework. Methods are for one event loop's thread, but for `begin_*`, which run in threads."""
 
@@ -73,6 +82,7 @@ class Service:
         self.fingerprint, self.created = fingerprint_of(engine), int(time.time())
         self.rows = 0  # that are open
         self._lock = threading.Lock()  # of `rows`
+        self._template_facts = cache(partial(chat.template_facts, self.tokenizer))
         self._pool = ThreadPoolExecutor(THREADS, "fengine-serve")
         self._post: Post | None = None
         self._probe: asyncio.Future[Any] | None = None
@@ -102,34 +112,35 @@ class Service:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    async def generate(self, body: Mapping[str, Any], kind: str) -> tuple[Parsed, OutputCollector]:
-        """A body of completions or of chat completions, checked and queued; `end` the call. Errors: ApiError."""
+    async def generate(self, body: Mapping[str, Any], path: str) -> "Begun":
+        """A body of completions or of chat completions, checked and queued; `end` its call. Errors: ApiError."""
         adapter = self.adapter_of(body)
         if adapter is not None:
             if body.get("lora_path") not in (None, adapter):
                 raise ApiError(400, "model and lora_path name two adapters; give one.", "lora_path", "invalid_value")
             body = {**body, "lora_path": adapter}
         self._post = self._post or Post(asyncio.get_running_loop())
-        begin = partial(self._begin_generate, body, kind, self._post)
-        return await self._in_thread(begin, lambda begun: self.end(begun[1]))
+        begin = partial(self._begin_generate, body, path, self._post)
+        return await self._in_thread(begin, lambda begun: self.end(begun.call))
 
-    def _begin_generate(self, body: Mapping[str, Any], kind: str, post: "Post") -> tuple[Parsed, OutputCollector]:
+    def _begin_generate(self, body: Mapping[str, Any], path: str, post: "Post") -> "Begun":
         words: Mapping[str, str] = {}
         try:
-            ask = self._read(body, kind)
-            words = ask.words
-            req = record_of(GenerateReqInput, (), dict(ask.arguments))
-            return ask, self._holding(
-                ask.prompts * ask.wishes.samples,
+            request = READERS[path](body, self.config.max_samples)
+            words = request.words
+            if request.chat is None:
+                arguments, form = request.arguments, completions.form_of(request, self.tokenizer)
+            else:
+                facts = self._template_facts(request.chat.tools is not None)
+                arguments, form = chat.prepare(request, self.tokenizer, facts, self.engine.chat_ids)
+            req = GenerateReqInput(**arguments, stream=request.stream)
+            call = self._holding(
+                request.prompts * request.samples,
                 lambda: self.engine.submit(req, post.loop, deltas=True, pace=self._pace, post=post),
             )
+            return Begun(request, form, call)
         except Exception as error:
             raise api_error_of(error, body, words) from error
-
-    def _read(self, body: Mapping[str, Any], kind: str) -> Parsed:
-        if kind == "completions":
-            return completions.read(body, self.tokenizer, self.config.max_samples)
-        return chat.read(body, self.tokenizer, self.config.max_samples, self.engine.chat_ids)
 
     async def encode(self, body: Mapping[str, Any]) -> tuple[EncodeCollector, bool]:
         """A body of embeddings, checked and queued, and whether base64 is wanted; `end` its call. Errors: ApiError."""
@@ -140,7 +151,7 @@ class Service:
     def _begin_encode(self, body: Mapping[str, Any], adapter: str | None, loop: Any) -> tuple[EncodeCollector, bool]:
         try:
             arguments, prompts, as_base64 = embeddings.read(body)
-            req = record_of(EncodeReqInput, (), {**arguments, "lora_path": adapter})
+            req = EncodeReqInput(**arguments, lora_path=adapter)
             return self._holding(prompts, lambda: self.engine.submit_encode(req, loop)), as_base64
         except Exception as error:
             raise api_error_of(error, body, embeddings.WORDS) from error

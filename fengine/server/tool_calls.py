@@ -194,6 +194,21 @@ def forced_schema(functions: Sequence[dict[str, Any]], parallel: bool) -> dict[s
     return schema
 
 
+def strict_tag(form: Format, functions: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The structural tag of calls whose functions are `strict`; None: there is none, or the format has no tag. Pure."""
+    if form.read is not read_json or not any(function.get("strict") is True for function in functions):
+        return None
+    structures = [
+        {
+            "begin": f'{form.begin}\n{{"name": {json.dumps(function["name"])}, "arguments": ',
+            "schema": (function.get("parameters") if function.get("strict") else None) or {"type": "object"},
+            "end": f"}}\n{form.end}",
+        }
+        for function in functions
+    ]
+    return {"structures": structures, "triggers": [form.begin]}
+
+
 def _moved(schema: Any, prefix: str) -> Any:
     """A copy whose references point to definitions at the root, by names with a prefix. Pure."""
     if isinstance(schema, list):

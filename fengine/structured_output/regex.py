@@ -13,6 +13,7 @@ from fengine.structured_output.characters import Ranges
 from fengine.tokenizer.regex_parts import one_character, parser
 
 MAX_REPEAT = 100_000
+MAX_NESTED = 500_000  # repetitions inside repetitions, multiplied
 _ASCII, _UNICODE, _IGNORECASE, _DOTALL = map(int, (re.ASCII, re.UNICODE, re.IGNORECASE, re.DOTALL))  # sums are dear
 _BEGINNINGS, _ENDS = {"AT_BEGINNING", "AT_BEGINNING_STRING"}, {"AT_END", "AT_END_STRING"}
 
@@ -34,7 +35,7 @@ def explicit(pattern: str, what: str, *, searched: bool = False) -> str:
 
 class _Writer:
     def __init__(self, whole: str, searched: bool) -> None:
-        self.whole, self.searched = whole, searched
+        self.whole, self.searched, self.times = whole, searched, 1
 
     def sequence(self, items: Any, flags: int, first: bool, last: bool) -> str:
         """`first`, `last`: nothing that reads a character stands in front of it, or behind it."""
@@ -52,7 +53,10 @@ class _Writer:
             return f"(?:{self.sequence(items, (flags | more) & ~less, first, last)})"
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):  # lazy or not, the same texts match
             low, high, items = value
-            return self.repeat(low, high, self.sequence(items, flags, False, False))
+            outer, self.times = self.times, self.times * max(1, low if high == parser.MAXREPEAT else high)
+            written = self.repeat(low, high, self.sequence(items, flags, False, False))
+            self.times = outer
+            return written
         if kind == "BRANCH":
             return f"(?:{'|'.join(self.sequence(items, flags, first, last) for items in value[1])})"
         if kind == "AT":
@@ -66,6 +70,8 @@ class _Writer:
         unbounded = high == parser.MAXREPEAT
         if (most := low if unbounded else high) > MAX_REPEAT:
             raise GrammarError(f"{self.whole} repeats {most} times, more than {MAX_REPEAT}; repeat less")
+        if self.times > MAX_NESTED:
+            raise GrammarError(f"{self.whole} repeats {self.times} times in all, more than {MAX_NESTED}; repeat less")
         return f"(?:{inner}){{{low},{'' if unbounded else high}}}"
 
     def anchor(self, name: str, first: bool, last: bool) -> str:

@@ -220,6 +220,15 @@ class Tokenizer:
             max_chars=self.max_chars,
         )
 
+    def template_of(self, tools: bool) -> tuple[str, frozenset[str]]:
+        """(source, variables a caller may set) of the chat template, the one for tools if there is one.
+
+        Errors: InvalidRequestError, ChatTemplateError.
+        """
+        name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
+        variables = self._template(name).variables
+        return self.chat_templates[name], variables - self.special_tokens.keys()
+
     def _template(self, name: str) -> ChatTemplate:
         if not self.chat_templates:
             raise InvalidRequestError(

@@ -1,0 +1,193 @@
+"""The part of a body that only chats have: messages, tools and how they may be called, reasoning. No torch."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fengine.server import fields
+from fengine.server.errors import invalid, missing, unsupported
+
+MAX_TOOLS = 128  # OpenAI's
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "self"})  # of a template's variables
+_NAME = re.compile(r"[\w.:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """`tools`: what the template is shown, None: nothing. `callable`: the functions whose calls are looked for.
+
+    `forced`: the output must be a call of one of these, and nothing else. `legacy`: the body has OpenAI's older
+    `functions`. `separate_reasoning`: thoughts are told apart from the content.
+    """
+
+    messages: Any
+    tools: list[dict[str, Any]] | None
+    callable: tuple[dict[str, Any], ...]
+    forced: tuple[dict[str, Any], ...]
+    parallel: bool
+    legacy: bool
+    template_values: dict[str, Any]
+    reasoning_effort: str | None
+    add_generation_prompt: bool
+    separate_reasoning: bool
+
+
+def chat_options(body: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
+    """Pure. Errors: ApiError."""
+    if body.get("messages") is None:
+        raise missing("messages")
+    effort = body.get("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r:.80}.")
+    tools, choice, legacy = _tools(body)
+    functions = tuple(tool["function"] for tool in tools)
+    forced = _forced(functions, choice, legacy)
+    if forced and has_grammar:
+        name = "function_call" if legacy else "tool_choice"
+        raise invalid(name, f"{name} forces a call, and the body has a grammar, too; give one.")
+    shown = bool(tools) and choice != "none"
+    return ChatOptions(
+        messages=messages_of(body["messages"]),
+        tools=tools if shown else None,
+        callable=functions if shown else (),
+        forced=forced,
+        parallel=fields.flag(body, "parallel_tool_calls", not legacy) and not isinstance(choice, dict),
+        legacy=legacy,
+        template_values=_template_values(body.get("chat_template_kwargs")),
+        reasoning_effort=effort,
+        add_generation_prompt=fields.flag(body, "add_generation_prompt", True),
+        separate_reasoning=fields.flag(body, "separate_reasoning", True)
+        and fields.flag(body, "include_reasoning", True),
+    )
+
+
+def _template_values(values: Any) -> dict[str, Any]:
+    name = "chat_template_kwargs"
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise invalid(name, f"{name} must be an object of values by name, got {values!r:.80}.")
+    if taken := sorted(RESERVED & values.keys()):
+        raise invalid(name, f"{name} may not hold {taken[0]!r}, which has a field of its own or none.")
+    return values
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def messages_of(messages: Any) -> Any:
+    """Messages as templates read them: parts of text joined, arguments of tool calls as objects. Pure.
+
+    What else is wrong with them is left for the engine to tell. Errors: ApiError for parts that are no text, and for
+    tool calls that are none.
+    """
+    if not isinstance(messages, list):
+        return messages
+    return [_message(m, f"messages[{i}]") if isinstance(m, dict) else m for i, m in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    content, calls, older = (message.get(name) for name in ("content", "tool_calls", "function_call"))
+    if isinstance(content, list):
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not texts or any(not isinstance(text, str) for text in texts):
+            raise invalid("messages", f'{where}.content must be a string or {{"type": "text", "text": …}} parts; '
+                          "images and other media are not built.")  # fmt: skip
+        message = {**message, "content": "\n".join(text for text in texts if text is not None)}
+    if older is not None and calls is not None:
+        raise invalid("messages", f"{where} has tool_calls and function_call; give one.")
+    if older is not None:
+        message = {key: value for key, value in message.items() if key != "function_call"}
+        calls = [{"type": "function", "function": older}]
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise invalid("messages", f"{where}.tool_calls must be a list, got {calls!r:.80}.")
+        message = {**message, "tool_calls": [_tool_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(calls)]}
+        if not calls:
+            del message["tool_calls"]
+    return message
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A call whose arguments are an object, as templates want them, rather than its JSON text. Pure."""
+    function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(arguments, (str, dict, type(None)))
+        or not isinstance(call.get("id"), (str, type(None)))
+    ):
+        raise invalid("messages", f'{where} must be {{"id": text, "type": "function", "function": {{"name": text, '
+                      f'"arguments": JSON text}}}}, got {call!r:.80}.')  # fmt: skip
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Any, bool]:
+    """(tools, the choice: auto, none, required or {"name": …}, whether the body has OpenAI's older words)."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    functions, older = body.get("functions"), body.get("function_call")
+    legacy = functions is not None or older is not None
+    if legacy and (tools is not None or choice is not None):
+        raise invalid("functions", "functions and function_call are the older form of tools and tool_choice; give one.")
+    if legacy:
+        if functions is not None and not isinstance(functions, list):
+            raise invalid("functions", f"functions must be a list, got {functions!r:.80}.")
+        tools, choice = [{"type": "function", "function": one} for one in functions or ()], older
+    name = "functions" if legacy else "tools"
+    if not isinstance(tools, list | None) or len(tools or ()) > MAX_TOOLS:
+        raise invalid(name, f"{name} must be a list of at most {MAX_TOOLS}, got {tools!r:.80}.")
+    for i, tool in enumerate(tools or ()):
+        _check_tool(tool, f"{name}[{i}]", name)
+    return list(tools or ()), _choice(choice, legacy), legacy
+
+
+def _check_tool(tool: Any, where: str, name: str) -> None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(name, f'{where} must be {{"type": "function", "function": {{"name": …}}}}.')
+    if not _NAME.fullmatch(function["name"]):
+        raise invalid(
+            name, f"{where}: a function's name has letters, digits and _ . : -, got {function['name']!r:.80}."
+        )
+    if not isinstance(function.get("parameters"), dict | None):
+        raise invalid(name, f"{where}: parameters must be a JSON schema, got {function['parameters']!r:.80}.")
+
+
+def _choice(choice: Any, legacy: bool) -> Any:
+    """auto, none, required, or {"name": …}. Errors: ApiError."""
+    name = "function_call" if legacy else "tool_choice"
+    known = ("auto", "none") if legacy else ("auto", "none", "required")
+    if choice is None or isinstance(choice, str) and choice in known:
+        return choice or "auto"
+    inner = choice if legacy else choice.get("function") if isinstance(choice, dict) else None
+    if not legacy and isinstance(choice, dict) and choice.get("type") not in (None, "function"):
+        raise unsupported(name, f"{name} of the type {choice['type']!r:.80} is not built.")
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise invalid(name, f"{name} must be {', '.join(known)}, or name a function, got {choice!r:.80}.")
+    return {"name": inner["name"]}
+
+
+def _forced(functions: tuple[dict[str, Any], ...], choice: Any, legacy: bool) -> tuple[dict[str, Any], ...]:
+    """The functions of which one must be called; none: no call is forced. Errors: ApiError."""
+    if choice in ("auto", "none"):
+        return ()
+    name = "function_call" if legacy else "tool_choice"
+    found = functions if choice == "required" else tuple(f for f in functions if f["name"] == choice["name"])
+    if not found:
+        asked = "is required" if choice == "required" else f"names {choice['name']!r:.80}"
+        raise invalid(name, f"{name} {asked}, and there is no such function in {'functions' if legacy else 'tools'}.")
+    return found

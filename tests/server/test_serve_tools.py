@@ -1,0 +1,224 @@
+"""Tools and thinking, asked by the real openai client: the words are scripted, the way from them is the real one."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
+
+from serving import Live, live, until  # noqa: E402
+
+from fengine.api.engine import Engine  # noqa: E402
+
+TURNS = """{% for message in messages %}<|{{ message.role }}|>
+{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>
+{% endfor %}"""
+TEMPLATE = "{{ tools }}{# <tool_call> #}" + TURNS + "<|assistant|>\n{% if enable_thinking %}<think>\n{% endif %}"
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": {
+        "type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+        "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+EOS = 5  # of the box
+CHAT: Any = [{"role": "user", "content": "Is it warm in Paris?"}]
+CALLS = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+CALLS += '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(
+        model_path="box", enable_torch_compile=False, enable_custom_logit_processor=True, chat_template=TEMPLATE
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Live]:
+    with live(engine) as server:
+        yield server
+        until(server.quiet)
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[Any]:
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def say(engine: Engine) -> Callable[[str], dict[str, Any]]:
+    """The fields of a body whose answer is a given text."""
+
+    def say(text: str) -> dict[str, Any]:
+        assert engine.tokenizer is not None
+        ids = iter([*engine.tokenizer.encode(text, add_special_tokens=False), *[EOS] * 4])
+
+        def script(logits: Any, params: Any) -> Any:
+            logits[:] = float("-inf")
+            logits[:, next(ids)] = 0.0
+            return logits
+
+        engine.register_logit_processor("script", script)
+        return {"model": "box", "messages": CHAT, "temperature": 0, "extra_body": {"custom_logit_processor": "script"}}
+
+    return say
+
+
+def gathered(chunks: Any) -> dict[str, Any]:
+    """What the deltas of a stream's one choice add up to."""
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": {}, "function_call": None}
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        for name in ("content", "reasoning_content"):
+            found[name] += getattr(choice.delta, name, None) or ""
+        for call in choice.delta.tool_calls or []:
+            assert call.index not in found["tool_calls"] and call.id and call.type == "function"
+            found["tool_calls"][call.index] = (call.function.name, call.function.arguments)
+        found["function_call"] = choice.delta.function_call or found["function_call"]
+        found["finish_reason"] = choice.finish_reason
+    return found
+
+
+def test_calls_are_parsed_whole_and_streamed(client: Any, say: Any) -> None:
+    whole = client.chat.completions.create(**say(CALLS), tools=TOOLS).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content == "I look."
+    told = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert told == [("weather", '{"city": "Paris"}'), ("now", "{}")]
+    assert len({call.id for call in whole.message.tool_calls}) == 2
+    parts = gathered(client.chat.completions.create(**say(CALLS), tools=TOOLS, stream=True))
+    assert parts["tool_calls"] == dict(enumerate(told)) and parts["content"] == "I look."
+    assert parts["finish_reason"] == "tool_calls"
+    (one,) = client.chat.completions.create(
+        **say(CALLS), tools=TOOLS, parallel_tool_calls=False
+    ).choices[0].message.tool_calls  # fmt: skip
+    assert one.function.name == "weather"
+
+
+def test_calls_are_text_where_no_tools_are_offered(client: Any, say: Any) -> None:
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = client.chat.completions.create(**say(CALLS), **more).choices[0]
+        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALLS, None, "stop")
+
+
+def test_a_call_that_cannot_be_read_stays_text(client: Any, say: Any) -> None:
+    text = 'Hm. <tool_call>{"name": "weather", "argu'
+    choice = client.chat.completions.create(**say(text), tools=TOOLS).choices[0]
+    assert choice.message.content == text.replace(" <", "<") and choice.finish_reason == "stop"
+    assert gathered(client.chat.completions.create(**say(text), tools=TOOLS, stream=True))["content"] == \
+        choice.message.content  # fmt: skip
+
+
+def test_the_older_functions(client: Any, say: Any) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    choice = client.chat.completions.create(**say(CALLS), functions=functions).choices[0]
+    assert choice.finish_reason == "function_call" and choice.message.function_call.name == "weather"
+    parts = gathered(client.chat.completions.create(**say(CALLS), functions=functions, stream=True))
+    assert parts["function_call"].arguments == '{"city": "Paris"}' and parts["finish_reason"] == "function_call"
+
+
+def test_thoughts_are_told_apart(client: Any, say: Any) -> None:
+    for text, more in (
+        ("<think>\nIt is July.\n</think>\n\nYes.", {}),
+        ("It is July.</think>Yes.", {"enable_thinking": True}),  # the prompt begins the thought
+    ):
+        asked = say(text)
+        asked["extra_body"] |= {"chat_template_kwargs": more}
+        message = client.chat.completions.create(**asked).choices[0].message
+        assert (message.reasoning_content, message.content) == ("It is July.", "Yes.")
+        asked = say(text)
+        asked["extra_body"] |= {"chat_template_kwargs": more, "separate_reasoning": False}
+        assert client.chat.completions.create(**asked).choices[0].message.content == text
+    asked = say("It is July.</think>Yes.")
+    message = client.chat.completions.create(**asked, reasoning_effort="low").choices[0].message
+    assert (message.reasoning_content, message.content) == ("It is July.", "Yes.")
+    parts = gathered(client.chat.completions.create(**say("<think>\nIt is July.\n</think>\n\nYes."), stream=True))
+    assert (parts["reasoning_content"], parts["content"]) == ("It is July.", "Yes.")
+
+
+def test_a_loop_of_two_tools(client: Any, say: Any) -> None:
+    """As an agent does: the calls are run, their results go into the chat, and the model answers."""
+    answer = client.chat.completions.create(**say(CALLS), tools=TOOLS).choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": f"{call.function.name}: 21"} for call in answer.tool_calls
+    ]
+    asked = say("It is warm.")
+    asked["messages"] = [*CHAT, answer.model_dump(exclude_none=True), *results]
+    last = client.chat.completions.create(**asked, tools=TOOLS).choices[0]
+    assert (last.message.content, last.finish_reason) == ("It is warm.", "stop")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_a_forced_call_is_held_by_a_grammar(choice: Any, client: Any) -> None:
+    """What the small model would say of itself does not matter."""
+    pytest.importorskip("llguidance", reason="the extra grammar")
+    asked = {"model": "box", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200, "seed": 1,
+             "parallel_tool_calls": False}  # fmt: skip
+    answer = client.chat.completions.create(**asked).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    assert call.function.name in ("weather", "now")
+    if call.function.name == "weather":
+        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    parts = gathered(client.chat.completions.create(**asked, stream=True))
+    assert parts["tool_calls"] == {0: (call.function.name, call.function.arguments)} and parts["content"] == ""
+
+
+def test_strict_functions_are_held_where_a_call_begins(engine: Engine, client: Any, say: Any) -> None:
+    """A model that would call with other arguments is held to the schema."""
+    pytest.importorskip("llguidance", reason="the extra grammar")
+    begin = '<tool_call>\n{"name": "weather", "arguments": '
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode(begin, add_special_tokens=False)
+    step = iter(range(10**6))
+
+    def begin_a_call(logits: Any, params: Any) -> Any:
+        at = next(step)
+        if at < len(ids):
+            logits[:] = float("-inf")
+            logits[:, ids[at]] = 0.0
+        return logits
+
+    engine.register_logit_processor("begin", begin_a_call)
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    answer = client.chat.completions.create(
+        model="box", messages=CHAT, tools=strict, max_tokens=90, seed=2, extra_body={"custom_logit_processor": "begin"}
+    ).choices[0]
+    (call,) = answer.message.tool_calls[:1]
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+
+REFUSED = [
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"tools": TOOLS * 65}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools"),
+    ({"tools": TOOLS, "functions": []}, "functions"),
+    ({"functions": 3}, "functions"),
+    ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}],
+      "tool_choice": "required"}, "tools"),
+    ({"messages": [*CHAT, {"role": "assistant", "tool_calls": 5}]}, "messages"),
+    ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [5]}]}, "messages"),
+    ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]}, "messages"),
+    ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}]},
+     "messages"),
+    ({"messages": [*CHAT, {"role": "assistant", "function_call": {}}]}, "messages"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "param"), REFUSED, ids=[repr(c)[:60] for c, _ in REFUSED])
+def test_what_is_wrong_is_named(change: Any, param: str, server: Live) -> None:
+    answer = server.ask("POST", "/v1/chat/completions", {"model": "box", "messages": CHAT, "max_tokens": 2, **change})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
