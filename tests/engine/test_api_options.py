@@ -214,7 +214,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [(a, InvalidRequestError, m) for a, m in BAD] + [(a, UnsupportedFeatureError, m) for a, m in REFUSED],
-    ids=lambda value: str(value)[:70],
+    ids=lambda value: str(value).partition(" at 0x")[0][:70],
 )
 def test_bad_input_is_refused_and_nothing_is_queued(engine: Engine, arguments: dict, kind: type, message: str) -> None:
     before = engine.stats()["finished"]
