@@ -29,7 +29,7 @@ from measure import parser, save, summary
 
 from fengine import Engine
 from fengine.server.app import make_app
-from fengine.server.config import ServeConfig
+from fengine.server.config import ServerConfig
 from fengine.server.server import listen, server_of
 
 STREAMS = 64
@@ -159,7 +159,7 @@ class Run:
 
 def start(engine: Engine, chunks: float) -> tuple[int, Callable[[], None]]:
     """A server on a free port in a thread; and how to stop it."""
-    config = ServeConfig(port=0, chunks_per_second=chunks)
+    config = ServerConfig(port=0, chunks_per_second=chunks)
     bound = listen(config)
     server = server_of(make_app(engine, config), config)
     thread = threading.Thread(target=server.run, name=f"http {chunks:g}", kwargs={"sockets": [bound]})

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi", reason="the extra serve")
 
 from fengine.api.engine import Engine  # noqa: E402
 from fengine.server.app import make_app  # noqa: E402
-from fengine.server.config import ServeConfig  # noqa: E402
+from fengine.server.config import ServerConfig  # noqa: E402
 from fengine.server.server import Server, listen, server_of  # noqa: E402
 from fengine.server.service import Service  # noqa: E402
 
@@ -126,7 +126,7 @@ def paused(engine: Engine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def live(engine: Engine, send_buffer: int | None = None, **settings: Any) -> Iterator[Live]:
-    config = ServeConfig(port=0, **settings)
+    config = ServerConfig(port=0, **settings)
     bound = listen(config)
     if send_buffer is not None:  # of the connections, too
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

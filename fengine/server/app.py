@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fengine.api.engine import Engine
 from fengine.server import embeddings
-from fengine.server.config import ServeConfig
+from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of
 from fengine.server.json_body import read_json
 from fengine.server.metrics import CONTENT_TYPE, Meter
@@ -31,12 +31,12 @@ COUNTED = frozenset("/v1/completions /v1/chat/completions /v1/embeddings /v1/mod
 KEY_VARIABLE = "FENGINE_API_KEY"
 
 
-def make_app(engine: Engine, config: ServeConfig | None = None) -> FastAPI:
+def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     """An ASGI app over an engine, for any ASGI server. Errors: ConfigError if the engine has no tokenizer.
 
     Shutting the engine down stays its owner's business.
     """
-    config = config or ServeConfig()
+    config = config or ServerConfig()
     service = Service(engine, config)
 
     app = FastAPI(title="fengine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)

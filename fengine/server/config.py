@@ -1,18 +1,26 @@
-"""The schema of a server: `ServerConfig`, whose defaults `conf/serve.yaml` repeats, and `check`. No torch."""
+"""The settings of a server: `ServerConfig`, whose defaults `conf/serve.yaml` repeats under `serve`, and `check`.
+
+No torch.
+"""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from fengine import config as engine_config
-from fengine.config import EngineConfig
+LEAST = {  # the least values
+    "port": 0, "max_body_bytes": 1, "max_header_bytes": 1, "max_samples": 1, "max_rows": 1, "max_connections": 1,
+    "drain_seconds": 0,
+}  # fmt: skip
+POSITIVE = ("read_seconds", "write_seconds", "keep_alive_seconds")
+SAMPLING_DEFAULTS = ("model", "openai")
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServerConfig:
     """Where a server listens, and its limits: on bytes, rows, connections and seconds.
 
     `port` 0 takes a free one. `api_key` None: that of the environment variable FENGINE_API_KEY, or none is asked for.
-    `model_name` None: `model.path`. A row is one sample of one prompt. All streams together send about
+    `model_name` None: `model.path`. `sampling_defaults`: what holds where a body gives nothing, "model" those of
+    generation_config.json, "openai" OpenAI's. A row is one sample of one prompt. All streams together send about
     `chunks_per_second`, and each one at least 4: where tokens come faster, several travel in a chunk; .inf: never.
     """
 
@@ -20,6 +28,7 @@ class ServeConfig:
     port: int = 8000
     api_key: str | None = None
     model_name: str | None = None
+    sampling_defaults: str = "model"
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
     max_samples: int = 128
@@ -32,37 +41,28 @@ class ServeConfig:
     chunks_per_second: float = 250.0
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    """One server; `seed` is the engine's random_seed. Users write the sections of `engine` at the top."""
-
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    seed: int = 0
-    serve: ServeConfig = field(default_factory=ServeConfig)
-
-
 def check(config: ServerConfig) -> list[str]:
-    """Every problem that can be seen without loading anything, one line each. Pure."""
-    problems, serve = engine_config.check(config.engine), config.serve
-    if not 0 <= serve.port <= 65535:
-        problems.append(f"serve.port must be in [0, 65535], got {serve.port}; 0 takes a free one")
-    if not serve.host.strip():
+    """Every problem with the values, one line each. Pure."""
+    problems = [
+        f"serve.{name} must be at least {least}, got {getattr(config, name)}"
+        for name, least in LEAST.items()
+        if getattr(config, name) < least
+    ]
+    problems += [
+        f"serve.{name} must be positive and finite, got {getattr(config, name)}"
+        for name in POSITIVE
+        if not 0 < getattr(config, name) < math.inf
+    ]
+    if config.port > 65535:
+        problems.append(f"serve.port must be in [0, 65535], got {config.port}; 0 takes a free one")
+    if not config.host.strip():
         problems.append("serve.host must name an address: 127.0.0.1, or 0.0.0.0 for every address of this machine")
     for name in ("api_key", "model_name"):
-        if (value := getattr(serve, name)) is not None and not value.strip():
+        if (value := getattr(config, name)) is not None and not value.strip():
             problems.append(f"serve.{name} must not be empty; leave it out for its default")
-    for name in ("max_body_bytes", "max_header_bytes", "max_samples", "max_rows", "max_connections"):
-        if getattr(serve, name) < 1:
-            problems.append(f"serve.{name} must be at least 1, got {getattr(serve, name)}")
-    for name in ("read_seconds", "write_seconds", "keep_alive_seconds"):
-        if not 0 < getattr(serve, name) < math.inf:
-            problems.append(f"serve.{name} must be positive and finite, got {getattr(serve, name)}")
-    if serve.drain_seconds < 0:
-        problems.append(f"serve.drain_seconds must be at least 0, got {serve.drain_seconds}")
-    if not serve.chunks_per_second > 0:
-        problems.append(f"serve.chunks_per_second must be positive, got {serve.chunks_per_second}")
-    if not -(2**63) <= config.seed < 2**63:
-        problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
-    if config.engine.model.skip_tokenizer_init:
-        problems.append("a server speaks text: set model.skip_tokenizer_init=false")
+    if not config.chunks_per_second > 0:
+        problems.append(f"serve.chunks_per_second must be positive, got {config.chunks_per_second}")
+    if config.sampling_defaults not in SAMPLING_DEFAULTS:
+        told = f"got {config.sampling_defaults!r}"
+        problems.append(f"serve.sampling_defaults must be one of {', '.join(SAMPLING_DEFAULTS)}, {told}")
     return problems

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
-from fengine.server.config import ServeConfig
+from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError
 
 
-async def read_json(request: Request, limits: ServeConfig) -> dict[str, Any]:
+async def read_json(request: Request, limits: ServerConfig) -> dict[str, Any]:
     """The body's object. Errors: ApiError 400 (no JSON, no object), 408 (too slow), 413 (too large), 415 (other type);
     ClientDisconnect."""
     _check_headers(request, limits.max_body_bytes)

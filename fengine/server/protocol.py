@@ -8,7 +8,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from fengine.server.config import ServeConfig
+from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError
 
 MAX_PIPELINED = 64  # requests on a connection whose turn has not come
@@ -21,7 +21,7 @@ class LimitedProtocol(HttpToolsProtocol):
     the app reads is the app's.
     """
 
-    limits: ServeConfig  # set by `server_of`
+    limits: ServerConfig  # set by `server_of`
 
     def __init__(self, config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> None:
         super().__init__(config, server_state, app_state, _loop)

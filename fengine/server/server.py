@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from fengine.api.engine import Engine
 from fengine.errors import ConfigError
 from fengine.server.app import make_app
-from fengine.server.config import ServeConfig
+from fengine.server.config import ServerConfig
 from fengine.server.protocol import LimitedProtocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
             connection.loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
 
 
-def listen(config: ServeConfig) -> socket.socket:
+def listen(config: ServerConfig) -> socket.socket:
     """A socket bound to the address, which takes connections once a server runs. Errors: ConfigError."""
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -102,7 +102,7 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def server_of(app: FastAPI, config: ServeConfig, ready: Callable[[], None] = lambda: None) -> Server:
+def server_of(app: FastAPI, config: ServerConfig, ready: Callable[[], None] = lambda: None) -> Server:
     """A server of an app; `run(sockets=[listen(config)])` it, in any thread."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong is told to them
     protocol = type("Protocol", (LimitedProtocol,), {"limits": config})
@@ -131,12 +131,15 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
 
 
-def serve(engine: Engine, config: ServeConfig, bound: socket.socket) -> int | None:
+def serve(engine: Engine, config: ServerConfig, bound: socket.socket) -> int | None:
     """Serves until a signal; returns the one that cut answers off, None if all were finished. The engine stays open."""
     raise_file_limit()
     app = make_app(engine, config)
     engine.freeze_gc()  # or the collector would stop every stream, to look through what never goes
-    told = f"fengine serves {app.state.service.model} at {address_of(bound)}/v1"
+    service = app.state.service
+    told, defaults = f"fengine serves {service.model} at {address_of(bound)}/v1", service.sampling_defaults
+    if defaults:
+        told += f" (where a request gives none: {', '.join(f'{name}={value}' for name, value in defaults.items())})"
     server = server_of(app, config, lambda: print(told, file=sys.stderr, flush=True))
     server.run(sockets=[bound])
     return server.stopped_by

@@ -22,11 +22,12 @@ from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.errors import ConfigError
 from fengine.server import chat, completions, embeddings
-from fengine.server.config import ServeConfig
+from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of, missing
 from fengine.server.metrics import Meter
 from fengine.server.openai_body import READERS, OpenAIRequest
 from fengine.server.responses import Form
+from fengine.worker.loader import read_sampling_defaults
 
 THREADS = 8  # that tokenize and check; a template may run for seconds
 PROBE_SECONDS = 5.0
@@ -73,13 +74,14 @@ class Begun:
 class Service:
     """Not tied to a web framework. Methods are for one event loop's thread, but for `begin_*`, which run in threads."""
 
-    def __init__(self, engine: Engine, config: ServeConfig) -> None:
-        """Errors: ConfigError if the engine has no tokenizer."""
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        """Errors: ConfigError if the engine has no tokenizer; ModelLoadError for a bad generation_config.json."""
         if engine.tokenizer is None:
             raise ConfigError("a server speaks text: make the engine without skip_tokenizer_init")
         self.engine, self.config, self.tokenizer, self.meter = engine, config, engine.tokenizer, Meter()
         self.model = config.model_name or str(engine.config.model.path)
         self.fingerprint, self.created = fingerprint_of(engine), int(time.time())
+        self.sampling_defaults = {} if config.sampling_defaults == "openai" else defaults_of(engine)
         self.rows = 0  # that are open
         self._lock = threading.Lock()  # of `rows`
         self._template_facts = cache(partial(chat.template_facts, self.tokenizer))
@@ -133,6 +135,7 @@ class Service:
             else:
                 facts = self._template_facts(request.chat.tools is not None)
                 arguments, form = chat.prepare(request, self.tokenizer, facts, self.engine.chat_ids)
+            arguments["sampling_params"] = self.sampling_defaults | arguments["sampling_params"]
             req = GenerateReqInput(**arguments, stream=request.stream)
             call = self._holding(
                 request.prompts * request.samples,
@@ -216,6 +219,7 @@ class Service:
         """The model and its adapters by name, in OpenAI's words and vLLM's `max_model_len` and `parent`. Pure."""
         length = self.engine.get_server_info()["context_length"]
         told = {"object": "model", "created": self.created, "owned_by": "fengine", "max_model_len": length}
+        told["sampling_defaults"] = self.sampling_defaults
         cards = {name: {"id": name, **told, "parent": self.model} for name in self.engine.lora_adapters()}
         return {self.model: {"id": self.model, **told, "parent": None}, **cards}
 
@@ -234,6 +238,11 @@ class Service:
     async def metrics(self) -> str:
         up = await self.healthy() is None
         return self.meter.page(self.engine.stats(), up, self.rows)
+
+
+def defaults_of(engine: Engine) -> dict[str, Any]:
+    """The sampling parameters that the model's files recommend. Errors: ModelLoadError."""
+    return read_sampling_defaults(engine._parts.model_dir)
 
 
 def fingerprint_of(engine: Engine) -> str:

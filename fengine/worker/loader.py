@@ -15,9 +15,11 @@ from torch import Tensor
 
 from fengine import models
 from fengine.config import Dtype, LoadFormat
+from fengine.core.sampling_params import SamplingParams
 from fengine.errors import (
     ConfigError,
     CorruptCheckpointError,
+    FengineError,
     ModelLoadError,
     OutOfMemoryError,
     UnsupportedArchitectureError,
@@ -41,6 +43,7 @@ from fengine.worker.safetensors_file import (
     refuse_other_formats,
 )
 
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 BARE_EMBEDDING = "embed_tokens.weight"
 HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours is computed
 
@@ -113,6 +116,23 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     eos = {token for source in (generation, config) for token in _ids(source, "eos_token_id")}
     bos = _ids(generation, "bos_token_id") or _ids(config, "bos_token_id")
     return GenerationConfig(tuple(sorted(eos)), bos[0] if bos else None)
+
+
+def read_sampling_defaults(directory: Path) -> dict[str, Any]:
+    """The sampling parameters that generation_config.json (optional) recommends: those that SGLang and vLLM take.
+
+    Errors: ModelLoadError.
+    """
+    path = directory / "generation_config.json"
+    given = read_json(path) if path.exists() else {}
+    found = {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
+    if found.get("top_k") == 0:  # transformers' word for off
+        found["top_k"] = -1
+    try:
+        SamplingParams.of(found)
+    except FengineError as error:
+        raise ModelLoadError(f"{path}: {error}") from error
+    return found
 
 
 def _ids(config: Config, name: str) -> list[int]:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ openai = pytest.importorskip("openai", reason="openai's client, of the extra dev
 from serving import Live, live, until  # noqa: E402
 
 from fengine.api.engine import Engine  # noqa: E402
+from fengine.errors import ModelLoadError  # noqa: E402
+from fengine.server.app import make_app  # noqa: E402
 
 BOX = Path(__file__).resolve().parents[2] / "fengine" / "models" / "box"
 
@@ -210,6 +213,29 @@ def test_models(client: Any) -> None:
     assert client.models.retrieve("box").id == "box"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("a/b")
+
+
+def test_what_a_body_leaves_open_is_as_the_model_recommends(tmp_path: Path) -> None:
+    model = shutil.copytree(BOX, tmp_path / "model")
+    config = json.loads((BOX / "generation_config.json").read_text())
+    told = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.3}
+    (model / "generation_config.json").write_text(json.dumps(config | told | {"top_p": None, "do_sample": True}))
+    asked: Any = {"model": "m", "prompt": "Once upon a time", "seed": 3, "max_tokens": 12}
+    with Engine(model_path=str(model), enable_torch_compile=False) as engine:
+        meant = {"sampling_seed": 3, "max_new_tokens": 12}
+        texts: Any = [engine.generate(asked["prompt"], {**meant, **more})["text"] for more in (told, {}, {"top_k": 1})]
+        assert len(set(texts)) == 3
+        for default, shown, text in (("model", told, texts[0]), ("openai", {}, texts[1])):
+            with live(engine, model_name="m", sampling_defaults=default) as server:
+                card = server.ask("GET", "/v1/models").json["data"][0]
+                assert card["sampling_defaults"] == shown
+                ask = [server.ask("POST", "/v1/completions", {**asked, **more}).json for more in ({}, {"top_k": 1})]
+                assert ask[0]["choices"][0]["text"] == text
+                if default == "openai":
+                    assert ask[1]["choices"][0]["text"] == texts[2]
+        (model / "generation_config.json").write_text(json.dumps({"temperature": -1}))
+        with pytest.raises(ModelLoadError, match=r"generation_config\.json: temperature"):
+            make_app(engine)
 
 
 def test_an_adapter_is_a_model_and_answers_by_its_name(tmp_path: Path) -> None:

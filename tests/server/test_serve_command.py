@@ -19,8 +19,8 @@ from fengine.api.engine import Engine
 from fengine.errors import ConfigError, MissingExtraError
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.commands import serve as command
-from fengine.eval.commands.serve import SERVE
-from fengine.server.config import ServeConfig, ServerConfig, check
+from fengine.eval.commands.serve import SERVE, ServeRun, check
+from fengine.server.config import ServerConfig
 from fengine.server.responses import Events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,19 +133,19 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("fengine.server.server")
     monkeypatch.setattr(command, "open_engine", lambda _: pytest.fail("a model was loaded"))
     with pytest.raises(MissingExtraError, match=r"uvicorn.*pip install 'fengine\[serve\]'"):
-        command.run(ServerConfig())
+        command.run(ServeRun())
 
 
 def test_configuration() -> None:
     (point,) = points(parse([], SERVE.program), SERVE)
-    assert point.config == ServerConfig() and check(ServerConfig()) == []
+    assert point.config == ServeRun() and check(ServeRun()) == []
     (point,) = points(parse(['lora.paths=["sql=adapters/sql"]'], SERVE.program), SERVE)
     assert point.config.engine.lora.on and point.config.engine.lora.named() == [("sql", "adapters/sql")]
     text = (ROOT / "conf" / "serve.yaml").read_text()
-    assert all(f"\n  {name}:" in text for name in ServeConfig.__dataclass_fields__)
-    for name in ServeConfig.__dataclass_fields__:
+    assert all(f"\n  {name}:" in text for name in ServerConfig.__dataclass_fields__)
+    for name in ServerConfig.__dataclass_fields__:
         if name not in ("host", "port", "api_key", "model_name", "drain_seconds"):
-            assert any(name in problem for problem in check(ServerConfig(serve=ServeConfig(**{name: 0})))), name
+            assert any(name in problem for problem in check(ServeRun(serve=ServerConfig(**{name: 0})))), name
     with pytest.raises(ConfigError, match="did you mean serve.chunks_per_second"):
         points(parse(["serve.chunk_per_second=1"], SERVE.program), SERVE)
 

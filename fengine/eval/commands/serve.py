@@ -6,17 +6,40 @@ answers were cut off by a second Ctrl-C or SIGTERM, or at the end of serve.drain
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
+from fengine import config as engine_config
+from fengine.config import EngineConfig
 from fengine.errors import ConfigError, MissingExtraError
 from fengine.eval.cli.command import OK, composed
 from fengine.eval.cli.compose import points
 from fengine.eval.cli.engines import open_engine
 from fengine.eval.cli.schema import Schema
-from fengine.server.config import ServerConfig, check
+from fengine.server import config as server_config
+from fengine.server.config import ServerConfig
 
-SERVE = Schema(ServerConfig, "serve", "serve_schema", check, "fengine serve")
+
+@dataclass(frozen=True)
+class ServeRun:
+    """One server; `seed` is the engine's random_seed. Users write the sections of `engine` at the top."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    seed: int = 0
+    serve: ServerConfig = field(default_factory=ServerConfig)
+
+
+def check(config: ServeRun) -> list[str]:
+    """Every problem that can be seen without loading anything, one line each. Pure."""
+    problems = engine_config.check(config.engine) + server_config.check(config.serve)
+    if not -(2**63) <= config.seed < 2**63:
+        problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
+    if config.engine.model.skip_tokenizer_init:
+        problems.append("a server speaks text: set model.skip_tokenizer_init=false")
+    return problems
+
+
+SERVE = Schema(ServeRun, "serve", "serve_schema", check, "fengine serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,10 +54,10 @@ def _work(command: Namespace) -> int:
     return run(point.config)
 
 
-def run(config: ServerConfig) -> int:
+def run(config: ServeRun) -> int:
     """Takes the address first, so that a wrong one is told before a model is loaded."""
-    server, engine_config = server_module(), replace(config.engine, random_seed=config.seed)
-    with server.listen(config.serve) as bound, open_engine(engine_config) as engine:
+    server, seeded = server_module(), replace(config.engine, random_seed=config.seed)
+    with server.listen(config.serve) as bound, open_engine(seeded) as engine:
         stopped_by = server.serve(engine, config.serve, bound)
     return OK if stopped_by is None else 128 + stopped_by
 
