@@ -9,41 +9,18 @@ what the matcher reads in another way than a validator does is rewritten or refu
   together, that would contradict itself: there, others stay allowed.
 """
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
 from fengine.errors import GrammarError
-from fengine.structured_output import bounds, references
+from fengine.structured_output import bounds, keywords, references, rewrites
 from fengine.structured_output.characters import SURROGATE
 from fengine.structured_output.regex import explicit
 
 ANY = "$$ANY$$"  # SGLang's word for any JSON
 MAX_DEPTH = 96  # of values inside one another; the matcher's own limit is 128
-MAX_ENUM = 10_000
-MAX_JOINED = 12  # patterns that may meet in one string: the matcher's work doubles with each
-MAX_LENGTH = 1_000_000  # of strings and arrays
-MAX_MULTIPLE = 1_000  # an automaton has a state for each remainder
-
-DRAFTS = ("draft-04/schema", "draft-06/schema", "draft-07/schema", "draft/2019-09/schema", "draft/2020-12/schema")
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_ANNOTATIONS = {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly",
-                "writeOnly", "discriminator"}  # fmt: skip
-_ONE = {"items", "additionalItems", "additionalProperties"}  # a schema
-_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}  # of schemas
-_NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by name
-_VALUES = {"type", "enum", "const", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minLength",
-           "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-           "$ref", "$schema", "$id"}  # fmt: skip
-_JOINING = {"anyOf", "oneOf", "$ref"}  # hold together with what stands beside them
-_JOINED = _ONE | _JOINING | {"properties", "patternProperties", "prefixItems", "pattern", "format"}
-KEYWORDS = _ONE | _LISTS | _NAMED | _VALUES
-_LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
-_YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
-_DATE = rf"^(?:{_YEAR}-(?:(?:0[13-9]|1[0-2])-|02-(?:[01]|2[0-8]))|{_LEAP})"
 
 
 class Whitespace(NamedTuple):
@@ -69,12 +46,13 @@ def as_rule(schema: Any, whitespace: Whitespace) -> str:
     """A checked schema as a part of a Lark rule. Errors: GrammarError. Pure."""
     if schema is False:
         raise GrammarError("json_schema is false, which nothing satisfies")
-    _check_joined(schema)
     if schema is True:
         checked = {}
     else:
-        checker = _Checker(schema)
-        checked = checker.schema(schema, "#")
+        rewritten = rewrites.rewritten(schema)
+        _check_joined(rewritten)
+        checker = _Checker(rewritten, closing=not rewrites.is_open(_objects(schema)))
+        checked = checker.schema(rewritten, "#")
         references.check(checker.nodes)
     return "%json " + json.dumps(checked | {"x-guidance": options(whitespace)})
 
@@ -86,6 +64,8 @@ def read(text: str) -> Any:
     schema = strict_json(text, "json_schema")
     if not isinstance(schema, (dict, bool)):
         raise GrammarError(f"json_schema must be a JSON object, got {type(schema).__name__}")
+    if isinstance(schema, dict) and set(schema) <= keywords.WRAPPER and "name" in schema and "schema" in schema:
+        return schema["schema"] if isinstance(schema["schema"], (dict, bool)) else {"schema": schema["schema"]}
     return schema
 
 
@@ -130,20 +110,23 @@ def _levels(value: Any) -> Iterator[int]:
 def _check_joined(document: Any) -> None:
     """Errors: GrammarError if more than MAX_JOINED patterns and formats might have to hold of one string. Pure."""
     nodes = list(_objects(document))
-    if any("allOf" in node or (_JOINING & node.keys() and len(_JOINED & node.keys()) > 1) for node in nodes):
+    if any(
+        "allOf" in node or (keywords.JOINING & node.keys() and len(keywords.JOINED & node.keys()) > 1) for node in nodes
+    ):
         patterns = {node[key] for node in nodes for key in ("pattern", "format") if isinstance(node.get(key), str)}
-        if len(patterns) > MAX_JOINED:
+        if len(patterns) > keywords.MAX_JOINED:
             raise GrammarError(
                 f"json_schema has {len(patterns)} different patterns and formats; beside allOf, or anyOf, oneOf or "
-                f"$ref with other keywords next to them, at most {MAX_JOINED} are supported"
+                f"$ref with other keywords next to them, at most {keywords.MAX_JOINED} are supported"
             )
 
 
 class _Checker:
     """Checks and rewrites one document. Every error tells where."""
 
-    def __init__(self, document: Any) -> None:
-        self.closing = not any("allOf" in node for node in _objects(document))
+    def __init__(self, document: Any, closing: bool) -> None:
+        """`closing`: an object that says nothing of other properties has only those that it names."""
+        self.closing = closing
         self.fractions = bounds.fractions(_objects(document))
         self.nodes: dict[str, Any] = {}
 
@@ -155,32 +138,33 @@ class _Checker:
             raise GrammarError(f"json_schema at {at} must be an object or a bool, got {type(value).__name__}")
         out: dict[str, Any] = {}
         for key, item in value.items():
-            if key in _ANNOTATIONS:
+            if key not in keywords.KEYWORDS:
+                keywords.check_annotation(key, at)
                 continue
-            if key not in KEYWORDS:
-                near = difflib.get_close_matches(key[:80], sorted(KEYWORDS), n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"supported are {', '.join(sorted(KEYWORDS))}"
-                raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; {hint}")
             out[key] = self.keyword(key, item, f"{at}/{key}")
         self.nodes[at] = self.exact(out, at)
         return out
 
     def keyword(self, key: str, value: Any, at: str) -> Any:
-        if key in _LISTS or (key == "items" and isinstance(value, list)):
+        if key in keywords.LISTS or (key == "items" and isinstance(value, list)):
             if not isinstance(value, list):
                 raise GrammarError(f"json_schema at {at} must be a list of schemas")
             return [self.part(item, f"{at}/{i}") for i, item in enumerate(value)]
-        if key in _ONE:
+        if key in keywords.ONE:
             return self.part(value, at)
-        if key in _NAMED:
+        if key in keywords.NAMED:
             if not isinstance(value, dict):
                 raise GrammarError(f"json_schema at {at} must be an object of schemas")
             named = {name: self.part(item, references.pointer(at, name)) for name, item in value.items()}
             if key == "patternProperties":
                 return {explicit(name, f"json_schema at {at}:", searched=True): item for name, item in named.items()}
             return named
-        check_value(key, value, at)
-        return explicit(value, f"json_schema at {at}:", searched=True) if key == "pattern" else value
+        keywords.check_value(key, value, at)
+        if key != "pattern":
+            return value
+        written = explicit(value, f"json_schema at {at}:", searched=True)
+        keywords.check_pattern(written, at)
+        return written
 
     def part(self, value: Any, at: str) -> Any:
         """A schema inside; a bool stays one."""
@@ -200,64 +184,7 @@ class _Checker:
                 f"json_schema: minProperties at {at} needs additionalProperties: false and no patternProperties, for "
                 "nothing keeps a key that the schema does not name from standing there twice"
             )
-        if out.get("format") in ("date", "date-time"):
-            exists = {"pattern": explicit(_DATE, "date", searched=True)}
-            out["allOf"] = [*out.get("allOf", ()), exists]
-            self.nodes[f"{at}/allOf/{len(out['allOf']) - 1}"] = exists
         return out
-
-
-def check_value(key: str, value: Any, at: str) -> None:
-    """That the value of a keyword is one the matcher takes as it is meant. Errors: GrammarError. Pure."""
-
-    def wrong(needed: str) -> GrammarError:
-        return GrammarError(f"json_schema at {at} must be {needed}, got {value!r:.80}")
-
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    if key in ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"):
-        if not integer or not 0 <= value <= MAX_LENGTH:
-            raise wrong(f"an integer in [0, {MAX_LENGTH}]")
-    elif key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-        if not integer and not isinstance(value, float):
-            raise wrong("a number")
-    elif key == "multipleOf":
-        if isinstance(value, bool) or not _is_small_multiple(value):
-            raise wrong(f"a number above 0 with at most {MAX_MULTIPLE} as its digits")
-    elif key in ("pattern", "format", "$ref", "$schema", "$id"):
-        if not isinstance(value, str):
-            raise wrong("a string")
-        _check_word(key, value, at)
-    elif key == "enum":
-        if not isinstance(value, list) or not 1 <= len(value) <= MAX_ENUM:
-            raise GrammarError(f"json_schema at {at} must be a list of 1 to {MAX_ENUM} values")
-    elif key == "required":
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise wrong("a list of names")
-    elif key == "type" and not isinstance(value, str):
-        if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
-            raise wrong("a type or a list of types")
-
-
-def _check_word(key: str, value: str, at: str) -> None:
-    if key == "format" and value not in FORMATS:
-        raise GrammarError(f"json_schema: format {value!r:.80} at {at} is not supported; {', '.join(FORMATS)} are")
-    if key == "$ref" and not (value == "#" or value.startswith("#/")):
-        raise GrammarError(
-            f"json_schema: $ref {value!r:.200} at {at} leads out of this schema, and nothing is ever fetched; put it "
-            "under $defs and refer to it as #/$defs/…"
-        )
-    if key == "$schema" and value.rstrip("#").partition("json-schema.org/")[2] not in DRAFTS:
-        raise GrammarError(f"json_schema: $schema {value!r:.80} is unknown; known are {', '.join(DRAFTS)}")
-    if key == "$id" and at != "#/$id":
-        raise GrammarError(f"json_schema: $id at {at} changes what $ref means; only the whole schema may have one")
-
-
-def _is_small_multiple(value: Any) -> bool:
-    try:
-        number = Decimal(repr(value)) if isinstance(value, (int, float)) else Decimal(0)
-        return 0 < number and int(number.scaleb(-int(number.normalize().as_tuple().exponent))) <= MAX_MULTIPLE
-    except (InvalidOperation, OverflowError, ValueError):
-        return False
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

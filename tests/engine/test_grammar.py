@@ -198,7 +198,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "object", "properties
         ({"regex": 5}, InvalidRequestError, "regex must be a string"),
         ({"regex": ["a"]}, InvalidRequestError, "regex must be a string"),
         ({"json_schema": "{"}, GrammarError, "Failed to compile json grammar"),
-        ({"json_schema": {"not": {}}}, GrammarError, "'not' at # is not supported"),
+        ({"json_schema": {"contains": {}}}, GrammarError, "'contains' at # is not supported"),
         ({"json_schema": {"a": object()}}, GrammarError, "cannot be written as JSON"),
         ({"ebnf": "root ::= x"}, GrammarError, "Failed to compile ebnf grammar"),
         ({"structural_tag": "{}"}, GrammarError, "Failed to compile structural tag grammar"),
