@@ -574,7 +574,7 @@ def test_a_step_in_which_all_have_failed_has_nothing_to_draw() -> None:
 
 
 def test_neighbours_in_one_fill_do_not_meet() -> None:
-    texts = ["[a-z]+", "(a|b)*", "[0-9]{3}", "((a{1,99}){1,99}){1,99}"] * 4
+    texts = ["[a-z]+", "(a|b)*", "[0-9]{3}", "((a{1,79}){1,79}){1,79}"] * 4
     alone = [masks([cursor_of(compiled("regex", text))], [[]]).mask_MW[0] for text in texts]
     together = masks([cursor_of(compiled("regex", text)) for text in texts], [[]] * len(texts)).mask_MW
     assert all((a == b).all() for a, b in zip(alone, together, strict=True))
