@@ -40,8 +40,9 @@ class Numerics(Enum):
 class ModelConfig:
     """`path` is "box" (the model in the package), a directory, or a hub id; `revision` is that of a hub id.
 
-    `dtype` auto keeps matrices as stored. `device` is cpu or cuda. `context_length` is in tokens, at most the
-    checkpoint's. `is_embedding` reads a language model without its output head, for embeddings.
+    `dtype` auto keeps matrices as stored. `device` is cpu, cuda or cuda:N; without a number `gpu_id` is it.
+    `json_overrides` is a JSON object whose values take the place of config.json's. `context_length` is in tokens, at
+    most the checkpoint's. `is_embedding` reads a language model without its output head, for embeddings.
     """
 
     path: str = "box"
@@ -50,6 +51,8 @@ class ModelConfig:
     load_format: LoadFormat = LoadFormat.auto
     dtype: Dtype = Dtype.auto
     device: str | None = None
+    gpu_id: int = 0
+    json_overrides: str = ""
     context_length: int | None = None
     skip_tokenizer_init: bool = False
     is_embedding: bool = False
@@ -271,7 +274,10 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     problems = check(config)
     if problems:
         raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
-    gpu = (config.model.device or hardware.device).startswith("cuda")
+    device = config.model.device or hardware.device
+    if device == "cuda" and config.model.gpu_id:
+        device = f"cuda:{config.model.gpu_id}"
+    gpu = device.startswith("cuda")
     compile_step = config.compile.enabled
     cache, scheduler = config.cache, config.scheduler
     page_size = cache.page_size or (64 if gpu else 16)  # on a CPU as fast as larger ones, with more prefix hits
@@ -282,7 +288,7 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     drafts = config.speculation
     return replace(
         config,
-        model=replace(config.model, device=config.model.device or hardware.device),
+        model=replace(config.model, device=device),
         cache=replace(cache, page_size=page_size),
         scheduler=replace(
             scheduler,

@@ -115,7 +115,7 @@ def model_info(parts: Parts, args: ServerArgs) -> dict[str, Any]:
         "architectures": [parts.spec.architecture],
         "reasoning_parser": None,
         "tool_call_parser": None,
-        "disaggregation_mode": args.disaggregation_mode,
+        "disaggregation_mode": "null",
     }
 
 

@@ -188,7 +188,7 @@ def check_amount(params: SamplingParams, samples: int, count: int, most: int) ->
 
 def _hidden(args: ServerArgs, value: Any) -> str | None:
     if value is None or value is False:
-        return None
+        return "full" if args.return_hidden_states else None
     if value is not True and not (isinstance(value, str) and value in ("full", "last")):
         raise InvalidRequestError(f'return_hidden_states must be False, True, "full" or "last", got {value!r:.80}.')
     mode, allowed = "last" if value == "last" else "full", args.hidden_states_mode

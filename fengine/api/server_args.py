@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import logging
 import os
-from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, get_args
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from functools import partial
+from typing import Any, TypeVar, get_args
 
-from fengine.api.adapter_paths import adapter_paths
-from fengine.api.foreign_args import ALSO_OFF, HARMLESS
-from fengine.api.foreign_args import REFUSED as REFUSED_BY_REASON
+from fengine.api.arguments import unknown
+from fengine.api.sglang_args import FOREIGN, adapter_paths, log_harmless, refuse_foreign
 from fengine.config import (
     Algorithm,
     CacheConfig,
@@ -24,41 +25,65 @@ from fengine.config import (
     SpeculationConfig,
 )
 from fengine.core.request import SamplingParams
-from fengine.errors import ConfigError, GrammarError, UnsupportedFeatureError
+from fengine.errors import ConfigError, GrammarError
 from fengine.structured_output.regex import explicit
 from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.stop_regex import compile_patterns
 
-_Foreign = make_dataclass(
-    "_Foreign",
-    [
-        (name, Any, field(default=default))
-        for group in (*HARMLESS.values(), *REFUSED_BY_REASON.values())
-        for name, default in group.items()
-    ],
-    kw_only=True,
-)
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
+C = TypeVar("C")
+
+
+def with_foreign_fields(cls: type[C]) -> type[C]:
+    """The dataclass with SGLang's other settings as further fields, by name only; wrong names raise FengineErrors."""
+    foreign = [
+        (name, Any, field(default_factory=partial(type(default), default)) if isinstance(default, (list, dict))
+         else field(default=default))
+        for name, default in FOREIGN.items()
+    ]  # fmt: skip
+    made = make_dataclass(cls.__name__, foreign, bases=(cls,), kw_only=True)
+    made.__doc__, made.__module__, made.__qualname__ = cls.__doc__, cls.__module__, cls.__qualname__
+    initialise = made.__init__
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            initialise(self, *args, **kwargs)
+        except TypeError as error:
+            known = [f.name for f in fields(made)]
+            for name in kwargs:
+                if name not in known:
+                    raise unknown("Engine()", name, known) from None
+            raise ConfigError(f"{error}; Engine needs a model_path".replace("__init__()", "Engine()")) from None
+
+    made.__init__ = checked  # type: ignore[method-assign]
+    return made
+
+
+@with_foreign_fields
 @dataclass
-class ServerArgs(_Foreign):
+class ServerArgs:
     """A plain dataclass (`dataclasses.asdict` works). `to_config` checks it and gives an EngineConfig.
 
-    The fields here are honoured; those of `foreign_args.py` are accepted without effect, or refused with the reason.
+    The fields here are honoured; those of `sglang_args.json` are accepted without effect, or refused with the reason.
     """
 
     model_path: str
     tokenizer_path: str | None = None
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
-    dtype: str = "auto"
-    device: str | None = None
+    dtype: str = "auto"  # or a dtype of torch
+    device: str | None = None  # cpu, cuda, cuda:N
+    base_gpu_id: int = 0  # the GPU where device is cuda, or left out
     revision: str | None = None
     context_length: int | None = None
     is_embedding: bool = False
+    json_model_override_args: str | dict = "{}"  # values over those of config.json
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
+    max_queued_requests: int | None = None  # what comes beyond is refused
     chunked_prefill_size: int | None = None
     page_size: int | None = None
     schedule_policy: str = "fcfs"
@@ -82,8 +107,10 @@ class ServerArgs(_Foreign):
     allow_auto_truncate: bool = False
     enable_custom_logit_processor: bool = False
     enable_return_hidden_states: bool = False
+    return_hidden_states: bool = False  # in every output, as in SGLang's first releases
     return_hidden_states_mode: str | None = None  # "last" or "full": the most that calls may ask for
     weight_version: str = "default"
+    served_model_name: str | None = None
     chat_template: str | None = None  # a file, or the template itself
     hf_chat_template_name: str | None = None
     default_chat_template_kwargs: dict | None = None
@@ -93,16 +120,23 @@ class ServerArgs(_Foreign):
     max_lora_rank: int | None = None
     lora_target_modules: list | tuple | set | str | None = None
     max_loaded_loras: int | None = None
-    grammar_backend: str | None = None  # llguidance, or none: then grammars are refused
+    grammar_backend: str | None = None  # none refuses grammars; whatever else is named, they are llguidance's
     constrained_json_whitespace_pattern: str | None = None  # between the parts of JSON; None: a space, or a line end
     constrained_json_disable_any_whitespace: bool = False  # exactly one space behind comma and colon, none elsewhere
+    enable_weights_cpu_backup: bool = False  # resume_memory_occupation brings back the weights that were released
+    log_level: str | None = None  # of the logger "fengine"; None leaves it alone
+    log_requests: bool = False
+    log_requests_level: int = 2  # 0: ids and times; 1: parameters, too; 2: the beginning of texts; 3: whole texts
+    crash_dump_folder: str | None = None  # where the last requests are written if the engine dies
     numerics: str = "exact"  # fengine's own
 
     def to_config(self) -> EngineConfig:
         """The same settings in fengine's words. Errors: ConfigError, UnsupportedFeatureError."""
         self._check_types()
-        self._refuse()
+        refuse_foreign(vars(self))
         self._check_values()
+        set_log_level(self.log_level)
+        log_harmless(vars(self))
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk < 1:  # SGLang's -1: chunking off; the step still needs a budget
             chunk = None
@@ -113,8 +147,10 @@ class ServerArgs(_Foreign):
                 tokenizer_path=self.tokenizer_path,
                 revision=self.revision,
                 load_format=_choice(LoadFormat, "load_format", self.load_format),
-                dtype=_choice(Dtype, "dtype", _DTYPE_WORDS.get(self.dtype, self.dtype)),
+                dtype=_choice(Dtype, "dtype", _DTYPE_WORDS.get(self._dtype, self._dtype)),
                 device=self.device,
+                gpu_id=self._gpu_id,
+                json_overrides=self._overrides,
                 context_length=self.context_length,
                 skip_tokenizer_init=self.skip_tokenizer_init,
                 is_embedding=self.is_embedding,
@@ -168,6 +204,30 @@ class ServerArgs(_Foreign):
         )
 
     @property
+    def _dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def _gpu_id(self) -> int:
+        number = self.base_gpu_id
+        if number and self.device not in (None, "cpu", "cuda", f"cuda:{number}"):
+            raise ConfigError(f"device={self.device!r} and base_gpu_id={number} name two GPUs; leave one of them out")
+        return number
+
+    @property
+    def _overrides(self) -> str:
+        """`json_model_override_args` as JSON in one form; "" for nothing. Errors: ConfigError."""
+        given = self.json_model_override_args
+        try:
+            values = json.loads(given or "{}") if isinstance(given, str) else given
+            text = json.dumps(values, sort_keys=True, allow_nan=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"json_model_override_args: {error}, got {given!r:.80}") from None
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise ConfigError(f"json_model_override_args must be an object of config.json's names, got {given!r:.80}")
+        return text if values else ""
+
+    @property
     def whitespace(self) -> Whitespace | None:
         """What may stand between the parts of JSON that a grammar asks for; None: grammars are off."""
         if self.grammar_backend == "none":
@@ -180,7 +240,8 @@ class ServerArgs(_Foreign):
     @property
     def hidden_states_mode(self) -> str | None:
         """The most that a call may ask for: None, "last" or "full"."""
-        return "full" if self.enable_return_hidden_states else self.return_hidden_states_mode
+        every = self.enable_return_hidden_states or self.return_hidden_states
+        return "full" if every else self.return_hidden_states_mode
 
     def preferred(self) -> dict[str, Any]:
         """Sampling parameters that hold where a call gives none. Errors: ConfigError."""
@@ -203,7 +264,8 @@ class ServerArgs(_Foreign):
                 parser.add_argument(name, action=argparse.BooleanOptionalAction, default=f.default)
             else:
                 kind = next((k for k in (int, float) if k in (f.type, *get_args(f.type), type(f.default))), str)
-                parser.add_argument(name, type=kind, default=f.default)
+                default = f.default if f.default_factory is MISSING else f.default_factory()
+                parser.add_argument(name, type=kind, default=default)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "ServerArgs":
@@ -216,6 +278,8 @@ class ServerArgs(_Foreign):
             value, kinds = getattr(self, f.name), f.type
             if kinds is Any or (f.name == "model_path" and isinstance(value, os.PathLike)):
                 continue
+            if f.name == "dtype" and type(value).__module__ == "torch":
+                continue
             allowed = get_args(kinds) or (kinds,)
             if type(value) not in allowed and not (type(value) is int and float in allowed):
                 kind = getattr(kinds, "__name__", kinds)
@@ -223,30 +287,24 @@ class ServerArgs(_Foreign):
         if bad:
             raise ConfigError("; ".join(bad))
 
-    def _refuse(self) -> None:
-        """Everything not built that differs from its default, all at once."""
-        bad = []
-        for reason, group in REFUSED_BY_REASON.items():
-            for name, default in group.items():
-                value = getattr(self, name)
-                if not (value is None or _same(value, default) or any(_same(value, x) for x in ALSO_OFF.get(name, ()))):
-                    bad.append(f"{name}={value!r:.80} ({reason})")
-        if (algorithm := self.speculative_algorithm) is not None and algorithm.upper() != "NGRAM":
-            bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation only NGRAM is built)")
-        if bad:
-            raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
-
     def _check_values(self) -> None:
         """Errors: ConfigError."""
         if self.stream_interval < 1:
             raise ConfigError(f"stream_interval must be at least 1, got {self.stream_interval}")
         if self.return_hidden_states_mode not in (None, "last", "full"):
             raise ConfigError(f"return_hidden_states_mode must be last or full, got {self.return_hidden_states_mode!r}")
-        if self.grammar_backend not in (None, "llguidance", "none"):
+        if self.grammar_backend not in (None, "llguidance", "xgrammar", "outlines", "none"):
             raise ConfigError(
-                f"grammar_backend must be llguidance (the default) or none, got {self.grammar_backend!r}: other "
-                "libraries let pass what a JSON schema forbids in a keyword that they do not know"
+                f"grammar_backend must be llguidance (the default; xgrammar and outlines come to it) or none, got "
+                f"{self.grammar_backend!r}"
             )
+        if self.log_level is not None and self.log_level.lower() not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
+        if not 0 <= self.log_requests_level <= 3:
+            raise ConfigError(f"log_requests_level must be 0, 1, 2 or 3, got {self.log_requests_level}")
+        for name, least in (("base_gpu_id", 0), ("max_queued_requests", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
         if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
             raise ConfigError("constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern exclude "
                               "each other; leave one out")  # fmt: skip
@@ -259,12 +317,18 @@ class ServerArgs(_Foreign):
         self.preferred()
 
 
-def _same(a: Any, b: Any) -> bool:
-    kinds = {type(a), type(b)}
-    return (len(kinds) == 1 or kinds == {int, float}) and a == b
+def set_log_level(level: str | None) -> None:
+    """Sets the level of the logger "fengine", and lets it print where nothing else does. Modifies: logging."""
+    if level is None:
+        return
+    logger = logging.getLogger("fengine")
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
 
 
-REFUSED = tuple(name for group in REFUSED_BY_REASON.values() for name in group)
 _DTYPE_WORDS = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"}
 
 

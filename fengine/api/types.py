@@ -193,6 +193,7 @@ class EngineSettings(TypedDict, total=False):
     return_hidden_states: bool
     return_hidden_states_mode: str | None
     weight_version: str
+    served_model_name: str | None
     chat_template: str | None
     hf_chat_template_name: str | None
     default_chat_template_kwargs: dict[str, Any] | None
@@ -212,7 +213,7 @@ class EngineSettings(TypedDict, total=False):
     trust_remote_code: bool
     attention_backend: str | None
     sampling_backend: str | None
-    log_level: str
+    log_level: str | None
     log_requests: bool
     log_requests_level: int
     crash_dump_folder: str | None

@@ -121,7 +121,7 @@ def build(config: EngineConfig) -> Parts:
     compiles = compile_count()
     dummy = config.model.load_format is LoadFormat.dummy
     model_dir = resolve_model(config.model.path, config.model.revision, weights=not dummy)
-    hf_config = read_config(model_dir)
+    hf_config = read_config(model_dir, config.model.json_overrides)
     spec = spec_from_config(hf_config)
     if config.model.is_embedding:
         spec = embedding_spec(spec)
@@ -133,7 +133,7 @@ def build(config: EngineConfig) -> Parts:
         tokenizer = Tokenizer.from_directory(
             resolve_model(tokenizer_path, weights=False) if tokenizer_path else model_dir
         )
-    generation = read_generation_config(model_dir)
+    generation = read_generation_config(model_dir, config.model.json_overrides)
     eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
     params = load_params(
         model_dir,

@@ -5,6 +5,7 @@ is the weights plus one fused matrix.
 """
 
 import hashlib
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,8 +70,11 @@ class Placement(NamedTuple):
 # -- config -----------------------------------------------------------------------------------------------------------
 
 
-def read_config(directory: Path) -> Config:
-    """`config.json`, parsed strictly. Errors: ModelLoadError; UnsupportedFormatError with only other weights."""
+def read_config(directory: Path, overrides: str = "") -> Config:
+    """`config.json`, parsed strictly, with the values of the JSON object `overrides` over its own.
+
+    Errors: ModelLoadError; UnsupportedFormatError with only other weights.
+    """
     if not directory.is_dir():
         kind = "is not a directory" if directory.exists() else "does not exist"
         raise ModelLoadError(f"model directory {directory} {kind}.")
@@ -80,7 +84,7 @@ def read_config(directory: Path) -> Config:
             f"{directory} holds {listing(directory)}; a model directory needs config.json and {SINGLE} (or {INDEX})."
         )
     refuse_quantization_file(directory / "hf_quant_config.json")
-    return read_json(directory / "config.json")
+    return read_json(directory / "config.json") | json.loads(overrides or "{}")
 
 
 def refuse_quantization_file(path: Path) -> None:
@@ -108,9 +112,9 @@ def spec_from_config(config: Config) -> ModelSpec:
     return models.lookup(names[0]).spec_from_hf(config)
 
 
-def read_generation_config(directory: Path) -> GenerationConfig:
+def read_generation_config(directory: Path, overrides: str = "") -> GenerationConfig:
     """The ids in generation_config.json (optional) and config.json together. Errors: ModelLoadError."""
-    config = read_json(directory / "config.json")
+    config = read_config(directory, overrides)
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() or path.is_symlink() else {}
     eos = {token for source in (generation, config) for token in _ids(source, "eos_token_id")}

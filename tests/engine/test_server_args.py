@@ -1,19 +1,25 @@
 """`ServerArgs` field by field: what is honoured changes the configuration, what is refused is refused by name."""
 
 import argparse
+import json
+import logging
 from dataclasses import asdict, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+import torch
 from checksum import checksum_engine, expected
 
 from fengine.api.engine import Engine
-from fengine.api.foreign_args import ALSO_OFF, HARMLESS
-from fengine.api.server_args import REFUSED, ServerArgs
+from fengine.api.server_args import ServerArgs
+from fengine.api.sglang_args import ALSO_OFF, FOREIGN, HARMLESS, REFUSED
+from fengine.api.types import EngineSettings
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig
-from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.errors import ConfigError, FengineError, UnknownParameterError, UnsupportedFeatureError
 
 BASE = ServerArgs(model_path="box").to_config()
+DOCUMENTED = json.loads((Path(__file__).parent / "sglang_documented_args.json").read_text())
 
 HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the configuration it must become
     "model_path": ("elsewhere", lambda c: c.model.path == "elsewhere"),
@@ -22,8 +28,10 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "load_format": ("dummy", lambda c: c.model.load_format.name == "dummy"),
     "dtype": ("half", lambda c: c.model.dtype.name == "float16"),
     "device": ("cpu", lambda c: c.model.device == "cpu"),
+    "base_gpu_id": (2, lambda c: c.model.gpu_id == 2),
     "revision": ("main", lambda c: c.model.revision == "main"),
     "context_length": (99, lambda c: c.model.context_length == 99),
+    "json_model_override_args": ('{"a": 1}', lambda c: c.model.json_overrides == '{"a": 1}'),
     "mem_fraction_static": (0.5, lambda c: c.cache.mem_fraction_static == 0.5),
     "max_total_tokens": (100, lambda c: c.cache.max_total_tokens == 100),
     "max_running_requests": (7, lambda c: c.scheduler.max_running_requests == 7),
@@ -48,14 +56,14 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "max_loaded_loras": (9, lambda c: c.lora.max_loaded_loras == 9),
     "numerics": ("fast", lambda c: c.numerics.name == "fast"),
 }
-BY_THE_ENGINE = set(  # they shape calls and outputs, not the config; tests/test_doors_*.py
+BY_THE_ENGINE = set(  # they shape calls, outputs and logs, not the config
     "incremental_streaming_output stream_output enable_metrics stream_interval preferred_sampling_params "
     "allow_auto_truncate enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode "
     "enable_priority_scheduling schedule_low_priority_values_first default_priority_value weight_version chat_template "
     "hf_chat_template_name default_chat_template_kwargs grammar_backend constrained_json_whitespace_pattern "
-    "constrained_json_disable_any_whitespace".split()
+    "constrained_json_disable_any_whitespace return_hidden_states log_level log_requests log_requests_level "
+    "crash_dump_folder served_model_name max_queued_requests enable_weights_cpu_backup".split()
 )
-ACCEPTED = [name for group in HARMLESS.values() for name in group]
 
 
 def given(name: str, value: Any) -> ServerArgs:
@@ -68,12 +76,18 @@ def test_an_honoured_field_reaches_the_configuration(name: str) -> None:
     assert holds(given(name, value).to_config()) and not holds(BASE)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_field_that_is_not_built_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=f"{name}='something'"):
-        given(name, "something").to_config()
-    default = next(f.default for f in fields(ServerArgs) if f.name == name)
-    assert given(name, default).to_config() == given(name, None).to_config() == BASE
+def test_sglangs_other_settings_are_accepted_or_refused_by_name() -> None:
+    for group in HARMLESS.values():
+        for name in group:
+            for value in (None, "something", 7, [1]):
+                assert given(name, value).to_config() == BASE, name
+    for reason, group in REFUSED.items():
+        for name, default in group.items():
+            with pytest.raises(UnsupportedFeatureError) as error:
+                given(name, "something").to_config()
+            assert f"{name}='something' ({reason})" in str(error.value)
+            for off in (default, None, *ALSO_OFF.get(name, ())):
+                assert given(name, off).to_config() == BASE, name
 
 
 def test_the_defaults_are_the_configurations() -> None:
@@ -81,29 +95,59 @@ def test_the_defaults_are_the_configurations() -> None:
 
 
 def test_every_field_is_honoured_harmless_or_refused_and_only_one_of_these() -> None:
-    kinds = [set(HONOURED), BY_THE_ENGINE, set(ACCEPTED), set(REFUSED)]
-    assert set.union(*kinds) == {f.name for f in fields(ServerArgs)}
-    assert (
-        sum(map(len, kinds))
-        == len(fields(ServerArgs))
-        == len(set(ACCEPTED)) + len(set(REFUSED)) + len([*HONOURED, *BY_THE_ENGINE])
-    )
+    foreign = [name for groups in (HARMLESS, REFUSED) for group in groups.values() for name in group]
+    names = [f.name for f in fields(ServerArgs)]
+    assert sorted(names) == sorted([*HONOURED, *BY_THE_ENGINE, *foreign]) and len(foreign) == len(FOREIGN)
+    assert set(ALSO_OFF) <= {name for group in REFUSED.values() for name in group}
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_a_harmless_field_changes_nothing(name: str) -> None:
-    for value in (None, "something", 7, [1]):
-        assert given(name, value).to_config() == BASE
+def test_type_checkers_know_every_setting_that_is_honoured() -> None:
+    typed = get_type_hints(EngineSettings)
+    assert typed.keys() >= set(HONOURED) | BY_THE_ENGINE
+    assert typed.keys() <= {f.name for f in fields(ServerArgs)}
+    for f in fields(ServerArgs):
+        if f.name in typed and f.name not in FOREIGN and f.type is not Any:
+            own, typed_ = str(f.type).split("[")[0], str(typed[f.name])
+            assert own.split(" | ")[0].replace("<class '", "").rstrip("'>") in typed_, f.name
+
+
+def test_what_the_documents_print_is_accepted() -> None:
+    for name, value in DOCUMENTED.items():
+        given(name, value).to_config()
+
+
+def test_all_that_the_documents_print_at_once_makes_an_engine() -> None:
+    with Engine(**(DOCUMENTED | {"model_path": "box", "tokenizer_path": "box", "device": "cpu"})) as engine:
+        assert engine.generate("Hello", {"max_new_tokens": 2})["text"]
+
+
+def test_hints_are_accepted_and_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    hints: dict[str, Any] = {
+        "attention_backend": "fa3", "mm_attention_backend": "fa3", "sampling_backend": "flashinfer",
+        "grammar_backend": "xgrammar", "cuda_graph_max_bs": 8, "show_time_cost": True, "kv_cache_dtype": "bfloat16",
+        "trust_remote_code": True, "enable_memory_saver": True, "gpu_id_step": 1, "nnodes": 1, "node_rank": 0,
+    }  # fmt: skip
+    with caplog.at_level(logging.INFO, logger="fengine"):
+        assert ServerArgs(model_path="box", **hints).to_config() == BASE
+    (line,) = caplog.messages
+    assert "attention_backend='fa3' (fengine's own kernels" in line and "grammars are llguidance's" in line
+    assert given("dtype", torch.bfloat16).to_config().model.dtype.name == "bfloat16"
+
+
+def test_unknown_and_missing_settings_are_told_with_the_nearest_name() -> None:
+    with pytest.raises(UnknownParameterError, match="Did you mean 'page_size'"):
+        Engine(model_path="box", pagesize=4)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="model_path"):
+        Engine()
+    with pytest.raises(FengineError, match="unknown argument 'nothing_like_it'"):
+        ServerArgs("box", nothing_like_it=1)  # type: ignore[call-arg]
 
 
 def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
     with pytest.raises(UnsupportedFeatureError) as error:
-        ServerArgs(model_path="x", tp_size=2, quantization="fp8", dp_size=2).to_config()
+        ServerArgs(model_path="x", tp_size=2, quantization="fp8", dp_size=2).to_config()  # type: ignore[call-arg]
     for words in ("tp_size=2 (several GPUs", "quantization='fp8' (quantized weights", "dp_size=2 (several GPUs"):
         assert words in str(error.value)
-    for name, values in ALSO_OFF.items():
-        for value in values:
-            assert given(name, value).to_config() == BASE
     for wrong in (True, 1.5, "1"):  # a bool is no int, though Python has it equal
         with pytest.raises(UnsupportedFeatureError):
             given("tp_size", wrong).to_config()
@@ -121,13 +165,35 @@ def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
         ("preferred_sampling_params", {"top_p": 2}, "top_p must be in"),
         ("schedule_policy", "random", "schedule_policy must be one of fcfs, lpm"),
         ("load_format", "pt", "load_format must be one of"),
+        ("dtype", "int3", "dtype must be one of"),
         ("enable_metrics", 1, "enable_metrics must be bool"),
         ("default_priority_value", "1", "default_priority_value must be"),
+        ("base_gpu_id", -1, "base_gpu_id must be at least 0"),
+        ("json_model_override_args", "[1]", "must be an object"),
+        ("json_model_override_args", "{", "json_model_override_args"),
+        ("log_level", "loud", "log_level must be one of"),
+        ("log_requests_level", 9, "log_requests_level must be"),
+        ("grammar_backend", "mine", "grammar_backend must be"),
     ],
 )  # fmt: skip
 def test_bad_values_are_told(name: str, bad: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         given(name, bad).to_config()
+
+
+def test_two_names_for_a_gpu_must_agree() -> None:
+    for device in (None, "cpu", "cuda", "cuda:2"):
+        assert ServerArgs("box", device=device, base_gpu_id=2).to_config().model.gpu_id == 2
+    with pytest.raises(ConfigError, match="name two GPUs"):
+        ServerArgs("box", device="cuda:1", base_gpu_id=2).to_config()
+
+
+def test_values_over_those_of_the_config_are_applied_and_checked_like_them() -> None:
+    for given in ({"max_position_embeddings": 64}, '{"max_position_embeddings": 64}'):
+        with Engine(model_path="box", json_model_override_args=given) as engine:
+            assert engine.tokenizer_manager.context_len == 64
+    with pytest.raises(FengineError, match="hidden_act"):
+        Engine(model_path="box", json_model_override_args={"hidden_act": "gelu"})
 
 
 def test_the_record_goes_through_asdict_and_the_command_line() -> None:
