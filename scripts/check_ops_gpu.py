@@ -207,7 +207,9 @@ def attention_bits(name: str) -> dict[str, int]:
 
     def part(first: int, last: int, chosen: attention.Schedule | None = None) -> Tensor:
         bounds = integers([0, last - first])
-        return attention.launch(q[first:last].clone(), k_pages, v_pages, bounds, integers([last]), table, scale, chosen)
+        return attention.launch(
+            q[first:last].clone(), k_pages, v_pages, bounds, integers([last]), table, scale, chosen=chosen
+        )
 
     tiles = [attention.Tiles(False, *t) for t in ((64, 4, 5), (128, 8, 3))] + [attention.HOPPER]
     for each in tiles:

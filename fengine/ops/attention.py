@@ -1,6 +1,8 @@
-"""Causal attention over paged keys and values: one op for prefill, chunked prefill and decode.
+"""Attention over paged keys and values: one op for prefill, chunked prefill and decode.
 
-o = softmax(scale * q k^T) v for the keys at positions 0 .. position(q) of q's row, found through the page table.
+o = softmax(scale * q k^T) v for the keys at positions 0 .. position(q) of q's row, found through the page table. Not
+causal, the keys of the whole row; with a window, no earlier ones than itself and window - 1 before it; with a cap,
+cap * tanh(score / cap) is what softmax sees.
 
 Reduction tree, by absolute key position and nothing else:
 - keys are cut into chunks of CHUNK positions, a chunk into blocks (`block_of` the head width);
@@ -11,16 +13,17 @@ Reduction tree, by absolute key position and nothing else:
   follow the thread layout.);
 - chunk results (m, l, acc) are merged left to right in fp32, with explicit fused multiply-adds;
 - o = acc / l.
-A block with no visible key leaves (m, l, acc) as they are, so how far a tile walks does not matter. The schedule is
-free: which queries share a tile, warps, and whether one program walks all chunks or several take chunks in turn and the
-last to arrive merges their stored results. A schedule runs where it was proved equal on this machine (see proof.py).
+A block or chunk with no visible key leaves (m, l, acc) as they are, so how far a tile walks does not matter. The schedule
+is free: which queries share a tile, warps, and whether one program walks all chunks or several take chunks in turn and
+the last to arrive merges their stored results. A schedule runs where it was proved equal on this machine (see proof.py).
 """
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
+from einops import einsum, rearrange
 from torch import Tensor
 
 from fengine.ops import attention_hopper
@@ -50,9 +53,20 @@ def block_of(width: int) -> int:
     return 128 if width <= 64 else 64
 
 
+class Bounds(NamedTuple):
+    """Which keys a token sees, and how large scores may get. The kernels for Hopper know the default alone."""
+
+    causal: bool = True
+    window: int = 0  # 0: none
+    cap: float = 0.0  # 0: none
+
+
+CAUSAL = Bounds()
+
+
 def reference(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float,
+    scale: float, bounds: Bounds = CAUSAL,
 ) -> Tensor:  # fmt: skip
     """The math, in fp32 (fp64 where q is). Reads only the slots that a row owns. Pure."""
     out_THK = torch.zeros_like(q_THK)
@@ -64,13 +78,21 @@ def reference(
         if tokens == 0:
             continue
         pages = page_table_RN[r, : -(-length // size)].long()
-        k, v = (wide(x[pages]).flatten(0, 1)[:length].to(wide(q_THK).dtype) for x in (k_PSGK, v_PSGK))
-        q = wide(q_THK[rows]).unflatten(1, (groups, -1))
-        scores = torch.einsum("tgjk,sgk->gjts", q, k) * scale
-        position = torch.arange(length - tokens, length, device=q.device)
-        visible = torch.arange(length, device=q.device) <= position[:, None]
-        weight = scores.masked_fill(~visible, -math.inf).softmax(-1)
-        out_THK[rows] = torch.einsum("gjts,sgk->tgjk", weight, v).flatten(1, 2).to(q_THK.dtype)
+        owned = (rearrange(wide(x[pages]), "page slot g k -> (page slot) g k")[:length] for x in (k_PSGK, v_PSGK))
+        k, v = (x.to(wide(q_THK).dtype) for x in owned)
+        q = rearrange(wide(q_THK[rows]), "t (g j) k -> g j t k", g=groups)
+        scores = einsum(q, k, "g j t k, s g k -> g j t s") * scale
+        if bounds.cap:
+            scores = bounds.cap * torch.tanh(scores / bounds.cap)
+        position = torch.arange(length - tokens, length, device=q.device)[:, None]
+        key = torch.arange(length, device=q.device)
+        hidden = key > (position if bounds.causal else length)
+        if bounds.window:
+            hidden = hidden | (key <= position - bounds.window)
+        weight = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        out_THK[rows] = rearrange(einsum(weight, v, "g j t s, s g k -> g j t k"), "g j t k -> t (g j) k").to(
+            q_THK.dtype
+        )
     return out_THK
 
 
@@ -125,7 +147,9 @@ def reference_schedule(q_THK: Tensor, k_PSGK: Tensor) -> Schedule:
     return Schedule(Rows(tile, warps, stages_for(q_THK, tile, 5), 1), None)
 
 
-def schedules(q_THK: Tensor, k_PSGK: Tensor, rows: int, keys: int, processors: int) -> list[Schedule]:
+def schedules(
+    q_THK: Tensor, k_PSGK: Tensor, rows: int, keys: int, processors: int, bounds: Bounds = CAUSAL
+) -> list[Schedule]:
     """Schedules in order of speed, by shapes alone; `keys` is the longest context the page table can name. Pure."""
     tokens, groups = q_THK.shape[0], k_PSGK.shape[2]
     alone = reference_schedule(q_THK, k_PSGK).rows
@@ -139,7 +163,7 @@ def schedules(q_THK: Tensor, k_PSGK: Tensor, rows: int, keys: int, processors: i
         return [Schedule(few, None), Schedule(alone, None)]
     tile = max(16 if q_THK.dtype == torch.float32 else 64, padded_heads(q_THK, k_PSGK))
     many = [Tiles(False, tile, 4, stages_for(q_THK, tile, 5))]
-    if attention_hopper.usable(q_THK, k_PSGK):
+    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK):
         many.insert(0, HOPPER)
     return [Schedule(r, t) for t in many for r in dict.fromkeys((few, alone))] + [Schedule(alone, None)]
 
@@ -164,7 +188,7 @@ def counters(k_PSGK: Tensor) -> Tensor | None:
 
 def run(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, s: Schedule,
+    scale: float, s: Schedule, bounds: Bounds = CAUSAL,
 ) -> Tensor:  # fmt: skip
     """Runs the kernels under `s`. A split that would take too much workspace is not made."""
     tokens, heads, width = q_THK.shape
@@ -172,7 +196,9 @@ def run(
     rows, table_width = page_table_RN.shape
     o_THK = torch.empty_like(q_THK)
     padded, padded_width = padded_heads(q_THK, k_PSGK), triton.next_power_of_2(width)
-    c, block, chunks = scale * math.log2(math.e), block_of(width), triton.cdiv(table_width * size, CHUNK)
+    block, chunks = block_of(width), triton.cdiv(table_width * size, CHUNK)
+    c = (1.0 if bounds.cap else scale) * math.log2(math.e)
+    bound = (*bounds, scale if bounds.cap else 0.0)
     per_tile = s.rows.tile // padded
     limit = 0 if s.tiles is None else per_tile
     lines = (rows * per_tile if limit else tokens) * heads * chunks
@@ -186,8 +212,8 @@ def run(
     launcher(rows_kernel, (groups, rows, splits))(
         q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, m_part, sum_part, acc_part,
         kv_len_R if arrived is None else arrived, c, tokens, rows, table_width, chunks, limit, heads, groups, width,
-        padded_width, size, padded, s.rows.tile, CHUNK, block, splits > 1, MERGE_AHEAD, num_warps=s.rows.warps,
-        num_stages=s.rows.stages,
+        padded_width, size, padded, s.rows.tile, CHUNK, block, splits > 1, MERGE_AHEAD, *bound,
+        num_warps=s.rows.warps, num_stages=s.rows.stages,
         **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
     )  # fmt: skip
     if s.tiles is None:
@@ -200,13 +226,13 @@ def run(
     grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
     launcher(tiles_kernel, grid)(
         q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, c, tokens, rows, table_width, limit, heads,
-        groups, width, padded_width, size, padded, s.tiles.tile, CHUNK, block, num_warps=s.tiles.warps,
+        groups, width, padded_width, size, padded, s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps,
         num_stages=s.tiles.stages
     )  # fmt: skip
     return o_THK
 
 
-def proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule) -> bool:
+def proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds = CAUSAL) -> bool:
     """Whether `s` gives the bits of the reference schedule for these heads and pages on this device; compared once."""
     if not q_THK.is_cuda or s == reference_schedule(q_THK, k_PSGK):
         return True  # without a device only Triton's interpreter runs
@@ -214,12 +240,13 @@ def proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule) -> bool:
     (heads, width), (size, groups) = q_THK.shape[1:], k_PSGK.shape[1:3]
     rows = (*s.rows[:3], s.rows.splits > 1)  # how many splits is the grid's business, not the kernel's
     key = f"attention {q_THK.dtype} {heads}/{groups}x{width} page {size} chunk {CHUNK} {rows} {s.tiles}"
+    key += "" if bounds == CAUSAL else f" {tuple(bounds)}"
     if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
         return known.known.get(key, False)
-    return known.holds(key, lambda: _compare(q_THK, k_PSGK, s))
+    return known.holds(key, lambda: _compare(q_THK, k_PSGK, s, bounds))
 
 
-def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule) -> bool:
+def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool:
     """Random rows around the edges of blocks and chunks under both schedules, called as they are used: by themselves,
     and inside a captured graph. Slots that no row owns hold NaN."""
     size, width = k_PSGK.shape[1], q_THK.shape[2]
@@ -240,10 +267,10 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule) -> bool:
         k[own[-1], last:] = v[own[-1], last:] = math.nan
     start = torch.tensor([0, *tokens], device=q.device).cumsum(0).int()
     kv_len = torch.tensor(lengths, device=q.device).int()
-    want = run(q, k, v, start, kv_len, table, width**-0.5, reference_schedule(q, k))
+    want = run(q, k, v, start, kv_len, table, width**-0.5, reference_schedule(q, k), bounds)
+    run_s = partial(run, q, k, v, start, kv_len, table, width**-0.5, s, bounds)
     try:
-        got = [run(q, k, v, start, kv_len, table, width**-0.5, s) for _ in range(2)]  # the counters are back at zero
-        got.append(captured(lambda: run(q, k, v, start, kv_len, table, width**-0.5, s)))
+        got = [run_s(), run_s(), captured(run_s)]  # twice: the counters are back at zero
     except Exception:  # an experimental compiler: whatever it says, the schedule is not for this machine
         return False
     return bool(want.isfinite().all()) and all(torch.equal(want, each) for each in got)
@@ -251,43 +278,44 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule) -> bool:
 
 def launch(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, chosen: Schedule | None = None,
+    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, chosen: Schedule | None = None,
 ) -> Tensor:  # fmt: skip
     """Runs `chosen`, by default the fastest schedule for these shapes that is proved."""
     assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous()
+    bounds = Bounds(causal, window, cap)
     q_THK, page_table_RN = plain(q_THK), page_table_RN.contiguous()
     if q_THK.shape[0] == 0:
         return torch.empty_like(q_THK)
     if chosen is None:
         rows, table_width = page_table_RN.shape
         processors = multiprocessors(q_THK.device.index) if q_THK.is_cuda else 1
-        found = schedules(q_THK, k_PSGK, rows, table_width * k_PSGK.shape[1], processors)
-        chosen = next((s for s in found if proved(q_THK, k_PSGK, s)), reference_schedule(q_THK, k_PSGK))
-    return run(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, chosen)
+        found = schedules(q_THK, k_PSGK, rows, table_width * k_PSGK.shape[1], processors, bounds)
+        chosen = next((s for s in found if proved(q_THK, k_PSGK, s, bounds)), reference_schedule(q_THK, k_PSGK))
+    return run(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, chosen, bounds)
 
 
 def fake(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float,
+    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     return q_THK.new_empty(q_THK.shape)
 
 
 _op = register(
     "attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_start, Tensor kv_len, Tensor page_table, "
-    "float scale) -> Tensor",
+    "float scale, bool causal=True, int window=0, float cap=0.0) -> Tensor",
     launch, fake,
 )  # fmt: skip
 
 
 def attention(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float,
+    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Attention of each token to keys 0 .. its position of its row, as o_THK in q's dtype. Pure.
+    """Attention of each token to keys 0 .. its position of its row, or as bounded, as o_THK in q's dtype. Pure.
 
     Token j of row r stands at position kv_len - row_tokens + j; its key and value are in the pages already. Index
     tensors int32, q_start_B[0] = 0; a row with tokens has kv_len >= its tokens. Tokens behind q_start_B[-1] give zeros.
-    Unowned slots are never read into the result, whatever they hold.
+    Unowned slots are never read into the result, whatever they hold. Not causal: all tokens of a row are in this step.
     """
-    return _op(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale)
+    return _op(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, causal, window, cap)

@@ -21,13 +21,22 @@ def halved(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEFT: tl.constexpr):
 
 
 @triton.jit
-def merge(m, sum, acc, m2, sum2, acc2, c):
-    """The next chunk (m2, sum2, acc2) joined to the running (m, sum, acc): [rows], [rows, 1], [rows, KP]."""
+def merge(m, sum, acc, m2, sum2, acc2, c, WINDOW: tl.constexpr = 0):
+    """The next chunk (m2, sum2, acc2) joined to the running (m, sum, acc): [rows], [rows, 1], [rows, KP].
+
+    WINDOW: a chunk of which a row sees nothing leaves it as it is, its signs of zero too.
+    """
     m_new = tl.maximum(m, m2)
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     a = tl.exp2((m - safe) * c)[:, None]
     b = tl.exp2((m2 - safe) * c)[:, None]
-    return m_new, tl.fma(sum2, b, sum * a), tl.fma(acc2, b, acc * a)
+    new_sum = tl.fma(sum2, b, sum * a)
+    new_acc = tl.fma(acc2, b, acc * a)
+    if WINDOW:
+        unseen = (m2 == float("-inf"))[:, None]
+        new_sum = tl.where(unseen, sum, new_sum)
+        new_acc = tl.where(unseen, acc, new_acc)
+    return m_new, new_sum, new_acc
 
 
 @triton.jit
@@ -68,13 +77,17 @@ def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, 
 @triton.jit
 def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_ptr, c, S: tl.constexpr,
                  STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                 EDGE: tl.constexpr):  # fmt: skip
+                 EDGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
     """One online-softmax step over keys start .. start + BLOCK. EDGE: some key may be unowned or unseen by some row."""
     k = fetch(k_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE)
     s = tl.dot(q, k.T, input_precision="ieee")
+    if CAP > 0:
+        s = CAP * (1.0 - 2.0 / (tl.exp2(s * (SCALE / CAP * 2.8853900817779268)) + 1.0))  # tanh
     if EDGE:
         key = start + tl.arange(0, BLOCK)
         s = tl.where(key[None, :] <= position[:, None], s, float("-inf"))
+        if WINDOW:
+            s = tl.where(key[None, :] > position[:, None] - WINDOW, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, c, (safe * -c)[:, None]))
@@ -88,25 +101,38 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
 @triton.jit
 def attend_chunk(q, low, seen, seen_by_all, kv_len, position, table_ptr, k_ptr, v_ptr, c, S: tl.constexpr,
                  STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
-    """(m, sum, acc) of the chunk at `low`, from scratch: blocks that every row sees whole, then the others."""
+                 BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+    """(m, sum, acc) of the chunk at `low`, from scratch: blocks that every row sees whole, then the others.
+
+    WINDOW: blocks that no row sees are left out; those that some row sees not from their first key on come first.
+    """
     high = tl.minimum(low + CHUNK, seen)
     inner = low + tl.maximum(tl.minimum(high, seen_by_all) - low, 0) // BLOCK * BLOCK
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     sums = tl.zeros((ROWS, SUMS), tl.float32)
     acc = tl.zeros((ROWS, KP), tl.float32)
-    for n in tl.range(low, inner, BLOCK):
+    clear = low
+    if WINDOW:
+        outer = low + tl.maximum(seen_by_all - WINDOW - low, 0) // BLOCK * BLOCK
+        clear = low + tl.maximum(seen - WINDOW - low + BLOCK - 1, 0) // BLOCK * BLOCK
+        clear = tl.minimum(clear, tl.maximum(inner, outer))
+        for n in tl.range(outer, clear, BLOCK, num_stages=1):
+            m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K,
+                                        KP, ROWS, BLOCK, True, WINDOW, CAP, SCALE)  # fmt: skip
+        inner = tl.maximum(inner, clear)
+    for n in tl.range(clear, inner, BLOCK):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K, KP,
-                                    ROWS, BLOCK, False)  # fmt: skip
+                                    ROWS, BLOCK, False, 0, CAP, SCALE)  # fmt: skip
     for n in tl.range(inner, high, BLOCK, num_stages=1):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K, KP,
-                                    ROWS, BLOCK, True)  # fmt: skip
+                                    ROWS, BLOCK, True, WINDOW, CAP, SCALE)  # fmt: skip
     return m, halved(sums, ROWS, SUMS, 1), acc
 
 
 @triton.jit
-def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, count, real, o_ptr, line, mask, c, K: tl.constexpr,
-                 KP: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, begin, count, real, o_ptr, line, mask, c,
+                 K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr,
+                 WINDOW: tl.constexpr):  # fmt: skip
     """Merges the stored results of a tile's chunks and stores the outcome.
 
     The sums here meet no MMA: they keep the layout in which results are loaded, so that nothing stands between the
@@ -114,7 +140,7 @@ def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, count, real, o_pt
     """
     d = tl.arange(0, KP)
     m, sum, acc = nothing(BM, KP)
-    for chunk in range(0, count, AHEAD):
+    for chunk in range(begin, count, AHEAD):
         for ahead in tl.static_range(AHEAD):
             more = real & (chunk + ahead + tl.arange(0, BM) * 0 < count)
             at = part + chunk + ahead
@@ -122,7 +148,7 @@ def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, count, real, o_pt
             sum2 = tl.load(sum_part_ptr + at, mask=more, other=0.0, cache_modifier=".cg")
             acc2 = tl.load(acc_part_ptr + at[:, None] * KP + d[None, :], mask=more[:, None], other=0.0,
                            cache_modifier=".cg")  # fmt: skip
-            m, sum, acc = merge(m, sum, acc, m2, sum2[:, None], acc2, c)
+            m, sum, acc = merge(m, sum, acc, m2, sum2[:, None], acc2, c, WINDOW)
     tl.store(o_ptr + line[:, None] * K + d[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
 
 
@@ -131,7 +157,8 @@ def rows_kernel(
     q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, m_part_ptr, sum_part_ptr, acc_part_ptr, arrived_ptr,
     c, T, R, N, chunks, limit, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
     GP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of 1 .. limit tokens; limit 0: every row, and zeros behind the last one.
 
@@ -159,37 +186,44 @@ def rows_kernel(
             position = kv_len - tokens + first + i // GP
             seen = tl.minimum(kv_len, kv_len - tokens + first + BQ)  # keys that some token of the tile sees
             seen_by_all = kv_len - tokens + first + 1
+            begin_chunk = 0
+            if WINDOW:
+                begin_chunk = tl.maximum(seen_by_all - WINDOW, 0) // CHUNK
+            if not CAUSAL:
+                position = kv_len - 1 + i * 0
+                seen = kv_len
+                seen_by_all = kv_len
             count = tl.cdiv(seen, CHUNK)
-            if split < count:
+            if begin_chunk + split < count:
                 q = tl.load(q_ptr + line[:, None] * K + d[None, :], mask=mask, other=0.0)
                 home = tl.where(limit == 0, start + first, r * BQ)
                 part = ((home + i // GP).to(tl.int64) * H + g * J + i % GP) * chunks
                 m, sum, acc = nothing(BM, KP)
-                for chunk in range(split, count, tl.num_programs(2)):
+                for chunk in range(begin_chunk + split, count, tl.num_programs(2)):
                     m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, kv_len, position, table,
                                                   k_ptr + g * K, v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK,
-                                                  BLOCK)  # fmt: skip
+                                                  BLOCK, WINDOW, CAP, SCALE)  # fmt: skip
                     if SPLIT:
-                        if count == 1:
-                            m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c)
+                        if count - begin_chunk == 1:
+                            m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
                         else:
                             tl.store(m_part_ptr + part + chunk, m2, mask=real)
                             tl.store(sum_part_ptr + (part + chunk)[:, None], sum2, mask=real[:, None])
                             tl.store(acc_part_ptr + (part + chunk)[:, None] * KP + d[None, :], acc2,
                                      mask=real[:, None])  # fmt: skip
                     else:
-                        m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c)
+                        m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
                 if SPLIT:
-                    if count > 1:
+                    if count - begin_chunk > 1:
                         tile = tl.where(limit == 0, start // BQ, 0) + r + first // BQ
                         slot = arrived_ptr + tile * G + g
                         tl.debug_barrier()  # every thread's stores stand before the arrival
-                        programs = tl.minimum(count, tl.num_programs(2))
+                        programs = tl.minimum(count - begin_chunk, tl.num_programs(2))
                         if tl.atomic_add(slot, 1, sem="acq_rel", scope="gpu") == programs - 1:
                             tl.store(slot, 0)
-                            merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, count, real, o_ptr, line, mask,
-                                         c, K, KP, BM, AHEAD)  # fmt: skip
-                if (not SPLIT) | (count == 1):
+                            merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, begin_chunk, count, real, o_ptr,
+                                         line, mask, c, K, KP, BM, AHEAD, WINDOW)  # fmt: skip
+                if (not SPLIT) | (count - begin_chunk == 1):
                     tl.store(o_ptr + line[:, None] * K + d[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
     if (limit == 0) & (split == 0):
         for t in range(tl.load(q_start_ptr + R) + r, T, R):
@@ -286,7 +320,8 @@ def table_kernel(q_start_ptr, kv_len_ptr, tiles_ptr, o_ptr, T, R, limit, HK: tl.
 def tiles_kernel(
     q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, c, T, R, N, limit, H: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
     """BM // GP tokens of a row of more than `limit` tokens, with all query heads of one kv head; zeros behind."""
     BQ: tl.constexpr = BM // GP
@@ -306,13 +341,21 @@ def tiles_kernel(
             position = kv_len - tokens + first + i // GP
             seen = tl.minimum(kv_len, kv_len - tokens + first + BQ)
             seen_by_all = kv_len - tokens + first + 1
+            begin_chunk = 0
+            if WINDOW:
+                begin_chunk = tl.maximum(seen_by_all - WINDOW, 0) // CHUNK
+            if not CAUSAL:
+                position = kv_len - 1 + i * 0
+                seen = kv_len
+                seen_by_all = kv_len
             q = tl.load(q_ptr + line[:, None] * K + d[None, :], mask=mask, other=0.0)
             table = table_ptr + r.to(tl.int64) * N
             m, sum, acc = nothing(BM, KP)
-            for low in tl.range(0, seen, CHUNK):
+            for low in tl.range(begin_chunk * CHUNK, seen, CHUNK):
                 m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, kv_len, position, table, k_ptr + g * K,
-                                              v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK, BLOCK)  # fmt: skip
-                m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c)
+                                              v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK, BLOCK, WINDOW, CAP,
+                                              SCALE)  # fmt: skip
+                m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
             tl.store(o_ptr + line[:, None] * K + d[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
         else:
             zero = tl.zeros((BM, KP), o_ptr.dtype.element_ty)

@@ -137,9 +137,10 @@ def qkv_rope_write_(
 
 
 def attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_start: Tensor, kv_len: Tensor, page_table: Tensor, scale: float
-) -> Tensor:
-    """Causal paged attention -> [T, H, K]; tokens behind q_start[-1] give zeros."""
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_start: Tensor, kv_len: Tensor, page_table: Tensor, scale: float,
+    causal: bool = True, window: int = 0, cap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Paged attention -> [T, H, K]; tokens behind q_start[-1] give zeros."""
     q, k_pages, v_pages = plain(q, "attention's q"), plain(k_pages, "k pages"), plain(v_pages, "v pages")
     q_start, kv_len = plain(q_start, "q_start", torch.int32), plain(kv_len, "kv_len", torch.int32)
     page_table = plain(page_table, "page_table", torch.int32)
@@ -150,8 +151,8 @@ def attention(
     library, _ = schedule(tokens * heads * width * table_width * k_pages.shape[1])
     if library.fengine_attention(
         q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), o.data_ptr(), q_start.data_ptr(), kv_len.data_ptr(),
-        page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, scale,
-        torch.get_num_threads(),
+        page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, window,
+        causal, scale, cap, torch.get_num_threads(),
     ):  # fmt: skip
         raise no_room("attention")
     return o

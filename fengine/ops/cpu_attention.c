@@ -1,4 +1,4 @@
-/* Causal paged attention on the CPU: one kernel for prefill, chunked prefill and decode, grouped-query heads.
+/* Paged attention on the CPU: one kernel for prefill, chunked prefill and decode, grouped-query heads.
  *
  * Reduction tree of one (token, head), a function of the token's position only:
  *   keys stand in blocks of 32 at absolute positions 0, 32, 64, ...; blocks stand in chunks of 512
@@ -6,6 +6,8 @@
  *   block   m' = max(m, scores), p = exp(score - m'), l = l * exp(m - m') + tree(p[:16] + p[16:]), acc = fma chain over
  *           keys of p * v on top of acc * exp(m - m'); keys behind the token have p = 0 and end the chain
  *   chunks  start from m = -inf, l = 0, acc = 0 and are merged left to right; out = acc / l
+ * A token sees the keys up to itself, or all of its row (causal 0); with a window no earlier ones than itself and
+ * window - 1 before it: what it does not see leaves (m, l, acc) as they are. With a cap, score = cap * tanh(score / cap).
  * Query rows that share keys (heads of a group, tokens of a span) share the loads; long rows may give their chunks to
  * different threads; a task takes one kv head or several. Slots that the row does not own are never read.
  */
@@ -20,6 +22,7 @@
 
 typedef struct {
     int32_t row, token, tokens, position; /* position of the first token */
+    int32_t seen; /* keys up to the last that some token sees */
 } span;
 
 typedef struct {
@@ -30,9 +33,16 @@ typedef struct {
     float *partials; /* null: a task walks all chunks itself */
     int64_t heads, kv_heads, width, padded, page_size, table_width;
     int64_t groups_per_task, chunks, stride; /* stride: floats per partial */
-    float scale;
+    float scale, cap; /* cap 0: none */
+    int64_t window; /* 0: none */
+    int causal;
     int *failed; /* to tell that there was no memory */
 } attention_job;
+
+/* The first key that a token at `position` sees. */
+INLINE int64_t first_key(const attention_job *job, int64_t position) {
+    return job->window && position >= job->window ? position - job->window + 1 : 0;
+}
 
 /* Of each query row of a span: running maximum, running sum, and the unnormalised output. */
 typedef struct {
@@ -181,13 +191,13 @@ INLINE void score_block(const float *q, int64_t padded, const float *keys_t, int
     }
 }
 
-/* acc[r] = acc[r] * decay[r] + sum over `visible` keys of p[r] * values, for 16 x vectors columns from `column` on. */
+/* acc[r] = acc[r] * decay[r] + sum over keys `hidden` .. `visible` - 1 of p[r] * values, for 16 x vectors columns from `column` on. */
 INLINE void add_values(float *acc, int64_t padded, const float *decay, const vf (*p)[2], const float *const *values,
-                       int64_t column, int64_t visible, const int rows, const int vectors) {
+                       int64_t column, int64_t hidden, int64_t visible, const int rows, const int vectors) {
     vf out[VALUE_ROWS][VALUE_VECTORS];
     UNROLL(4) for (int r = 0; r < rows; r++)
         UNROLL(4) for (int i = 0; i < vectors; i++) out[r][i] = vf_load(acc + r * padded + 16 * i) * vf_set(decay[r]);
-    for (int64_t j = 0; j < visible; j++) {
+    for (int64_t j = hidden; j < visible; j++) {
         vf value[VALUE_VECTORS];
         UNROLL(4) for (int i = 0; i < vectors; i++) value[i] = vf_load(values[j] + column + 16 * i);
         UNROLL(4) for (int r = 0; r < rows; r++) {
@@ -200,35 +210,41 @@ INLINE void add_values(float *acc, int64_t padded, const float *decay, const vf 
 }
 
 INLINE void add_columns(float *acc, int64_t padded, const float *decay, const vf (*p)[2], const float *const *values,
-                        int64_t visible, const int rows) {
+                        int64_t hidden, int64_t visible, const int rows) {
     int64_t i = 0;
     for (; i + 16 * VALUE_VECTORS <= padded; i += 16 * VALUE_VECTORS)
-        add_values(acc + i, padded, decay, p, values, i, visible, rows, VALUE_VECTORS);
+        add_values(acc + i, padded, decay, p, values, i, hidden, visible, rows, VALUE_VECTORS);
     for (; i + 32 <= padded; i += 32)
-        add_values(acc + i, padded, decay, p, values, i, visible, rows, 2);
+        add_values(acc + i, padded, decay, p, values, i, hidden, visible, rows, 2);
     for (; i < padded; i += 16)
-        add_values(acc + i, padded, decay, p, values, i, visible, rows, 1);
+        add_values(acc + i, padded, decay, p, values, i, hidden, visible, rows, 1);
 }
 
 /* Out of line, or the compiler keeps the constants of exp in the registers that the sums need. */
 static __attribute__((noinline)) void add_block(float *acc, int64_t padded, const float *decay, const vf (*p)[2],
-                                                const float *const *values, int64_t visible, int rows) {
+                                                const float *const *values, int64_t hidden, int64_t visible, int rows) {
     int r = 0;
     for (; r + VALUE_ROWS <= rows; r += VALUE_ROWS)
-        add_columns(acc + r * padded, padded, decay + r, p + r, values, visible, VALUE_ROWS);
+        add_columns(acc + r * padded, padded, decay + r, p + r, values, hidden, visible, VALUE_ROWS);
     if (LANES == 16 && rows - r == 3)
-        add_columns(acc + r * padded, padded, decay + r, p + r, values, visible, LANES == 16 ? 3 : 1);
+        add_columns(acc + r * padded, padded, decay + r, p + r, values, hidden, visible, LANES == 16 ? 3 : 1);
     else if (rows - r == 2)
-        add_columns(acc + r * padded, padded, decay + r, p + r, values, visible, 2);
+        add_columns(acc + r * padded, padded, decay + r, p + r, values, hidden, visible, 2);
     else if (rows - r == 1)
-        add_columns(acc + r * padded, padded, decay + r, p + r, values, visible, 1);
+        add_columns(acc + r * padded, padded, decay + r, p + r, values, hidden, visible, 1);
 }
 
-/* One block of keys, of which the first `visible` count, for up to SCORE_ROWS query rows. */
-static void attend_rows(const attention_job *job, const float *q, const key_block *block, int64_t visible, int rows,
-                        float *peak, float *sum, float *acc) {
+/* cap * tanh(x / cap) */
+INLINE vf capped(vf x, float cap) {
+    return vf_set(cap) * (vf_set(1.0f) - vf_set(2.0f) / (vf_exp(x * vf_set(2.0f / cap)) + vf_set(1.0f)));
+}
+
+/* One block of keys, of which `hidden` .. `visible` - 1 count, for up to SCORE_ROWS query rows. */
+static void attend_rows(const attention_job *job, const float *q, const key_block *block, int64_t hidden,
+                        int64_t visible, int rows, float *peak, float *sum, float *acc) {
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vi seen[2] = {lane < (int32_t)visible, lane + 16 < (int32_t)visible};
+    const vi from = lane >= (int32_t)hidden, from16 = lane + 16 >= (int32_t)hidden;
+    const vi seen[2] = {from & (lane < (int32_t)visible), from16 & (lane + 16 < (int32_t)visible)};
     const vf unseen = vf_set(-INFINITY);
     int64_t padded = job->padded;
     vf p[SCORE_ROWS][2], change = {0};
@@ -236,6 +252,11 @@ static void attend_rows(const attention_job *job, const float *q, const key_bloc
         score_block(q, padded, block->keys_t, job->width, rows, 2, p);
     else
         score_block(q, padded, block->keys_t, job->width, rows, 1, p);
+    for (int r = 0; r < rows && job->cap > 0.0f; r++) {
+        p[r][0] = capped(p[r][0], job->cap);
+        if (visible > 16)
+            p[r][1] = capped(p[r][1], job->cap);
+    }
     for (int r = 0; r < rows; r++) {
         vf low = vf_select(seen[0], p[r][0], unseen), high = unseen;
         if (visible > 16)
@@ -251,7 +272,7 @@ static void attend_rows(const attention_job *job, const float *q, const key_bloc
     vf_store(decay, vf_exp(change));
     for (int r = 0; r < rows; r++)
         sum[r] = sum[r] * decay[r] + vf_sum(p[r][0] + p[r][1]);
-    add_block(acc, padded, decay, p, block->values, visible, rows);
+    add_block(acc, padded, decay, p, block->values, hidden, visible, rows);
 }
 
 /* -- spans --------------------------------------------------------------------------------------------------------- */
@@ -266,28 +287,38 @@ typedef struct {
 static void attend_chunk(const attention_job *job, const patch *at, int64_t chunk, const float *q, float *scratch,
                          softmax_state state) {
     int64_t share = job->heads / job->kv_heads, padded = job->padded, position = at->s.position;
-    int64_t end = position + at->s.tokens < (chunk + 1) * CHUNK ? position + at->s.tokens : (chunk + 1) * CHUNK;
+    int64_t end = at->s.seen < (chunk + 1) * CHUNK ? at->s.seen : (chunk + 1) * CHUNK;
+    int64_t begin = first_key(job, position) / KEYS * KEYS;
+    begin = begin > chunk * CHUNK ? begin : chunk * CHUNK;
     const int32_t *pages = job->table + at->s.row * job->table_width;
     key_block block = {.keys_t = scratch, .copies = scratch + KEYS * padded, .zeros = scratch + 2 * KEYS * padded};
-    key_places places = locate(job, pages, chunk * CHUNK, end);
+    key_places places = locate(job, pages, begin, end);
     memset(block.zeros, 0, (size_t)padded * 4);
     for (int64_t i = 0; i < at->groups * at->rows; i++)
         state.peak[i] = -INFINITY, state.sum[i] = 0.0f;
     memset(state.acc, 0, (size_t)(at->groups * at->rows * padded) * 4);
-    for (int64_t first = chunk * CHUNK; first < end; first += KEYS) {
+    for (int64_t first = begin; first < end; first += KEYS) {
         key_places next = locate(job, pages, first + KEYS, end);
         for (int64_t g = 0; g < at->groups; g++) {
             prefetch_keys(job, &next, at->group + g);
             load_keys(job, &places, at->group + g, &block);
             /* Tokens before `first` see nothing here; tokens from the block's last key on see all and mix freely. */
-            int64_t blind = first > position ? first - position : 0, row = blind * share;
-            int64_t whole = first + KEYS - 1 > position ? first + KEYS - 1 - position : 0;
-            while (row < at->rows) {
-                int64_t token = row / share, visible = KEYS, limit = at->rows, i = g * at->rows + row;
+            int64_t blind = job->causal && first > position ? first - position : 0, row = blind * share;
+            int64_t whole = job->causal && first + KEYS - 1 > position ? first + KEYS - 1 - position : 0;
+            /* With a window, tokens behind `clear` see not all of its beginning, and from `past` on nothing. */
+            int64_t clear = job->window ? first + job->window - 1 - position : at->s.tokens, past = clear + KEYS;
+            int64_t rows = past < at->s.tokens ? past * share : at->rows;
+            while (row < rows) {
+                int64_t token = row / share, hidden = 0, limit = rows, i = g * at->rows + row;
+                int64_t visible = at->s.seen - first < KEYS ? at->s.seen - first : KEYS;
                 if (token < whole)
                     visible = position + token + 1 - first, limit = (token + 1) * share;
+                if (token > clear)
+                    hidden = token - clear, limit = (token + 1) * share;
+                else if (limit > (clear + 1) * share)
+                    limit = (clear + 1) * share;
                 int step = limit - row < SCORE_ROWS ? (int)(limit - row) : SCORE_ROWS;
-                attend_rows(job, q + i * padded, &block, visible, step, state.peak + i, state.sum + i,
+                attend_rows(job, q + i * padded, &block, hidden, visible, step, state.peak + i, state.sum + i,
                             state.acc + i * padded);
                 row += step;
             }
@@ -296,14 +327,20 @@ static void attend_chunk(const attention_job *job, const patch *at, int64_t chun
     }
 }
 
-/* Adds the partial state of a later chunk, for the rows that see keys of it. */
+/* Adds the partial state of a later chunk, for the rows that see keys of it; it is all that those beginning there have. */
 static void merge_chunk(const attention_job *job, const patch *at, int64_t chunk, softmax_state total,
                         softmax_state part) {
     int64_t share = job->heads / job->kv_heads, padded = job->padded;
-    int64_t blind = chunk * CHUNK > at->s.position ? chunk * CHUNK - at->s.position : 0;
+    int64_t blind = job->causal && chunk * CHUNK > at->s.position ? chunk * CHUNK - at->s.position : 0;
     for (int64_t row = 0; row < at->groups * at->rows; row++) {
-        if (row % at->rows < blind * share)
+        int64_t from = first_key(job, at->s.position + row % at->rows / share) / CHUNK;
+        if (row % at->rows < blind * share || from > chunk)
             continue;
+        if (from == chunk) {
+            total.peak[row] = part.peak[row], total.sum[row] = part.sum[row];
+            memcpy(total.acc + row * padded, part.acc + row * padded, (size_t)padded * 4);
+            continue;
+        }
         float top = part.peak[row] > total.peak[row] ? part.peak[row] : total.peak[row];
         vf change = {total.peak[row] - top, part.peak[row] - top}, decay = vf_exp(change);
         total.peak[row] = top;
@@ -340,7 +377,7 @@ static void load_queries(const attention_job *job, const patch *at, float *q) {
 }
 
 INLINE int64_t chunks_of(const span *s) {
-    return (s->position + s->tokens + CHUNK - 1) / CHUNK;
+    return (s->seen + CHUNK - 1) / CHUNK;
 }
 
 INLINE patch patch_of(const attention_job *job, int64_t index) {
@@ -356,7 +393,8 @@ static void attention_task(const void *context, int64_t task) {
     const attention_job *job = context;
     patch at = patch_of(job, job->partials ? task / job->chunks : task);
     int64_t rows = at.groups * at.rows, size = state_floats(job, rows), chunks = chunks_of(&at.s);
-    if (job->partials && task % job->chunks >= chunks)
+    int64_t begin = first_key(job, at.s.position) / CHUNK;
+    if (job->partials && (task % job->chunks >= chunks || task % job->chunks < begin))
         return;
     float *memory = scratch_floats((rows + 2 * KEYS + 1) * job->padded + 2 * size, job->failed);
     if (!memory)
@@ -367,8 +405,8 @@ static void attention_task(const void *context, int64_t task) {
         attend_chunk(job, &at, task % job->chunks, q, scratch, state_at(job->partials + task * job->stride, rows));
     } else {
         softmax_state total = state_at(states, rows), part = state_at(states + size, rows);
-        attend_chunk(job, &at, 0, q, scratch, total);
-        for (int64_t chunk = 1; chunk < chunks; chunk++) {
+        attend_chunk(job, &at, begin, q, scratch, total);
+        for (int64_t chunk = begin + 1; chunk < chunks; chunk++) {
             attend_chunk(job, &at, chunk, q, scratch, part);
             merge_chunk(job, &at, chunk, total, part);
         }
@@ -381,8 +419,9 @@ static void merge_task(const void *context, int64_t index) {
     const attention_job *job = context;
     patch at = patch_of(job, index);
     float *states = job->partials + index * job->chunks * job->stride;
-    softmax_state total = state_at(states, at.groups * at.rows);
-    for (int64_t chunk = 1; chunk < chunks_of(&at.s); chunk++)
+    int64_t begin = first_key(job, at.s.position) / CHUNK;
+    softmax_state total = state_at(states + begin * job->stride, at.groups * at.rows);
+    for (int64_t chunk = begin + 1; chunk < chunks_of(&at.s); chunk++)
         merge_chunk(job, &at, chunk, total, state_at(states + chunk * job->stride, at.groups * at.rows));
     write_out(job, &at, total);
 }
@@ -390,11 +429,11 @@ static void merge_task(const void *context, int64_t index) {
 /* q, o [tokens, heads, width]; k, v [pages, page_size, kv_heads, width]; table [rows, table_width]. */
 API int fengine_attention(const float *q, const float *k, const float *v, float *o, const int32_t *q_start,
                           const int32_t *kv_len, const int32_t *table, int64_t tokens, int64_t rows, int64_t heads,
-                          int64_t kv_heads, int64_t width, int64_t page_size, int64_t table_width, float scale,
-                          int threads) {
+                          int64_t kv_heads, int64_t width, int64_t page_size, int64_t table_width, int64_t window,
+                          int causal, float scale, float cap, int threads) {
     int failed = 0;
     attention_job job = {q, k, v, o, table, NULL, NULL, heads, kv_heads, width, (width + 15) & ~15, page_size,
-                         table_width, 1, 0, 0, scale, &failed};
+                         table_width, 1, 0, 0, scale, cap, window, causal, &failed};
     int64_t live = rows ? q_start[rows] : 0, share = heads / kv_heads, work = 0, count = 0;
     int64_t longest = share >= SPAN_ROWS ? 1 : SPAN_ROWS / share;
     memset(o + live * heads * width, 0, (size_t)((tokens - live) * heads * width) * 4);
@@ -408,8 +447,9 @@ API int fengine_attention(const float *q, const float *k, const float *v, float 
         for (int64_t t = q_start[r]; t < q_start[r + 1]; t += longest) {
             int64_t n = q_start[r + 1] - t < longest ? q_start[r + 1] - t : longest;
             int64_t position = kv_len[r] - (q_start[r + 1] - t);
-            spans[count++] = (span){(int32_t)r, (int32_t)t, (int32_t)n, (int32_t)position};
-            work += n * heads * (position + n) * width;
+            int64_t seen = causal ? position + n : kv_len[r];
+            spans[count++] = (span){(int32_t)r, (int32_t)t, (int32_t)n, (int32_t)position, (int32_t)seen};
+            work += n * heads * (seen - first_key(&job, position)) * width;
             job.chunks = chunks_of(&spans[count - 1]) > job.chunks ? chunks_of(&spans[count - 1]) : job.chunks;
         }
     job.spans = spans;

@@ -33,7 +33,7 @@ SIGNATURES = {
     "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
     "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
     "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
-    "fengine_attention": [_P] * 7 + [_I] * 7 + [_F, _T],
+    "fengine_attention": [_P] * 7 + [_I] * 8 + [_T, _F, _F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
     "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
     "fengine_top_ids": [_P] * 2 + [_I] * 3 + [_T],

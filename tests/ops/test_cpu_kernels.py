@@ -199,8 +199,11 @@ def test_rope_kv_write(threads: int, heads: int, groups: int, width: int, normed
 class Past:
     """Rows of given lengths with keys and values in shuffled pages; every slot that no row owns holds `filler`."""
 
-    def __init__(self, lengths: list[int], heads: int, groups: int, width: int, size: int) -> None:
-        self.lengths, self.scale = lengths, width**-0.5
+    def __init__(
+        self, lengths: list[int], heads: int, groups: int, width: int, size: int,
+        causal: bool = True, window: int = 0, cap: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.lengths, self.scale, self.causal, self.window, self.cap = lengths, width**-0.5, causal, window, cap
         self.q = [torch.randn(n, heads, width) for n in lengths]
         self.k = [torch.randn(n, groups, width) for n in lengths]
         self.v = [torch.randn(n, groups, width) for n in lengths]
@@ -224,9 +227,9 @@ class Past:
         q = torch.cat([self.q[r][b:e] for r, b, e in spans] + [torch.randn(padding, *self.q[0].shape[1:])])
         counts = [e - b for _, b, e in spans]
         start = torch.tensor([0, *counts]).cumsum(0).int()
-        ends = torch.tensor([e for _, _, e in spans]).int()
+        ends = torch.tensor([e if self.causal else self.lengths[r] for r, _, e in spans]).int()
         table = self.table[[r for r, _, _ in spans]]
-        o = cpu.attention(q, *self.pages(filler), start, ends, table, self.scale)
+        o = cpu.attention(q, *self.pages(filler), start, ends, table, self.scale, self.causal, self.window, self.cap)
         assert (o[sum(counts) :] == 0).all() and len(o) == sum(counts) + padding
         return list(o[: sum(counts)].split(counts))
 
@@ -234,7 +237,11 @@ class Past:
         share = self.q[r].shape[1] // self.k[r].shape[1]
         k, v = (x.double().repeat_interleave(share, 1) for x in (self.k[r], self.v[r]))
         score = torch.einsum("nhk,mhk->hnm", self.q[r].double(), k) * self.scale
-        behind = torch.ones(score.shape[1:], dtype=torch.bool).triu(1)
+        if self.cap:
+            score = self.cap * torch.tanh(score / self.cap)
+        behind = torch.ones(score.shape[1:], dtype=torch.bool).triu(1) & self.causal
+        if self.window:
+            behind |= torch.ones(score.shape[1:], dtype=torch.bool).tril(-self.window)
         return torch.einsum("hnm,mhk->nhk", score.masked_fill(behind, -math.inf).softmax(-1), v)
 
 
@@ -258,6 +265,33 @@ def test_attention_has_the_bits_of_decoding_alone(threads: int, heads: int, grou
             assert same_bits(past.attend([(r, t, t + 1)])[0], whole[r][t : t + 1]), (r, t)
     chunks = past.attend([(0, 700, 1111), (2, 3, 29), (1, 500, 530)])
     for (r, b, e), o in zip([(0, 700, 1111), (2, 3, 29), (1, 500, 530)], chunks, strict=True):
+        assert same_bits(o, whole[r][b:e])
+
+
+BOUNDS: list[dict[str, Any]] = [
+    {"window": 1}, {"window": 7}, {"window": 32}, {"window": 33}, {"window": 500}, {"window": 600}, {"cap": 2.0},
+    {"window": 45, "cap": 5.0}, {"causal": False}, {"causal": False, "cap": 1.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "size"), [(1, 1, 8, 1), (8, 2, 20, 4), (14, 2, 64, 16)])
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+def test_bounded_attention(
+    threads: int, heads: int, groups: int, width: int, size: int, bounds: dict[str, Any]
+) -> None:
+    """Against the definition; and a token's bits do not know in which call, span or chunk it is computed."""
+    past = Past([1200, 530, 47, 1], heads, groups, width, size, **bounds)
+    whole = past.attend([(r, 0, n) for r, n in enumerate(past.lengths)], padding=2)
+    for r, o in enumerate(whole):
+        torch.testing.assert_close(o.double(), past.exact(r), rtol=2e-5, atol=2e-5)
+    if not past.causal:  # a row is one call, but not its neighbours
+        assert same_bits(past.attend([(1, 0, 530)])[0], whole[1])
+        return
+    for r, n in enumerate(past.lengths):
+        for t in {0, n // 2, *(x for x in (31, 32, 511, 512, 513, 544, 599, 600, 1024, 1111) if x < n), n - 1}:
+            assert same_bits(past.attend([(r, t, t + 1)])[0], whole[r][t : t + 1]), (r, t)
+    spans = [(0, 700, 1111), (2, 3, 29), (1, 500, 530), (0, 1111, 1190)]
+    for (r, b, e), o in zip(spans, past.attend(spans), strict=True):
         assert same_bits(o, whole[r][b:e])
 
 

@@ -195,6 +195,31 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
             assert_close(got, attention.reference(*args), dtype)
 
 
+@kernel_test
+@pytest.mark.parametrize(
+    "bounds", [(True, 1, 0.0), (True, 40, 0.0), (True, 150, 0.0), (True, 0, 3.0), (True, 33, 2.0), (False, 0, 0.0)]
+)
+def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float], monkeypatch: pytest.MonkeyPatch):
+    """A window, a cap, both ways: rows of few and of many tokens, chunks in one program or more; bits alike."""
+    monkeypatch.setattr(attention, "CHUNK", 128)
+    rows, one = attention.Rows(16, 4, 1, 2), attention.Rows(16, 4, 1, 1)
+    for lengths, tokens, tiles in (
+        ([270, 40, 5, 1], [40, 40, 5, 1], attention.Tiles(False, 32, 4, 1)),
+        ([300, 33, 500], [1, 1, 1], None),
+    ):
+        tokens = tokens if bounds[0] else lengths
+        args = put(paged_case(lengths, tokens, 4, 2, 48, 16, padding=2), dtype)
+        want = attention.reference(*args, attention.Bounds(*bounds))
+        got = [
+            attention.launch(*args, *bounds, chosen=attention.Schedule(r, t))
+            for r in (rows, one)
+            for t in (tiles, None)
+        ]
+        for each in got:
+            assert_close(each, want, dtype)
+            assert INTERPRETED or each.equal(got[0])  # there a product is NumPy's
+
+
 @pytest.mark.parametrize("empty", [pytest.param(600, marks=on_device)])
 def test_attention_finds_a_long_row_behind_many(empty: int):
     """Rows are searched 512 at a time: many without tokens, then one of more than a tile, then padding."""
@@ -277,7 +302,7 @@ def test_attention_bits_of_prefill_chunks_and_decode_agree(heads: int, groups: i
         start = torch.tensor([0, last - first, last - first], device=DEVICE).int()
         kv_len = torch.tensor([last, 0], device=DEVICE).int()
         for chosen in (None, reference, *schedules):
-            part = attention.launch(q[first:last], k, v, start, kv_len, table, scale, chosen)
+            part = attention.launch(q[first:last], k, v, start, kv_len, table, scale, chosen=chosen)
             assert part.equal(whole[first:last])
 
 
@@ -293,9 +318,9 @@ def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatc
             patch.setattr(attention, "CHUNK", 1024 if args[-1] == attention.reference_schedule(q, k) else 512)
             return run(*args)
 
-    assert attention._compare(q, k, few)
+    assert attention._compare(q, k, few, attention.CAUSAL)
     monkeypatch.setattr(attention, "run", other_chunks)
-    assert not attention._compare(q, k, few)
+    assert not attention._compare(q, k, few, attention.CAUSAL)
 
 
 @kernel_test
