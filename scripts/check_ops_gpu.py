@@ -23,6 +23,7 @@ from torch import Tensor
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
 from fengine.ops import attention, linear, rms_norm, rope, sampling, silu_mul
+from fengine.ops import attention_schedules as plans
 
 BF16 = torch.bfloat16
 LINEARS = {  # name: (N, K)
@@ -202,22 +203,22 @@ def attention_bits(name: str) -> dict[str, int]:
     scale = width**-0.5
     k_pages, v_pages, start, kv_len, table = paged(k, v, [length], [length], 64)
     whole = attention.attention(q, k_pages, v_pages, start, kv_len, table, scale)
-    rows = attention.reference_schedule(q, k_pages).rows
+    rows = plans.reference_schedule(q, k_pages).rows
     edges = (0, 1, 62, 63, 64, 65, 127, 128, 511, 1000, 1023, 1024, 1025, 2047, 2048, 2299)
 
-    def part(first: int, last: int, chosen: attention.Schedule | None = None) -> Tensor:
+    def part(first: int, last: int, chosen: plans.Schedule | None = None) -> Tensor:
         bounds = integers([0, last - first])
         return attention.launch(
             q[first:last].clone(), k_pages, v_pages, bounds, integers([last]), table, scale, chosen=chosen
         )
 
-    tiles = [attention.Tiles(False, *t) for t in ((64, 4, 5), (128, 8, 3))] + [attention.HOPPER]
+    tiles = [plans.Tiles(False, *t) for t in ((64, 4, 5), (128, 8, 3))] + [plans.HOPPER]
     for each in tiles:
         if each.hopper or each.tile >= heads // groups:
-            found[f"{name} {each}"] = differing(part(0, length, attention.Schedule(rows, each)), whole)
+            found[f"{name} {each}"] = differing(part(0, length, plans.Schedule(rows, each)), whole)
     for tile, warps, stages in ((16, 2, 5), (16, 4, 5), (64, 4, 2)):
         for splits in (1, 2, 3):
-            chosen = attention.Schedule(attention.Rows(tile, warps, stages, splits), None)
+            chosen = plans.Schedule(plans.Rows(tile, warps, stages, splits), None)
             found[f"{name} one token, {tuple(chosen.rows)}"] = sum(
                 differing(part(p, p + 1, chosen), whole[p : p + 1]) for p in edges
             )

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
-CLASSES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+NAMES = {  # family -> name of its classes in transformers
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "granite": "Granite",
+    "olmo2": "Olmo2", "exaone4": "Exaone4", "smollm3": "SmolLM3", "glm4": "Glm4",
+}  # fmt: skip
+CLASSES: dict[str, Any] = {
+    family: (getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM"))
+    for family, name in NAMES.items()
 }
 SIZES = {
     "vocab_size": 131,
@@ -61,7 +64,7 @@ def write(
 
 def _fill(name: str, data: torch.Tensor) -> None:
     """Gains above a trained model's: attention is sharp, and a greedy text neither repeats itself nor has near-ties."""
-    sharp = any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))
+    sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm"))
     if data.dim() == 2:
         gain = 1.5 if "embed" in name or "lm_head" in name else 1.7 if sharp else 1.6
         data.normal_(0.0, gain * data.shape[1] ** -0.5)

@@ -40,15 +40,18 @@ class Scheduler:
     def __init__(
         self, pool: PagePool, cache: PrefixCache | None, *, page_size: int, max_running_requests: int,
         max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
-        adapter_slots: int = 0,
+        adapter_slots: int = 0, whole_prompts: bool = False,
     ) -> None:  # fmt: skip
-        """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts. Errors: ConfigError."""
+        """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts. Errors: ConfigError.
+
+        `whole_prompts`: a prompt is computed in one step, because its tokens see those that follow.
+        """
         limits = {"max_running_requests": max_running_requests, "max_step_tokens": max_step_tokens}
         for name, value in {"page_size": page_size, **limits}.items():
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         self.pool, self.cache, self.speculation = pool, cache, speculation
-        self.page_size, self.max_step_tokens = page_size, max_step_tokens
+        self.page_size, self.max_step_tokens, self.whole_prompts = page_size, max_step_tokens, whole_prompts
         self.num_preemptions = self.num_hit_tokens = self.num_computed_tokens = self.num_finished = 0
         self._rows = Rows(pool, cache, page_size, max_running_requests, adapter_slots)
         self._waiting = WaitingQueue(policy, cache)
@@ -88,6 +91,11 @@ class Scheduler:
                 f"request {request.rid!r} needs {need} pages of {self._rows.page_size} tokens for {request.prompt_len} "
                 f"prompt tokens and max_new_tokens={request.max_new_tokens}, but the pool has {capacity}: "
                 "shorten it, or raise max_total_tokens"
+            )
+        if self.whole_prompts and request.prompt_len > self.max_step_tokens:
+            raise CapacityError(
+                f"request {request.rid!r} has {request.prompt_len} tokens, which see each other and so need one step, "
+                f"but max_step_tokens is {self.max_step_tokens}: shorten it, or raise max_step_tokens"
             )
         if request.rid in self._requests:
             raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
@@ -210,6 +218,8 @@ class Scheduler:
         for request in self._waiting.admissible(self._rows.num_free, self._rows.adapters.fits):
             if not left or request.num_pending:
                 return  # a preempted request waits for the token that it drew last
+            if self.whole_prompts and len(request.token_ids) > left:
+                return
             if not (count := self._start(batch, request, left)):
                 self._blocked = True  # none goes in its place, or pages might never suffice for a large request
                 return

@@ -21,7 +21,7 @@ from fengine.engine.memory import Memory
 from fengine.engine.profiling import Profile
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
-from fengine.errors import ConfigError, OutOfMemoryError
+from fengine.errors import ConfigError, OutOfMemoryError, UnsupportedFeatureError
 from fengine.lora.adapters import Adapters, open_adapters, write_slot
 from fengine.models.kv_state import KVState, Params, init_kv
 from fengine.models.spec import ModelSpec, embedding_spec
@@ -125,6 +125,11 @@ def build(config: EngineConfig) -> Parts:
     spec = spec_from_config(hf_config)
     if config.model.is_embedding:
         spec = embedding_spec(spec)
+    if spec.generates and not spec.causal:
+        raise UnsupportedFeatureError(
+            "config.json has is_causal = false: every token sees those that follow, so nothing can be generated; "
+            "Engine(..., is_embedding=True) gives its embeddings."
+        )
     pooling = None if spec.generates else read_pooling(model_dir, hf_config)
     context = context_length(config, spec)
     tokenizer = None
@@ -197,7 +202,7 @@ def assemble(
         ) from error
     compile_seconds = time.perf_counter() - before
     pool = PagePool(pages)
-    cache = PrefixCache(pool, page_size) if config.cache.prefix_cache else None
+    cache = PrefixCache(pool, page_size) if config.cache.prefix_cache and spec.causal else None
     scheduler = Scheduler(
         pool,
         cache,
@@ -207,6 +212,7 @@ def assemble(
         policy=config.scheduler.policy,
         speculation=speculation,
         adapter_slots=slots,
+        whole_prompts=not spec.causal,
     )
     write = None if adapters is None else partial(write_slot, adapter_memory, adapters)
     tables = RowTables(rows, width, page_size, slots, write)

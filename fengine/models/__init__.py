@@ -4,13 +4,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fengine.errors import UnsupportedArchitectureError
-from fengine.models import llama, qwen2, qwen3
+from fengine.models import exaone4, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from fengine.models.family import Model
 
 FAMILIES = (
     llama.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
+    mistral.FAMILY,
+    phi3.FAMILY,
+    granite.FAMILY,
+    olmo2.FAMILY,
+    exaone4.FAMILY,
+    smollm3.FAMILY,
+    glm4.FAMILY,
 )
 MODELS: Mapping[str, Model] = MappingProxyType({k: v for family in FAMILIES for k, v in family.models().items()})
 

@@ -35,7 +35,8 @@ class Family(NamedTuple):
     model_type: str
     fields: Fields
     spec_from_hf: SpecReader
-    layer: layers.LayerFn = layers.prenorm_layer
+    defaults: Config = {}  # of keys that a config.json may leave out, where they are not those of `decoder_spec`
+    layer: layers.LayerFn = layers.decoder_layer
     unembed: Unembed = layers.unembed
     weights: Weights = decoder_weights
 
@@ -49,7 +50,7 @@ class Family(NamedTuple):
     def _read(self, architecture: str, config: Config) -> ModelSpec:
         check_model_type(config, self.model_type, architecture)
         check_fields(config, self.fields, architecture)
-        spec = self.spec_from_hf(config)
+        spec = self.spec_from_hf({**self.defaults, **config})
         if architecture.endswith("ForSequenceClassification"):
             return classifier_spec(spec, architecture, config)
         return spec if architecture == self.architecture else embedding_spec(spec, architecture)

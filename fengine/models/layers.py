@@ -1,7 +1,7 @@
 """What decoders are made of, as functions: a family composes its layer of them.
 
 A layer is a function of its own parameters, `layer(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD,
-next_norm_D)`, that returns (normed_TD, residual_TD, k_PSGK, v_PSGK): the stream, normed for what comes next, and the
+next_norm_D)`, which returns (normed_TD, residual_TD, k_PSGK, v_PSGK): the stream, normed for what comes next, and the
 written pages. Layers of one kind are alike but for the values of their parameters, so one compiled layer serves all.
 
 Attention reads the pages that `qkv_rope_write` returned: read the old names, and a compiler must copy every page.
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
 from fengine.models.spec import ModelSpec
-from fengine.ops import attention, linear, qkv, rms_norm
+from fengine.ops import attention, linear, qkv, rms_norm, rope
 
 LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
-LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor], LayerOut]
+LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor | None], LayerOut]
 
 
 def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatch], tuple[KVState, Tensor]]:
@@ -29,10 +29,8 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
         Modifies: the storage of `kv` (slots batch.slot_T), which is dead after the call.
         """
         layers = params["layers"]
-        norms = [layer["attn_norm_D"] for layer in layers[1:]] + [params["final_norm_D"]]
-        normed_TD, residual_TD = rms_norm.rows_rms_norm(
-            params["embed"].packed, batch.token_T, layers[0]["attn_norm_D"], spec.rms_eps
-        )
+        norms = [layer.get("attn_norm_D") for layer in layers[1:]] + [params["final_norm_D"]]
+        normed_TD, residual_TD = embed(params, spec, batch.token_T, layers[0].get("attn_norm_D"))
         k_layers, v_layers = [], []
         for layer, next_norm_D, k_PSGK, v_PSGK in zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True):
             rope_MK = params[layer["kind"].rope]
@@ -46,15 +44,42 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
     return forward
 
 
-def prenorm_layer(
+def embed(params: Params, spec: ModelSpec, token_T: Tensor, norm_D: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(normed, residual): the rows of the tokens, normed if there is a norm. Pure."""
+    first_D = params["final_norm_D"] if norm_D is None else norm_D
+    normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, first_D, spec.rms_eps)
+    if spec.embed_scale != 1.0:
+        residual_TD = residual_TD * spec.embed_scale
+        normed_TD = residual_TD if norm_D is None else rms_norm.rms_norm(residual_TD, norm_D, spec.rms_eps)
+    return residual_TD if norm_D is None else normed_TD, residual_TD
+
+
+def add_norm(delta_TD: Tensor, residual_TD: Tensor, norm_D: Tensor | None, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """(normed, residual) after the scaled delta is added; without a norm both are the stream. Pure."""
+    if spec.residual_scale != 1.0:
+        delta_TD = delta_TD * spec.residual_scale
+    if norm_D is None:
+        residual_TD = residual_TD + delta_TD
+        return residual_TD, residual_TD
+    return rms_norm.add_rms_norm(delta_TD, residual_TD, norm_D, spec.rms_eps)
+
+
+def decoder_layer(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
-    normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor,
+    normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
 ) -> LayerOut:  # fmt: skip
-    """residual += attention(normed);  residual += down(silu(gate) * up) of rms_norm(residual)."""
+    """residual += attention(normed);  residual += down(silu(gate) * up) of rms_norm(residual).
+
+    Which norms stand before and after the two is told by the leaves that there are.
+    """
     delta_TD, k_PSGK, v_PSGK = attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
-    normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, layer["mlp_norm_D"], spec.rms_eps)
+    if (norm_D := layer.get("attn_post_norm_D")) is not None:
+        delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps)
+    normed_TD, residual_TD = add_norm(delta_TD, residual_TD, layer.get("mlp_norm_D"), spec)
     delta_TD = gated_mlp(layer, spec, batch.adapters, normed_TD)
-    normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, next_norm_D, spec.rms_eps)
+    if (norm_D := layer.get("mlp_post_norm_D")) is not None:
+        delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps)
+    normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm_D, spec)
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 
 
@@ -62,15 +87,30 @@ def attend(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch, x_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one layer: what it adds to the residual stream, and the written pages."""
-    q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
-        x_TD, layer["wqkv"], layer.get("bqkv_C"), rope_MK, batch.pos_T, batch.slot_T, k_PSGK, v_PSGK, spec.num_heads,
-        layer.get("q_norm_K"), layer.get("k_norm_K"), spec.rms_eps, batch.adapters, spec.exact,
-    )  # fmt: skip
+    where = (rope_MK, batch.pos_T, batch.slot_T, k_PSGK, v_PSGK, spec.num_heads)
+    if "q_norm_C" in layer:
+        qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), batch.adapters, exact=spec.exact)
+        q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
+    else:
+        q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
+            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, layer.get("q_norm_K"), layer.get("k_norm_K"),
+            spec.rms_eps, batch.adapters, spec.exact,
+        )  # fmt: skip
     out_THK = attention.attention(
-        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, spec.head_dim**-0.5
-    )
+        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, spec.scale, spec.causal,
+        layer["kind"].window,
+    )  # fmt: skip
     delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), batch.adapters, exact=spec.exact)
     return delta_TD, k_PSGK, v_PSGK
+
+
+def norm_qk(layer: Params, spec: ModelSpec, qkv_TC: Tensor) -> Tensor:
+    """q and k normed over all their heads at once. Pure."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q_TC, k_TC, v_TC = qkv_TC.split((q, kv, kv), 1)
+    q_TC = rms_norm.rms_norm(q_TC.contiguous(), layer["q_norm_C"], spec.rms_eps)
+    k_TC = rms_norm.rms_norm(k_TC.contiguous(), layer["k_norm_C"], spec.rms_eps)
+    return torch.cat((q_TC, k_TC, v_TC), 1)
 
 
 def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
@@ -81,4 +121,5 @@ def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_T
 
 def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:
     """logits_RV in float32. Pure."""
-    return linear.linear(hidden_RD, params["unembed"], out_dtype=torch.float32, exact=spec.exact)
+    logits_RV = linear.linear(hidden_RD, params["unembed"], out_dtype=torch.float32, exact=spec.exact)
+    return logits_RV if spec.logit_scale == 1.0 else logits_RV * spec.logit_scale

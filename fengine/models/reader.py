@@ -77,13 +77,13 @@ class ConfigReader:
 def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpec:
     """The facts that all configs of decoders share; `switches` are the ModelSpec fields that differ. Pure.
 
+    `partial_rotary` among them: the family knows heads of which only the first columns turn.
+
     Keys that are absent take transformers' default where it has one for every checkpoint (rms_norm_eps 1e-6, head_dim
     hidden_size / heads, untied embeddings); sizes have none. Errors: ModelLoadError with every bad field, one a line;
     UnsupportedArchitectureError for a feature that is not built.
     """
     refuse_activation(config, "hidden_act", SILU)
-    if config.get("is_causal") not in (None, True):
-        raise UnsupportedArchitectureError(f"is_causal = {config['is_causal']!r} is not supported; only true is.")
     read = ConfigReader(config)
     hidden = read.size("hidden_size", 1 << 20)
     heads = read.size("num_attention_heads", 1 << 14)
@@ -108,8 +108,12 @@ def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpe
         "rms_eps": read.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
         "max_position": read.size("max_position_embeddings", 1 << 27),
         "tie_embeddings": read.flag("tie_word_embeddings"),
+        "causal": read.flag("is_causal", default=True),
     }
-    facts["rope"] = rope_spec(read, head_dim, facts["max_position"])
+    partial = switches.pop("partial_rotary", False)
+    if partial:
+        facts["rotary_dim"] = head_dim = rotary_dim(read, head_dim)
+    facts["rope"] = rope_spec(read, head_dim, facts["max_position"], partial)
     read.done(architecture)
     return ModelSpec(architecture, **facts | switches)
 
@@ -132,9 +136,12 @@ def windowed(spec: ModelSpec, window: int | None, types: list[str]) -> ModelSpec
         )
     if len(types) != spec.num_layers:
         raise ModelLoadError(f"config.json: layer_types has {len(types)} entries for {spec.num_layers} layers.")
-    if window is None or window >= spec.max_position or SLIDING not in types:
-        return spec
-    raise UnsupportedArchitectureError(f"sliding_window = {window!r}: sliding-window attention is not supported.")
+    if SLIDING in types and window is not None and window < spec.max_position:
+        if not spec.causal:
+            raise UnsupportedArchitectureError("is_causal = false with sliding windows is not supported.")
+        kinds = [replace(spec.kind(at), window=window if kind == SLIDING else 0) for at, kind in enumerate(types)]
+        return replace(spec, kinds=tuple(kinds))
+    return spec
 
 
 def qwen_windows(config: Config, spec: ModelSpec) -> ModelSpec:
@@ -154,7 +161,20 @@ def refuse_layer_types(config: Config) -> None:
         raise UnsupportedArchitectureError(f"layer_types = {kinds!r:.200}: this model has only {FULL!r} layers.")
 
 
-def rope_spec(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
+def rotary_dim(read: ConfigReader, head_dim: int) -> int:
+    """How many columns of a head turn, by `partial_rotary_factor`."""
+    rope = read.config.get("rope_parameters") or read.config.get("rope_scaling") or {}
+    name = "partial_rotary_factor"
+    own = rope if isinstance(rope, dict) and rope.get(name) is not None else read.config
+    part = ConfigReader({name: own.get(name)})
+    count = int(head_dim * part.number(name, 0.0, 1.0, default=1.0))
+    if count < 2 or count % 2:
+        part.problems.append(f"partial_rotary_factor leaves {count} columns of {head_dim}; they must be pairs")
+    read.problems += part.problems
+    return max(count // 2 * 2, 2)
+
+
+def rope_spec(read: ConfigReader, width: int, max_position: int, partial: bool = False) -> RopeSpec:
     """From `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
     config = read.config
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
@@ -169,13 +189,13 @@ def rope_spec(read: ConfigReader, head_dim: int, max_position: int) -> RopeSpec:
     if unknown := sorted(key for key in rope.keys() - ROPE_KEYS if rope[key] is not None):
         raise UnsupportedArchitectureError(f"rope_parameters has {unknown[0]} = {rope[unknown[0]]!r:.80}: not built.")
     for source in (rope, config):
-        if source.get("partial_rotary_factor", 1.0) not in (1, None):
+        if not partial and source.get("partial_rotary_factor", 1.0) not in (1, None):
             raise UnsupportedArchitectureError(
                 f"partial_rotary_factor = {source['partial_rotary_factor']!r} is not supported; only 1.0 is."
             )
     rope.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     part = ConfigReader(rope)
-    found = _rope_of(part, head_dim, max_position)
+    found = _rope_of(part, width, max_position)
     read.problems += part.problems
     return found
 

@@ -5,7 +5,25 @@ import math
 import torch
 from torch import Tensor
 
-from fengine.models.spec import RopeSpec
+from fengine.models.spec import ModelSpec, RopeSpec
+
+NONE = "rope_none_MK"  # the table of layers without rotary embedding: it turns by nothing
+
+
+def rope_tables(spec: ModelSpec, length: int) -> dict[str, Tensor]:
+    """The tables that the layers of a model name, float32 [length, K], for positions 0 .. length - 1. Pure."""
+    width = spec.rotary_dim or spec.head_dim
+    found = {"rope_MK": widened(rope_table(spec.rope, width, length), spec.head_dim)}
+    if any(kind.rope == NONE for kind in spec.kinds):
+        found[NONE] = widened(torch.empty(length, 0), spec.head_dim)
+    return found
+
+
+def widened(table_MR: Tensor, width: int) -> Tensor:
+    """A table of R columns as one of `width`, whose other columns turn by nothing. Pure."""
+    cos, sin = table_MR.chunk(2, -1) if table_MR.shape[1] else (table_MR, table_MR)
+    rest = cos.new_ones(len(cos), width // 2 - cos.shape[1])
+    return torch.cat((cos, rest, sin, torch.zeros_like(rest)), -1)
 
 
 def rope_table(rope: RopeSpec, width: int, length: int) -> Tensor:

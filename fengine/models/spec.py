@@ -56,6 +56,18 @@ class ModelSpec:
     generates: bool = True  # False: an embedding model or a classifier, whose checkpoint needs no output head
     num_labels: int | None = None  # C, the outputs of a classification or reward head; None: there is none
     kinds: tuple[LayerKind, ...] = ()  # of each layer; empty: all alike, without a window
+    causal: bool = True  # False: a token sees its whole row
+    rotary_dim: int | None = None  # columns of a head that turn; None: all
+    interleaved: bool = False  # a checkpoint's rotary pairs are neighbours, not halves
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the stream
+    logit_scale: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        """Of attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def kind(self, layer: int) -> LayerKind:
         """Pure."""

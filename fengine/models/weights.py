@@ -108,15 +108,21 @@ class LayerWeights(NamedTuple):
         return self._leaf(key, [(name, size)], (), "weight", key.rpartition("_")[2], **{"fill": "one"} | facts)
 
 
-def attention_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Joined q, k and v, the norms of their heads, and the output projection. Pure."""
+def attention_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False) -> list[Weight]:
+    """Joined q, k and v, the norms of their heads, and the output projection. `fused`: joined as stored. Pure."""
     width = spec.head_dim
     q, kv = spec.num_heads * width, spec.num_kv_heads * width
+    heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}
     qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
+    if fused:
+        heads, qkv = {"self_attn.qkv_proj": spec.num_heads + spec.num_kv_heads}, [("self_attn.qkv_proj", q + 2 * kv)]
+    turned = spec.rotary_dim or width
+    plain = turned == width and not spec.interleaved
+    order = {} if plain else {name: HeadOrder(n, width, turned, spec.interleaved) for name, n in heads.items()}
     out = [("self_attn.o_proj", spec.hidden_size)]
-    found = [layer.matrix("wqkv", qkv, spec.hidden_size, "CD")]
+    found = [layer.matrix("wqkv", qkv, spec.hidden_size, "CD", order=order)]
     if spec.qkv_bias:
-        found.append(layer.bias("bqkv_C", qkv))
+        found.append(layer.bias("bqkv_C", qkv, order=order))
     if spec.qk_norm:
         found.append(layer.norm("q_norm_K", "self_attn.q_norm", width))
         found.append(layer.norm("k_norm_K", "self_attn.k_norm", width))
@@ -126,9 +132,10 @@ def attention_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     return found
 
 
-def mlp_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Gate above up, and down. Pure."""
+def mlp_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False) -> list[Weight]:
+    """Gate above up, and down. `fused`: so in the checkpoint. Pure."""
     gate_up, down = [("mlp.gate_proj", spec.mlp_size), ("mlp.up_proj", spec.mlp_size)], spec.hidden_size
+    gate_up = [("mlp.gate_up_proj", 2 * spec.mlp_size)] if fused else gate_up
     found = [layer.matrix("wgate_up", gate_up, spec.hidden_size, "FD")]
     if spec.mlp_bias:
         found.append(layer.bias("bgate_up_2F", gate_up))

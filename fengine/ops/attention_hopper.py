@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.attention_kernels import SUMS, table_kernel
+from fengine.ops.attention_kernels import SUMS
+from fengine.ops.attention_tiles import table_kernel
 from fengine.ops.gluon import (
     HAS_REINTERPRET,
     TensorDescriptor,

@@ -27,7 +27,7 @@ from fengine.errors import (
     UnsupportedFormatError,
 )
 from fengine.models.kv_state import Params
-from fengine.models.rope import rope_table
+from fengine.models.rope import rope_tables
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD, Weight
 from fengine.ops import linear
@@ -170,7 +170,7 @@ def load_params(
     load_format: LoadFormat = LoadFormat.auto,
     seed: int = 0,
 ) -> Params:
-    """Fused and packed parameters (see `models.weights`) plus "rope_MK" up to `context_length`.
+    """Fused and packed parameters (see `models.weights`) plus rotary tables up to `context_length`.
 
     Matrices keep their stored dtype unless `dtype` says otherwise. `load_format=dummy` needs config.json only and gives
     random weights that are a function of (seed, leaf, device). Errors: ModelLoadError and its kinds, ConfigError,
@@ -192,7 +192,7 @@ def load_params(
             params = _build(spec, needed, lambda weight: _random(weight, spec, placement, seed))
         else:
             params = _load(directory, spec, weights, device, wanted)
-        params["rope_MK"] = rope_table(spec.rope, spec.head_dim, length).to(device)
+        params |= {name: table.to(device) for name, table in rope_tables(spec, length).items()}
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the weights do not fit on {device}: {str(error).partition('.')[0]}. Free the device, set "

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import (
 from fengine.api.encode import rerank_scores
 from fengine.api.engine import Engine
 from fengine.errors import (
+    CapacityError,
     ContextLengthError,
     CorruptCheckpointError,
     InvalidRequestError,
@@ -282,6 +284,31 @@ def test_a_language_model_as_embedding_model(tmp_path: Path) -> None:
             llm.generate("Hello")
         with pytest.raises(InvalidRequestError, match="generates no text"):
             llm.score("q", ["a"], [5])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_model_that_looks_both_ways(tmp_path: Path, family: str) -> None:
+    """`is_causal: false`, as in gte-Qwen2: against transformers; and a vector does not depend on its neighbours."""
+    directory = write(tmp_path, family, BODIES[family], is_causal=False)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 2000) for _ in range(length)] for length in (7, 1, 40, 23, 64)]
+    reference = AutoModel.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    causal = AutoModel.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", is_causal=True)
+    with Engine(model_path=str(directory), device="cpu", is_embedding=True, chunked_prefill_size=64) as engine:
+        together = [out["embedding"] for out in engine.encode(prompts)]
+        for prompt, got in zip(prompts, together, strict=True):
+            assert engine.encode(prompt)["embedding"] == got
+            with torch.no_grad():
+                want, other = (m(torch.tensor([prompt])).last_hidden_state[0, -1] for m in (reference, causal.eval()))
+            assert torch.allclose(torch.tensor(got), want / want.norm(), atol=1e-5)
+            assert len(prompt) == 1 or not torch.allclose(torch.tensor(got), other / other.norm(), atol=1e-2)
+        with pytest.raises(CapacityError, match="65 tokens, which see each other.*raise max_step_tokens"):
+            engine.encode([5] * 65)
+    config = json.loads((directory / "config.json").read_text())
+    config["architectures"] = [config["architectures"][0].replace("Model", "ForCausalLM")]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFeatureError, match="is_causal = false.*is_embedding=True"):
+        Engine(model_path=str(directory), device="cpu", load_format="dummy")
 
 
 def test_dimensions_are_cut_and_normalised_again(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
 from fengine.ops import (
     attention,
-    attention_kernels,
+    attention_tiles,
     edges,
     linear,
     linear_hopper,
@@ -32,6 +32,7 @@ from fengine.ops import (
     sampling,
     silu_mul,
 )
+from fengine.ops import attention_schedules as plans
 from fengine.ops import linear_schedules as tables
 from fengine.ops.proof import captured
 from fengine.ops.registration import triton
@@ -184,14 +185,14 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
     """Every GQA ratio, head width and page size, rows of few and of many tokens, chunks in one program or more."""
     monkeypatch.setattr(attention, "CHUNK", 128)
     for lengths, tokens, rows, tiles in (
-        ([70, 5, 130, 1], [30, 5, 1, 1], attention.Rows(16, 4, 1, 1), None),
-        ([270, 40, 5], [2, 40, 5], attention.Rows(16, 4, 1, 2), attention.Tiles(False, 32, 4, 1)),
-        ([300, 33], [1, 1], attention.Rows(16, 4, 1, 2), None),
-        ([300, 129], [20, 3], attention.Rows(32, 4, 1, 3), None),
+        ([70, 5, 130, 1], [30, 5, 1, 1], plans.Rows(16, 4, 1, 1), None),
+        ([270, 40, 5], [2, 40, 5], plans.Rows(16, 4, 1, 2), plans.Tiles(False, 32, 4, 1)),
+        ([300, 33], [1, 1], plans.Rows(16, 4, 1, 2), None),
+        ([300, 129], [20, 3], plans.Rows(32, 4, 1, 3), None),
     ):
         args = put(paged_case(lengths, tokens, heads, groups, width, size, padding=2), dtype)
         for _ in range(1 + (rows.splits > 1 and tiles is None)):  # the counters are back at zero
-            got = attention.launch(*args, chosen=attention.Schedule(rows, tiles))
+            got = attention.launch(*args, chosen=plans.Schedule(rows, tiles))
             assert_close(got, attention.reference(*args), dtype)
 
 
@@ -202,18 +203,16 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
 def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float], monkeypatch: pytest.MonkeyPatch):
     """A window, a cap, both ways: rows of few and of many tokens, chunks in one program or more; bits alike."""
     monkeypatch.setattr(attention, "CHUNK", 128)
-    rows, one = attention.Rows(16, 4, 1, 2), attention.Rows(16, 4, 1, 1)
+    rows, one = plans.Rows(16, 4, 1, 2), plans.Rows(16, 4, 1, 1)
     for lengths, tokens, tiles in (
-        ([270, 40, 5, 1], [40, 40, 5, 1], attention.Tiles(False, 32, 4, 1)),
-        ([300, 33, 500], [1, 1, 1], None),
+        ([270, 40], [20, 9], plans.Tiles(False, 32, 4, 1)),
+        ([300, 33], [1, 1], None),
     ):
         tokens = tokens if bounds[0] else lengths
         args = put(paged_case(lengths, tokens, 4, 2, 48, 16, padding=2), dtype)
-        want = attention.reference(*args, attention.Bounds(*bounds))
+        want = attention.reference(*args, plans.Bounds(*bounds))
         got = [
-            attention.launch(*args, *bounds, chosen=attention.Schedule(r, t))
-            for r in (rows, one)
-            for t in (tiles, None)
+            attention.launch(*args, *bounds, chosen=plans.Schedule(r, t)) for r in (rows, one) for t in (tiles, None)
         ]
         for each in got:
             assert_close(each, want, dtype)
@@ -227,7 +226,7 @@ def test_attention_finds_a_long_row_behind_many(empty: int):
     start, kv_len = (torch.cat((x.new_zeros(empty), x)) for x in (start, kv_len))
     table = torch.cat((table.new_zeros(empty, table.shape[1]), table))
     args = (q, k, v, start, kv_len, table, scale)
-    chosen = attention.Schedule(attention.Rows(16, 4, 1, 1), attention.Tiles(False, 64, 4, 1))
+    chosen = plans.Schedule(plans.Rows(16, 4, 1, 1), plans.Tiles(False, 64, 4, 1))
     assert_close(attention.launch(*args, chosen=chosen), attention.reference(*args), torch.float32)
 
 
@@ -294,9 +293,9 @@ def test_attention_bits_of_prefill_chunks_and_decode_agree(heads: int, groups: i
     q, k, v, _, _, table, scale = put(paged_case([length], [length], heads, groups, width, size), torch.bfloat16)
     start = torch.tensor([0, length, length], device=DEVICE).int()
     whole = attention.launch(q, k, v, start, torch.tensor([length, 0], device=DEVICE).int(), table, scale)
-    reference = attention.reference_schedule(q, k)
+    reference = plans.reference_schedule(q, k)
     some = ((q, 1), (q[:1], 1), (q[:1], 600))  # as many tokens, and rows beside
-    schedules = [s for tokens, rows in some for s in attention.schedules(tokens, k, rows, 4096, 132)]
+    schedules = [s for tokens, rows in some for s in plans.schedules(tokens, k, rows, 4096, 132, attention.CHUNK)]
     assert all(attention.proved(q, k, s) for s in schedules)
     for first, last in ((0, 1), (63, 64), (64, 65), (1023, 1024), (1024, 1025), (700, 2100), (2099, 2100)):
         start = torch.tensor([0, last - first, last - first], device=DEVICE).int()
@@ -310,17 +309,17 @@ def test_attention_bits_of_prefill_chunks_and_decode_agree(heads: int, groups: i
 def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatch):
     """The negative control: chunks of another length under the schedule that is compared."""
     q, k, v, _, _, table, scale = put(paged_case([64], [64], 8, 2, 128, 64), torch.bfloat16)
-    few = attention.schedules(q, k, 1, 4096, 132)[0]
+    few = plans.schedules(q, k, 1, 4096, 132, attention.CHUNK)[0]
     run = attention.run
 
     def other_chunks(*args: Any) -> Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(attention, "CHUNK", 1024 if args[-1] == attention.reference_schedule(q, k) else 512)
+            patch.setattr(attention, "CHUNK", 1024 if args[-1] == plans.reference_schedule(q, k) else 512)
             return run(*args)
 
-    assert attention._compare(q, k, few, attention.CAUSAL)
+    assert attention._compare(q, k, few, plans.CAUSAL)
     monkeypatch.setattr(attention, "run", other_chunks)
-    assert not attention._compare(q, k, few, attention.CAUSAL)
+    assert not attention._compare(q, k, few, plans.CAUSAL)
 
 
 @kernel_test
@@ -394,7 +393,7 @@ def test_tiles_are_found_for_every_row_most_keys_first_and_the_padding_is_cleare
     tiles = torch.full((4 + 4 * most,), -7, dtype=torch.int32, device=DEVICE)
     out = torch.full((total, width), 9.0, device=DEVICE)
     q_start, kv_len = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (starts, seen))
-    attention_kernels.table_kernel[(most + 1,)](
+    attention_tiles.table_kernel[(most + 1,)](
         q_start, kv_len, tiles, out, total, len(tokens), limit, width, bq, 4096
     )  # fmt: skip
     want = [

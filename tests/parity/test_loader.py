@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -269,8 +270,8 @@ def test_bad_config_values(changes: dict[str, Any], message: str) -> None:
     "changes, message",
     [
         (
-            {"architectures": ["MistralForCausalLM"]},
-            "'MistralForCausalLM' is not supported; supported: Llama.*Qwen2.*Qwen3",
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM' is not supported; supported: Llama.*Qwen2.*Qwen3",
         ),
         ({"architectures": None}, "architectures must name one class.*supported: Llama"),
         ({"architectures": []}, "architectures must name one class"),
@@ -295,8 +296,10 @@ def test_qwen_features() -> None:
         sliding = {"use_sliding_window": True, "layer_types": None, "sliding_window": 16, "head_dim": 16}
         assert not spec_of(family, **sliding).kinds  # from layer 28 on
         assert not spec_of(family, **sliding | {"max_window_layers": 0, "sliding_window": 1024}).kinds
-        with pytest.raises(UnsupportedArchitectureError, match="sliding_window = 16"):
-            spec_of(family, **sliding, max_window_layers=0)
+        windows = [kind.window for kind in spec_of(family, **sliding, max_window_layers=1).kinds]
+        assert windows == [0, 16]
+        with pytest.raises(UnsupportedArchitectureError, match="is_causal = false with sliding windows"):
+            spec_of(family, **sliding, max_window_layers=1, is_causal=False)
     with pytest.raises(ModelLoadError, match="head_dim is missing"):
         spec_of("qwen3", head_dim=...)
     with pytest.raises(UnsupportedFormatError, match="quant_method 'gptq'"):
@@ -580,7 +583,9 @@ def test_directories_and_the_box(checkpoint: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_registry_lists_what_is_supported() -> None:
-    kinds = ("ForCausalLM", "Model", "ForSequenceClassification")
-    assert set(models.MODELS) == {f + kind for f in ("Llama", "Qwen2", "Qwen3") for kind in kinds}
+    for family in models.FAMILIES:
+        assert getattr(transformers, family.architecture).config_class.model_type == family.model_type
+        assert all(hasattr(transformers, name) for name in family.models()), family.model_type
+    assert len(models.MODELS) == 3 * len(models.FAMILIES) == 3 * len(tiny_checkpoints.CLASSES)
     with pytest.raises(UnsupportedArchitectureError, match="supported: LlamaForCausalLM, .*Qwen3ForSequenceClass"):
         models.lookup("GPT2LMHeadModel")

@@ -1,0 +1,42 @@
+"""EXAONE 4: norms behind attention and MLP, a norm on every query and key head; the large one mixes layers with a
+window, which have rotary embedding, and layers that see all, which have none.
+"""
+
+from dataclasses import replace
+
+from fengine.errors import UnsupportedArchitectureError
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, READ
+from fengine.models.olmo2 import postnorm_layer
+from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, windowed
+from fengine.models.rope import NONE
+from fengine.models.spec import Config, LayerKind, ModelSpec
+from fengine.models.weights import Weight, decoder_weights
+
+FIELDS = {**DECODER, "sliding_window": READ, "sliding_window_pattern": READ, "layer_types": READ}
+DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    spec, read = decoder_spec(config, FAMILY.architecture, qk_norm=True), ConfigReader(config)
+    if config["sliding_window"] is None:
+        return windowed(spec, None, config.get("layer_types") or [FULL] * spec.num_layers)
+    pattern = config["sliding_window_pattern"]
+    window = read.size("sliding_window", 1 << 27)
+    read.done(spec.architecture)
+    types = config.get("layer_types")
+    if types is None:
+        if type(pattern) is not int or pattern < 1:
+            raise UnsupportedArchitectureError(f"sliding_window_pattern = {pattern!r} is not supported; a number is.")
+        types = [FULL if (index + 1) % pattern == 0 else SLIDING for index in range(spec.num_layers)]
+    kinds = tuple(LayerKind(rope="rope_MK" if kind == SLIDING else NONE) for kind in types)
+    return windowed(replace(spec, kinds=kinds), window, types)
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    return decoder_weights(spec, postnorm_layer)
+
+
+FAMILY = Family("Exaone4ForCausalLM", "exaone4", FIELDS, spec_from_hf, DEFAULTS, weights=weights)

@@ -1,0 +1,42 @@
+"""OLMo 2: norms stand behind attention and MLP, not before; q and k are normed over all their heads at once."""
+
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, READ
+from fengine.models.reader import decoder_spec, flag
+from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
+
+FIELDS = {**DECODER, "attention_bias": READ}
+DEFAULTS = {"rms_norm_eps": 1e-5}
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    bias = flag(config, "attention_bias")
+    return decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias)
+
+
+def postnorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Attention, norm, gated MLP, norm. Pure."""
+    return [
+        *attention_weights(spec, layer),
+        layer.norm("attn_post_norm_D", "post_attention_layernorm", spec.hidden_size),
+        *mlp_weights(spec, layer),
+        layer.norm("mlp_post_norm_D", "post_feedforward_layernorm", spec.hidden_size),
+    ]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+
+    def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+        norms = [
+            layer.norm("q_norm_C", "self_attn.q_norm", spec.num_heads * spec.head_dim),
+            layer.norm("k_norm_C", "self_attn.k_norm", spec.num_kv_heads * spec.head_dim),
+        ]
+        return postnorm_layer(spec, layer) + norms
+
+    return decoder_weights(spec, layer_weights)
+
+
+FAMILY = Family("Olmo2ForCausalLM", "olmo2", FIELDS, spec_from_hf, DEFAULTS, weights=weights)

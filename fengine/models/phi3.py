@@ -1,0 +1,42 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama's decoder with q, k, v and gate, up joined in the checkpoint; long contexts by
+longrope, whose long factors hold for the whole of a context longer than that of pretraining; Phi-4-mini turns a part of
+each head.
+"""
+
+from fengine.errors import UnsupportedArchitectureError
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, READ, TRAINING
+from fengine.models.reader import SLIDING, ConfigReader, decoder_spec, windowed
+from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
+
+FIELDS = {**DECODER, "sliding_window": READ, "resid_pdrop": TRAINING, "embd_pdrop": TRAINING}
+DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    spec, read = decoder_spec(config, FAMILY.architecture, partial_rotary=True), ConfigReader(config)
+    if spec.rope.kind not in ("default", "longrope"):
+        raise UnsupportedArchitectureError(f"rope_type = {spec.rope.kind!r} is not one of Phi-3; longrope is.")
+    window = None if config.get("sliding_window") is None else read.size("sliding_window", 1 << 27)
+    read.done(spec.architecture)
+    return windowed(spec, window, [SLIDING] * spec.num_layers)
+
+
+def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Pure."""
+    return [
+        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
+        *attention_weights(spec, layer, fused=True),
+        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size),
+        *mlp_weights(spec, layer, fused=True),
+    ]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    return decoder_weights(spec, layer_weights)
+
+
+FAMILY = Family("Phi3ForCausalLM", "phi3", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
