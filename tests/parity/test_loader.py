@@ -585,7 +585,6 @@ def test_directories_and_the_box(checkpoint: Path, tmp_path: Path, monkeypatch: 
 def test_registry_lists_what_is_supported() -> None:
     for family in models.FAMILIES:
         assert getattr(transformers, family.architecture).config_class.model_type == family.model_type
-        assert all(hasattr(transformers, name) for name in family.models()), family.model_type
     assert len(models.MODELS) == 3 * len(models.FAMILIES) == 3 * len(tiny_checkpoints.CLASSES)
     with pytest.raises(UnsupportedArchitectureError, match="supported: LlamaForCausalLM, .*Qwen3ForSequenceClass"):
         models.lookup("GPT2LMHeadModel")

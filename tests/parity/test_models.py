@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-gqa4-tied": {"num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
     "qwen2-sliding": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3-sliding-all": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0, "head_dim": 24},
-    "mistral-window-of-1": {"sliding_window": 1},
+    "mistral-window-of-2": {"sliding_window": 2},
     "mistral-window": {"sliding_window": 33, "head_dim": 24},
     "mistral-no-window-yarn": {
         "sliding_window": None,
@@ -108,7 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "olmo2-gqa2": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "pad_token_id": 0},
-    "olmo2-biases": {"attention_bias": True, "pad_token_id": 0},
+    "olmo2-biases": {"attention_bias": True, "pad_token_id": 0, "seed": 3},
     "exaone4-mixed": {"sliding_window": 12, "sliding_window_pattern": 2, "num_hidden_layers": 4},
     "exaone4-global": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "smollm3-some-turn": {"num_hidden_layers": 5, "pad_token_id": 0},
