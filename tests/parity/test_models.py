@@ -108,7 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "olmo2-gqa2": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "pad_token_id": 0},
-    "olmo2-biases": {"attention_bias": True, "pad_token_id": 0, "seed": 3},
+    "olmo2-biases": {"attention_bias": True, "pad_token_id": 0, "num_hidden_layers": 3, "seed": 5},
     "exaone4-mixed": {"sliding_window": 12, "sliding_window_pattern": 2, "num_hidden_layers": 4},
     "exaone4-global": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "smollm3-some-turn": {"num_hidden_layers": 5, "pad_token_id": 0},
