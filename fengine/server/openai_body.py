@@ -93,9 +93,9 @@ READERS: dict[str, Callable[[Mapping[str, Any], int], OpenAIRequest]] = {
 }
 
 
-def read_body(url: str, body: Any, max_samples: int) -> OpenAIRequest:
+def read_body(url: Any, body: Any, max_samples: int) -> OpenAIRequest:
     """A body of one of the paths of READERS. Pure. Errors: ApiError."""
-    if url not in READERS:
+    if not isinstance(url, str) or url not in READERS:
         raise ApiError(400, f"url must be one of {', '.join(READERS)}, got {url!r:.80}.", "url", "invalid_value")
     if not isinstance(body, Mapping):
         raise ApiError(400, f"the body must be a JSON object, got {type(body).__name__}.", "body", "invalid_value")

@@ -245,18 +245,21 @@ def openai_task(tmp_path: Path, lines: list[Any]) -> Task:
 def test_openai_requests(tmp_path: Path) -> None:
     given = [
         request("chat", max_tokens=5, temperature=0.5, seed=3, stop="x", top_p=None, n=1, stream=False, user="me"),
-        request("text", url="/v1/completions", prompt="Once", max_completion_tokens=7),
+        request("text", url="/v1/completions", prompt="Once", max_tokens=7),
         request("ids", url="/v1/completions", prompt=[1, 2]),
+        request("held", response_format={"type": "json_object"}, min_tokens=2, logit_bias={"5": 1}, stop_token_ids=[7]),
     ]
     task = openai_task(tmp_path, given)
     rows = list(task.rows())
-    assert [row.id for row in rows] == ["chat", "text", "ids"]
+    assert [row.id for row in rows] == ["chat", "text", "ids", "held"]
     asks = [ask for row in rows if isinstance(row, Row) for ask in task.asks(row)]
+    held = {"json_schema": '{"type": "object"}', "min_new_tokens": 2, "logit_bias": {"5": 1}, "stop_token_ids": [7]}
     sampling = {"max_new_tokens": 5, "temperature": 0.5, "sampling_seed": 3, "stop": "x"}
     assert asks == [
         Ask([1, 72, 105], sampling, "generate"),
         Ask("Once", {"max_new_tokens": 7}, "generate"),
         Ask([1, 2], {}, "generate"),
+        Ask([1, 72, 105], held, "generate"),
     ]
     assert isinstance(rows[0], Row) and task.score(rows[0], [answer("x")]) == {} and task.metrics([{}]) == {}
 
@@ -267,14 +270,16 @@ def test_openai_requests(tmp_path: Path) -> None:
         (request(url="/v1/embeddings"), "url must be one of"),
         ({**request(), "url": None}, "url must be one of"),
         ({**request(), "method": "GET"}, "method must be POST"),
-        ({**request(), "body": [1]}, "body must be a JSON object"),
-        (request(url="/v1/completions"), "body has no 'prompt'"),
-        (request(n=2), "body.n=2 is not supported"),
-        (request(stream=True), "body.stream=True"),
-        (request(n=True), "body.n=True"),
-        (request(tools=[{"type": "function"}]), "body.tools"),
-        (request(response_format={"type": "json_object"}), "body.response_format"),
-        (request(nonsense=1), "body.nonsense is not supported"),
+        ({**request(), "body": [1]}, "the body must be a JSON object"),
+        (request(url="/v1/completions", prompt=None), "prompt is missing"),
+        (request(n=2), "n must be an integer in [1, 1]"),
+        (request(stream=True), "body.stream is not supported"),
+        (request(n=True), "n must be an integer"),
+        (request(tools=[{"type": "function", "function": {"name": "f"}}]), "body.tools is not supported"),
+        (request(response_format={"type": "xml"}), "response_format must have the type"),
+        (request(url="/v1/completions", prompt=["a", "b"]), "several prompts"),
+        (request(lora_path="x"), "body.lora_path is not supported"),
+        (request(nonsense=1), "unknown field 'nonsense'"),
         (request(max_tokens=1, max_completion_tokens=1), "give one"),
         ({"method": "POST", "url": "/v1/chat/completions", "body": request()["body"]}, "has no 'custom_id'"),
         ({**request(), "custom_id": ["r"]}, "must be a text"),
