@@ -88,7 +88,23 @@ def as_generate(context: EngineContext, req: EncodeReqInput) -> GenerateReqInput
         text, ids = None, chat_ids(context, text)
     elif _are_ids(text):
         text, ids = None, text
+    elif isinstance(text, str) or (isinstance(text, (list, tuple)) and all(isinstance(part, str) for part in text)):
+        text, ids = prepared(context, text, ids)
     return GenerateReqInput(text, NOTHING_DRAWN, ids, lora_path=req.lora_path, rid=req.rid)
+
+
+def prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:
+    """(texts, ids) as sentence-transformers tokenizes: with its prompt, in lower case, cut to its length.
+
+    Errors: InvalidRequestError and its kinds.
+    """
+    pooling, tokenizer = pooling_of(context), context.parts.tokenizer
+    texts = [pooling.prompt + part for part in ([text] if isinstance(text, str) else text)]
+    texts = [part.lower() for part in texts] if pooling.lower else texts
+    if pooling.max_length is None or tokenizer is None or ids is not None:
+        return (texts[0] if isinstance(text, str) else texts), ids
+    cut = [tokenizer.encode(part, max_length=pooling.max_length) for part in texts]
+    return None, (cut[0] if isinstance(text, str) else cut)
 
 
 def _are_ids(prompt: Any) -> bool:

@@ -104,12 +104,19 @@ class Tokenizer:
             ) from None
         return text
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """Ids of one text; special-token text in it is parsed as special, as transformers does.
 
-        Errors: InvalidRequestError, ContextLengthError.
+        With `max_length` the text is cut so that the ids with those added are no more. Errors: InvalidRequestError,
+        ContextLengthError.
         """
-        return self._ids([self.check_text(text)], add_special_tokens)[0]
+        ids = self._ids([self.check_text(text)], add_special_tokens)[0]
+        if max_length is None or len(ids) <= max_length:
+            return ids
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        added = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding.truncate(max(0, max_length - added))
+        return self.backend.post_process(encoding, None, add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each text, in parallel. Errors: InvalidRequestError that lists every bad item."""

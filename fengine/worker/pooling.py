@@ -3,7 +3,8 @@
     vector = pool(hidden states of the prompt);  vector[:dimensions];  vector / |vector|
 
 sentence-transformers describes it by `modules.json` (a list of modules, each with a folder) and the Pooling module's
-`config.json`. A checkpoint without them is pooled as SGLang does: the last token, normalised.
+`config.json`. A checkpoint without them is pooled as SGLang does: the last token, normalised. What is done to a text
+before it is tokenized stands in `sentence_bert_config.json` and `config_sentence_transformers.json`.
 """
 
 import json
@@ -23,11 +24,17 @@ MAX_JSON_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """`pool` is "last", "mean" or "cls" (the first token). `sizes` are the dimensions a matryoshka model names."""
+    """`pool` is "last", "mean" or "cls" (the first token). `sizes` are the dimensions a matryoshka model names.
+
+    A text gets `prompt` in front, in lower case if `lower`, and is cut to `max_length` tokens (None: it is not).
+    """
 
     pool: str = "last"
     normalize: bool = True
     sizes: tuple[int, ...] = ()
+    prompt: str = ""
+    lower: bool = False
+    max_length: int | None = None
 
 
 def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
@@ -47,8 +54,34 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     where = PurePosixPath(modules[1][1])
     if where.is_absolute() or ".." in where.parts:
         raise ModelLoadError(f"modules.json: the path {str(where)!r} of Pooling leaves the model's directory.")
-    pool = _pool(_read(directory / where / "config.json"), config.get("hidden_size"))
-    return Pooling(pool, "Normalize" in kinds, tuple(sizes))
+    pooling = _read(directory / where / "config.json")
+    pool, prompt = _pool(pooling, config.get("hidden_size")), _prompt(directory)
+    if prompt and pool == "mean" and pooling.get("include_prompt") is False:
+        raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
+    return Pooling(pool, "Normalize" in kinds, tuple(sizes), prompt, *_text_limits(directory))
+
+
+def _prompt(directory: Path) -> str:
+    """What stands before every text that names no prompt of its own."""
+    path = directory / "config_sentence_transformers.json"
+    config = _read(path) if path.exists() else {}
+    prompts = (config.get("prompts") or {}) if isinstance(config, dict) else None
+    name = config.get("default_prompt_name") if isinstance(config, dict) else None
+    if not isinstance(prompts, dict) or not (name is None or isinstance(prompts.get(name), str)):
+        raise ModelLoadError(f"{path}: default_prompt_name {name!r:.80} must be null or name a text in prompts.")
+    return "" if name is None else prompts[name]
+
+
+def _text_limits(directory: Path) -> tuple[bool, int | None]:
+    """(whether texts are in lower case, at most how many tokens of a text count)."""
+    path = directory / "sentence_bert_config.json"
+    config = _read(path) if path.exists() else {}
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{path} must be an object.")
+    lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
+    if not isinstance(lower, bool) or not (most is None or (type(most) is int and most > 0)):
+        raise ModelLoadError(f"{path}: do_lower_case must be true or false, max_seq_length a size or null.")
+    return lower, most
 
 
 def _read(path: Path) -> Any:

@@ -16,6 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     LlamaForSequenceClassification,
     LlamaModel,
     Qwen2ForSequenceClassification,
@@ -107,6 +108,38 @@ def test_the_checkpoints_pooling(tmp_path: Path, pooling: dict[str, Any], pool: 
     assert read_pooling(tmp_path, {"hidden_size": 8}) == Pooling(pool, True)
     write_modules(tmp_path, pooling, "Transformer", "Pooling")
     assert read_pooling(tmp_path, {"hidden_size": 8}) == Pooling(pool, False)
+
+
+def test_what_is_done_to_texts_first(tmp_path: Path) -> None:
+    """As sentence-transformers: the default prompt, lower case, and at most so many tokens, special ones included."""
+    directory = write(tmp_path, "llama", LlamaModel)
+    write_modules(directory, {"pooling_mode": "mean"}, "Transformer", "Pooling", "Normalize")
+    (directory / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": "Find: ", "none": ""}, "default_prompt_name": "query"})
+    )
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 9, "do_lower_case": true}')
+    texts = ["Short", "A LONG text about Many things and more of them", ""]
+    hf = AutoTokenizer.from_pretrained(directory)
+    with Engine(model_path=str(directory), is_embedding=True, device="cpu") as engine:
+        for text in texts:
+            ids = hf("find: " + text.lower(), truncation=True, max_length=9).input_ids
+            assert engine.encode(text)["meta_info"]["prompt_tokens"] == len(ids) <= 9
+            assert engine.encode(text)["embedding"] == engine.encode(ids)["embedding"]
+        together = [output["embedding"] for output in engine.encode(texts)]
+        assert together == [engine.encode(text)["embedding"] for text in texts]
+    for file, bad in (
+        ("sentence_bert_config.json", {"max_seq_length": 0}),
+        ("sentence_bert_config.json", {"do_lower_case": "yes"}),
+        ("config_sentence_transformers.json", {"default_prompt_name": "query"}),
+    ):
+        good = (directory / file).read_text()
+        (directory / file).write_text(json.dumps(bad))
+        with pytest.raises(ModelLoadError, match=file):
+            read_pooling(directory, {"hidden_size": SIZE})
+        (directory / file).write_text(good)
+    write_modules(directory, {"pooling_mode": "mean", "include_prompt": False}, "Transformer", "Pooling")
+    with pytest.raises(UnsupportedFeatureError, match="include_prompt"):
+        read_pooling(directory, {"hidden_size": SIZE})
 
 
 def test_without_a_word_the_last_token_is_taken_and_normalised(tmp_path: Path) -> None:
