@@ -22,8 +22,8 @@ from typing import Any
 import measure
 
 from fengine.eval.cli.schema import flat
-from fengine.eval.tasks.config import EvalConfig
-from fengine.eval.tasks.digests import canonical
+from fengine.eval.runs.config import EvalConfig
+from fengine.eval.runs.digests import canonical
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ("equal", "all differ", "another order")

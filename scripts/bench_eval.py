@@ -136,8 +136,9 @@ def lines(path: Path) -> int:
 
 TIMED = """
 import sys, time, json, resource
-from fengine.eval import evaluate
-from fengine.eval.tasks import answering, folder, journal, loop, trace
+from fengine.eval.cli import engines as engines_file
+from fengine.eval.runs import run as run_file
+from fengine.eval.runs import answering, folder, journal, loop, trace
 journals = int(sys.argv.pop(1))
 spent, waited = {}, {}  # CPU seconds of the thread; wall, in which other threads (the engine's steps) go on
 inner = [[0.0, 0.0]]  # what timed calls inside a timed call took: each second counts once
@@ -165,11 +166,12 @@ def keep_often(self, done):
     return keep(self, done)
 loop._Loop.keep = keep_often if journals > 1 else keep
 timed("journal", journal.Journal, "__init__", "sync_if_due", "sync", "close")
-timed("journal", loop._Loop, "keep"); timed("journal", evaluate, "reopen")
-timed("manifest", evaluate.manifest, "identity", "session", "in_force"); timed("manifest", evaluate, "open_record")
-timed("manifest", evaluate.Part, "check_engine"); timed("manifest", folder.RunFolder, "write_several")
+timed("journal", loop._Loop, "keep"); timed("journal", run_file, "reopen")
+timed("manifest", run_file.manifest, "identity", "session", "in_force"); timed("manifest", run_file, "open_record")
+timed("manifest", run_file.Run, "check_engine"); timed("manifest", folder.RunFolder, "write_several")
 timed("records as JSON", answering, "line_of"); timed("records as JSON", loop, "line_of")
-timed("survey", evaluate, "survey"); timed("finish", evaluate, "finish"); timed("trace", trace.Trace, "row", "gauges")
+timed("survey", run_file, "index_rows"); timed("finish", run_file, "finish")
+timed("trace", trace.Trace, "row", "gauges")
 from fengine.run import main
 started = time.perf_counter()
 code = main(sys.argv[1:])
@@ -226,8 +228,9 @@ FAKED = """
 import sys, time
 sys.path.insert(0, sys.argv.pop(1))
 from eval_fakes import FakeEngine
-from fengine.eval import evaluate
-evaluate.open_engine = FakeEngine
+from fengine.eval.cli import engines as engines_file
+from fengine.eval.runs import run as run_file
+engines_file.open_engine = FakeEngine
 from fengine.run import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -262,8 +265,9 @@ def finished(count: int) -> dict[str, Any]:
 
 SWEPT = """
 import sys, time, json
-from fengine.eval import evaluate
-from fengine.eval.tasks import loop
+from fengine.eval.cli import engines as engines_file
+from fengine.eval.runs import run as run_file
+from fengine.eval.runs import loop
 spent = {"points": [], "load": []}  # seconds in which rows were computed; and in which the engine was opened
 def timed(owner, name, key):
     call = getattr(owner, name)
@@ -272,7 +276,7 @@ def timed(owner, name, key):
         try: return call(*a, **k)
         finally: spent[key].append(time.perf_counter() - began)
     setattr(owner, name, one)
-timed(evaluate, "load", "load"); timed(evaluate.asyncio, "run", "points")
+timed(run_file, "load", "load"); timed(run_file.asyncio, "run", "points")
 from fengine.run import main
 began = time.perf_counter()
 code = main(sys.argv[1:])

@@ -23,8 +23,8 @@ import measure
 from playwright.sync_api import sync_playwright
 
 from fengine.core.step_trace import NewPages, StepRecord
-from fengine.eval import evaluate
-from fengine.eval.tasks.trace import Trace
+from fengine.eval.commands import evaluate
+from fengine.eval.runs.trace import Trace
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = (

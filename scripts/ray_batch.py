@@ -26,18 +26,18 @@ from typing import Any
 
 from fengine import run
 from fengine.errors import FengineError, MissingExtraError
-from fengine.eval import evaluate
 from fengine.eval.cli import view
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.cli.engines import model_directory, open_engine, report
-from fengine.eval.tasks import digests, manifest
-from fengine.eval.tasks.answering import FATAL, answer_row, error_record, line_of
-from fengine.eval.tasks.asking import Asker
-from fengine.eval.tasks.config import EVAL, EvalConfig, parse_shard
-from fengine.eval.tasks.folder import JOURNAL, MANIFEST, RunFolder
-from fengine.eval.tasks.journal import Journal, encode
+from fengine.eval.runs import digests, manifest
+from fengine.eval.runs import run as run_file
+from fengine.eval.runs.answering import FATAL, answer_row, error_record, line_of
+from fengine.eval.runs.asking import Asker
+from fengine.eval.runs.config import EVAL, EvalConfig, parse_shard
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
+from fengine.eval.runs.index import OK, RowIndex, RowTable, index_rows, reopen
+from fengine.eval.runs.journal import Journal, encode
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.resume import OK, Survey, Table, reopen, survey
 from fengine.eval.tasks.shards import shard_of
 from fengine.eval.tasks.task import BadRow, Row, Task
 from fengine.eval.tasks.task_config import base_directory
@@ -144,22 +144,22 @@ def work(args: argparse.Namespace) -> int:
     whole = open_task(config.task, base)
     task = shard_of(whole, shard)
     with RunFolder(folder) as opened:
-        rows = survey(whole).shard(shard)
-        record = evaluate.open_record(opened, point, manifest.identity(config, whole, rows), base)
+        rows = index_rows(whole).shard(shard)
+        record = run_file.open_record(opened, point, manifest.identity(config, whole, rows), base)
         table = reopen(opened, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
-        part = evaluate.Part(config, opened, record, rows, table)
+        part = run_file.Run(config, opened, record, rows, table)
         if table.left:
             screen.note(f"{rows.rows - table.left:,} of {rows.rows:,} rows are there; a folder to go on with: {folder}")
-            record["sessions"].append(manifest.session(["ray_batch", *args.words], evaluate.now()))
+            record["sessions"].append(manifest.session(["ray_batch", *args.words], run_file.now()))
             record["result"] = None
             opened.write(MANIFEST, record)
             compute(args, part, task, base)
-            record["sessions"][-1] |= {"ended": evaluate.now(), "how": "all rows", "workers": args.workers}
+            record["sessions"][-1] |= {"ended": run_file.now(), "how": "all rows", "workers": args.workers}
             opened.write(MANIFEST, record)
-        return part.end(task, screen)[0]
+        return part.end(task, screen, [], 0.0)[0]
 
 
-def compute(args: argparse.Namespace, part: evaluate.Part, task: Task, base: Path) -> None:
+def compute(args: argparse.Namespace, part: run_file.Run, task: Task, base: Path) -> None:
     """Computes what the table lacks. Modifies: the table, the journal, and what the manifest says of the machine."""
     with Journal(part.folder.path / JOURNAL) as journal:
         left = []
@@ -190,13 +190,13 @@ def compute(args: argparse.Namespace, part: evaluate.Part, task: Task, base: Pat
                 put(journal, part.table, part.rows, int(index), len(part.record["sessions"]), str(head), bytes(line))
 
 
-def put(journal: Journal, table: Table, rows: Survey, index: int, session: int, head: str, line: bytes) -> None:
+def put(journal: Journal, table: RowTable, rows: RowIndex, index: int, session: int, head: str, line: bytes) -> None:
     ok, *times = json.loads(head)
     offset = journal.append(encode([index, ok, rows.keys[index], session, *times], line))
     table.put(index, bool(ok), offset)
 
 
-def check(part: evaluate.Part, found: dict[str, Any]) -> None:
+def check(part: run_file.Run, found: dict[str, Any]) -> None:
     """All actors compute on the same. Errors: ResumeMismatchError."""
     known = part.record["in_force"]
     if known is None:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pytest
 from fengine import run
 from fengine.config import EngineConfig, Hardware, resolve
 from fengine.errors import ContextLengthError, EngineDeadError
-from fengine.eval import evaluate
-from fengine.eval.tasks import manifest
+from fengine.eval.cli import engines as engines_file
+from fengine.eval.runs import manifest
 
 
 class FakeTokenizer:
@@ -66,7 +66,13 @@ class FakeEngine:
         meta = {"prompt_tokens": len(prompt), "completion_tokens": 2, "cached_tokens": 0, "input_token_logprobs": read}
         meta |= {"finish_reason": {"type": "stop", "matched": 1}}
         meta["output_token_logprobs"] = [(-0.1 - seed % 7, 5, None), (-0.25, 6, None)]
-        return {"text": f"{prompt[::-1]} {seed % 1000}", "output_ids": [5, 6], "meta_info": meta}
+        output = {"text": f"{prompt[::-1]} {seed % 1000}", "output_ids": [5, 6], "meta_info": meta}
+        return self.stream(output) if call.get("stream") else output
+
+    async def stream(self, output: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        yield output | {"text": output["text"][:3]}
+        await asyncio.sleep(0)
+        yield output
 
 
 def write_rows(path: Path, count: int, *extra: dict[str, Any]) -> Path:
@@ -94,7 +100,7 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     monkeypatch.setattr(manifest, "surroundings", dict)
     monkeypatch.setattr(manifest.machine, "checkout", lambda: None)

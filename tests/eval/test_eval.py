@@ -1,5 +1,7 @@
 """`fengine eval`: whatever interrupts a run, the same command ends with the same bytes."""
 
+import asyncio
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -23,18 +25,20 @@ from eval_fakes import FakeEngine, records, write_rows
 from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import InputFileError, InvalidRequestError
-from fengine.eval import evaluate
+from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.compose import conf_dir, parse, points
 from fengine.eval.cli.engines import EngineCache
 from fengine.eval.cli.schema import Point
 from fengine.eval.cli.view import QuietView
-from fengine.eval.tasks import manifest
-from fengine.eval.tasks.asking import Asker
-from fengine.eval.tasks.config import EVAL, EvalConfig
-from fengine.eval.tasks.journal import Entry, Journal, scan
+from fengine.eval.commands import evaluate
+from fengine.eval.runs import manifest
+from fengine.eval.runs import run as run_file
+from fengine.eval.runs.asking import Asker
+from fengine.eval.runs.config import EVAL, EvalConfig
+from fengine.eval.runs.index import RowTable, index_rows, row_key
+from fengine.eval.runs.journal import Entry, Journal, scan
+from fengine.eval.runs.manifest import row_seed
 from fengine.eval.tasks.kinds import GenerateTask
-from fengine.eval.tasks.manifest import row_seed
-from fengine.eval.tasks.resume import Table, row_key, survey
 from fengine.eval.tasks.task import Ask, BadRow, Row
 from fengine.eval.tasks.task_config import TaskConfig
 
@@ -57,7 +61,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(evaluate, "open_engine", open_engine)
+    monkeypatch.setattr(engines_file, "open_engine", open_engine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     monkeypatch.setattr(manifest, "surroundings", dict)
     monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
@@ -79,8 +83,8 @@ def go(point: Point, folder: Path, engine: FakeEngine | None = None) -> tuple[in
     """One process's part of a run, without composing again."""
     engine = engine or FakeEngine(point.config.engine)
     with EngineCache(lambda _: engine) as cache:
-        job = evaluate.replace(point, directory=folder)
-        return evaluate.run_point(job, cache, QuietView(), ["words"])[0], engine
+        job = dataclasses.replace(point, directory=folder)
+        return run_file.run_point(job, cache, QuietView(), ["words"])[0], engine
 
 
 def sha(path: Path) -> str:
@@ -211,7 +215,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, left: int) -> Callable[[], int]:
 
     sync = dying(os.fsync)
     write = dying(os.write)
-    monkeypatch.setattr(evaluate, "Journal", lambda path, **_: Journal(path, sync_rows=3, write=write, fsync=sync))
+    monkeypatch.setattr(run_file, "Journal", lambda path, **_: Journal(path, sync_rows=3, write=write, fsync=sync))
     for name in ("fsync", "replace", "truncate", "ftruncate", "link"):
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
     return lambda: calls["left"]
@@ -223,8 +227,8 @@ def test_death_at_every_system_call_resumes(
     """Also the second death, while the run is going on again."""
     job, reference = whole
     wanted, number, alive = sha(reference / "outputs.jsonl"), 0, False
-    original = evaluate.Journal
-    monkeypatch.setattr(evaluate.digests, "_DigestCache", FakeDigests)
+    original = run_file.Journal
+    monkeypatch.setattr(run_file.digests, "_DigestCache", FakeDigests)
     while not alive:
         folder = tmp_path / f"c{number}"
         for second in (None, number % 7):
@@ -235,7 +239,7 @@ def test_death_at_every_system_call_resumes(
                 except Crash:
                     pass
                 alive = second is None and left() >= 0 or alive
-        assert evaluate.Journal is original
+        assert run_file.Journal is original
         assert go(job, folder)[0] == run.OK
         assert sha(folder / "outputs.jsonl") == wanted, number
         assert json.loads((folder / "manifest.json").read_text())["result"]["outputs_sha256"] == wanted
@@ -293,7 +297,7 @@ def test_a_manifest_that_is_none_is_refused(
 def test_a_row_whose_record_is_too_long_fails_alone(
     engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fengine.eval.tasks.answering.MAX_RECORD", 2000)
+    monkeypatch.setattr("fengine.eval.runs.answering.MAX_RECORD", 2000)
     write_rows(tmp_path / "rows.jsonl", 2, {"id": "long", "prompt": "x" * 2000, "answer": "y"})
     assert cli("out=f") == run.FAILED
     (failed,) = [row for row in records(Path("f/outputs.jsonl")) if "error" in row]
@@ -373,7 +377,7 @@ def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(
 
         for _ in range(20):
             with monkeypatch.context() as patch:
-                patch.setattr(evaluate, "Journal", functools.partial(Journal, write=full))
+                patch.setattr(run_file, "Journal", functools.partial(Journal, write=full))
                 if go(whole[0], folder)[0] == run.OK:
                     break
             assert "No space left" in capsys.readouterr().err
@@ -401,7 +405,7 @@ def test_the_input_changes_while_it_is_read(
 
 
 def test_a_good_line_stays_and_the_last_failure_counts() -> None:
-    table = Table(3)
+    table = RowTable(3)
     for index, ok, offset in ((0, False, 10), (0, False, 20), (1, True, 30), (1, False, 40), (1, True, 50)):
         table.put(index, ok, offset)
     assert (list(table.offsets), table.left, table.failed) == ([20, 30, 0], 2, 1)
@@ -414,7 +418,7 @@ def test_defaults_are_the_dataclasses() -> None:
     """conf/eval.yaml repeats them, but for the sampling, which is greedy, and the task."""
     config = points(parse(["task=capitals"], "fengine eval"), EVAL)[0].config
     default = EvalConfig()
-    assert evaluate.replace(config, task=default.task, sampling=default.sampling) == default
+    assert dataclasses.replace(config, task=default.task, sampling=default.sampling) == default
     assert config.sampling.temperature == 0.0 and config.task.name == "capitals"
 
 
@@ -453,7 +457,7 @@ class Repeating(GenerateTask):
 
 def test_duplicate_ids(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputFileError, match="(?s)'a': rows 1 and 3.*'b': rows 2 and 4"):
-        survey(Repeating(TaskConfig(name="t"), Path()))
+        index_rows(Repeating(TaskConfig(name="t"), Path()))
     write_rows(Path("rows.jsonl"), 3, {"id": "r1", "prompt": "again", "answer": ""})
     assert cli("out=a") == run.USAGE and not engines and not Path("a/journal.log").exists()
     assert "id 'r1': lines 2 and 4" in capsys.readouterr().err
@@ -484,7 +488,7 @@ def test_mistakes_end_with_2_before_an_engine(
 
 def test_one_writer(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli("out=a") == run.OK
-    with evaluate.RunFolder(Path("a").absolute()):
+    with run_file.RunFolder(Path("a").absolute()):
         assert cli("out=a") == run.USAGE
         assert f"another run is writing {Path('a').absolute()} (process {os.getpid()}" in capsys.readouterr().err
     Path("a/lock").write_text("999999999 elsewhere\n")  # left behind by a process that was killed
@@ -495,7 +499,7 @@ def test_one_writer(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str
 
 
 def ask(engine: FakeEngine, one: Ask) -> Any:
-    return evaluate.asyncio.run(Asker(engine).ask(one, {"sampling_seed": 3}))
+    return asyncio.run(Asker(engine).ask(one, {"sampling_seed": 3}))
 
 
 def test_loglikelihood_and_rolling_score_every_token_once(engines: list[FakeEngine]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fengine.errors import StorageError
-from fengine.eval.tasks.journal import Damage, Entry, Journal, encode, header, read_at, scan
+from fengine.eval.runs.journal import Damage, Entry, Journal, encode, header, read_at, scan
 
 RECORDS = [b'{"id": "r%d", "text": "\xc3\xa9 %s"}' % (i, b"x" * i) for i in range(5)]
 LINES = [header("me"), *(encode([i, 1, 7 * i], record) for i, record in enumerate(RECORDS))]
@@ -144,7 +144,7 @@ def test_the_limit_of_a_files_size(tmp_path: Path) -> None:
 
 def test_the_length_of_a_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file without line ends is read in pieces, and costs no line behind it."""
-    monkeypatch.setattr("fengine.eval.tasks.journal.MAX_LINE", 100)
+    monkeypatch.setattr("fengine.eval.runs.journal.MAX_LINE", 100)
     junk = b"\0" * 1050
     found = scanned(tmp_path / "j", WHOLE + junk + b"\n" + LINES[1])
     damage = [f for f in found if isinstance(f, Damage)]

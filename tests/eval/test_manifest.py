@@ -18,12 +18,12 @@ from eval_fakes import FakeEngine, write_rows
 from fengine import run
 from fengine.config import ModelConfig
 from fengine.errors import ResumeMismatchError
-from fengine.eval import evaluate
+from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.schema import flat
-from fengine.eval.tasks import machine, manifest
-from fengine.eval.tasks.config import FREE, EvalConfig, JournalConfig, Trace, check
-from fengine.eval.tasks.digests import canonical, model_digests
-from fengine.eval.tasks.manifest import differences, settings
+from fengine.eval.runs import machine, manifest
+from fengine.eval.runs.config import FREE, EvalConfig, JournalConfig, Trace, check
+from fengine.eval.runs.digests import canonical, model_digests
+from fengine.eval.runs.manifest import differences, settings
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_files_of_a_model(tmp_path: Path) -> None:
 
 
 def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     write_rows(tmp_path / "rows.jsonl", 3)
     folder = tmp_path / "model"
     folder.mkdir()
@@ -92,7 +92,7 @@ def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_another_machine_is_refused_once_the_engine_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     write_rows(tmp_path / "rows.jsonl", 3, {"id": "s", "prompt": "sick"})
     words = ["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a"]
     assert run.main(words) == run.FAILED
@@ -104,7 +104,7 @@ def test_another_machine_is_refused_once_the_engine_tells(
 
 
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     write_rows(tmp_path / "rows.jsonl", 3)
     assert run.main(["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a", "seed=5"]) == run.OK
     record = json.loads((tmp_path / "a" / "manifest.json").read_text())
@@ -117,7 +117,7 @@ def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_record_tells_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     write_rows(tmp_path / "rows.jsonl", 3, {"id": "s", "prompt": "sick"})
     words = ["task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=a"]
     assert run.main(["eval", *words]) == run.FAILED

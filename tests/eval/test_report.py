@@ -15,14 +15,15 @@ from checksum import checksum_engine
 from eval_fakes import FakeEngine, records, write_rows
 
 from fengine import run
-from fengine.eval import evaluate
+from fengine.eval.cli import engines as engines_file
+from fengine.eval.commands import evaluate
 from fengine.eval.report import rows as report_rows
 from fengine.eval.report import schedule
 from fengine.eval.report.assemble import report_data
 from fengine.eval.report.page import page
 from fengine.eval.report.plain import script_json, size
+from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks import statistics
-from fengine.eval.tasks.trace import Trace
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -72,7 +73,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "rows.jsonl", 12, *extra, {"id": "hostile", "prompt": "".join(HOSTILE), "answer": "x"})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(evaluate, "open_engine", FakeEngine)
+        patch.setattr(engines_file, "open_engine", FakeEngine)
         assert run_words("out=a") == run.FAILED
     return folder
 
@@ -82,7 +83,7 @@ def cli(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Evaluations in a folder that has a copy of `made`."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     return run_words
 
 

@@ -11,7 +11,7 @@ from checksum import checksum_engine
 from test_report import HOSTILE, big_run, cli, made  # noqa: F401  (fixtures)
 
 from fengine import run
-from fengine.eval.tasks.trace import Trace
+from fengine.eval.runs.trace import Trace
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="needs the extra `browser`: pip install 'fengine[browser]'"

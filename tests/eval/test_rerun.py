@@ -13,13 +13,13 @@ from eval_fakes import ROWS, FakeEngine, Run, fake_runs, rewrite, write_rows
 
 from fengine import run
 from fengine.errors import EngineDeadError
-from fengine.eval.commands import rerun, verify
-from fengine.eval.tasks import digests, manifest
+from fengine.eval.cli import engines as engines_file
+from fengine.eval.runs import digests, manifest
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(rerun, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     return fake_runs(tmp_path, monkeypatch)
 
 
@@ -153,7 +153,7 @@ def test_junk_in_a_manifest_ends_typed(
     make: Run, place: tuple[str, ...], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a manifest holds: `diff`, `verify` and `rerun` end with an exit code and say why."""
-    monkeypatch.setattr(verify, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     make("a")
     text = Path("a/manifest.json").read_text()
     for junk in JUNK:

@@ -24,8 +24,10 @@ from fengine import run
 from fengine.config import EngineConfig, Hardware, resolve
 from fengine.core.request import SamplingParams, derive_seed
 from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
+from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli import view
-from fengine.eval.cli.figures import Progress, Shown, Summary, clean, clock, tail
+from fengine.eval.cli.figures import Progress, Shown, clean, clock, tail
+from fengine.eval.runs import manifest
 
 ROOT = Path(run.__file__).resolve().parent.parent
 
@@ -38,7 +40,9 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Answers with a function of prompt and seed. Some prompts misbehave."""
+    """Answers with a function of prompt and seed. Some prompts misbehave, unless it is calm."""
+
+    calm = False
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = resolve(config, Hardware("cpu"))
@@ -51,6 +55,9 @@ class FakeEngine:
         names = ("running", "waiting", "pages_used", "pages_total", "computed_tokens", "output_tokens", "preemptions")
         return dict.fromkeys([*names, "steps", "compiles", "compile_seconds", "start_seconds"], 0)
 
+    def get_server_info(self) -> dict[str, Any]:
+        return {"max_req_input_len": 100}
+
     def shutdown(self) -> None:
         self.open = False
 
@@ -61,7 +68,11 @@ class FakeEngine:
         if "too long" in prompt:
             raise ContextLengthError("The input (900 tokens) is longer than the model's context length (512 tokens).")
         if "death" in prompt:
+            for _ in range(20):
+                await asyncio.sleep(0)
             raise EngineDeadError("the engine's loop failed: RuntimeError: boom")
+        if self.calm:
+            return self.output(prompt, call)
         if "interrupt" in prompt:  # Ctrl-C, once every other row has had its turn
             for _ in range(20):
                 await asyncio.sleep(0)
@@ -91,9 +102,8 @@ class FakeEngine:
             "completion_tokens": len(text),
             "cached_tokens": 0,
             "first_token_latency": 0.25,
+            "output_token_logprobs": [(-0.5, 1, None), (-0.25, 2, None)],
         }
-        if call["return_logprob"]:
-            meta["output_token_logprobs"] = [(-0.5, 1, None), (-0.25, 2, None)]
         return {"text": text, "output_ids": [1, 2], "meta_info": meta}
 
 
@@ -110,7 +120,9 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]
         return opened[-1]
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "open_engine", open_engine)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
+    monkeypatch.setattr(engines_file, "open_engine", open_engine)
     return opened
 
 
@@ -144,9 +156,8 @@ def test_built_in_prompts(engines: list[FakeEngine], tmp_path: Path, capsys: pyt
         and f"{path.relative_to(tmp_path)}\n" in shown.out
     )
     assert "\x1b" not in shown.out + shown.err
-    kept = path.parent / ".hydra"
-    assert "temperature: 0.8" in (kept / "config.yaml").read_text()
-    assert (kept / "overrides.yaml").read_text() == "- model=llama\n- sampling.temperature=0.8\n"
+    assert "temperature: 0.8" in (path.parent / "config.yaml").read_text()
+    assert (path.parent / "overrides.yaml").read_text() == "- model=llama\n- sampling.temperature=0.8\n"
 
 
 def test_record_is_the_requests_alone(engines: list[FakeEngine]) -> None:
@@ -247,6 +258,41 @@ def test_interrupt_writes_what_is_finished(engines: list[FakeEngine], capsys: py
     assert "Traceback" not in shown.err
 
 
+def test_an_interrupted_run_goes_on(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command computes the rows that are missing, and ends with the bytes of an uninterrupted run."""
+    Path("in.txt").write_text("one\nhang\nthree\ninterrupt\nhang on\n")
+    words = ["prompts=in.txt", "out=o.jsonl"]
+    assert run.main(words) == run.INTERRUPTED
+    assert "to go on, run the same command" in capsys.readouterr().err and not Path("o.jsonl").exists()
+    FakeEngine.calm = True
+    try:
+        assert run.main(words) == run.OK
+        assert [call["prompt"] for call in engines[1].calls] == ["hang", "interrupt", "hang on"]
+        assert run.main(["prompts=in.txt", "out=whole.jsonl"]) == run.OK
+        assert Path("o.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+        assert not Path("o.jsonl.partial").exists()
+        Path("o.jsonl").unlink()
+        assert run.main(words) == run.OK and len(engines) == 3, "all rows are there: nothing is loaded"
+        assert Path("o.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+    finally:
+        FakeEngine.calm = False
+    assert run.main(["diff", "o.jsonl", "whole.jsonl"]) == run.OK
+    assert run.main(["report", "o.jsonl", "out=r.html"]) == run.OK
+
+
+def test_the_file_of_another_run_is_not_overwritten(
+    engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["prompts=[a]", "out=o.jsonl"]) == run.OK
+    before = Path("o.jsonl").read_bytes()
+    assert run.main(["prompts=[a]", "out=o.jsonl", "seed=1"]) == run.USAGE
+    assert "seed: 0 → 1" in capsys.readouterr().err
+    Path("mine.jsonl").write_text("precious")
+    assert run.main(["prompts=[a]", "out=mine.jsonl"]) == run.USAGE
+    assert "is there already" in capsys.readouterr().err and Path("mine.jsonl").read_text() == "precious"
+    assert Path("o.jsonl").read_bytes() == before and len(engines) == 1
+
+
 def test_interrupt_ends_a_sweep(engines: list[FakeEngine]) -> None:
     assert run.main(["prompts=[interrupt]", "-m", "seed=1,2,3", "view=quiet"]) == run.INTERRUPTED
     assert len(engines[0].calls) == 1
@@ -276,11 +322,14 @@ def test_sweep_loads_once(engines: list[FakeEngine], tmp_path: Path, capsys: pyt
 
 
 def test_sweep_over_engines_keeps_one_open(engines: list[FakeEngine]) -> None:
+    Path("x").mkdir()
+    Path("y").mkdir()
     assert run.main(["prompts=[a]", "-m", "model.path=x,y", "seed=1,2", "view=quiet"]) == run.OK
     assert [e.config.model.path for e in engines] == ["x", "y"] and not any(e.open for e in engines)
 
 
 def test_one_bad_point_does_not_stop_the_others(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("x").mkdir()
     assert run.main(["prompts=[a]", "-m", "model.path=missing,x"]) == run.USAGE
     assert [e.config.model.path for e in engines] == ["x"]
     assert "'missing' does not exist" in capsys.readouterr().err
@@ -409,6 +458,10 @@ def test_the_model_in_the_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("0.0", "0.8"):
         assert Path(f"{name}-alone.jsonl").read_bytes() == Path(f"{name}.jsonl").read_bytes()
     assert Path("0.0.jsonl").read_bytes() != Path("0.8.jsonl").read_bytes()
+    assert run.main(["verify", "0.8.jsonl", "verify.layouts=[permuted,alone]"]) == run.OK
+    verdict = json.loads(Path("0.8.jsonl.run/verify.json").read_text())
+    assert verdict["identical"] and verdict["layouts"][0]["logprobs"] > 100
+    assert run.main(["rerun", "0.8.jsonl.run", "out=again"]) == run.OK
     engine = importlib.import_module("fengine.api.engine").Engine  # torch: not for the tests above
     with engine(model_path="box", random_seed=0) as llm:
         row = llm.generate(["a", "b", rows[2]["prompt"]], {"temperature": 0.8, "max_new_tokens": 12})[2]
@@ -460,4 +513,3 @@ def test_small_words() -> None:
     assert [clock(s) for s in (7.9, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
     assert (tail("abcdef", 4), tail("abc", 4)) == ("…def", "abc")
     assert clean("a\tb\nc\x1b\x7f\x9b") == "a\tb\nc\\x1b\\x7f\\x9b"
-    assert Summary(output_tokens=10, seconds=2.0).out_rate == 5.0 and Summary().in_rate == 0.0

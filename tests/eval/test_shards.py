@@ -13,10 +13,10 @@ from eval_fakes import FakeEngine, records, write_rows
 
 from fengine import run
 from fengine.errors import ConfigError
-from fengine.eval import evaluate
+from fengine.eval.cli import engines as engines_file
 from fengine.eval.commands import merge
-from fengine.eval.tasks import manifest
-from fengine.eval.tasks.config import parse_shard
+from fengine.eval.runs import manifest
+from fengine.eval.runs.config import parse_shard
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none", "view=quiet"]
 
@@ -31,7 +31,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(evaluate, "open_engine", open_engine)
+    monkeypatch.setattr(engines_file, "open_engine", open_engine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     return opened
 

@@ -15,14 +15,15 @@ from omegaconf import OmegaConf
 from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError, ModelLoadError
-from fengine.eval import evaluate
+from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.compose import jobs, parse, points
 from fengine.eval.cli.guard import LAUNCHERS
 from fengine.eval.cli.launch import launch
 from fengine.eval.cli.schema import BadPoint, Point
-from fengine.eval.tasks import manifest
-from fengine.eval.tasks.config import EVAL
-from fengine.eval.tasks.sweep import Told, markdown
+from fengine.eval.runs import manifest
+from fengine.eval.runs import run as run_file
+from fengine.eval.runs.config import EVAL
+from fengine.eval.runs.sweep import Told, markdown
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none"]
 ROWS = 6
@@ -41,7 +42,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(evaluate, "open_engine", open_engine)
+    monkeypatch.setattr(engines_file, "open_engine", open_engine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     write_rows(tmp_path / "rows.jsonl", ROWS)
     return opened
@@ -108,15 +109,15 @@ def test_a_point_that_fails_does_not_stop_the_others(
 def test_a_fault_of_ours_is_a_points_own_too(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    survey, calls = evaluate.survey, []
+    index_rows, calls = run_file.index_rows, []
 
     def failing(task: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             raise ZeroDivisionError("ours")
-        return survey(task)
+        return index_rows(task)
 
-    monkeypatch.setattr(evaluate, "survey", failing)
+    monkeypatch.setattr(run_file, "index_rows", failing)
     assert sweep("seed=1,2", "out=s") == run.FAILED
     assert statuses("s") == ["failed", "ok"] and "ZeroDivisionError: ours" in capsys.readouterr().err
     assert sweep("seed=1,2", "out=s") == run.OK and statuses("s") == ["ok", "ok"]
@@ -170,7 +171,7 @@ def test_folders_of_others_are_refused(engines: list[FakeEngine], capsys: pytest
     assert sweep("seed=1,2", "out=r") == run.USAGE and "it is not a sweep's" in capsys.readouterr().err
     assert sweep("seed=1,2", "out='o${seed}'") == run.USAGE
     assert "one folder in common" in capsys.readouterr().err and not Path("o1").exists()
-    with evaluate.RunFolder(Path("lone").absolute()):
+    with run_file.RunFolder(Path("lone").absolute()):
         assert sweep("seed=1,2", "out=lone") == run.USAGE
     assert "another run is writing" in capsys.readouterr().err
 

@@ -11,8 +11,8 @@ import pytest
 from checksum import checksum_engine
 
 from fengine.core.step_trace import NewPages, StepRecord
-from fengine.eval.tasks import trace
-from fengine.eval.tasks.trace import Trace, events, runs_text
+from fengine.eval.runs import trace
+from fengine.eval.runs.trace import Trace, events, runs_text
 
 
 def record(step: int, rids: list[str], **changes: Any) -> StepRecord:
@@ -80,7 +80,7 @@ def test_killed_it_reads_up_to_there_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     code = (
         "import os, signal, sys; sys.path[:0] = sys.argv[2:]\n"
-        "from pathlib import Path; from test_trace import record; from fengine.eval.tasks.trace import Trace\n"
+        "from pathlib import Path; from test_trace import record; from fengine.eval.runs.trace import Trace\n"
         "t = Trace(Path(sys.argv[1]), 1, steps=True)\n"
         "for i in range(2000): t.step(record(i, ['a', 'b']))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -17,13 +17,13 @@ from eval_fakes import ROWS, FakeEngine, Run, fake_runs, next_float32, records, 
 from fengine import run
 from fengine.config import EngineConfig, check
 from fengine.errors import ConfigError, EngineDeadError, OutOfMemoryError
+from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.restore import restore
 from fengine.eval.cli.schema import flat
-from fengine.eval.commands import verify
 from fengine.eval.commands.layouts import LAYOUTS, Sizes, layout
 from fengine.eval.commands.verify import drawn
-from fengine.eval.tasks import manifest
-from fengine.eval.tasks.config import EVAL, EvalConfig
+from fengine.eval.runs import manifest
+from fengine.eval.runs.config import EVAL, EvalConfig
 from fengine.ops import linear
 
 FAKE = "verify.layouts=[permuted,alone,batch,chunks,pages,uncached]"  # a fake engine has neither cache nor pool
@@ -31,7 +31,7 @@ FAKE = "verify.layouts=[permuted,alone,batch,chunks,pages,uncached]"  # a fake e
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(verify, "open_engine", FakeEngine)
+    monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     return fake_runs(tmp_path, monkeypatch)
 
 
@@ -176,7 +176,7 @@ def test_an_engine_that_dies_or_does_not_start(make: Run, capsys: Any, monkeypat
             raise OutOfMemoryError("no room")
         return FakeEngine(config)
 
-    monkeypatch.setattr(verify, "open_engine", small)
+    monkeypatch.setattr(engines_file, "open_engine", small)
     assert run.main(["verify", "a", FAKE]) == 1
     assert "12 rows could not be computed (OutOfMemoryError: no room)" in capsys.readouterr().out
     assert [one["verdict"] for one in verdict()["layouts"]] == ["identical"] * 4 + ["not computed", "identical"]
@@ -204,7 +204,7 @@ def test_what_the_run_depended_on_is_compared_first(
     shutil.copytree(model, tmp_path / "moved")
     (model / "model.safetensors").write_bytes(b"two")
     opened: list[Any] = []
-    monkeypatch.setattr(verify, "open_engine", lambda config: opened.append(config) or FakeEngine(config))
+    monkeypatch.setattr(engines_file, "open_engine", lambda config: opened.append(config) or FakeEngine(config))
     assert run.main(["verify", "a", "verify.layouts=permuted"]) == 2 and not opened
     said = capsys.readouterr().err
     assert "is not the checkpoint of" in said and "model.safetensors: " in said
@@ -286,7 +286,7 @@ def test_a_recorded_config_comes_back() -> None:
     again = restore(flat(config), ["seed=4", "task.stop=[c]", "numerics=fast", "sampling.top_k=null"], EVAL)
     assert (again.seed, again.task.stop, again.engine.numerics.value, again.task.data) == (4, ("c",), "fast", "${x}")
     for word, said in (
-        ("sampling=greedy", "change single keys, such as sampling.temperature"),
+        ("sampling=greedy", "change single keys, such as sampling.max_new_tokens"),
         ("sampling.temprature=1", "did you mean sampling.temperature"),
         ("sampling.temperature=x", "sampling.temperature"),
         ("sampling.temperature=-1", "temperature"),

@@ -233,7 +233,7 @@ def point_of(
         run = OmegaConf.to_object(job)
     except OmegaConfBaseException as error:
         raise ConfigError(guard.explained(error, schema)) from error
-    if type(run).__name__ != schema.keys.__name__:  # by name: a launcher's process has a copy of the class
+    if not isinstance(run, schema.keys):
         raise ConfigError(
             f"the config has no schema: begin the defaults of your own primary config with `- {schema.primary}`"
         )

@@ -33,8 +33,8 @@ def model_directory(config: ModelConfig) -> Path:
 class EngineCache:
     """At most one open engine, kept while consecutive points ask for an equal config. Closed at the end of `with`."""
 
-    def __init__(self, open_: Callable[[EngineConfig], Any]) -> None:
-        self._open = open_
+    def __init__(self, open_: Callable[[EngineConfig], Any] | None = None) -> None:
+        self._open = open_ or (lambda config: open_engine(config))
         self._config: EngineConfig | None = None
         self._engine: Any = None
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, make_dataclass
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,17 @@ class Schema:
     one_file: bool = True  # `out` names one file, which several points of a sweep cannot share
     launchers: bool = False  # whether Hydra's launchers may run the points of a sweep
 
-    @cached_property
-    def keys(self) -> type:
+    def __post_init__(self) -> None:
+        """The class gets a name in `kind`, so that processes of a launcher find it there."""
         engine = [f for f in fields(EngineConfig) if f.name != "random_seed"]
         own = [f for f in fields(self.kind) if f.name != "engine"]
-        return make_dataclass(self.kind.__name__, [(f.name, f.type, _default(f)) for f in [*engine, *own]], frozen=True)
+        keys = make_dataclass("Keys", [(f.name, f.type, _default(f)) for f in [*engine, *own]], frozen=True)
+        keys.__module__, keys.__qualname__ = self.kind.__module__, f"{self.kind.__qualname__}.Keys"
+        self.kind.Keys = keys  # type: ignore[attr-defined]
+
+    @property
+    def keys(self) -> type:
+        return self.kind.Keys  # type: ignore[attr-defined]
 
     def assemble(self, values: dict[str, Any]) -> Any:
         """The config of these values of `keys`. Pure."""

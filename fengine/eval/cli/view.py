@@ -3,7 +3,6 @@
 Views only render: they get `Progress`, `Shown` and `Summary` values and hold nothing but the console.
 """
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,19 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fengine.eval.cli.figures import (
-    Progress,
-    Shown,
-    Summary,
-    clean,
-    clock,
-    common_place,
-    count,
-    one_line,
-    place,
-    summary_lines,
-    tail,
-)
+from fengine.eval.cli.figures import Progress, Shown, clean, clock, one_line, tail
 from fengine.eval.runs.config import View
 
 STREAMED_ROWS = 6  # rows whose text is shown while it grows
@@ -60,9 +47,7 @@ class QuietView:
         """Something is not as it should be, and the run goes on."""
         print(f"fengine: {clean(text)}", file=sys.stderr)
 
-    def summary(self, summary: Summary) -> None: ...
     def figures(self, lines: Sequence[tuple[str, str]]) -> None: ...
-    def table(self, points: Sequence[tuple[str, Summary]]) -> None: ...
 
 
 @dataclass
@@ -115,17 +100,9 @@ class PlainView(QuietView):
 
     warn = note
 
-    def summary(self, summary: Summary) -> None:
-        self.figures(summary_lines(summary))
-
     def figures(self, lines: Sequence[tuple[str, str]]) -> None:
         width = max([13, *(len(label) + 2 for label, _ in lines)])
         self._say(self.out, *(f"{label + ':':<{width}}{value}" for label, value in lines))
-
-    def table(self, points: Sequence[tuple[str, Summary]]) -> None:
-        figures = (f"{count(s.rows, 'row')}, {s.failed} failed, {s.output_tokens:,} tokens out" for _, s in points)
-        lines = (f"{name}: {told}; {place(s.out)}" for (name, s), told in zip(points, figures, strict=True))
-        self._say(self.out, "", *lines)
 
 
 class LiveView(QuietView):
@@ -167,25 +144,14 @@ class LiveView(QuietView):
 
     warn = note
 
-    def summary(self, summary: Summary) -> None:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for label, value in summary_lines(summary):
-            bad = label == "requests" and (summary.failed or summary.ended)
-            grid.add_row(label, Text(clean(value), style="red" if bad else "bold" if label == "output" else ""))
-        self.console.print(grid)
-
     def figures(self, lines: Sequence[tuple[str, str]]) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         for label, value in lines:
-            grid.add_row(label, clean(value))
+            bad = label == "rows" and ("failed" in value or ": " in value)
+            grid.add_row(label, Text(clean(value), style="red" if bad else "bold" if label == "output" else ""))
         self.console.print(grid)
-
-    def table(self, points: Sequence[tuple[str, Summary]]) -> None:
-        self.console.print(sweep_table(points))
 
 
 def row_block(row: Shown) -> RenderableType:
@@ -245,21 +211,6 @@ def _figures(p: Progress) -> RenderableType:
     text.append(f"  {100 * used:>3.0f}%", "bold").append(f" of {p.pages_total:,} pages", "dim")
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
-
-
-def sweep_table(points: Sequence[tuple[str, Summary]]) -> RenderableType:
-    """One line per point of a sweep, and the directory that holds their outputs."""
-    root = common_place([s.out for _, s in points])
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("point", overflow="fold")
-    for name in ("rows", "failed", "tokens", "tok/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("output", overflow="fold")
-    for name, s in points:
-        failed = Text(f"{s.failed:,}", style="red" if s.failed else "dim")
-        out = clean(os.path.relpath(s.out, root))
-        table.add_row(clean(name), f"{s.rows:,}", failed, f"{s.output_tokens:,}", f"{s.out_rate:,.0f}", out)
-    return Group(Text(), table, Text(f"outputs below {clean(place(root))}", style="dim"))
 
 
 def choose(view: View) -> QuietView:

@@ -12,7 +12,7 @@ from fengine.eval.cli.figures import count, place
 from fengine.eval.records.compare import Comparison, compare, edges
 from fengine.eval.records.records import Records, pairs_of, runs_of
 from fengine.eval.records.texts import row_lines
-from fengine.eval.tasks.manifest import differences
+from fengine.eval.runs.manifest import differences
 
 USAGE = """
 Usage: fengine diff RUN_A RUN_B [show=5] [--json]

@@ -19,13 +19,13 @@ from fengine.eval.cli.command import DIFFERS, OK, parse, run
 from fengine.eval.cli.figures import count, place
 from fengine.eval.cli.restore import restore
 from fengine.eval.records.records import read_manifest, runs_of
-from fengine.eval.tasks import digests, manifest
-from fengine.eval.tasks.config import EVAL, parse_shard
-from fengine.eval.tasks.finish import METRICS, finish, read_metrics
-from fengine.eval.tasks.folder import JOURNAL, MANIFEST, RunFolder
-from fengine.eval.tasks.journal import KIND, Damage, encode, header, read_at, scan
+from fengine.eval.runs import digests, manifest
+from fengine.eval.runs.config import EVAL, parse_shard
+from fengine.eval.runs.finish import METRICS, finish, read_metrics
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
+from fengine.eval.runs.index import NOTHING, RowTable, is_head
+from fengine.eval.runs.journal import KIND, Damage, encode, header, read_at, scan
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.resume import NOTHING, Table, is_head
 
 USAGE = """
 Usage:  fengine merge OUT SHARD ...
@@ -68,9 +68,9 @@ class Shard:
         rows = {"rows": self.identity["input"]["all_rows"], "sha256": self.identity["input"]["sha256"]}
         return self.identity | {"config": config, "config_sha256": digests.canonical(config), "input": rows}
 
-    def _read(self) -> Table:
+    def _read(self) -> RowTable:
         """Errors: StorageError for a journal that is not whole, or not this shard's."""
-        path, table = self.folder / JOURNAL, Table(self.rows)
+        path, table = self.folder / JOURNAL, RowTable(self.rows)
         again = "; run the shard's command again, which saves what can be saved"
         for found in scan(path):
             if isinstance(found, Damage):
@@ -164,9 +164,9 @@ def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
     return finish(folder, record, table, task)
 
 
-def _weave(folder: RunFolder, shards: Sequence[Shard], identity: str) -> Table:
+def _weave(folder: RunFolder, shards: Sequence[Shard], identity: str) -> RowTable:
     """The shards' journals as one, in the order of the input. Errors: StorageError."""
-    table, before = Table(sum(shard.rows for shard in shards)), [0]
+    table, before = RowTable(sum(shard.rows for shard in shards)), [0]
     for shard in shards:  # sessions are numbered through
         before.append(before[-1] + len(shard.manifest["sessions"]))
     try:

@@ -12,10 +12,10 @@ from typing import Any
 
 from fengine.eval.records.compare import Record, RowDifference, compare_row
 from fengine.eval.records.records import Records
-from fengine.eval.runs.generate import WINDOW
-from fengine.eval.tasks.answering import FATAL, answer_row, sampling_of
-from fengine.eval.tasks.asking import Asker, Scored
-from fengine.eval.tasks.config import EvalConfig
+from fengine.eval.runs.answering import FATAL, answer_row, sampling_of
+from fengine.eval.runs.asking import Asker, Scored
+from fengine.eval.runs.config import EvalConfig
+from fengine.eval.runs.loop import WINDOW
 from fengine.eval.tasks.task import Ask, Row, Task
 
 # Sampling parameters by which logits are edited before a token is drawn, and the values that edit nothing. A prompt's

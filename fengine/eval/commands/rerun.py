@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import ConfigError, ResumeMismatchError, StorageError
-from fengine.eval import evaluate
 from fengine.eval.cli import command, view
 from fengine.eval.cli.command import DIFFERS, OK
-from fengine.eval.cli.engines import EngineCache, open_engine
+from fengine.eval.cli.engines import EngineCache
 from fengine.eval.cli.figures import place
 from fengine.eval.cli.restore import restore
 from fengine.eval.cli.schema import Point
-from fengine.eval.records.records import read_manifest, read_object, runs_of
-from fengine.eval.tasks import manifest
-from fengine.eval.tasks.config import EVAL, parse_shard
-from fengine.eval.tasks.folder import MANIFEST
+from fengine.eval.records.records import read_manifest, runs_of
+from fengine.eval.runs import manifest
+from fengine.eval.runs.config import EVAL, parse_shard
+from fengine.eval.runs.index import index_rows
+from fengine.eval.runs.run import run_point
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.resume import survey
 
 USAGE = """
 Usage: fengine rerun RUN [key=value ...] [out=DIR] [rerun.changed=true]
@@ -49,7 +48,7 @@ def _work(argv: Sequence[str]) -> int:
     if len(words.places) != 1:
         raise ConfigError(f"fengine rerun takes one run folder, got {len(words.places)}; see fengine rerun --help")
     folders, home = runs_of(Path(words.places[0])), _home(words.overrides)
-    with EngineCache(open_engine) as engines:
+    with EngineCache() as engines:
 
         def again(folder: Path) -> int:
             return _again(folder, home if len(folders) == 1 else home / folder.name, words, engines, argv)
@@ -83,11 +82,11 @@ def _again(folder: Path, own: Path, words: command.Arguments, engines: EngineCac
     changed = _changes(point, base, old["identity"], folder, bool(words.options.get("rerun.changed")))
     if changed:
         screen.note("\n".join(["what this run depends on differs (recorded → now):", *(f"  {c}" for c in changed)]))
-    code, metrics = evaluate.run_point(point, engines, screen, ["rerun", *argv], base)
+    code, metrics = run_point(point, engines, screen, ["rerun", *argv], base)
     if metrics is None:
         screen.note(f"to go on, run the same command with out={place(str(own))}")
         return code
-    return _verdict(old, read_object(own / MANIFEST), folder, own)
+    return _verdict(old, read_manifest(own), folder, own)
 
 
 def base_of(said: dict[str, Any], overrides: Sequence[str]) -> Path:
@@ -103,7 +102,7 @@ def base_of(said: dict[str, Any], overrides: Sequence[str]) -> Path:
 def _changes(point: Point, base: Path, old: dict[str, Any], folder: Path, allowed: bool) -> list[str]:
     """What differs, as lines. Errors: ResumeMismatchError for what makes it another experiment, unless `allowed`."""
     task = open_task(point.config.task, base)
-    rows = survey(task).shard(parse_shard(point.config.run.shard))
+    rows = index_rows(task).shard(parse_shard(point.config.run.shard))
     now = manifest.identity(point.config, task, rows)
     asked = manifest.differences(old["config"], now["config"], "config")
     decisive = [line for name in DECISIVE for line in manifest.differences(old.get(name), now[name], name)]

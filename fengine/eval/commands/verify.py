@@ -11,17 +11,17 @@ from typing import Any
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, ResumeMismatchError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
-from fengine.eval.cli.engines import EngineCache, model_directory, open_engine
+from fengine.eval.cli.engines import EngineCache, model_directory
 from fengine.eval.cli.figures import count, place
 from fengine.eval.cli.restore import restore
 from fengine.eval.commands.layouts import LAYOUTS, Layout, layout, ordered, sizes_of
 from fengine.eval.commands.replay import Case, Found, replay
 from fengine.eval.commands.verdict import COUNTERS, LayoutVerdict, judged, whole
-from fengine.eval.evaluate import now
 from fengine.eval.records.records import Records, runs_of
 from fengine.eval.records.texts import row_lines
-from fengine.eval.tasks import digests, machine, manifest
-from fengine.eval.tasks.config import EVAL, EvalConfig
+from fengine.eval.runs import digests, machine, manifest
+from fengine.eval.runs.config import EVAL, EvalConfig
+from fengine.eval.runs.run import now, render_of
 from fengine.eval.tasks.kinds import open_task
 
 USAGE = f"""
@@ -69,7 +69,7 @@ def _work(argv: Sequence[str]) -> int:
     folders = runs_of(Path(words.places[0]))
     if len(folders) > 1 and "out" in words.options:
         raise ConfigError("out=FILE is for one run; those of a sweep have their verify.json in their own folders")
-    with EngineCache(open_engine) as engines:
+    with EngineCache() as engines:
 
         def verify(folder: Path) -> int:
             with Records(folder) as records:
@@ -173,7 +173,7 @@ class Verification:
     def _compute(self, one: Layout, engine: Any) -> tuple[Found, dict[str, int]]:
         """What the last pass of a layout found, and what its engine counted."""
         assert self.case is not None
-        task = open_task(self.config.task, Path(), engine.tokenizer.encode_chat)
+        task = open_task(self.config.task, Path(), render_of(engine))
         before, found = engine.stats(), Found()
         for number in range(one.passes):
             order = self.numbers * one.copies

@@ -12,7 +12,7 @@ from typing import Any
 from fengine.core.request import derive_seed
 from fengine.core.scalars import flag, integer, number
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
-from fengine.eval.tasks.manifest import row_seed
+from fengine.eval.runs.manifest import row_seed
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given holds
 SAME = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # other backends' words for fengine's

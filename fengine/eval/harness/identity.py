@@ -6,8 +6,8 @@ from typing import Any
 
 from fengine import __version__
 from fengine.api.engine import Engine
-from fengine.eval.tasks.digests import canonical, code_digest, file_digests
-from fengine.eval.tasks.manifest import in_force
+from fengine.eval.runs.digests import canonical, code_digest, file_digests
+from fengine.eval.runs.manifest import in_force
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:

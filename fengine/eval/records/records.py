@@ -5,7 +5,6 @@ those of the journal. What was damaged or is missing is told in `notes`. Memory 
 """
 
 import hashlib
-import json
 from array import array
 from collections.abc import Iterator
 from functools import partial
@@ -17,23 +16,26 @@ import numpy as np
 
 from fengine.errors import StorageError
 from fengine.eval.records.lines import id_key, id_of, parsed, record_of
-from fengine.eval.tasks.digests import canonical
-from fengine.eval.tasks.folder import JOURNAL, MANIFEST, OUTPUTS
-from fengine.eval.tasks.journal import KIND, MAX_LINE, Damage, read_at, scan
-from fengine.eval.tasks.manifest import recorded
-from fengine.eval.tasks.resume import NOTHING, Table, is_head
+from fengine.eval.runs.digests import canonical
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, read_object
+from fengine.eval.runs.index import NOTHING, RowTable, is_head
+from fengine.eval.runs.journal import KIND, MAX_LINE, Damage, read_at, scan
+from fengine.eval.runs.manifest import recorded
 
 OF_OUTPUTS, OF_JOURNAL = 0, 1
 MAX_ROWS = 1 << 32
 
 
 def runs_of(path: Path) -> list[Path]:
-    """The folders of the runs at `path`: itself, or those of a sweep's points in their order.
+    """The folders of the runs at `path`: itself, that of an output file, or those of a sweep's points in their order.
 
     Errors: StorageError if it is neither.
     """
     if (path / MANIFEST).is_file():
         return [path]
+    beside = path.with_name(f"{path.name}.run")  # an output file of prompts has its run there
+    if path.is_file() and (beside / MANIFEST).is_file():
+        return [beside]
     if not path.is_dir():
         what = "is a file; give the run's folder" if path.exists() else "does not exist"
         raise StorageError(f"run folder {path} {what}")
@@ -48,22 +50,11 @@ def runs_of(path: Path) -> list[Path]:
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object. Errors: StorageError that names file and place."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise StorageError(f"{path} is damaged: {error}; restore it from a copy") from error
-    if not isinstance(value, dict):
-        raise StorageError(f"{path} is damaged: it holds no object; restore it from a copy")
-    return value
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Errors: StorageError; ResumeMismatchError if it is of another version of fengine."""
     manifest = read_object(folder / MANIFEST)
+    if manifest is None:
+        raise StorageError(f"{folder / MANIFEST} does not exist")
     identity = recorded(manifest, folder)
     config = identity.get("config")
     if not isinstance(config, dict) or canonical(config) != identity.get("config_sha256"):
@@ -208,8 +199,8 @@ class Records:
         if saved and self._files[OF_OUTPUTS] is not None:
             self.notes.append(f"{saved:,} rows are read from {JOURNAL} instead")
 
-    def _journal(self, path: Path) -> Table:
-        table, damage = Table(self.rows), 0
+    def _journal(self, path: Path) -> RowTable:
+        table, damage = RowTable(self.rows), 0
         for found in scan(path):
             if isinstance(found, Damage):
                 damage += not found.torn

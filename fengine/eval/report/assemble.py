@@ -8,10 +8,11 @@ from typing import Any
 
 import fengine
 from fengine.errors import FengineError, StorageError
-from fengine.eval.records.records import Records, read_object, runs_of
+from fengine.eval.records.records import Records, runs_of
 from fengine.eval.report import comparison, facts, pieces, rows, schedule, sweep
 from fengine.eval.report.plain import cut, number, told
-from fengine.eval.tasks.finish import TIMINGS
+from fengine.eval.runs.finish import TIMINGS
+from fengine.eval.runs.folder import read_object
 
 ROWS, SCHEDULE, PAIRS, PIECES = 0.68, 0.22, 0.85, 0.06  # parts of a page's bytes
 MISSING = 50  # points without a run that are told
@@ -67,7 +68,7 @@ def _two(a: Path, b: Path, budget: int) -> dict[str, Any]:
 def _many(folder: Path, runs: Sequence[Path]) -> dict[str, Any]:
     points = [sweep.read_point(run) for run in runs]
     names, missing = _names(folder, {run.name for run in runs})
-    found = sweep.assembled(folder, points, names, lambda run: sweep.metrics_of(run, read_object))
+    found = sweep.assembled(folder, points, names)
     found["missing"] = missing
     return {"kind": "sweep", "title": f"sweep · {folder.resolve().name}", "sweep": found}
 
@@ -77,7 +78,7 @@ def _names(folder: Path, there: set[str]) -> tuple[dict[str, str], list[str]]:
     point that has no run here: refused, failed before it began, or not come to."""
     names, missing = {}, []
     try:
-        for one in read_object(folder / "sweep.json").get("points", []):
+        for one in (read_object(folder / "sweep.json") or {}).get("points", []):
             name = cut(str(one["point"]), 200)
             if one.get("folder") in there:
                 names[one["folder"]] = name

@@ -7,11 +7,12 @@ from typing import Any
 
 from fengine.errors import StorageError
 from fengine.eval.cli.figures import place
-from fengine.eval.records.records import Records, read_object
+from fengine.eval.records.records import Records
 from fengine.eval.report.plain import cut, mapping, number, plain, scalar, told
 from fengine.eval.report.rows import Seen
-from fengine.eval.tasks.finish import METRICS
-from fengine.eval.tasks.manifest import differences
+from fengine.eval.runs.finish import METRICS
+from fengine.eval.runs.folder import read_object
+from fengine.eval.runs.manifest import differences
 from fengine.eval.tasks.statistics import CONFIDENT
 
 GROUPS = ("task", "input", "model", "config", "seeds", "versions", "code_sha256")
@@ -90,7 +91,9 @@ def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
     found, where = [], shlex.quote(str(folder.resolve()))
     sessions = [one for one in _sessions(manifest) if isinstance(one.get("argv"), list)]
     if sessions:
-        found.append(["the command of the run", "fengine eval " + shlex.join(map(str, sessions[0]["argv"]))])
+        plain = mapping(mapping(manifest.get("identity")).get("config")).get("task.format") == "prompts"
+        program = "fengine " if plain else "fengine eval "
+        found.append(["the command of the run", program + shlex.join(map(str, sessions[0]["argv"]))])
     found.append(["the same run again, into a new folder", f"fengine rerun {where}"])
     found.append(["under other schedules: are the bits the same?", f"fengine verify {where}"])
     return [[what, cut(command, 4000)] for what, command in found]
@@ -114,8 +117,6 @@ def _session(one: dict[str, Any]) -> dict[str, Any]:
 
 def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
     """None if there is no such file, or if it is damaged, which is noted."""
-    if not path.is_file():
-        return None
     try:
         return read_object(path)
     except StorageError as error:

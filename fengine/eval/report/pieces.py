@@ -10,7 +10,7 @@ from typing import Any
 
 from fengine.errors import FengineError
 from fengine.eval.report.plain import mapping, size
-from fengine.eval.tasks.digests import local_directory
+from fengine.eval.runs.digests import local_directory
 
 FILE = "tokenizer.json"
 

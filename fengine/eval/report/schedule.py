@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fengine.eval.tasks.trace import events
+from fengine.eval.runs.trace import events
 
 DECODE, PREFILL = 0, 1
 STEP_KINDS = {"decode": 0, "prefill": 1, "mixed": 2}

@@ -13,7 +13,8 @@ from fengine.eval.records.records import Records
 from fengine.eval.report.facts import figures
 from fengine.eval.report.plain import cut, mapping, number, scalar, told
 from fengine.eval.report.rows import Seen, survey
-from fengine.eval.tasks.finish import METRICS
+from fengine.eval.runs.finish import METRICS
+from fengine.eval.runs.folder import read_object
 from fengine.eval.tasks.statistics import paired
 from fengine.eval.tasks.task import Scores
 
@@ -75,8 +76,8 @@ def swept(points: Sequence[Point]) -> list[str]:
     return [key for key in keys if len({told(config.get(key)) for config in good}) > 1]
 
 
-def assembled(folder: Path, points: Sequence[Point], names: dict[str, str], metrics: Any) -> dict[str, Any]:
-    """`names`: the sweep's own words for points, by folder. `metrics(folder)`: the object in metrics.json, or None."""
+def assembled(folder: Path, points: Sequence[Point], names: dict[str, str]) -> dict[str, Any]:
+    """`names`: the sweep's own words for points, by folder."""
     keys = swept(points)
     short = [key for key in keys if not key.startswith("task.")] or keys
     if any(point.identity.get("task") != points[0].identity.get("task") for point in points if point.problem is None):
@@ -96,7 +97,7 @@ def assembled(folder: Path, points: Sequence[Point], names: dict[str, str], metr
                 "finished": point.finished,
                 "rows": point.rows,
                 "counts": point.seen.counts(),
-                "metrics": figures(metrics(point.folder)) if point.problem is None else [],
+                "metrics": figures(_metrics(point.folder)) if point.problem is None else [],
                 "notes": point.notes,
             }
         )
@@ -173,9 +174,9 @@ def _grid(points: Sequence[Point]) -> list[dict[str, Any]]:
     return grids
 
 
-def metrics_of(folder: Path, read: Any) -> Any:
+def _metrics(folder: Path) -> Any:
     """The object in a run's metrics.json; None if there is none that can be read."""
     try:
-        return read(folder / METRICS)
+        return read_object(folder / METRICS)
     except FengineError:
         return None

@@ -1,15 +1,23 @@
-"""The schema of a run: `RunConfig`, whose defaults `conf/` repeats for readers, and `check`. No torch, no Hydra."""
+"""The schemas of runs: `RunConfig` of prompts, `EvalConfig` of tasks, and their checks. No torch, no Hydra.
 
-from dataclasses import dataclass, field, fields
+A run of prompts is an evaluation that scores nothing: `evaluation_of` says which. `conf/` repeats defaults for readers.
+"""
+
+import re
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
 from typing import Any
 
 from fengine import config as engine_config
 from fengine.config import EngineConfig
-from fengine.core.request import SamplingParams
-from fengine.errors import FengineError
+from fengine.core.sampling_params import PARAMETERS, SamplingParams
+from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli.schema import Schema
+from fengine.eval.tasks import task_config
+from fengine.eval.tasks.task_config import Format, Match, TaskConfig
 from fengine.tokenizer.stop_regex import compile_patterns
+
+MAX_TOP_LOGPROBS = 100  # beside each token of outputs.jsonl, some 30 bytes each
 
 
 class View(Enum):
@@ -19,35 +27,44 @@ class View(Enum):
     quiet = "quiet"
 
 
-@dataclass(frozen=True)
-class SamplingConfig:
-    """`fengine.core.request.SamplingParams` as a caller writes it: temperature 0 is greedy, top_k None is off."""
+class Trace(Enum):
+    off = "off"
+    requests = "requests"  # a line for each request: queue, prefill, decode; gauges between them
+    steps = "steps"  # besides, an event for each step of the scheduler: its rows, its pages
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int | None = 128
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    stop_regex: tuple[str, ...] = ()
-    no_stop_trim: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
-    sampling_seed: int | None = None
+
+# Of a row, or of no meaning where texts arrive whole; `task.samples` is a run's n.
+_NOT_OF_RUNS = ("n", "stream_interval", "logit_bias", "custom_params", "spaces_between_special_tokens")
+_TYPES: dict[str, Any] = {
+    "number": float, "integer": int, "flag": bool, "stop strings": tuple[str, ...], "patterns": tuple[str, ...],
+    "token ids": tuple[int, ...], "grammar": str | None, "json grammar": str | None,
+}  # fmt: skip
+
+
+def _sampling_fields() -> list[tuple[str, Any, Any]]:
+    """The parameters that a run's config has, by the engine's table; top_k None is off."""
+    found = []
+    for name, row in PARAMETERS.items():
+        kind, default = _TYPES.get(row.kind), None if name == "top_k" else row.default
+        if row.kind == "integer" and (row.null or default is None):
+            kind = int | None
+        if name not in _NOT_OF_RUNS:
+            found.append((name, kind, field(default=default)))
+    return found
+
+
+_Sampling: Any = make_dataclass("_Sampling", _sampling_fields(), frozen=True)
+
+
+@dataclass(frozen=True)
+class SamplingConfig(_Sampling):
+    """The engine's sampling parameters as a caller writes them: temperature 0 is greedy, top_k None is off."""
 
     def __post_init__(self) -> None:
         """OmegaConf gives lists for tuples."""
-        for name in ("stop", "stop_token_ids", "stop_regex"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for f in fields(self):
+            if isinstance(value := getattr(self, f.name), list):
+                object.__setattr__(self, f.name, tuple(value))
 
     def as_dict(self) -> dict[str, Any]:
         """The mapping that `Engine.generate` takes. Pure."""
@@ -56,24 +73,116 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class JournalConfig:
+    """How much a power failure may cost: fsync after so many seconds or rows. Killed processes lose nothing."""
+
+    sync_seconds: float = 1.0
+    sync_rows: int = 1000
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """Which of the rows are this run's."""
+
+    shard: str | None = None  # "2/4": every fourth row from the second on; None: all of them
+
+
+@dataclass(frozen=True)
+class ResumeConfig:
+    """What may have changed since a run began."""
+
+    allow_code_change: bool = False  # fengine's own sources and version; the manifest then tells of the change
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """One job: prompts in, records out. Two runs with equal `engine` share one; users write its sections at the top."""
+    """One run of prompts. Two runs with equal `engine` share one; users write its sections at the top."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    prompts: Any = None  # None: built in; a list of prompts; or the name of a .txt or .jsonl file
+    prompts: Any = None  # None: built in; a list of prompts; the name of a .txt or .jsonl file; one prompt
     chat: bool = False
     out: str | None = None
     seed: int = 0
     adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
     return_logprob: bool = False
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
+    trace: Trace = Trace.off
     max_errors: int | None = None
     show: int = 32
     view: View = View.auto
 
 
-def check(config: RunConfig) -> list[str]:
+@dataclass(frozen=True)
+class EvalConfig:
+    """One evaluation: a task's rows through a model."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    seed: int = 0
+    adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
+    top_logprobs: int = 0
+    out: str | None = None
+    run: PartConfig = field(default_factory=PartConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)
+    trace: Trace = Trace.requests
+    max_errors: int | None = None
+    show: int = 3
+    view: View = View.auto
+
+
+# What may change between the parts of one run, since no result depends on it and it names no other experiment.
+FREE = ("out", "resume", "journal", "trace", "max_errors", "show", "view")
+
+
+def evaluation_of(config: RunConfig, builtin: tuple[Any, ...]) -> EvalConfig:
+    """The evaluation that a run of prompts is; `builtin` are the rows of one that names none. Pure."""
+    prompts = builtin if config.prompts is None else config.prompts
+    rows: dict[str, Any] = {"data": prompts} if isinstance(prompts, str) else {"prompts": tuple(prompts)}
+    task = TaskConfig("prompts", format=Format.prompts, chat=config.chat, target=None, match=Match.none, **rows)
+    shared = ("engine", "sampling", "seed", "adapter", "resume", "trace", "max_errors", "show", "view")
+    return EvalConfig(task=task, **{name: getattr(config, name) for name in shared})
+
+
+def check_run(config: RunConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
+    problems = _check_shared(config)
+    if config.out is not None and not config.out.strip():
+        problems.append("out must name a file; leave it out for output.jsonl in the run's own directory")
+    if not (config.prompts is None or isinstance(config.prompts, (str, list))):
+        problems.append(f"prompts must be a list or a file's name, got {config.prompts!r:.80}")
+    if config.prompts in ("", []):
+        problems.append("prompts is empty; leave it out to run the built-in prompts")
+    if config.chat and config.engine.model.skip_tokenizer_init:
+        problems.append("chat=true needs a tokenizer: set model.skip_tokenizer_init=false")
+    return problems
+
+
+def check(config: EvalConfig) -> list[str]:
+    """Every problem that can be seen without loading anything, one line each. Pure."""
+    problems = _check_shared(config) + task_config.check(config.task)
+    if not 0 <= config.journal.sync_seconds < float("inf"):
+        problems.append(f"journal.sync_seconds must be at least 0, got {config.journal.sync_seconds}")
+    if config.journal.sync_rows < 1:
+        problems.append(f"journal.sync_rows must be at least 1, got {config.journal.sync_rows}")
+    try:
+        parse_shard(config.run.shard)
+    except ConfigError as error:
+        problems.append(str(error))
+    if not 0 <= config.top_logprobs <= MAX_TOP_LOGPROBS:
+        problems.append(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {config.top_logprobs}")
+    if config.out is not None and not config.out.strip():
+        problems.append("out must name a folder; leave it out for a new one below runs/")
+    if config.engine.model.skip_tokenizer_init and config.task.format is not Format.prompts:
+        problems.append("an evaluation needs texts: set model.skip_tokenizer_init=false")
+    if config.engine.model.is_embedding:
+        problems.append("an evaluation needs a model that generates: set model.is_embedding=false")
+    return problems
+
+
+def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.engine.lora)
     try:
         compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
@@ -85,15 +194,19 @@ def check(config: RunConfig) -> list[str]:
             problems.append(f"{name} must be at least 0, got {value}")
     if not -(2**63) <= config.seed < 2**63:
         problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
-    if config.out is not None and not config.out.strip():
-        problems.append("out must name a file; leave it out for output.jsonl in the run's own directory")
-    if not (config.prompts is None or isinstance(config.prompts, (str, list))):
-        problems.append(f"prompts must be a list or a file's name, got {config.prompts!r}")
-    if config.prompts in ("", []):
-        problems.append("prompts is empty; leave it out to run the built-in prompts")
-    if config.chat and config.engine.model.skip_tokenizer_init:
-        problems.append("chat=true needs a tokenizer: set model.skip_tokenizer_init=false")
     return problems
 
 
-RUN = Schema(RunConfig, "config", "run_schema", check)
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """(number from 0, of how many) of "2/4". Pure. Errors: ConfigError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise ConfigError(f"run.shard must be i/n with i from 1 to n, such as 1/4, 2/4, 3/4 and 4/4, got {text!r:.40}")
+    return number - 1, count
+
+
+RUN = Schema(RunConfig, "config", "run_schema", check_run)
+EVAL = Schema(EvalConfig, "eval", "eval_schema", check, "fengine eval", one_file=False, launchers=True)

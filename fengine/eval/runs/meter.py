@@ -4,10 +4,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from fengine.eval.cli.figures import Progress, Shown, Summary
+from fengine.eval.cli.figures import Progress, Shown, count, duration
 
 RATE_SECONDS = 2.0  # over which the live rates are taken
 MIN_SECONDS = 0.25  # shorter spans give no rate
@@ -61,26 +60,28 @@ class Meter:
             out_rate=(stats["output_tokens"] - tokens_out) / span,
             pages_used=stats["pages_used"],
             pages_total=stats["pages_total"],
-            seconds=now - self.started,
+            seconds=self.seconds,
             growing=growing,
         )
 
-    def summary(self, *, reused: bool, ended: str, out: Path) -> Summary:
-        stats, before = self.stats(), self.before
-        return Summary(
-            rows=self.rows,
-            failed=self.failed,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            cached_tokens=self.cached_tokens,
-            seconds=time.perf_counter() - self.started,
-            first_token=statistics.median(self.latencies) if self.latencies else None,
-            preemptions=stats["preemptions"] - before["preemptions"],
-            steps=stats["steps"] - before["steps"],
-            compiles=stats["compiles"] - before["compiles"],
-            compile_seconds=stats["compile_seconds"],
-            start_seconds=stats["start_seconds"],
-            reused=reused,
-            ended=ended,
-            out=f"{out}.partial" if ended else str(out),
-        )
+    def lines(self, reused: bool) -> list[tuple[str, str]]:
+        """(label, figures) of what was computed, for readers."""
+        stats, before, seconds = self.stats(), self.before, self.seconds
+        rates = [count / seconds if seconds else 0.0 for count in (self.prompt_tokens, self.output_tokens)]
+        compiles = stats["compiles"] - before["compiles"]
+        engine = f"start {duration(stats['start_seconds'])}, of it compile {duration(stats['compile_seconds'])}"
+        if reused:
+            engine = "reused, nothing loaded or compiled" + (f" ({compiles} compiles!)" if compiles else "")
+        steps, again = (count(stats[name] - before[name], name[:-1]) for name in ("steps", "preemptions"))
+        first = f"median {duration(statistics.median(self.latencies))}" if self.latencies else "-"
+        cached = f" ({self.cached_tokens:,} from the prefix cache)"
+        return [
+            ("tokens", f"{self.prompt_tokens:,} in{cached}, {self.output_tokens:,} out"),
+            ("speed", f"{rates[0]:,.0f} tok/s in, {rates[1]:,.0f} tok/s out"),
+            ("first token", first),
+            ("engine", f"{engine}; {steps}, {again}"),
+        ]
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started

@@ -1,5 +1,6 @@
 """The kinds of task that a YAML can choose: generation, multiple choice, perplexity. No torch."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -7,14 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
 from fengine.eval.tasks.extract import Extractor
-from fengine.eval.tasks.rows import data_path, read_rows
+from fengine.eval.tasks.rows import RESULT_COLUMNS, data_path, read_rows
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
-from fengine.eval.tasks.task_config import Match, Select, TaskConfig, TaskKind, check
+from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, check
 
 Render = Callable[[list[dict[str, Any]]], list[int]]  # messages -> the ids of the chat, ready to be answered
+# Columns that can only be meant as sampling parameters, and their names there.
+BARE = {name: name for name, row in PARAMETERS.items() if name not in ("n", "stop", "regex", "ebnf", "custom_params")}
+BARE |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 
@@ -105,9 +110,13 @@ class GenerateTask(_Task):
         config = self.config
         fixed = {"max_new_tokens": config.max_new_tokens, "stop": None if config.stop is None else list(config.stop)}
         sampling = {name: value for name, value in fixed.items() if value is not None}
+        if config.format is Format.prompts and (taken := [name for name in RESULT_COLUMNS if name in row.data]):
+            raise _problem(row, f"column {taken[0]!r} is a name that results use; rename it")
         asked = row.data.get("sampling") or {}
         if not isinstance(asked, dict):
             raise _problem(row, f"sampling must be an object, got {type(asked).__name__}")
+        if config.prompt is None:
+            _refuse_bare(row)
         if config.match is not Match.none:
             self._references(row)
         return [Ask(self.prompt_of(row), {**sampling, **asked}, "generate")] * config.samples
@@ -214,6 +223,14 @@ class PerplexityTask(_Task):
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_bare(row: Row) -> None:
+    """A row that is a request: what it asks for outside `sampling` would be ignored. Errors: InputFileError."""
+    bare = [name for name in BARE if row.data.get(name) is not None]
+    if bare:
+        name, value = BARE[bare[0]], json.dumps(row.data[bare[0]])
+        raise _problem(row, f'{bare[0]!r} is not read as a column; write "sampling": {{"{name}": {value:.80}}}')
 
 
 def _problem(row: Row, what: str) -> InputFileError:

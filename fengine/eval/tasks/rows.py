@@ -8,6 +8,7 @@ there is kept a digest of every id, some 100 bytes a row.
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,6 +21,10 @@ from fengine.eval.tasks.task_config import Format, TaskConfig
 
 MAX_LINE_BYTES = 16 << 20
 MAX_ID_CHARS = 512
+# Names that the records of a run of prompts give to results.
+RESULT_COLUMNS = (
+    *("text", "output_ids", "finish_reason", "error", "sampling_seed", "prompt_tokens", "output_token_logprobs"),
+)
 SUFFIXES = {
     ".jsonl": Format.jsonl,
     ".ndjson": Format.jsonl,
@@ -43,6 +48,8 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     (parquet or a Hugging Face dataset without the library); while reading: InputFileError if the file has changed;
     behind the last row: InputFileError that names ids that occur twice.
     """
+    if config.prompts is not None:
+        return _rows(map(_inline, range(len(config.prompts)), config.prompts), "row", config)
     assert config.data is not None
     if config.format is Format.hf:
         return _rows(_numbered(tables.read_dataset(config.data, config.subset, config.split)), "row", config)
@@ -50,13 +57,17 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     form = _format(path, config.format)
     if form is Format.parquet:
         return _rows(_numbered(tables.read_parquet(path)), "row", config)
-    found = _parsed(_lines(_open(path), path))
+    plain = form is Format.prompts
+    lines = _lines(_open(path, plain), path)
+    if plain and (first := next(lines, None)) is None:
+        raise InputFileError(f"prompts file {path} is empty; write one prompt a line into it")
+    found = _parsed(chain([first], lines) if plain else lines, path.name, path.suffix.lower() == ".txt" and plain)
     return _rows(map(from_openai, found) if form is Format.openai else found, "line", config)
 
 
 def data_path(config: TaskConfig, base: Path) -> Path | None:
     """The file that `read_rows` reads, as an absolute path; None for a dataset of Hugging Face. Pure."""
-    if config.data is None or config.format is Format.hf:
+    if config.data is None or config.format is Format.hf or config.prompts is not None:
         return None
     return (base / Path(config.data).expanduser()).absolute()
 
@@ -66,6 +77,11 @@ def data_path(config: TaskConfig, base: Path) -> Path | None:
 
 def _format(path: Path, asked: Format) -> Format:
     """Errors: InputFileError where neither the config nor the name tells."""
+    if asked is Format.prompts and path.suffix.lower() not in (".txt", ".jsonl"):
+        raise InputFileError(
+            f"prompts={str(path.name)!r:.200} ends in neither .txt (one prompt a line) nor .jsonl (one object a line); "
+            "write an inline prompt as a list: prompts=['…']"
+        )
     form = SUFFIXES.get(path.suffix.lower()) if asked is Format.auto else asked
     if form is None:
         raise InputFileError(
@@ -74,22 +90,28 @@ def _format(path: Path, asked: Format) -> Format:
     return form
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path, plain: bool) -> BinaryIO:
     """Errors: InputFileError for what is no readable, uncompressed, non-empty file."""
+    name = f"prompts file {path}" if plain else f"task.data={path}"
     try:
         if not path.is_file():
             problem = "is not a file" if path.exists() else "does not exist"
-            raise InputFileError(f"task.data={path} {problem}; a relative path is relative to the YAML that names it")
+            where = (
+                f"check the path (relative to {Path.cwd()})"
+                if plain
+                else ("a relative path is relative to the YAML that names it")
+            )
+            raise InputFileError(f"{name} {problem}; {where}")
         file = path.open("rb")
         start = file.read(8)
         file.seek(0)
     except OSError as error:
-        raise InputFileError(f"task.data={path} cannot be read: {error.strerror or error}") from error
+        raise InputFileError(f"{name} cannot be read: {error.strerror or error}") from error
     kind = next((name for magic, name in MAGIC.items() if start.startswith(magic)), None)
     if kind is not None or not start:
         file.close()
         problem = f"holds {kind} data, not lines of JSON; unpack or convert it" if kind else "is empty"
-        raise InputFileError(f"task.data={path} {problem}")
+        raise InputFileError(f"{name} {problem}")
     return file
 
 
@@ -136,15 +158,21 @@ def _numbered(records: Iterable[dict[str, Any] | str]) -> Iterator[Parsed]:
         yield number, f"row {number}: {record}" if isinstance(record, str) else record
 
 
-def _parsed(lines: Iterable[Line]) -> Iterator[Parsed]:
-    """Each line as an object. A message names line and byte."""
+def _inline(index: int, item: Any) -> Parsed:
+    if isinstance(item, (str, dict)):
+        return index + 1, {"prompt": item} if isinstance(item, str) else item
+    return index + 1, f"prompts[{index}] must be a string, got {type(item).__name__}."
+
+
+def _parsed(lines: Iterable[Line], name: str, text: bool) -> Iterator[Parsed]:
+    """Each line as an object; with `text` as a prompt. A message names file, line and byte."""
     for number, offset, data in lines:
-        where = f"line {number} (byte {offset})"
+        where = f"{name} line {number} (byte {offset})"
         if data is None:
             yield number, f"{where} is longer than {MAX_LINE_BYTES:,} bytes; split or shorten it"
             continue
         try:
-            value = parse_json(data.decode())
+            value = {"prompt": data.decode()} if text else parse_json(data.decode())
         except UnicodeDecodeError as error:
             yield number, f"{where} is invalid UTF-8 at byte {offset + error.start}; save the file as UTF-8"
         except ValueError as error:
@@ -165,6 +193,11 @@ def _rows(parsed: Iterable[Parsed], word: str, config: TaskConfig) -> Iterator[R
     twice: list[str] = []
     for count, (number, columns) in enumerate(parsed, 1):
         own = f"{word}-{number}"
+        if config.format is Format.prompts:
+            yield BadRow(str(count - 1), number, columns) if isinstance(columns, str) else Row(str(count - 1), columns)
+            if count == config.limit:
+                break
+            continue
         if isinstance(columns, str):
             yield BadRow(_free_id(own, number, seen), number, columns)
         else:

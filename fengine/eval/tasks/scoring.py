@@ -4,13 +4,13 @@ acc, acc_norm, word and byte perplexity and bits per byte are defined as in Eleu
 that figures compare.
 """
 
+import json
 import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from fengine.eval.runs.prompts import STRICT_JSON
 from fengine.eval.tasks.task import Answer
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -46,6 +46,30 @@ def prefix_match(text: str, references: Iterable[str], forms: Sequence[str] = ("
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"number {text:.20} is too large")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"key {key!r:.80} occurs twice")
+        value[key] = item
+    return value
+
+
+# What JSON's standard says and Python's default does not: no NaN, no infinity, no key twice.
+STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
 
 Leaf = str | int | float | bool | None
 

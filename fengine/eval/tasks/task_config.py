@@ -6,6 +6,7 @@ A YAML picks among the kinds and scores that are built here; it never names code
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from fengine.errors import ConfigError, FengineError
 from fengine.eval.tasks.extract import Extractor
@@ -36,6 +37,10 @@ class Format(Enum):
     openai = "openai"  # OpenAI's batch format, one request a line
     parquet = "parquet"
     hf = "hf"  # `data` names a dataset of Hugging Face
+    prompts = "prompts"  # a run of prompts: .txt, .jsonl, or `prompts`; ids and seeds are the rows' numbers
+
+
+MAX_SAMPLES = 10_000  # answers of one row: they are one line of outputs.jsonl
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class TaskConfig:
     version: str = "1"  # changes whenever scores of the same outputs would
     kind: TaskKind = TaskKind.generate
     data: str | None = None  # a file, relative to the YAML that names it
+    prompts: tuple[Any, ...] | None = None  # in place of data: texts, or objects as a line of data holds
     format: Format = Format.auto
     split: str = "test"  # of a Hugging Face dataset
     subset: str | None = None  # of a Hugging Face dataset
@@ -68,7 +74,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         """OmegaConf gives lists for tuples."""
-        for name in ("stop", "normal_form"):
+        for name in ("stop", "normal_form", "prompts"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
 
@@ -76,8 +82,12 @@ class TaskConfig:
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
     problems = []
-    if config.data is None or not config.data.strip():
+    if config.prompts is not None and config.format is not Format.prompts:
+        problems.append("task.prompts is for task.format=prompts")
+    if config.prompts is None and (config.data is None or not config.data.strip()):
         problems.append("task.data must name the rows: task.data=FILE.jsonl")
+    if config.samples > MAX_SAMPLES:
+        problems.append(f"task.samples must be at most {MAX_SAMPLES:,}, got {config.samples:,}")
     for name, low in (("limit", 1), ("samples", 1), ("max_new_tokens", 1)):
         value = getattr(config, name)
         if value is not None and value < low:

@@ -11,16 +11,16 @@ import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from fengine.eval.tasks.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded
-from fengine.eval.tasks.journal import read_at
-from fengine.eval.tasks.resume import Table
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded
+from fengine.eval.runs.index import RowTable
+from fengine.eval.runs.journal import read_at
 from fengine.eval.tasks.task import Scores, Task
 
 TIMINGS, METRICS = "timings.jsonl", "metrics.json"
 TIMING = b'{"row": %d, "session": %d, "started": %.6f, "seconds": %.6f, "prompt_tokens": %d, "completion_tokens": %d}\n'
 
 
-def is_finished(folder: RunFolder, manifest: dict[str, Any], table: Table) -> bool:
+def is_finished(folder: RunFolder, manifest: dict[str, Any], table: RowTable) -> bool:
     """Whether the files are there already, as the manifest has them. Errors: StorageError."""
     result, path = manifest.get("result"), folder.path / OUTPUTS
     if table.left or not isinstance(result, dict) or not path.is_file() or read_metrics(folder, manifest) is None:
@@ -46,7 +46,7 @@ def read_metrics(folder: RunFolder, manifest: dict[str, Any]) -> dict[str, Any] 
     return json.loads(content) if hashlib.sha256(content).hexdigest() == wanted else None
 
 
-def finish(folder: RunFolder, manifest: dict[str, Any], table: Table, task: Task) -> dict[str, Any]:
+def finish(folder: RunFolder, manifest: dict[str, Any], table: RowTable, task: Task) -> dict[str, Any]:
     """Writes outputs, timings and metrics, then the result into the manifest; returns metrics.json's content.
 
     Every row must be known. Modifies: manifest. Errors: StorageError.
@@ -74,7 +74,7 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: Table, task: Task
     return metrics
 
 
-def _write_rows(folder: RunFolder, table: Table) -> dict[str, Any]:
+def _write_rows(folder: RunFolder, table: RowTable) -> dict[str, Any]:
     """The temporary files of outputs and timings, synced; digests and totals."""
     digest, seconds, tokens = hashlib.sha256(), 0.0, [0, 0]
     outputs, timings = (folder.path / f".{name}.tmp" for name in (OUTPUTS, TIMINGS))

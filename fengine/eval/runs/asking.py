@@ -1,7 +1,7 @@
 """One `Ask` to calls of the engine, and their results back to one `Answer`. No torch."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,15 @@ class Asker:
             self._options["lora_path"] = adapter
         self._max_input = max_input
 
-    async def ask(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
-        """The answer, and the `meta_info` of the calls that it took. Errors: those of `Engine.async_generate`."""
+    async def ask(
+        self, ask: Ask, sampling: dict[str, Any], seen: Callable[[str], None] | None = None
+    ) -> tuple[Answer, list[dict[str, Any]]]:
+        """The answer, and the `meta_info` of the calls that it took; `seen` gets a text as it grows.
+
+        Errors: those of `Engine.async_generate`.
+        """
         if ask.kind == "generate":
-            return await self._generate(ask, sampling)
+            return await self._generate(ask, sampling, seen)
         if ask.continuation is None:
             raise InvalidRequestError(f"an ask of kind {ask.kind} needs a continuation")
         parts = [self._joined(ask)] if ask.kind == "loglikelihood" else self._windows(ask)
@@ -53,9 +58,17 @@ class Asker:
             text, ids, logprobs, metas[-1]["finish_reason"], _pairs(top for part in tops for top in part)
         ), metas
 
-    async def _generate(self, ask: Ask, sampling: dict[str, Any]) -> tuple[Answer, list[dict[str, Any]]]:
+    async def _generate(
+        self, ask: Ask, sampling: dict[str, Any], seen: Callable[[str], None] | None
+    ) -> tuple[Answer, list[dict[str, Any]]]:
         prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
-        output = await self.engine.async_generate(sampling_params=sampling, **self._options, **prompt)
+        call: dict[str, Any] = {"sampling_params": sampling, **self._options, **prompt}
+        if seen is None:
+            output = await self.engine.async_generate(**call)
+        else:
+            output = {}
+            async for output in await self.engine.async_generate(**call, stream=True):
+                seen(output.get("text", ""))
         meta = output["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]][: len(output["output_ids"])]
         top = _pairs(meta.get("output_top_logprobs", [])[: len(logprobs)])

@@ -17,10 +17,10 @@ import fengine
 from fengine.config import EngineConfig
 from fengine.errors import ResumeMismatchError, StorageError
 from fengine.eval.cli.schema import Point, flat
-from fengine.eval.tasks import machine
-from fengine.eval.tasks.config import FREE, EvalConfig
-from fengine.eval.tasks.digests import adapter_digests, canonical, code_digest, model_digests
-from fengine.eval.tasks.resume import Survey
+from fengine.eval.runs import machine
+from fengine.eval.runs.config import FREE, EvalConfig
+from fengine.eval.runs.digests import adapter_digests, canonical, code_digest, model_digests
+from fengine.eval.runs.index import RowIndex
 from fengine.eval.tasks.task import Task
 
 SCHEMA = 1
@@ -43,7 +43,7 @@ def settings(config: EvalConfig) -> dict[str, Any]:
     return {key: value for key, value in flat(config).items() if key.partition(".")[0] not in FREE}
 
 
-def identity(config: EvalConfig, task: Task, rows: Survey) -> dict[str, Any]:
+def identity(config: EvalConfig, task: Task, rows: RowIndex) -> dict[str, Any]:
     """All that can be known before a model is loaded. Errors: StorageError if a file of the model cannot be read."""
     values = settings(config)
     return {

@@ -66,6 +66,10 @@ def file_digests(directory: Path) -> dict[str, str | None]:
     return digests | {"chat template": _template_digest(directory)}
 
 
+def has_chat_template(directory: Path) -> bool:
+    return _template_digest(directory) is not None
+
+
 def _template_digest(directory: Path) -> str | None:
     """None if there is no template in its usual places."""
     try:

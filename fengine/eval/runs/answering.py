@@ -4,17 +4,21 @@ A record holds only what belongs to the row's requests: nothing in it depends on
 """
 
 import asyncio
+import json
+from collections.abc import Callable
 from typing import Any
 
+from fengine.core.request import derive_seed
 from fengine.errors import EngineClosedError, EngineDeadError, InputFileError, StorageError
-from fengine.eval.runs.generate import DEFAULT_MAX_NEW_TOKENS
-from fengine.eval.runs.output_file import encode_record
-from fengine.eval.tasks.asking import Asker
-from fengine.eval.tasks.config import EvalConfig
-from fengine.eval.tasks.journal import MAX_LINE
-from fengine.eval.tasks.manifest import row_seed
+from fengine.eval.runs.asking import Asker
+from fengine.eval.runs.config import EvalConfig
+from fengine.eval.runs.journal import MAX_LINE
+from fengine.eval.runs.manifest import row_seed
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Row, Task
+from fengine.eval.tasks.task_config import Format
 
+DEFAULT_MAX_NEW_TOKENS = 128
+_PLAIN, _ESCAPED = json.JSONEncoder(ensure_ascii=False, allow_nan=False), json.JSONEncoder(allow_nan=False)
 MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
 FATAL = (EngineDeadError, EngineClosedError, StorageError)  # not a row's own
 
@@ -29,7 +33,9 @@ def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[
         del params["max_new_tokens"]
     params |= ask.sampling
     if params.get("sampling_seed") is None:
-        params["sampling_seed"] = row_seed(config.seed, row_id, sample)
+        plain = config.task.format is Format.prompts  # as Engine(random_seed=seed) does
+        own = derive_seed(config.seed, int(row_id)) if plain else row_seed(config.seed, row_id, sample)
+        params["sampling_seed"] = own
     return params
 
 
@@ -41,8 +47,14 @@ def error_record(row: Row | BadRow, error: BaseException | None = None) -> dict[
 
 
 def line_of(record: dict[str, Any]) -> bytes:
-    """A record as the journal and `outputs.jsonl` have it. Pure. Errors: ValueError, TypeError for what is no JSON."""
-    return encode_record(record)[:-1]
+    """A record as files have it: JSON, keys in their order, in UTF-8; escaped where a text holds lone surrogates.
+
+    Pure. Errors: ValueError, TypeError for what is no JSON.
+    """
+    try:
+        return _PLAIN.encode(record).encode()
+    except UnicodeEncodeError:
+        return _ESCAPED.encode(record).encode()
 
 
 def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int], scores: Any) -> dict[str, Any]:
@@ -58,13 +70,21 @@ def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int
 
 
 async def answer_row(
-    asker: Asker, config: EvalConfig, task: Task, row: Row, metas: list[dict[str, Any]]
+    asker: Asker,
+    config: EvalConfig,
+    task: Task,
+    row: Row,
+    metas: list[dict[str, Any]],
+    seen: Callable[[str], None] | None = None,
 ) -> tuple[dict[str, Any], bytes]:
-    """The row's record, asked and scored, and its line. Modifies: metas, to the `meta_info` of every call. Errors:
-    those of the engine, and whatever the task makes of the row."""
+    """The row's record, asked and scored, and its line; `seen` gets the first answer's text while it grows.
+
+    Modifies: metas, to the `meta_info` of every call. Errors: those of the engine, and whatever the task makes of it.
+    """
     asks = task.asks(row)
     params = [sampling_of(config, ask, row.id, i) for i, ask in enumerate(asks)]
-    results = await asyncio.gather(*(asker.ask(a, p) for a, p in zip(asks, params, strict=True)))
+    watched = [seen, *[None] * len(asks)][: len(asks)]
+    results = await asyncio.gather(*map(asker.ask, asks, params, watched))
     metas += [meta for _, several in results for meta in several]
     answers = [answer for answer, _ in results]
     record = row_record(row, asks, answers, [p["sampling_seed"] for p in params], task.score(row, answers))

@@ -16,16 +16,22 @@ LOCK, MANIFEST, JOURNAL, OUTPUTS = "lock", "manifest.json", "journal.log", "outp
 FIRST_FILES = (LOCK, "config.yaml", "overrides.yaml")  # those that a run has before its manifest
 
 
-def read_if_there(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None if there is no such file. Errors: StorageError if it is none."""
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A file's JSON object; None if there is no such file. Errors: StorageError that names file and place."""
     try:
+        if path.exists() and not path.is_file():  # a named pipe would be waited for
+            raise StorageError(f"{path} is no file; restore it, or choose another out=DIR")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise StorageError(f"{path} cannot be read: {error}; restore it, or choose out=DIR") from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{path} is damaged: {error}; restore it from a copy, or choose another out=DIR") from error
     if not isinstance(value, dict):
-        raise StorageError(f"{path} holds no object; restore it, or choose another out=DIR")
+        raise StorageError(f"{path} is damaged: it holds no object; restore it, or choose another out=DIR")
     return value
 
 
@@ -45,9 +51,10 @@ class RunFolder:
 
     record, word = MANIFEST, "run"  # the file by which one knows such a folder
 
-    def __init__(self, path: Path) -> None:
-        """Errors: StorageError if another run has it, it holds other files, or it cannot be written."""
-        self.path = path
+    def __init__(self, path: Path, remedy: str = "another out=DIR") -> None:
+        """`remedy`: what to choose in its place. Errors: StorageError if another run has it, it holds other files, or
+        it cannot be written."""
+        self.path, self._remedy = path, remedy
         self._lock = -1
         try:
             if path.exists() and not path.is_dir():
@@ -91,7 +98,7 @@ class RunFolder:
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A JSON object, or None if there is no such file. Errors: StorageError if it is none."""
-        return read_if_there(self.path / name)
+        return read_object(self.path / name)
 
     def write(self, name: str, content: bytes | str | dict[str, Any]) -> None:
         """A whole file, durable, or the one that was there before. Errors: StorageError."""
@@ -133,7 +140,7 @@ class RunFolder:
 
     def failed(self, error: OSError) -> StorageError:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "make room, then run the same command again" if full else "choose another out=DIR"
+        remedy = "make room, then run the same command again" if full else f"choose {self._remedy}"
         told = StorageError(f"{self.word} folder {self.path} cannot be written: {error.strerror or error}; {remedy}")
         told.errno = error.errno
         return told

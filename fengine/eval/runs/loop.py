@@ -6,28 +6,34 @@ which batch, or by which process of a run that was interrupted.
 """
 
 import asyncio
+import json
+import re
 import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from fengine.errors import InputFileError, StorageError
 from fengine.eval.cli.figures import Shown, count
-from fengine.eval.cli.view import QuietView
-from fengine.eval.runs.generate import TICK_SECONDS, WINDOW
+from fengine.eval.cli.view import STREAMED_ROWS, QuietView
+from fengine.eval.runs.answering import FATAL, answer_row, error_record, line_of
+from fengine.eval.runs.asking import Asker
+from fengine.eval.runs.config import EvalConfig
+from fengine.eval.runs.export import NOT_FINISHED, Export
+from fengine.eval.runs.index import OK, ROW_HEAD, RowIndex, RowTable, row_key
+from fengine.eval.runs.journal import Entry, Journal, framed, read_at
 from fengine.eval.runs.meter import Meter
-from fengine.eval.tasks.answering import FATAL, answer_row, error_record, line_of
-from fengine.eval.tasks.asking import Asker
-from fengine.eval.tasks.config import EvalConfig
-from fengine.eval.tasks.journal import Journal, framed
-from fengine.eval.tasks.resume import OK, ROW_HEAD, Survey, Table, row_key
+from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.task import BadRow, Row, Task
-from fengine.eval.tasks.trace import Trace
 
 INTERRUPTED = "interrupted"
+WINDOW = 4  # rows in flight for each row that can run at once: some are long, and the others go on
+TICK_SECONDS = 0.125
 TOGETHER = 1 << 20  # bytes of records from which on a write of several rows takes no further one
+ALIKE = 20  # rows that fail for one reason, before any is good, end the run
 
 
 @dataclass
@@ -36,11 +42,12 @@ class Job:
 
     config: EvalConfig
     task: Task
-    rows: Survey
-    table: Table
+    rows: RowIndex
+    table: RowTable
     journal: Journal
     trace: Trace
     session: int
+    export: Export | None = None
 
 
 @dataclass
@@ -49,6 +56,8 @@ class Outcome:
 
     ended: str = ""
     terminated: bool = False
+    figures: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 @dataclass
@@ -66,12 +75,75 @@ class _Done:
         return "error" not in self.record
 
 
-async def run(job: Job, engine: Any, view: QuietView) -> Outcome:
+async def run(job: Job, engine: Any, view: QuietView, reused: bool = False) -> Outcome:
     """Computes what the table lacks. Interrupted, it journals what has finished, and says so.
 
-    Errors: EngineDeadError, EngineClosedError, StorageError; InputFileError if the input is not what was surveyed.
+    Errors: EngineDeadError, EngineClosedError, StorageError; InputFileError if the input is not what was indexed.
     """
-    return await _Loop(job, engine, view).run()
+    loop = _Loop(job, engine, view)
+    try:
+        await loop.run()
+    finally:
+        loop.in_order.close()
+    loop.outcome.figures, loop.outcome.seconds = loop.meter.lines(reused), loop.meter.seconds
+    return loop.outcome
+
+
+class _InOrder:
+    """The rows in the order of the input, as far as all before them are there: shown, and exported.
+
+    They are read back from the journal, so that a row that takes long makes nothing wait in memory.
+    """
+
+    def __init__(self, job: Job, view: QuietView) -> None:
+        self.job, self.view = job, view
+        self.there = bytearray(known == OK for known in job.table.known)  # 1: before this process, 2: by it
+        self.next = self.shown = self.failures = 0
+        self.fed = -1  # the last row that was begun
+        self.file: BinaryIO = job.journal.path.open("rb")
+
+    def close(self) -> None:
+        self.file.close()
+
+    def put(self, index: int) -> None:
+        self.there[index] = 2
+
+    def advance(self) -> None:
+        """Errors: StorageError."""
+        while self.next < len(self.there) and self.there[self.next]:
+            self.pass_on(self.next)
+            self.next += 1
+
+    def pass_on(self, index: int) -> None:
+        export, show = self.job.export, self.job.config.show
+        failed = self.job.table.known[index] != OK
+        self.failures += failed
+        due = self.failures <= max(show, 1) if failed else self.shown < show
+        due = due and self.there[index] == 2
+        if export is None and not due:
+            return
+        entry = read_at(self.file, self.job.table.offsets[index])
+        if export is not None:
+            export.put(entry)
+        if due:
+            self.view.row(_shown(entry))
+        if not failed and self.there[index] == 2:
+            self.shown += due
+            if export is not None and not due and self.shown == show and show:
+                self.shown += 1
+                self.view.note(f"... further rows are only written to the file (show={show})")
+
+    def end(self, open_rows: dict[int, Row | BadRow]) -> None:
+        """The rows behind one that has not finished, which gets an error in the export. Errors: StorageError."""
+        if self.job.export is None:
+            return
+        last = max((i for i in range(self.next, self.fed + 1) if self.there[i]), default=-1)
+        for index in range(self.next, last + 1):
+            if self.there[index]:
+                self.pass_on(index)
+            else:
+                row = open_rows[index]
+                self.job.export.put_error(row.data if isinstance(row, Row) else {}, NOT_FINISHED)
 
 
 class _Loop:
@@ -81,20 +153,26 @@ class _Loop:
         self.job, self.view, self.engine = job, view, engine
         self.asker = Asker(engine, job.config.top_logprobs, adapter=job.config.adapter)
         self.meter = Meter(engine.stats)
-        self.window = WINDOW * engine.config.scheduler.max_running_requests
+        at_once = engine.config.scheduler.max_running_requests
+        self.window = WINDOW * at_once
+        # Streaming has its price, so that only as many rows are streamed as the view shows of those that run.
+        self.stride = max(1, min(at_once, job.table.left) // STREAMED_ROWS) if view.streams else 0
+        self.growing: dict[int, Shown] = {}
+        self.open: dict[int, Row | BadRow] = {}
         self.flight: set[asyncio.Task[None]] = set()
         self.finished: deque[_Done] = deque()
+        self.in_order = _InOrder(job, view)
         self.wake = asyncio.Event()
         self.fatal: BaseException | None = None
         self.before = job.rows.rows - job.table.left
+        self.reasons: set[str] = set()  # of failures, as long as no row was good
         self.outcome = Outcome()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> None:
         with self.view.job(), _terminating(self.outcome):
             ticker = asyncio.create_task(self.tick())
             try:
-                if not await self.feed():
-                    self.outcome.ended = f"stopped by max_errors={self.job.config.max_errors}"
+                await self.feed()
             except asyncio.CancelledError:  # Ctrl-C or SIGTERM
                 self.outcome.ended = INTERRUPTED
             finally:
@@ -102,29 +180,31 @@ class _Loop:
                 for task in self.flight:
                     task.cancel()
                 await asyncio.gather(ticker, *self.flight, return_exceptions=True)
-            self.drain()
+                self.drain()
+            self.in_order.end(self.open)
             self.job.journal.sync()
-        return self.outcome
 
-    async def feed(self) -> bool:
-        """Keeps the window full. False if `max_errors` ended the run."""
+    async def feed(self) -> None:
+        """Keeps the window full, until all rows are there or the run is over."""
         rows, index = self.job.rows, -1
         for index, row in enumerate(self.job.task.rows()):
             if index >= rows.rows or row_key(row) != rows.keys[index]:
                 raise _changed(index)
             if self.job.table.known[index] == OK:
                 continue
+            self.open[index] = row
             task = asyncio.create_task(self.one(index, row))
             self.flight.add(task)
             task.add_done_callback(self.landed)
+            self.in_order.fed = index
             if not await self.room(self.window):
-                return False
+                return
         if index + 1 != rows.rows:
             raise _changed(index + 1)
-        return await self.room(1)
+        await self.room(1)
 
     async def room(self, window: int) -> bool:
-        """Journals what has finished, and waits until fewer than `window` rows are in flight."""
+        """Journals what has finished, and waits until fewer than `window` rows are in flight. False: it is over."""
         while True:
             self.wake.clear()
             self.drain()
@@ -132,6 +212,10 @@ class _Loop:
                 raise self.fatal
             limit = self.job.config.max_errors
             if limit is not None and self.meter.failed > limit:
+                self.outcome.ended = f"stopped by max_errors={limit}"
+                return False
+            if len(self.reasons) == 1 and self.meter.failed == self.meter.rows >= ALIKE:
+                self.outcome.ended = f"stopped, since the first {ALIKE} rows failed alike ({min(self.reasons)})"
                 return False
             if len(self.flight) < window:
                 return True
@@ -153,13 +237,25 @@ class _Loop:
             if isinstance(row, BadRow):
                 line = line_of(record := error_record(row))
             else:
-                record, line = await answer_row(self.asker, self.job.config, self.job.task, row, metas)
+                seen = self.watch(index, row) if self.stride and index % self.stride == 0 else None
+                record, line = await answer_row(self.asker, self.job.config, self.job.task, row, metas, seen)
         except FATAL as error:
             self.fatal = self.fatal or error
             return
         except Exception as error:  # the engine's word on this row, or a fault of the task's own code with it
             line = line_of(record := error_record(row, error))
+        finally:
+            self.growing.pop(index, None)
         self.finished.append(_Done(index, row, record, line, metas, started, time.perf_counter() - clock))
+
+    def watch(self, index: int, row: Row) -> Callable[[str], None]:
+        """What takes a row's text while it grows."""
+        prompt = _prompt(row.data) or f"row {row.id}"
+
+        def seen(text: str) -> None:
+            self.growing[index] = Shown(index + 1, prompt, text)
+
+        return seen
 
     def drain(self) -> None:
         """Journals the rows that have finished, together; then counts and shows them. Errors: StorageError."""
@@ -172,6 +268,9 @@ class _Loop:
                 self.job.table.put(one.index, one.ok, offset)
                 self.job.trace.row(one.index, one.row.id, one.metas)
                 self.count(one)
+                self.in_order.put(one.index)
+                del self.open[one.index]
+            self.in_order.advance()
 
     def keep(self, done: list[_Done]) -> list[int]:
         """Journals rows by one write and returns their offsets. Errors: StorageError."""
@@ -183,21 +282,19 @@ class _Loop:
         return self.job.journal.extend(lines)
 
     def count(self, done: _Done) -> None:
-        shown = self.meter.rows < self.job.config.show
-        if done.ok:
-            for meta in done.metas:
-                self.meter.count(meta)
-            self.meter.rows += 1 - len(done.metas)  # the meter counts requests; here it is rows
-        else:
+        if not done.ok:
+            error = done.record["error"]
+            self.reasons.add(re.sub(r"^row '[^']*': ", "", f"{error['type']}: {error['message']}"))
             self.meter.count_failure()
-            shown = self.meter.failed <= max(self.job.config.show, 1)
-        if shown:
-            self.view.row(_shown(done))
+            return
+        for meta in done.metas:
+            self.meter.count(meta)
+        self.meter.rows += 1 - len(done.metas)  # the meter counts requests; here it is rows
 
     async def tick(self) -> None:
         """Progress, gauges and overdue syncs until cancelled."""
         while True:
-            progress = self.meter.progress(self.before, self.job.rows.rows, ())
+            progress = self.meter.progress(self.before, self.job.rows.rows, tuple(self.growing.values()))
             self.view.progress(progress)
             self.job.trace.gauges(progress, time.time())
             try:
@@ -208,18 +305,29 @@ class _Loop:
             await asyncio.sleep(TICK_SECONDS)
 
 
-def _shown(done: _Done) -> Shown:
-    record, number = done.record, done.index + 1
+def _shown(entry: Entry) -> Shown:
+    record, number = json.loads(entry.record.decode("utf-8", "surrogatepass")), entry.head[0] + 1
+    prompt = _prompt(record.get("data") or {})
     if "error" in record:
         error = record["error"]
-        return Shown(number, f"row {done.row.id}", error=f"{error['type']}: {error['message']}")
-    prompt, text = "", ""
-    if record["answers"]:
-        first = record["answers"][0]
-        prompt = first["prompt"] if isinstance(first["prompt"], str) else count(len(first["prompt"]), "token id")
-        text = first["text"]
+        return Shown(number, prompt or f"row {record['id']}", error=f"{error['type']}: {error['message']}")
+    if not record["answers"]:
+        return Shown(number, f"row {record['id']}")
+    first = record["answers"][0]
+    if isinstance(first["prompt"], str):
+        prompt = first["prompt"]
+    prompt = prompt or count(len(first["prompt"]), "token id")
     note = ", ".join(f"{name} {value}" for name, value in record["scores"].items())
-    return Shown(number, prompt or f"row {done.row.id}", text, note)
+    tokens = f"{entry.head[6]:,} → {count(entry.head[7], 'token')}, {first['finish_reason']['type']}"
+    return Shown(number, prompt, first["text"] or str(first["output_ids"]), note or tokens)
+
+
+def _prompt(data: dict[str, Any]) -> str:
+    """What to show of a row's own prompt. Pure."""
+    messages = data.get("messages")
+    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        return str(messages[-1].get("content", ""))
+    return str(data.get("prompt") or "")
 
 
 def _changed(index: int) -> InputFileError:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from fengine.eval.runs.prompts import PromptRow
-
 TEXTS = (
     "Hello, my name is",
     "The president of the United States is",
@@ -26,12 +24,8 @@ CHATS = (
 )
 
 
-def rows(chats: bool) -> list[PromptRow]:
+def rows(chats: bool) -> tuple[Any, ...]:
     """The built-in rows; `chats` is False for a model without chat template. Pure."""
-    found = [PromptRow(i, {"prompt": text}, prompt=text) for i, text in enumerate(TEXTS)]
-    for turns in CHATS if chats else ():
-        messages: list[dict[str, Any]] = [
-            {"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)
-        ]
-        found.append(PromptRow(len(found), {"messages": messages}, messages=messages))
-    return found
+    roles = ("user", "assistant")
+    talks = [[{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)] for turns in CHATS]
+    return (*TEXTS, *({"messages": talk} for talk in talks if chats))

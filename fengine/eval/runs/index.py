@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from fengine.errors import InputFileError, ResumeMismatchError, StorageError
-from fengine.eval.tasks.folder import JOURNAL, RunFolder
-from fengine.eval.tasks.journal import KIND, VERSION, Damage, Entry, encode, header, scan
+from fengine.eval.runs.folder import JOURNAL, RunFolder
+from fengine.eval.runs.journal import KIND, VERSION, Damage, Entry, encode, header, scan
 from fengine.eval.tasks.task import BadRow, Row, Task
 
 NOTHING, FAILED, OK = 0, 1, 2  # what is known of a row
@@ -25,7 +25,7 @@ COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True)
-class Survey:
+class RowIndex:
     """A run's rows: a key for each (the beginning of the SHA-256 of its content), and the SHA-256 of all of the input,
     also where the run has only a shard of it."""
 
@@ -37,9 +37,9 @@ class Survey:
     def rows(self) -> int:
         return len(self.keys)
 
-    def shard(self, shard: tuple[int, int] | None) -> "Survey":
+    def shard(self, shard: tuple[int, int] | None) -> "RowIndex":
         """The rows of one shard, (number from 0, of how many), of these, which are all. Pure."""
-        return self if shard is None else Survey(self.keys[shard[0] :: shard[1]], self.sha256, self.rows)
+        return self if shard is None else RowIndex(self.keys[shard[0] :: shard[1]], self.sha256, self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         """What an identity says of them. Pure."""
@@ -57,7 +57,7 @@ def row_key(row: Row | BadRow) -> int:
     return int.from_bytes(row_digest(row)[:8], "little")
 
 
-def survey(task: Task) -> Survey:
+def index_rows(task: Task) -> RowIndex:
     """Reads all rows once. Errors: InputFileError that names ids that occur twice; whatever reading them raises."""
     keys, ids, whole = array("Q"), array("Q"), hashlib.sha256()
     for row in task.rows():
@@ -69,7 +69,7 @@ def survey(task: Task) -> Survey:
     again = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(again):
         _refuse_duplicates(task, {int(key) for key in again[:1000]})
-    return Survey(keys, whole.hexdigest())
+    return RowIndex(keys, whole.hexdigest())
 
 
 def _id_key(text: str) -> int:
@@ -91,7 +91,7 @@ def _refuse_duplicates(task: Task, suspects: set[int]) -> None:
         )
 
 
-class Table:
+class RowTable:
     """For each row: what is known, and where its line is in the journal. Modified by `put`."""
 
     def __init__(self, rows: int) -> None:
@@ -115,8 +115,8 @@ class Table:
 
 
 def reopen(
-    folder: RunFolder, rows: Survey, identity: str, note: Callable[[str], None], warn: Callable[[str], None]
-) -> Table:
+    folder: RunFolder, rows: RowIndex, identity: str, note: Callable[[str], None], warn: Callable[[str], None]
+) -> RowTable:
     """What the journal holds, once it holds nothing but good lines; a new one if there is none.
 
     A torn tail is cut off. Of a damaged journal a copy is kept, the good lines are saved, and `warn` is told what was
@@ -125,7 +125,7 @@ def reopen(
     path = folder.path / JOURNAL
     if not path.exists() or path.stat().st_size == 0:
         folder.write(JOURNAL, header(identity))
-        return Table(rows.rows)
+        return RowTable(rows.rows)
     table, damage = _read(path, rows, identity)
     if any(not d.torn for d in damage):
         kept = _salvage(folder, path, rows, identity)
@@ -139,9 +139,9 @@ def reopen(
     return table
 
 
-def _read(path: Path, rows: Survey, identity: str) -> tuple[Table, list[Damage]]:
+def _read(path: Path, rows: RowIndex, identity: str) -> tuple[RowTable, list[Damage]]:
     """The table of one reading, and what is damaged. A good line that is no row of this run counts as damage."""
-    table, damage = Table(rows.rows), []
+    table, damage = RowTable(rows.rows), []
     for found in scan(path):
         if isinstance(found, Damage):
             _add(damage, found)
@@ -163,7 +163,7 @@ def _add(damage: list[Damage], found: Damage) -> None:
     damage.append(found)
 
 
-def _is_row(entry: Entry, rows: Survey) -> bool:
+def _is_row(entry: Entry, rows: RowIndex) -> bool:
     return is_head(entry.head, rows.rows) and rows.keys[entry.head[0]] == entry.head[2]
 
 
@@ -174,7 +174,7 @@ def is_head(head: list[Any], rows: int) -> bool:
     return type(head[0]) is int and 0 <= head[0] < rows
 
 
-def _salvage(folder: RunFolder, path: Path, rows: Survey, identity: str) -> str:
+def _salvage(folder: RunFolder, path: Path, rows: RowIndex, identity: str) -> str:
     """Keeps a copy of a damaged journal and puts one of its good lines in its place. Returns the copy's name."""
     try:
         number = 1

@@ -1,0 +1,239 @@
+"""One run: from its beginning or from where it was, to the files of its end. No torch before its engine is opened.
+
+A run is a value: its folder says what its results depend on, and the same command in the same folder goes on where it
+was interrupted and ends with the same bytes.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fengine.config import EngineConfig
+from fengine.errors import EngineClosedError, EngineDeadError, StorageError
+from fengine.eval.cli.engines import EngineCache, model_directory, report
+from fengine.eval.cli.figures import count, duration, place
+from fengine.eval.cli.schema import Point, flat
+from fengine.eval.cli.view import QuietView
+from fengine.eval.runs import digests, loop, machine, manifest
+from fengine.eval.runs.config import EvalConfig, parse_shard
+from fengine.eval.runs.config import Trace as TraceKind
+from fengine.eval.runs.export import Export
+from fengine.eval.runs.finish import finish, is_finished, read_metrics
+from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
+from fengine.eval.runs.index import RowIndex, RowTable, index_rows, reopen
+from fengine.eval.runs.journal import Journal, read_at
+from fengine.eval.runs.sweep import figure
+from fengine.eval.runs.trace import Trace
+from fengine.eval.tasks.kinds import open_task
+from fengine.eval.tasks.shards import shard_of
+from fengine.eval.tasks.task import Task
+from fengine.eval.tasks.task_config import base_directory
+
+OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
+Ended = tuple[int, dict[str, Any] | None]  # exit code of a run, and its metrics.json if it has come to its end
+
+
+def run_point(
+    point: Point,
+    engines: EngineCache,
+    screen: QuietView,
+    argv: Sequence[str],
+    base: Path | None = None,
+    export: Export | None = None,
+) -> Ended:
+    """All that can be refused is refused before a model is loaded. `base` is what a relative `task.data` is under;
+    None: as the point's overrides have it. `export`: the output file of a run of prompts.
+
+    Errors: FengineError, with nothing computed; what the journal holds stays good.
+    """
+    config: EvalConfig = point.config
+    if base is None:
+        base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
+    task = open_task(config.task, base)
+    rows = index_rows(task).shard(parse_shard(config.run.shard))
+    if export is not None and not export.device and export.path.exists():
+        if not (point.directory / MANIFEST).exists():
+            raise StorageError(
+                f"{export.path} is there already, and not of this run; choose another out=, or remove it"
+            )
+    remedy = "another out=DIR" if export is None else "hydra.run.dir=DIR or another out="
+    with RunFolder(point.directory, remedy) as folder:
+        record = open_record(folder, point, manifest.identity(config, task, rows), base)
+        table = reopen(folder, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
+        if table.left < rows.rows:
+            there = rows.rows - table.left
+            screen.note(f"{place(str(folder.path))}: {there:,} of {count(rows.rows, 'row')} are there already")
+        one = Run(config, folder, record, rows, table, export)
+        try:
+            return one.go(engines, task, base, screen, argv)
+        except (StorageError, EngineDeadError, EngineClosedError) as error:
+            engines.close()  # a dead engine is of no use to the next point
+            if export is not None:
+                if export.written:
+                    screen.note(f"{count(export.written, 'row')} finished before, in {place(str(export.partial))}")
+                raise
+            report(error)
+            return FAILED, None
+        finally:
+            if export is not None:
+                export.close()
+
+
+def load(config: EngineConfig, engines: EngineCache, screen: QuietView) -> Any:
+    """The engine; a new one with a word about the time it takes."""
+    if engines.holds(config):
+        return engines.get(config)
+    with screen.opening(f"loading {config.model.path}"):
+        engine = engines.get(config)
+    took = duration(engine.stats()["start_seconds"])
+    screen.note(f"{config.model.path} is ready on {engine.config.model.device} after {took}")
+    return engine
+
+
+def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The run's manifest: new, or the one that is there. Errors: ResumeMismatchError, StorageError."""
+    record = folder.read(MANIFEST)
+    if record is not None:
+        known, allow = manifest.recorded(record, folder.path), point.config.resume.allow_code_change
+        manifest.refuse_differences(known, what, folder.path, allow_code_change=allow)
+        return record
+    record = manifest.record(what, manifest.origin(point, base))
+    config = yaml.safe_dump(nested(point.config), sort_keys=False, allow_unicode=True)
+    words = yaml.safe_dump(list(point.overrides), allow_unicode=True)
+    folder.write_several({"config.yaml": config, "overrides.yaml": words, MANIFEST: record})
+    return record
+
+
+def render_of(engine: Any) -> Any:
+    """The chat template of an engine's model; None without a tokenizer. Pure."""
+    return None if engine.tokenizer is None else engine.tokenizer.encode_chat
+
+
+@dataclass
+class Run:
+    """One process's part of a run."""
+
+    config: EvalConfig
+    folder: RunFolder
+    record: dict[str, Any]  # the manifest
+    rows: RowIndex
+    table: RowTable
+    export: Export | None = None
+
+    def go(self, engines: EngineCache, task: Task, base: Path, screen: QuietView, argv: Sequence[str]) -> Ended:
+        """Errors: StorageError, EngineDeadError, EngineClosedError; ResumeMismatchError."""
+        shard = parse_shard(self.config.run.shard)
+        if self.export is not None:
+            self.export.open()
+        if not self.table.left:
+            return self.end(shard_of(task, shard), screen, [], 0.0)
+        reused = engines.holds(self.config.engine)
+        engine = load(self.config.engine, engines, screen)
+        self.check_engine(engine)
+        task = shard_of(open_task(self.config.task, base, render_of(engine)), shard)
+        return self.compute(engine, task, screen, argv, reused)
+
+    def check_engine(self, engine: Any) -> None:
+        """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
+        model = self.config.engine.model
+        found = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
+        if digests.local_directory(model.path) is None:
+            found["model_files"] = digests.file_digests(model_directory(model))
+        known = self.record["in_force"]
+        if known is not None:
+            manifest.refuse_differences({"in_force": known}, {"in_force": found}, self.folder.path)
+        self.record["in_force"] = found
+
+    def compute(self, engine: Any, task: Task, screen: QuietView, argv: Sequence[str], reused: bool = False) -> Ended:
+        """Computes what the table lacks, and writes the files of the end once all rows are there. Errors: as
+        `loop.run`."""
+        sessions, config, begun = self.record["sessions"], self.config, time.perf_counter()
+        sessions.append(manifest.session(argv, now()))
+        self.record["result"] = None
+        self.folder.write(MANIFEST, self.record)
+        path = None if config.trace is TraceKind.off else self.folder.path / "trace.json"
+        sync = {"sync_seconds": config.journal.sync_seconds, "sync_rows": config.journal.sync_rows}
+        steps = config.trace is TraceKind.steps
+        with Journal(self.folder.path / JOURNAL, **sync) as journal, Trace(path, len(sessions), steps=steps) as trace:
+            job = loop.Job(config, task, self.rows, self.table, journal, trace, len(sessions), self.export)
+            with engine.steps_told(trace.step) if steps else nullcontext():
+                outcome = _complete(loop.run(job, engine, screen, reused))
+        sessions[-1] |= {"ended": now(), "seconds": round(time.perf_counter() - begun, 3)}
+        sessions[-1] |= {"how": outcome.ended or "all rows", "engine": engine.stats()}
+        sessions[-1]["proofs"] = machine.proved(engine.config.model.device)
+        if not outcome.ended:  # the manifest is written with the result
+            return self.end(task, screen, outcome.figures, outcome.seconds)
+        self.folder.write(MANIFEST, self.record)
+        there = len(self.table.known) - self.table.known.count(0)
+        screen.note(f"{outcome.ended}; {there:,} of {count(self.rows.rows, 'row')} are journaled")
+        if self.export is not None:
+            told = f"{outcome.ended}: {_told(self.export.written, self.export.failed)} in {duration(outcome.seconds)}"
+            screen.figures([("rows", told), *outcome.figures, ("output", place(str(self.export.partial)))])
+        if outcome.ended != loop.INTERRUPTED:
+            return FAILED, None
+        return (TERMINATED if outcome.terminated else INTERRUPTED), None
+
+    def end(self, task: Task, screen: QuietView, figures: Sequence[tuple[str, str]], seconds: float) -> Ended:
+        """Writes the files of a finished run, unless they are there, and shows its figures. Errors: StorageError."""
+        if not is_finished(self.folder, self.record, self.table):
+            finish(self.folder, self.record, self.table, task)
+        metrics = read_metrics(self.folder, self.record)
+        assert metrics is not None
+        out = ("folder", place(str(self.folder.path)))
+        if self.export is not None:
+            self._export_rest(self.export)
+            out = ("output", place(str(self.export.path)))
+        took = f" in {duration(seconds)}" if seconds else ""
+        rows = ("rows", _told(metrics["rows"], metrics["failed"]) + took)
+        found = [(name, figure(metric)) for name, metric in metrics["metrics"].items()]
+        screen.figures([rows, *found, *figures, out])
+        return (FAILED if metrics["failed"] else OK), metrics
+
+    def _export_rest(self, export: Export) -> None:
+        """The rows that no loop of this process has passed. Errors: StorageError."""
+        if export.written < len(self.table.known):
+            with (self.folder.path / JOURNAL).open("rb") as file:
+                for offset in self.table.offsets[export.written :]:
+                    export.put(read_at(file, offset))
+        export.finish()
+
+
+def _complete(work: Any) -> Any:
+    """The result of a coroutine, also where a loop is running already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(asyncio.run(work)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _told(rows: int, failed: int) -> str:
+    return count(rows, "row") + (f", {failed:,} failed" if failed else "")
+
+
+def nested(config: EvalConfig) -> dict[str, Any]:
+    """A config as plain nested mappings. Pure."""
+    whole: dict[str, Any] = {}
+    for key, value in flat(config).items():
+        *sections, last = key.split(".")
+        inner = whole
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    return whole
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
