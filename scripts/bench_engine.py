@@ -29,7 +29,7 @@ from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request, SamplingParams
 from fengine.core.scheduler import Scheduler
 from fengine.worker.hub import resolve_model
-from fengine.worker.input_batch import RowTables
+from fengine.worker.input_batch import InputBatch
 
 
 def rss_mib() -> float:
@@ -107,7 +107,7 @@ def host_work(rows: int, steps: int = 300) -> dict[str, Any]:
     scheduler = Scheduler(
         pool, PrefixCache(pool, size), page_size=size, max_running_requests=rows, max_step_tokens=max(rows, 512)
     )
-    tables = RowTables(rows, context // size, size)
+    tables = InputBatch(rows, context // size, size)
     draw = random.Random(2)
     params = SamplingParams.of({"max_new_tokens": 600})
     for i in range(rows):

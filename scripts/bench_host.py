@@ -24,7 +24,9 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request, SamplingParams
 from fengine.core.scheduler import Scheduler
-from fengine.worker.model_runner import Flight
+from fengine.core.step_output import StepOutput
+from fengine.worker.input_batch import StepInput
+from fengine.worker.step import Result
 
 VOCAB = 32_000
 TINY = {
@@ -102,11 +104,12 @@ class Instant:
 
     def __init__(self) -> None:
         self.first: float | None = None
+        self.params: Any = {}
 
-    def launch(self, kv: Any, staged: Any) -> tuple[Any, Flight]:
+    def launch(self, kv: Any, step: StepInput) -> tuple[Any, Result]:
         self.first = self.first or time.perf_counter()
-        rows = staged.kv_len_R.shape[0]
-        return kv, Flight(lambda: ([7] * rows, [-1.0] * rows))
+        rows = step.rows
+        return kv, lambda: StepOutput([7] * rows, [-1.0] * rows)
 
 
 def call(rounds: int = 7) -> tuple[list[float], list[float]]:

@@ -137,13 +137,14 @@ class Torch:
 
 def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
     """Has an engine that was built for the CPU go on with a `CudaRunner`."""
-    monkeypatch.setattr("fengine.worker.model_runner.torch", Torch())
+    for module in ("model_runner", "cuda_graphs", "fields"):
+        monkeypatch.setattr(f"fengine.worker.{module}.torch", Torch())
     old, driver, page_size = parts.driver.runner, parts.driver, parts.config.cache.page_size
     limits, speculation = parts.config.scheduler, driver.scheduler.speculation
     rows = max(limits.max_running_requests, speculation.step_tokens if speculation else 0)
     runner = CudaRunner(
-        old.step, old.params, rows=rows, tokens=limits.max_step_tokens,
-        width=driver.tables.page_table.shape[1], graphs=True, device="cpu", forward=old.forward, extended=old.extended,
+        old.params, old.forward, old.unembed, driver.tables.stages, rows=rows, tokens=limits.max_step_tokens,
+        width=driver.tables.page_table.shape[1], vocab=parts.spec.vocab_size, graphs=True, device="cpu",
         adapter_slots=old.adapter_slots,
     )  # fmt: skip
 

@@ -234,7 +234,7 @@ def make_scheduler(case: Case) -> Scheduler:
 
 def make_request(case: Case, index: int) -> Request:
     job = case.jobs[index]
-    params = SamplingParams(presence_penalty=1.0) if job.lockstep else SamplingParams()
+    params = SamplingParams(processor=len) if job.lockstep else SamplingParams()
     return Request(f"r{index}", len(job.prompt), list(job.prompt), params, 1000 + index, job.max_new_tokens,
                    job.stop_ids)  # fmt: skip
 

@@ -124,14 +124,14 @@ class SamplingParams:
     @property
     def lockstep(self) -> bool:
         """Whether the host must know a row's last token before its next step is scheduled."""
-        return self.penalised or self.processor is not None
+        return self.processor is not None
 
     @property
     def bare(self) -> bool:
         """Whether a step need only draw a token for it and tell that token's logprob."""
         return not (
             self.min_new_tokens or self.logit_bias or self.top_logprobs or self.logprob_ids or self.hidden or self.pool
-            or self.logprob_start is not None or self.grammar is not None or self.lockstep
+            or self.logprob_start is not None or self.grammar is not None or self.penalised or self.lockstep
         )  # fmt: skip
 
     @classmethod

@@ -30,14 +30,14 @@ from fengine.ops.compiler import private_cache_dir
 from fengine.speculative.ngram import speculation_of
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.device import detect_hardware, device_of, refuse_default_device, refuse_unbuilt_shape
-from fengine.worker.extended import make_extended, warm_up
 from fengine.worker.hub import resolve_model
-from fengine.worker.input_batch import RowTables
+from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import new_pool, pool_pages
 from fengine.worker.loader import load_params, read_config, read_generation_config, spec_from_config
 from fengine.worker.model_runner import CpuRunner, CudaRunner
 from fengine.worker.pooling import Pooling, read_pooling
-from fengine.worker.step import make_forward, make_step
+from fengine.worker.sampler import logits_stages
+from fengine.worker.step import make_forward, make_unembed
 
 
 @dataclass
@@ -166,25 +166,26 @@ def assemble(
     refuse_unbuilt_shape(spec, device_of(config))
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(params)
     stepped = replace(spec, exact=config.numerics is Numerics.exact)
-    step, extended = make_step(stepped, compiled=bool(config.compile.enabled)), make_extended(stepped)
+    forward, unembed = make_forward(stepped, compiled=bool(config.compile.enabled)), make_unembed(stepped)
     speculation = speculation_of(config.speculation, spec.vocab_size)
     draws = rows if speculation is None else max(rows, speculation.step_tokens)
     adapters, adapter_memory = open_adapters(config.lora, spec, params, str(model_dir))
     slots = 0 if adapters is None else adapters.slots
+    stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config)))
     runner: CpuRunner | CudaRunner
     if device_of(config) == "cpu":
-        runner = CpuRunner(step, params, make_forward(stepped), extended, slots)
+        runner = CpuRunner(params, forward, unembed, slots)
     else:
         runner = CudaRunner(
-            step, params, rows=draws, tokens=tokens, width=width, graphs=config.compile.cuda_graph,
-            device=device_of(config), forward=make_forward(stepped), extended=extended, adapter_slots=slots,
+            params, forward, unembed, stages, rows=draws, tokens=tokens, width=width, vocab=spec.vocab_size,
+            graphs=config.compile.cuda_graph, device=device_of(config), adapter_slots=slots,
         )  # fmt: skip
     before = time.perf_counter()
     try:
         activations = 0
         if isinstance(runner, CudaRunner):
             small = init_kv(spec, 1, page_size, kv_dtype, device_of(config))
-            activations = prepare(runner, params, stepped, small, ahead=not config.compile.enabled)
+            activations = prepare(runner, small, ahead=not config.compile.enabled)
         pages = pool_pages(config, spec, kv_dtype, rows, context, activations)
         kv = runner.warm_up(new_pool(spec, pages, page_size, kv_dtype, device_of(config)), page_size)
     except torch.OutOfMemoryError as error:
@@ -215,7 +216,7 @@ def assemble(
         whole_prompts=not spec.causal,
     )
     write = None if adapters is None else partial(write_slot, adapter_memory, adapters)
-    tables = RowTables(rows, width, page_size, slots, write)
+    tables = InputBatch(rows, width, page_size, stages, slots, write)
     driver = Driver(scheduler, tables, runner, kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(params, spec, driver, model_dir, from_disk)
     return Parts(
@@ -242,16 +243,14 @@ def assemble(
     )
 
 
-def prepare(runner: CudaRunner, params: Params, spec: ModelSpec, kv: KVState, *, ahead: bool) -> int:
+def prepare(runner: CudaRunner, kv: KVState, *, ahead: bool) -> int:
     """Compiles and proves every kernel of the engine, with any small KV state. Returns as `CudaRunner.prepare`.
 
     With `ahead` the kernels are compiled beside each other first; not so under torch.compile, whose kernels would run.
     """
     if ahead:
         with compiling():
-            warm_up(params, spec)
             runner.prepare(kv)
-    warm_up(params, spec)
     return runner.prepare(kv)
 
 

@@ -9,30 +9,33 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from fengine.core.request import Request
 from fengine.core.retract import retract
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput, Watcher
+from fengine.core.step_output import record
 from fengine.engine.output_processor import FirstTimes, News, TextLoop, Ticket
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError, InvalidRequestError, MemoryReleasedError
-from fengine.models.kv_state import KVHandle, KVState
-from fengine.worker.input_batch import ExtendedStaged, RowTables, Staged
-from fengine.worker.model_runner import Flight
-from fengine.worker.records import land
+from fengine.models.kv_state import KVHandle, KVState, Params
+from fengine.worker.input_batch import InputBatch, StepInput
+from fengine.worker.step import Result, apply_head
 
 
 class Runner(Protocol):
     """What the driver needs of a device."""
 
-    def launch(self, kv: KVState, staged: Staged | ExtendedStaged) -> tuple[KVState, Flight]: ...
+    params: Params
+
+    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]: ...
 
 
 class Driver:
     """Runs steps while there is work. Thread-safe: submit, abort, call, close."""
 
-    def __init__(self, scheduler: Scheduler, tables: RowTables, runner: Runner, kv: KVState, *, overlap: bool) -> None:
+    def __init__(self, scheduler: Scheduler, tables: InputBatch, runner: Runner, kv: KVState, *, overlap: bool) -> None:
         self.scheduler, self.tables, self.runner, self.overlap = scheduler, tables, runner, overlap
         self.kv = KVHandle(kv)
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -41,7 +44,7 @@ class Driver:
         self.times = FirstTimes(scheduler)
         self.watchers: list[Watcher] = [self.times]  # told of every step, in the loop's thread
         self.live: dict[str, Ticket] = {}
-        self.flight: tuple[SchedulerOutput, Flight] | None = None
+        self.flight: tuple[SchedulerOutput, Result] | None = None
         self.steps = 0
         self.output_tokens = 0
         self.weight_version = "default"  # the label of the weights that steps run with
@@ -247,15 +250,15 @@ class Driver:
             self._land(*self.flight)
         self.flight = launched if self.overlap else None
 
-    def _land(self, output: SchedulerOutput, flight: Flight) -> None:
+    def _land(self, output: SchedulerOutput, flight: Result) -> None:
         """Reads a step's result, updates the scheduler, and tells the text thread."""
-        tokens, logprobs = flight.result()
-        faults = None
-        if flight.findings is not None:
-            faults = land(self.scheduler.requests_of(output), output.samples, flight.findings(), logprobs)
+        found, faults = flight(), None
+        if found.more:
+            head = partial(apply_head, self.runner.params)
+            faults = record(self.scheduler.requests_of(output), output.samples, found, head)
         for watcher in self.watchers:
             watcher.landed(output)
-        finished = self.scheduler.update(output, tokens, logprobs, faults)
+        finished = self.scheduler.update(output, found.tokens, found.logprobs, faults)
         self.output_tokens += sum(output.samples)
         now = time.perf_counter()
         live = [

@@ -85,7 +85,7 @@ class Memory:
             driver.scheduler.cache.flush()
         runner = unwatched(driver.runner)
         if isinstance(runner, CudaRunner):
-            runner.captured.clear()
+            runner.graphs.clear()
         if "kv_cache" in tags:
             self._free_kv(driver.kv.take())
         if "weights" in tags:
@@ -124,7 +124,7 @@ class Memory:
         try:
             driver.kv = KVHandle(runner.warm_up(kv, self.page_size))
         except Exception:
-            runner.captured.clear()
+            runner.graphs.clear()
             driver.kv = KVHandle(kv)
             with driver.door:
                 driver.refusals["cuda_graph"] = (

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fengine.engine.engine_core import Driver, Runner
 from fengine.errors import FengineError, InvalidRequestError, ProfileError, UnsupportedFeatureError
 from fengine.models.kv_state import KVState
-from fengine.worker.input_batch import ExtendedStaged, Staged
-from fengine.worker.model_runner import Flight
+from fengine.worker.input_batch import StepInput
+from fengine.worker.step import Result
 
 FOLDERS = ("FENGINE_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")  # environment variables, the first that is set
 ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
@@ -108,13 +108,12 @@ class Watched:
     """A runner whose steps are named in the trace."""
 
     def __init__(self, runner: Runner, profile: "Profile") -> None:
-        self.runner, self._profile = runner, profile
+        self.runner, self._profile, self.params = runner, profile, runner.params
 
-    def launch(self, kv: KVState, staged: Staged | ExtendedStaged) -> tuple[KVState, Flight]:
-        plain = staged.plain if isinstance(staged, ExtendedStaged) else staged
+    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         self._profile.before_step()
-        with record_function(f"step: {plain.token_T.shape[0]} tokens, {plain.kv_len_R.shape[0]} rows"):
-            result = self.runner.launch(kv, staged)
+        with record_function(f"step: {step.tokens} tokens, {step.rows} rows"):
+            result = self.runner.launch(kv, step)
         self._profile.after_step()
         return result
 

@@ -111,13 +111,6 @@ def row_sampling(position: int, seed: int = 0, temperature: float = 1.0, top_k: 
     )  # fmt: skip
 
 
-class StepOut(NamedTuple):
-    """One drawn token per row and its log-probability under softmax(logits / temperature)."""
-
-    token_R: Tensor  # int32
-    logprob_R: Tensor  # float32; NaN where the row's logits were not finite
-
-
 class PageSnapshot(NamedTuple):
     """A copy of some pages: `k_LPSGK[l][i]` holds page i of the list the snapshot was taken from."""
 

@@ -234,23 +234,48 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
     return id
 
 
-def edit_logits_(logits: Tensor, row: Tensor, id: Tensor, before: Tensor, scale: Tensor, after: Tensor) -> None:
-    """Modifies: logits, which must be contiguous float32, at (row, id); the rules stand in edit_logits.py."""
+def _editable(logits: Tensor) -> Tensor:
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise UnsupportedFeatureError(f"logits are {logits.dtype}; they must be contiguous float32 to be edited")
-    row, id = plain(row, "row", torch.int32), plain(id, "id", torch.int32)
-    before, scale, after = plain(before, "before"), plain(scale, "scale"), plain(after, "after")
-    library, _ = schedule(row.shape[0])
-    library.fengine_edit_logits(
-        logits.data_ptr(), row.data_ptr(), id.data_ptr(), before.data_ptr(), scale.data_ptr(), after.data_ptr(),
-        row.shape[0], logits.shape[1], 1e30,
+    return logits
+
+
+def penalize_(
+    logits: Tensor, slot: Tensor, frequency: Tensor, presence: Tensor, repetition: Tensor, count: Tensor
+) -> None:
+    """Modifies: logits, which must be contiguous float32; the rules stand in edit_logits.py."""
+    logits, (rows, vocab) = _editable(logits), logits.shape
+    slot, count = plain(slot, "slot", torch.int32), plain(count, "count", torch.int32)
+    frequency, presence = plain(frequency, "frequency", torch.float64), plain(presence, "presence", torch.float64)
+    repetition = plain(repetition, "repetition")
+    schedule(rows * vocab // 4)[0].fengine_penalize(
+        logits.data_ptr(), slot.data_ptr(), frequency.data_ptr(), presence.data_ptr(), repetition.data_ptr(),
+        count.data_ptr(), rows, vocab, 1e30,
     )  # fmt: skip
+
+
+def add_at_(logits: Tensor, slot: Tensor, id: Tensor, value: Tensor) -> None:
+    """Modifies: logits, which must be contiguous float32, at the ids of each row's slot."""
+    logits, (rows, vocab) = _editable(logits), logits.shape
+    slot, id, value = plain(slot, "slot", torch.int32), plain(id, "id", torch.int32), plain(value, "value")
+    schedule(rows * id.shape[1])[0].fengine_add_at(
+        logits.data_ptr(), slot.data_ptr(), id.data_ptr(), value.data_ptr(), rows, vocab, id.shape[1], 1e30
+    )
+
+
+def count_(count: Tensor, slot: Tensor, token: Tensor) -> None:
+    """Modifies: count [slots, V], which must be contiguous int32, at [slot, token]."""
+    if count.dtype != torch.int32 or not count.is_contiguous():
+        raise UnsupportedFeatureError(f"counts are {count.dtype}; they must be contiguous int32")
+    slot, token = plain(slot, "slot", torch.int32), plain(token, "token", torch.int32)
+    schedule(slot.shape[0])[0].fengine_count(
+        count.data_ptr(), slot.data_ptr(), token.data_ptr(), slot.shape[0], count.shape[1]
+    )
 
 
 def apply_bitmask_(logits: Tensor, row: Tensor, mask: Tensor) -> None:
     """Modifies: logits, which must be contiguous float32, in the rows `row`; the rules stand in bitmask.py."""
-    if logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise UnsupportedFeatureError(f"logits are {logits.dtype}; they must be contiguous float32 to be masked")
+    logits = _editable(logits)
     row, mask = plain(row, "row", torch.int32), plain(mask, "mask", torch.int32)
     library, _ = schedule(row.shape[0] * logits.shape[1] // 4)
     library.fengine_apply_bitmask(

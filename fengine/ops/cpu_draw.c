@@ -288,8 +288,10 @@ static void logprob_task(const void *context, int64_t row) {
         return;
     float top = scale_row(job->logits + row * job->vocab, job->temperature[row], job->vocab, z);
     double log_total = top == top ? log(exp_row(z, top, padded, NULL)) : NAN;
-    for (int64_t k = 0; k < job->count; k++)
-        out[k] = top == top ? (float)((double)z[id[k]] - top - log_total) : NAN;
+    for (int64_t k = 0; k < job->count; k++) {
+        int banned = job->logits[row * job->vocab + id[k]] <= -1e30f;
+        out[k] = top != top ? NAN : banned ? -INFINITY : (float)((double)z[id[k]] - top - log_total);
+    }
     free(z);
 }
 
@@ -341,15 +343,45 @@ API int fengine_top_ids(const float *logits, int32_t *id, int64_t rows, int64_t 
     return failed;
 }
 
-API void fengine_edit_logits(float *logits, const int32_t *row, const int32_t *id, const float *before,
-                             const float *scale, const float *after, int64_t edits, int64_t vocab, float ban) {
-    for (int64_t e = 0; e < edits; e++) {
-        float *x = logits + row[e] * vocab + id[e], y = *x + before[e];
-        if (!isfinite(*x))
+static float clamped(float y, float ban) {
+    return y < -ban ? -ban : y > ban ? ban : y;
+}
+
+API void fengine_penalize(float *logits, const int32_t *slot, const double *frequency, const double *presence,
+                          const float *repetition, const int32_t *count, int64_t rows, int64_t vocab, float ban) {
+    for (int64_t row = 0; row < rows; row++) {
+        if (slot[row] < 0)
             continue;
-        y = (y < 0.0f ? y * scale[e] : y / scale[e]) + after[e];
-        *x = y < -ban ? -ban : y > ban ? ban : y;
+        float *x = logits + row * vocab, scale = repetition[row];
+        const int32_t *drawn = count + slot[row] * vocab;
+        for (int64_t v = 0; v < vocab; v += 16) {
+            int64_t end = v + 16 < vocab ? v + 16 : vocab;
+            int32_t seen = 0;
+            for (int64_t i = v; i < end; i++)
+                seen |= drawn[i];
+            for (int64_t i = v; seen && i < end; i++) {
+                float y = x[i] - (float)(drawn[i] * frequency[row] + presence[row]);
+                if (drawn[i] && isfinite(x[i]))
+                    x[i] = clamped(y < 0.0f ? y * scale : y / scale, ban);
+            }
+        }
     }
+}
+
+API void fengine_add_at(float *logits, const int32_t *slot, const int32_t *id, const float *value, int64_t rows,
+                        int64_t vocab, int64_t count, float ban) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t k = slot[row] * count; slot[row] >= 0 && k < (slot[row] + 1) * count; k++) {
+            float *x = logits + row * vocab + id[k];
+            if (id[k] >= 0 && isfinite(*x) && *x > -ban)
+                *x = clamped(*x + value[k], ban);
+        }
+}
+
+API void fengine_count(int32_t *count, const int32_t *slot, const int32_t *token, int64_t rows, int64_t vocab) {
+    for (int64_t row = 0; row < rows; row++)
+        if (slot[row] >= 0)
+            count[slot[row] * vocab + token[row]]++;
 }
 
 API void fengine_apply_bitmask(float *logits, const int32_t *row, const int32_t *mask, int64_t rows, int64_t vocab,
@@ -357,6 +389,8 @@ API void fengine_apply_bitmask(float *logits, const int32_t *row, const int32_t 
     int64_t words = (vocab + 31) / 32;
     for (int64_t k = 0; k < rows; k++) {
         float *x = logits + row[k] * vocab;
+        if (row[k] < 0)
+            continue;
         for (int64_t w = 0; w < words; w++) {
             uint32_t allowed = (uint32_t)mask[k * words + w];
             int64_t count = vocab - 32 * w < 32 ? vocab - 32 * w : 32;

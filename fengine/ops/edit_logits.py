@@ -1,10 +1,16 @@
-"""Change single logits in place: penalties, bans and biases, as a sparse list of edits.
+"""Change single logits in place: penalties of the tokens drawn so far, and numbers added to chosen ids.
 
-x at (row, id) becomes s + after, where b = x + before, s = b * scale if b < 0 else b / scale; then it is clamped to
-[-BAN, BAN]. So additive penalties come first, then the repetition penalty (Keskar et al. 2019), then the bias: SGLang's
-order. before = -inf bans the id: it ends at -BAN, a finite number that no temperature lifts to a probability above 0
-and none divides into an infinity, for `draw` takes that as a fault of the row. A logit that is not finite stays as it
-is, so that `draw` sees it. No reduction; every (row, id) may occur once.
+Both read tables with a line for each row slot of the engine; slot_R names the line of each row of logits, a negative
+one leaves the row alone. Penalties first, then what is added: SGLang's order.
+
+    penalize    b = x - (count * frequency + presence), then b * repetition if b < 0 else b / repetition; ids whose
+                count is not 0 (Keskar et al. 2019 for the repetition penalty)
+    add_at      x + value; -inf bans the id
+
+The subtrahend of `penalize` is computed in float64 and rounded to float32 once. Results are clamped to [-BAN, BAN]: a
+banned id ends at a finite number that no temperature lifts to a probability above 0 and none divides into an infinity,
+for `draw` takes that as a fault of the row. A logit that is not finite stays as it is, so that `draw` sees it; what is
+banned stays banned. No reduction.
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -15,60 +21,139 @@ from fengine.ops.ahead import launcher
 from fengine.ops.registration import register, tl, triton
 
 BAN = 1e30  # times or over any temperature of [1e-6, 1e20] it is finite and exp(-z) is 0
-EDITS = 256  # of one program
+IDS = 4096  # of one program
 
 
 def reference(
-    logits_RV: Tensor, row_E: Tensor, id_E: Tensor, before_E: Tensor, scale_E: Tensor, after_E: Tensor
+    logits_RV: Tensor, slot_R: Tensor, frequency_R: Tensor, presence_R: Tensor, repetition_R: Tensor, count_SV: Tensor
 ) -> None:
-    """The math. Modifies: logits_RV."""
-    x_E = logits_RV[row_E.long(), id_E.long()]
-    b_E = x_E + before_E
-    y_E = torch.where(b_E < 0, b_E * scale_E, b_E / scale_E) + after_E
-    logits_RV[row_E.long(), id_E.long()] = torch.where(x_E.isfinite(), y_E.clamp(-BAN, BAN), x_E)
+    """The math of `penalize`. Modifies: logits_RV."""
+    for row, slot in enumerate(slot_R.tolist()):
+        if slot >= 0:
+            x_V, count_V = logits_RV[row], count_SV[slot]
+            b_V = x_V - (count_V.double() * frequency_R[row] + presence_R[row]).float()
+            y_V = torch.where(b_V < 0, b_V * repetition_R[row], b_V / repetition_R[row]).clamp(-BAN, BAN)
+            logits_RV[row] = torch.where((count_V > 0) & x_V.isfinite(), y_V, x_V)
 
 
-@triton.jit(do_not_specialize=["E"])
-def edit_kernel(logits_ptr, row_ptr, id_ptr, before_ptr, scale_ptr, after_ptr, E, V, EDITS: tl.constexpr):
-    """A block of edits."""
-    e = tl.program_id(0) * EDITS + tl.arange(0, EDITS)
-    mask = e < E
-    at = logits_ptr + tl.load(row_ptr + e, mask=mask, other=0).to(tl.int64) * V
-    at += tl.load(id_ptr + e, mask=mask, other=0)
-    x = tl.load(at, mask=mask, other=0.0)
-    scale = tl.load(scale_ptr + e, mask=mask, other=1.0)
-    b = x + tl.load(before_ptr + e, mask=mask, other=0.0)
-    y = tl.where(b < 0.0, b * scale, tl.div_rn(b, scale)) + tl.load(after_ptr + e, mask=mask, other=0.0)
-    y = tl.minimum(tl.maximum(y, -1e30), 1e30)
-    tl.store(at, tl.where(tl.abs(x) < float("inf"), y, x), mask=mask)
+def add_reference(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -> None:
+    """The math of `add_at`. Modifies: logits_RV."""
+    for row, slot in enumerate(slot_R.tolist()):
+        if slot >= 0:
+            id_K = id_SK[slot].long()
+            id_K, value_K = id_K[id_K >= 0], value_SK[slot][id_K >= 0]
+            x_K = logits_RV[row, id_K]
+            kept_K = ~x_K.isfinite() | (x_K <= -BAN)
+            logits_RV[row, id_K] = torch.where(kept_K, x_K, (x_K + value_K).clamp(-BAN, BAN))
 
 
-def launch(logits_RV: Tensor, row_E: Tensor, id_E: Tensor, before_E: Tensor, scale_E: Tensor, after_E: Tensor) -> None:
+@triton.jit
+def penalize_kernel(logits_ptr, slot_ptr, frequency_ptr, presence_ptr, repetition_ptr, count_ptr, V,
+                    IDS: tl.constexpr):  # fmt: skip
+    """A block of ids of one row."""
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row)
+    if slot >= 0:
+        id = tl.program_id(1) * IDS + tl.arange(0, IDS)
+        count = tl.load(count_ptr + slot.to(tl.int64) * V + id, mask=id < V, other=0)
+        at = logits_ptr + row.to(tl.int64) * V + id
+        x = tl.load(at, mask=count > 0, other=float("inf"))
+        total = count.to(tl.float64) * tl.load(frequency_ptr + row) + tl.load(presence_ptr + row)
+        b = x - total.to(tl.float32)
+        scale = tl.load(repetition_ptr + row)
+        y = tl.where(b < 0.0, b * scale, tl.div_rn(b, scale))
+        y = tl.minimum(tl.maximum(y, -1e30), 1e30)
+        tl.store(at, y, mask=(count > 0) & (tl.abs(x) < float("inf")))
+
+
+@triton.jit
+def add_kernel(logits_ptr, slot_ptr, id_ptr, value_ptr, V, K, IDS: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    if slot >= 0:
+        for start in range(0, K, IDS):
+            k = start + tl.arange(0, IDS)
+            id = tl.load(id_ptr + slot * K + k, mask=k < K, other=-1)
+            at = logits_ptr + row.to(tl.int64) * V + id
+            x = tl.load(at, mask=id >= 0, other=float("inf"))
+            y = x + tl.load(value_ptr + slot * K + k, mask=id >= 0, other=0.0)
+            y = tl.minimum(tl.maximum(y, -1e30), 1e30)
+            tl.store(at, y, mask=(id >= 0) & (tl.abs(x) < float("inf")) & (x > -1e30))
+
+
+@triton.jit(do_not_specialize=["R"])
+def count_kernel(count_ptr, slot_ptr, token_ptr, R, V, ROWS: tl.constexpr):
+    """A block of rows."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slot_ptr + r, mask=r < R, other=-1).to(tl.int64)
+    at = count_ptr + slot * V + tl.load(token_ptr + r, mask=slot >= 0, other=0)
+    tl.store(at, tl.load(at, mask=slot >= 0, other=0) + 1, mask=slot >= 0)
+
+
+def launch(
+    logits_RV: Tensor, slot_R: Tensor, frequency_R: Tensor, presence_R: Tensor, repetition_R: Tensor, count_SV: Tensor
+) -> None:
+    """Runs the kernel; no product is fused with a sum. Modifies: logits_RV."""
+    rows, vocab = logits_RV.shape
+    if rows:
+        launcher(penalize_kernel, (rows, triton.cdiv(vocab, IDS)))(
+            logits_RV, slot_R, frequency_R, presence_R, repetition_R, count_SV, vocab, IDS, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def add_launch(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -> None:
     """Runs the kernel. Modifies: logits_RV."""
-    assert logits_RV.is_contiguous()
-    edits = row_E.shape[0]
-    if edits:
-        launcher(edit_kernel, (triton.cdiv(edits, EDITS),))(
-            logits_RV, row_E, id_E, before_E, scale_E, after_E, edits, logits_RV.shape[1], EDITS, num_warps=4
+    rows, vocab = logits_RV.shape
+    if rows:
+        launcher(add_kernel, (rows,))(logits_RV, slot_R, id_SK, value_SK, vocab, id_SK.shape[1], 1024, num_warps=4)
+
+
+def count_launch(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
+    """Runs the kernel. Modifies: count_SV."""
+    if len(slot_R):
+        launcher(count_kernel, (triton.cdiv(len(slot_R), 128),))(
+            count_SV, slot_R, token_R, len(slot_R), count_SV.shape[1], 128, num_warps=4
         )
 
 
-def fake(logits_RV: Tensor, row_E: Tensor, id_E: Tensor, before_E: Tensor, scale_E: Tensor, after_E: Tensor) -> None:
-    return None
+_penalize = register(
+    "penalize_(Tensor(a!) logits, Tensor slot, Tensor frequency, Tensor presence, Tensor repetition, Tensor count) "
+    "-> ()",
+    launch,
+    lambda logits_RV, slot_R, frequency_R, presence_R, repetition_R, count_SV: None,
+)
+_add_at = register(
+    "add_at_(Tensor(a!) logits, Tensor slot, Tensor id, Tensor value) -> ()",
+    add_launch,
+    lambda logits_RV, slot_R, id_SK, value_SK: None,
+)
+_count = register(
+    "count_(Tensor(a!) count, Tensor slot, Tensor token) -> ()", count_launch, lambda count_SV, slot_R, token_R: None
+)
 
 
-_op = register(
-    "edit_logits_(Tensor(a!) logits, Tensor row, Tensor id, Tensor before, Tensor scale, Tensor after) -> ()",
-    launch, fake,
-)  # fmt: skip
-
-
-def edit_logits(
-    logits_RV: Tensor, row_E: Tensor, id_E: Tensor, before_E: Tensor, scale_E: Tensor, after_E: Tensor
+def penalize(
+    logits_RV: Tensor, slot_R: Tensor, frequency_R: Tensor, presence_R: Tensor, repetition_R: Tensor, count_SV: Tensor
 ) -> Tensor:
-    """logits_RV (float32, contiguous), edited. Modifies: its storage; use the returned tensor from here on.
+    """logits_RV (float32, contiguous), penalised. Modifies: its storage; use the returned tensor from here on.
 
-    row, id int32, within logits_RV; before, scale > 0, after float32; each (row, id) at most once.
+    slot_R, count_SV int32; frequency, presence float64; repetition float32 > 0.
     """
-    _op(logits_RV, row_E, id_E, before_E, scale_E, after_E)
+    _penalize(logits_RV, slot_R, frequency_R, presence_R, repetition_R, count_SV)
     return logits_RV
+
+
+def add_at(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -> Tensor:
+    """logits_RV (float32, contiguous), with value_SK added at id_SK. Modifies: its storage; use what is returned.
+
+    slot_R int32; id_SK int32 within logits_RV, each at most once in its line, negative for none; value_SK float32.
+    """
+    _add_at(logits_RV, slot_R, id_SK, value_SK)
+    return logits_RV
+
+
+def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
+    """Adds 1 at [slot_R, token_R] where the slot is not negative. Modifies: count_SV. All int32, slots distinct."""
+    _count(count_SV, slot_R, token_R)

@@ -1,7 +1,8 @@
 """Log-probabilities of given ids, and the likeliest ids, of rows of logits.
 
 logprob = z - log(sum of exp z), z = logits / temperature, by the reduction tree of `draw` (see sampling.py): the
-logprob of the id that `draw` drew has the bits that `draw` returned. A row with a non-finite logit gives NaN.
+logprob of the id that `draw` drew has the bits that `draw` returned. A row with a non-finite logit gives NaN, and a
+banned id (see edit_logits.py) -inf.
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -9,19 +10,22 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
+from fengine.ops.edit_logits import BAN
 from fengine.ops.registration import dependent_launch, plain, register, tl, triton
 from fengine.ops.sampling import BLOCK, block_kernel, join
 
 IDS = 256  # of one program
 TOP_ROWS = 16  # rows whose ids are ordered at once: the keys of a row of 128k ids take 1 MiB
-MOST_TOP = 64  # more are not put in order one by one, as the CPU's kernel does
+MOST_TOP = 64  # more are not put in order one by one
 
 
 def reference(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     """The math. Pure."""
     finite_R = logits_RV.isfinite().all(-1)
     z_RV = torch.where(finite_R[:, None], logits_RV / temperature_R[:, None], 0.0)
-    return torch.where(finite_R[:, None], z_RV.log_softmax(-1).gather(1, id_RK.long()), torch.nan)
+    found_RK = z_RV.log_softmax(-1).gather(1, id_RK.long())
+    found_RK = torch.where(logits_RV.gather(1, id_RK.long()) <= -BAN, -torch.inf, found_RK)
+    return torch.where(finite_R[:, None], found_RK, torch.nan)
 
 
 @triton.jit(do_not_specialize=["K"])
@@ -32,8 +36,10 @@ def gather_kernel(logits_ptr, temperature_ptr, max_ptr, sum_ptr, id_ptr, out_ptr
     _, log_sum, finite = join(max_ptr, sum_ptr, row, BLOCKS, BLOCKS_P)
     k = tl.program_id(1) * IDS + tl.arange(0, IDS)
     id = tl.load(id_ptr + row * K + k, mask=k < K, other=0)
-    z = tl.div_rn(tl.load(logits_ptr + row.to(tl.int64) * V + id), tl.load(temperature_ptr + row))
-    tl.store(out_ptr + row * K + k, tl.where(finite, z - log_sum, float("nan")), mask=k < K)
+    x = tl.load(logits_ptr + row.to(tl.int64) * V + id)
+    logprob = tl.div_rn(x, tl.load(temperature_ptr + row)) - log_sum
+    logprob = tl.where(x <= -1e30, float("-inf"), logprob)
+    tl.store(out_ptr + row * K + k, tl.where(finite, logprob, float("nan")), mask=k < K)
 
 
 def launch(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
@@ -84,11 +90,54 @@ def top_keys(logits_RV: Tensor, count: int) -> Tensor:
     return found_RX
 
 
+@triton.jit
+def top_block_kernel(logits_ptr, key_ptr, V, BLOCKS, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The best keys of one block of one row, as `top_keys` makes them."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    id = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * V + id, mask=id < V, other=0.0) + 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 2147483647, bits)
+    key = (bits.to(tl.int64) << 32) + (4294967295 - id.to(tl.int64))
+    key = tl.where(id < V, key, -9223372036854775808)
+    for k in range(COUNT):
+        best = tl.max(key, 0)
+        tl.store(key_ptr + (row * BLOCKS + block) * COUNT + k, best)
+        key = tl.where(key == best, -9223372036854775808, key)
+
+
+@triton.jit
+def top_row_kernel(key_ptr, id_ptr, HELD, COUNT: tl.constexpr, HELD_P: tl.constexpr):
+    """The best of the keys that the blocks of one row hold, as ids."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, HELD_P)
+    key = tl.load(key_ptr + row * HELD + i, mask=i < HELD, other=-9223372036854775808)
+    for k in range(COUNT):
+        best = tl.max(key, 0)
+        tl.store(id_ptr + row * COUNT + k, (4294967295 - (best & 4294967295)).to(tl.int32))
+        key = tl.where(key == best, -9223372036854775808, key)
+
+
+def top_launch(logits_RV: Tensor, count: int) -> Tensor:
+    """Two kernels where `count` is small: the best of each block, and of those."""
+    z = plain(logits_RV)
+    rows, vocab = z.shape
+    if not 0 < count <= MOST_TOP or rows == 0:
+        return top_keys(z, count)
+    blocks, found_RX = triton.cdiv(vocab, BLOCK), top_fake(z, count)
+    key_RBX = z.new_empty((rows, blocks, count), dtype=torch.int64)
+    launcher(top_block_kernel, (rows, blocks))(z, key_RBX, vocab, blocks, count, BLOCK, num_warps=8)
+    held = blocks * count
+    launcher(top_row_kernel, (rows,))(key_RBX, found_RX, held, count, triton.next_power_of_2(held), num_warps=8)
+    return found_RX
+
+
 def top_fake(logits_RV: Tensor, count: int) -> Tensor:
     return logits_RV.new_empty((logits_RV.shape[0], count), dtype=torch.int32)
 
 
-_top_op = register("top_ids(Tensor logits, int count) -> Tensor", top_keys, top_fake)
+_top_op = register("top_ids(Tensor logits, int count) -> Tensor", top_launch, top_fake)
 
 
 def top_ids(logits_RV: Tensor, count: int) -> Tensor:

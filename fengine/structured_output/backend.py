@@ -6,6 +6,7 @@ What these limits do not cover ends a child process (`tokenizer/trial.py`) and i
 neither stalls the loop, nor keeps other grammars waiting, nor eats the memory.
 """
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fengine.errors import EngineClosedError, FengineError, GrammarError, MissingExtraError
-from fengine.structured_output import ebnf, regex, rules, schema, structural_tag
+from fengine.structured_output import ebnf, masks, regex, rules, schema, structural_tag
 from fengine.structured_output.characters import SURROGATE
+from fengine.structured_output.cursor import Cursor, reason
 from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.trial import Refused, Trial
+from fengine.worker.logits.masks import Drawn, Filled, MaskRow
 
 MAX_BYTES = {"json_schema": 1 << 17, "structural_tag": 1 << 17, "ebnf": 1 << 15, "regex": 1 << 14}
 WORDS = {"json_schema": "json", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural tag"}  # as SGLang's
@@ -37,7 +40,7 @@ LIMITS = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-MASK_THREADS = 2
+MASK_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))  # a mask of a large vocabulary takes some 30 µs of one
 CHILD = (
     "from fengine.structured_output.backend import attempt; from fengine.tokenizer.trial import answer; answer(attempt)"
 )
@@ -106,6 +109,14 @@ class Grammar:
         self._first = self._made()
         return self._first.deep_copy()
 
+    def cursor(self, ends: frozenset[int], barred: Sequence[int], early: frozenset[int], eager: bool) -> Cursor:
+        """Where an output that has not begun stands."""
+        return Cursor(self, ends, barred, early, eager)
+
+    def masks(self, rows: Sequence[MaskRow], drawn: Drawn) -> Callable[[], Filled]:
+        """As `masks.start`, of rows whose grammars share its vocabulary."""
+        return masks.start(rows, drawn)
+
     def _made(self) -> Any:
         matcher = self.vocabulary.matcher(self._lark)
         if matcher.is_error():
@@ -119,14 +130,6 @@ class Grammar:
         if matcher.is_error():
             raise GrammarError(reason(matcher))
         return np.flatnonzero(np.unpackbits(allowed, bitorder="little")).tolist()
-
-
-def reason(matcher: Any) -> str:
-    """The first line of what the matcher says is wrong."""
-    line = matcher.get_error().partition("\n")[0]
-    if line.startswith("NoExtension"):
-        return "no token of this vocabulary can come next"
-    return line.rpartition("failed to compile JSON schema: ")[2][:500]
 
 
 def to_lark(source: Source, whitespace: Whitespace) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from fengine.errors import GrammarError
-from fengine.structured_output.backend import Grammar, reason
 
 
 class Bits:
@@ -39,7 +38,7 @@ class Cursor:
     __slots__ = ("grammar", "ends", "barred", "early", "eager", "tokens", "matcher", "error")
 
     def __init__(
-        self, grammar: Grammar, ends: Iterable[int], barred: Iterable[int], early: Iterable[int], eager: bool
+        self, grammar: Any, ends: Iterable[int], barred: Iterable[int], early: Iterable[int], eager: bool
     ) -> None:
         size = grammar.vocabulary.size
         ends, barred, early = ([id for id in ids if 0 <= id < size] for ids in (ends, barred, early))
@@ -70,3 +69,11 @@ class Cursor:
         """Nothing can be drawn any more."""
         kind = self.grammar.source.kind
         self.error = GrammarError(f"{kind}, after {len(self.tokens)} tokens: {why}")
+
+
+def reason(matcher: Any) -> str:
+    """The first line of what the matcher says is wrong."""
+    line = matcher.get_error().partition("\n")[0]
+    if line.startswith("NoExtension"):
+        return "no token of this vocabulary can come next"
+    return line.rpartition("failed to compile JSON schema: ")[2][:500]

@@ -1,6 +1,6 @@
 """Which tokens may be drawn: one mask for each row of a step that has a grammar. No torch.
 
-    step n is launched --before()--> its tokens --take--> cursors --matchers, without the GIL--> masks of step n + 1
+    step n is launched --drawn()--> its tokens --take--> cursors --matchers, without the GIL--> masks of step n + 1
 
 With overlap, step n + 1 is planned before the tokens of step n are known. So its masks are filled by a thread while its
 own forward pass runs, and only its draw waits for them. Where they are known, only the matchers run in that thread: all
@@ -8,47 +8,21 @@ else needs the GIL, for which it and the ops of the model would wait in turn.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from fengine.errors import GrammarError
-from fengine.structured_output.backend import reason
-from fengine.structured_output.cursor import Bits, Cursor
+from fengine.structured_output.cursor import Bits, Cursor, reason
+from fengine.worker.logits.masks import Drawn, Filled, MaskRow
 
 
-class MaskRow(NamedTuple):
-    """A row of a plan that draws under a grammar."""
-
-    row: int
-    cursor: Cursor
-    fresh: list[int]  # drawn tokens that the cursor has not taken yet
-    fed: int | None  # the row in the step before whose token comes behind them
-    stop_ids: frozenset[int]
-    early: bool  # min_new_tokens is not reached
-
-
-class Filled(NamedTuple):
-    """`mask_MW` as `ops/bitmask.py` takes it; rows in `errors` have nothing to draw."""
-
-    row_M: np.ndarray
-    mask_MW: np.ndarray
-    errors: dict[int, GrammarError]
-
-
-class Masks(NamedTuple):
-    """The rows of a step that draw under a grammar, and who computes their masks."""
-
-    rows: list[MaskRow]
-
-    def start(self, before: Callable[[], Sequence[int]]) -> Callable[[], Filled]:
-        """Begins to compute the masks in another thread; what it returns waits for the end. `before` gives the tokens
-        of the step before, and may wait. Modifies: the cursors."""
-        rows, worker = self.rows, self.rows[0].cursor.grammar.vocabulary.worker
-        if any(row.fed is not None for row in rows):
-            return worker.submit(lambda: fill(rows, before())).result
-        allowed = worker.submit(_allowed, _taken(rows, ()))
-        return lambda: _filled(rows, *allowed.result())
+def start(rows: Sequence[MaskRow], drawn: Drawn) -> Callable[[], Filled]:
+    """Begins to compute the masks in another thread; what it returns waits for the end. `drawn` gives the tokens of the
+    step before, and may wait. Modifies: the cursors."""
+    worker = rows[0].cursor.grammar.vocabulary.worker
+    if any(row.fed is not None for row in rows):
+        return worker.submit(lambda: fill(rows, drawn())).result
+    allowed = worker.submit(_allowed, _taken(rows, ()))
+    return lambda: _filled(rows, *allowed.result())
 
 
 def fill(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Filled:

@@ -1,63 +1,85 @@
-"""A `SchedulerOutput` becomes the arrays of a step, in tables and buffers that are written in place.
+"""`InputBatch`: a scheduler's step becomes the arrays of the device's step, by name.
 
-Row tables are indexed by row slot and change only when a request is admitted or gets a page; a step gathers the
-rows it needs. Everything is numpy, so the cost per row is a few array operations, not Python.
+Row tables are indexed by row slot and change only when a request is admitted or gets a page; a step gathers the rows it
+needs. Everything is numpy, so the cost per row is a few array operations, not Python. Rows that want more than a drawn
+token have a `RowState` besides, and only steps with such rows look further.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from fengine.core.scheduler_output import NewRow, SchedulerOutput
-from fengine.worker.wants import RowState, Wants, wants_of
+from fengine.core.step_output import Span
+from fengine.worker.fields import Arrays, Field, Pad, Sizes, blank
+from fengine.worker.logits.logprobs import ASKED, PromptRows, asked_ids, prompt_rows
+from fengine.worker.logits.stage import Chunk, DrawRows, LogitsStage, RowState
 
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
-NO_INTS = np.zeros(0, np.int32)
+INPUTS = (  # of StepBatch, Feed and SamplingBatch; those of rows first, so that their places depend on R alone
+    Field("logit_index_R", torch.int32),
+    Field("temperature_R", torch.float32, 1),
+    Field("top_k_R", torch.int32, 1),
+    Field("top_p_R", torch.float32, 1),
+    Field("min_p_R", torch.float32),
+    Field("seed_R", torch.int64),
+    Field("pos_R", torch.int32),
+    Field("kv_len_R", torch.int32),
+    Field("q_start_B", torch.int32, Pad.LAST),
+    Field("page_table_RN", torch.int32, Pad.NONE),
+    Field("token_T", torch.int32),
+    Field("pos_T", torch.int32),
+    Field("slot_T", torch.int32),
+    Field("feed_index_T", torch.int32),
+    Field("feed_from_T", torch.bool),
+)
+ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))  # of AdapterBatch
 
 
-class Staged(NamedTuple):
-    """One step's inputs on the host, unpadded (T tokens, R rows): the fields of StepBatch, SamplingBatch, Feed and
-    AdapterBatch.
+@dataclass(slots=True)
+class StepInput:
+    """One step on the host, unpadded: T tokens and R draws, and what it is to bring besides.
 
     R counts draws: behind the step's rows comes one without tokens for each draft, which draws behind that draft.
+    `arrays` by field; those of adapters and stages only where there is something. `stages` edit this step's logits.
+    `top`: likeliest ids wanted of every draw; None: the draws' own logprobs are all. `hidden_H`: tokens whose hidden
+    states are wanted.
     """
 
-    token_T: np.ndarray
-    pos_T: np.ndarray
-    slot_T: np.ndarray
-    q_start_B: np.ndarray
-    kv_len_R: np.ndarray
-    page_table_RN: np.ndarray
-    logit_index_R: np.ndarray
-    temperature_R: np.ndarray
-    top_k_R: np.ndarray
-    top_p_R: np.ndarray
-    min_p_R: np.ndarray
-    seed_R: np.ndarray
-    sample_pos_R: np.ndarray
-    feed_index_T: np.ndarray
-    feed_from_T: np.ndarray
-    adapter_token_A: np.ndarray = NO_INTS  # both empty where no row has an adapter
-    adapter_start_S: np.ndarray = NO_INTS
+    arrays: Arrays
+    draws: bool = True  # some row draws a token
+    stages: tuple[LogitsStage, ...] = ()
+    top: int | None = None
+    prompts: list[PromptRows] = field(default_factory=list)
+    hidden_H: np.ndarray | None = None
+    hidden: list[Span] = field(default_factory=list)
+    pooled: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.arrays["token_T"])
+
+    @property
+    def rows(self) -> int:
+        return len(self.arrays["kv_len_R"])
+
+    @property
+    def adapters(self) -> bool:
+        return "token_A" in self.arrays
 
 
-class ExtendedStaged(NamedTuple):
-    """A step in which some request wants more than a drawn token."""
-
-    plain: Staged
-    wants: Wants
-
-
-class RowTables:
-    """Per row slot: page table and sampling parameters of the request that runs there. Modifies: itself, and through
-    `write_adapter` (slot, number of the load) the slots of LoRA adapters."""
+class InputBatch:
+    """Per row slot: page table, sampling parameters and state of the request that runs there. Modifies: itself, the
+    stages' tables, and through `write_adapter` (slot, number of the load) the slots of LoRA adapters."""
 
     def __init__(
-        self, rows: int, width: int, page_size: int, adapter_slots: int = 0,
+        self, rows: int, width: int, page_size: int, stages: Sequence[LogitsStage] = (), adapter_slots: int = 0,
         write_adapter: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
+        self.stages = stages
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
         self.page_table = np.zeros((rows, width), np.int32)
         self.temperature = np.ones(rows, np.float32)
@@ -66,10 +88,10 @@ class RowTables:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
-        self.extended: dict[int, RowState] = {}  # rows that want more than a drawn token
+        self.states: dict[int, RowState] = {}  # by row slot, of requests that want more than a drawn token
 
     def admit(self, new: NewRow) -> None:
-        """Writes the sampling parameters of a request that has just got its row."""
+        """Writes what a request that has just got its row slot keeps there."""
         row, params = new.row, new.params
         self.temperature[row] = min(params.temperature, HOTTEST)
         self.top_k[row] = params.top_k
@@ -78,15 +100,19 @@ class RowTables:
         self.seed[row] = new.seed
         self.adapter[row] = self.adapter_slots if new.adapter_slot is None else new.adapter_slot
         if not params.bare:
-            self.extended[row] = RowState(new)
+            self.states[row] = RowState(new, list(new.token_ids))
+            for stage in self.stages:
+                stage.admit(row, self.states[row])
 
     def release(self, rows: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted: nothing of them is kept."""
-        for row in rows if self.extended else ():
-            self.extended.pop(row, None)
+        for row in rows if self.states else ():
+            if self.states.pop(row, None) is not None:
+                for stage in self.stages:
+                    stage.admit(row, None)
 
-    def stage(self, output: SchedulerOutput) -> Staged | ExtendedStaged:
-        """The arrays of one step. Modifies: the tables (new pages, new rows), adapter slots."""
+    def stage(self, output: SchedulerOutput) -> StepInput:
+        """The input of one step. Modifies: the tables (new pages, new rows), adapter slots."""
         for slot, number in output.adapters:
             assert self.write_adapter is not None
             self.write_adapter(slot, number)
@@ -95,61 +121,60 @@ class RowTables:
             self.admit(new)
         for row, first, pages in output.new_pages:
             self.page_table[row, first : first + len(pages)] = pages
-        staged = self._arrays(output)
-        if self.extended:
-            wants = wants_of(output, self.extended, staged.q_start_B, staged.feed_index_T)
-            return staged if wants is None else ExtendedStaged(staged, wants)
-        return staged
+        slot_R, arrays = self._arrays(output)
+        if self.states and (chunks := self._chunks(output, arrays)):
+            return self._whole(output, slot_R, arrays, chunks)
+        return StepInput(arrays, any(output.samples))
 
-    def _arrays(self, output: SchedulerOutput) -> Staged:
+    def _arrays(self, output: SchedulerOutput) -> tuple[np.ndarray, Arrays]:
+        """The row slot of each draw, and the fields of INPUTS and ADAPTERS."""
         size, count = self.page_size, len(output.rows)
         rows, starts, counts = output.rows, output.starts, output.counts
         if output.drafts:
             behind = [i for i, draft in output.drafts for _ in draft]  # the row of each draw behind a draft
             none = [0] * len(behind)
             rows, starts, counts = rows + [rows[i] for i in behind], starts + none, counts + none
-        row_R = np.array(rows, np.int32)
+        slot_R = np.array(rows, np.int32)
         start_R = np.array(starts, np.int32)
         count_R = np.array(counts, np.int32)
         kv_len_R = start_R + count_R
         q_start_B = np.zeros(len(rows) + 1, np.int32)
         np.add.accumulate(count_R, out=q_start_B[1:])
         if int(q_start_B[-1]) == count:  # one token a row: no expansion needed
-            pos_T, row_T = start_R, row_R
+            pos_T, row_T = start_R, slot_R
         else:
             pos_T = np.arange(q_start_B[-1], dtype=np.int32) + np.repeat(start_R - q_start_B[:-1], count_R)
-            row_T = np.repeat(row_R, count_R)
+            row_T = np.repeat(slot_R, count_R)
         width = -(-int(kv_len_R.max()) // size)
-        token_T = np.array(output.token_ids, np.int32)
-        feed_index_T, feed_from_T = np.zeros(len(token_T), np.int32), np.zeros(len(token_T), np.bool_)
+        feed_index_T, feed_from_T = np.zeros(len(pos_T), np.int32), np.zeros(len(pos_T), np.bool_)
         if output.fed:
-            fed = np.array(output.fed)
-            feed_index_T[fed], feed_from_T[fed] = self.last_index[row_T[fed]], True
-        self.last_index.put(row_R[:count], np.arange(count, dtype=np.int32))
-        logit_index_R, sample_pos_R = q_start_B[1:] - 1, kv_len_R
+            feed_from_T[output.fed] = True
+            feed_index_T[output.fed] = self.last_index[row_T[output.fed]]
+        self.last_index.put(slot_R[:count], np.arange(count, dtype=np.int32))
+        logit_index_R, pos_R = q_start_B[1:] - 1, kv_len_R
         if output.drafts:
             logit_index_R = draw_index(logit_index_R, output)
-            sample_pos_R = pos_T[logit_index_R] + 1
-        return Staged(
-            token_T=token_T,
-            pos_T=pos_T,
-            slot_T=self.page_table[row_T, pos_T // size] * size + pos_T % size,
-            q_start_B=q_start_B,
-            kv_len_R=kv_len_R,
-            page_table_RN=self.page_table[row_R, :width],
-            logit_index_R=logit_index_R,
-            temperature_R=self.temperature.take(row_R),
-            top_k_R=self.top_k.take(row_R),
-            top_p_R=self.top_p.take(row_R),
-            min_p_R=self.min_p.take(row_R),
-            seed_R=self.seed.take(row_R),
-            sample_pos_R=sample_pos_R,
-            feed_index_T=feed_index_T,
-            feed_from_T=feed_from_T,
+            pos_R = pos_T[logit_index_R] + 1
+        return slot_R, {
+            "token_T": np.array(output.token_ids, np.int32),
+            "pos_T": pos_T,
+            "slot_T": self.page_table[row_T, pos_T // size] * size + pos_T % size,
+            "q_start_B": q_start_B,
+            "kv_len_R": kv_len_R,
+            "page_table_RN": self.page_table[slot_R, :width],
+            "logit_index_R": logit_index_R,
+            "feed_index_T": feed_index_T,
+            "feed_from_T": feed_from_T,
+            "temperature_R": self.temperature.take(slot_R),
+            "top_k_R": self.top_k.take(slot_R),
+            "top_p_R": self.top_p.take(slot_R),
+            "min_p_R": self.min_p.take(slot_R),
+            "seed_R": self.seed.take(slot_R),
+            "pos_R": pos_R,
             **self._adapters(row_T),
-        )
+        }
 
-    def _adapters(self, row_T: np.ndarray) -> dict[str, np.ndarray]:
+    def _adapters(self, row_T: np.ndarray) -> Arrays:
         """The tokens of rows with an adapter, by slot; nothing if there are none."""
         if not self.adapter_slots:
             return {}
@@ -159,7 +184,59 @@ class RowTables:
             return {}
         token_A = token_A[np.argsort(slot_T[token_A], kind="stable")]
         start_S = np.searchsorted(slot_T[token_A], np.arange(self.adapter_slots + 1))
-        return {"adapter_token_A": token_A.astype(np.int32), "adapter_start_S": start_S.astype(np.int32)}
+        return {"token_A": token_A.astype(np.int32), "start_S": start_S.astype(np.int32)}
+
+    # -- rows that want more -------------------------------------------------------------------------------------------
+
+    def _chunks(self, output: SchedulerOutput, arrays: Arrays) -> list[Chunk]:
+        """Modifies: the states, which take in drawn tokens that the host has come to know."""
+        chunks, drafts = [], dict(output.drafts)
+        for i, (row, start, count) in enumerate(zip(output.rows, output.starts, output.counts, strict=True)):
+            if (state := self.states.get(row)) is not None:
+                at, end = int(arrays["q_start_B"][i]), start + count - len(drafts.get(i, ()))
+                last = at + end - start - 1
+                fed = int(arrays["feed_index_T"][last]) if arrays["feed_from_T"][last] else None
+                chunks.append(Chunk(i, state, start, end, at, output.samples[i], output.token_ids[last], fed))
+                if fed is None and end == len(state.tokens) + 1:
+                    state.tokens.append(output.token_ids[last])
+        return chunks
+
+    def _whole(self, output: SchedulerOutput, slot_R: np.ndarray, arrays: Arrays, chunks: list[Chunk]) -> StepInput:
+        """The input of a step in which the rows of `chunks` want more than a drawn token. Modifies: arrays."""
+        pooled = [c.row for c in chunks if c.draws and c.state.params.pool is not None]
+        draws_R = np.array(output.samples + [True] * (len(slot_R) - len(output.samples)))
+        draws_R[pooled] = False
+        drawing = [c for c in chunks if draws_R[c.row]]
+        rows = DrawRows(slot_R, arrays["pos_R"], draws_R, drawing)
+        step = StepInput(arrays, bool(draws_R.any()), pooled=pooled, prompts=prompt_rows(chunks))
+        if step.draws:
+            step.stages = tuple(stage for stage in self.stages if stage.stage(rows, arrays))
+            asked = [c for c in drawing if c.state.params.top_logprobs or c.state.params.logprob_ids]
+            if asked:
+                step.top = max(c.state.params.top_logprobs for c in asked)
+                arrays[ASKED.name] = asked_ids(asked, len(slot_R))
+        index, at = [np.zeros(0, np.int64)], 0
+        for chunk in chunks:
+            for first, last in _hidden_due(chunk):
+                index.append(np.arange(first, last) - chunk.start + chunk.at)
+                step.hidden.append(Span(chunk.row, first, last - first, at))
+                at += last - first
+        step.hidden_H = np.concatenate(index).astype(np.int32) if at else None
+        return step
+
+
+def _hidden_due(chunk: Chunk) -> list[tuple[int, int]]:
+    """Ranges of positions whose hidden states are wanted of this chunk, for themselves or to be pooled."""
+    params, start, end = chunk.state.params, chunk.start, chunk.end
+    last = [(end - 1, end)] if chunk.draws else []
+    if params.hidden == "last" or params.pool == "last":
+        return last
+    if params.pool == "cls":
+        return [(0, 1)] if start == 0 == chunk.state.new.first_seen else []
+    if not (params.hidden or params.pool):
+        return []
+    first, behind = max(start, chunk.state.new.first_seen), min(end, chunk.state.prompt_len)
+    return ([(first, behind)] if first < behind else []) + (last if params.hidden and end > behind else [])
 
 
 def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:
@@ -177,36 +254,18 @@ def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:
     return np.array(index, np.int32)
 
 
-def warm_staged(tokens: int, rows: int, width: int, adapter_slots: int = 0) -> Staged:
-    """A harmless step for warm-up: `rows` rows of token 0 that write to the null page and see one key each.
+def warm_arrays(tokens: int, sizes: Sizes) -> Arrays:
+    """A harmless step for warm-up: rows of token 0 that write to the null page and see one key each.
 
-    With `adapter_slots` every token has one of these adapters, whatever lies there.
+    With "S" in `sizes` every token has an adapter, whatever lies in its slot.
     """
-    adapters = {
-        "adapter_token_A": np.arange(tokens, dtype=np.int32),
-        "adapter_start_S": np.linspace(0, tokens, adapter_slots + 1).astype(np.int32),
-    }
+    rows = sizes["R"]
     per_row = np.full(rows, tokens // rows, np.int32)
     per_row[: tokens % rows] += 1
-    q_start = np.zeros(rows + 1, np.int32)
-    np.cumsum(per_row, out=q_start[1:])
-    zeros_T = np.zeros(tokens, np.int32)
-    ones_R = np.ones(rows, np.int32)
-    return Staged(
-        token_T=zeros_T,
-        pos_T=zeros_T,
-        slot_T=zeros_T,
-        q_start_B=q_start,
-        kv_len_R=per_row,
-        page_table_RN=np.zeros((rows, width), np.int32),
-        logit_index_R=q_start[1:] - 1,
-        temperature_R=ones_R.astype(np.float32),
-        top_k_R=ones_R,
-        top_p_R=ones_R.astype(np.float32),
-        min_p_R=np.zeros(rows, np.float32),
-        seed_R=np.zeros(rows, np.int64),
-        sample_pos_R=per_row,
-        feed_index_T=zeros_T,
-        feed_from_T=np.zeros(tokens, np.bool_),
-        **(adapters if adapter_slots else {}),
-    )
+    arrays = {field.name: blank(field, sizes) for field in INPUTS}
+    arrays["q_start_B"][1:] = np.cumsum(per_row)
+    arrays |= {"kv_len_R": per_row, "pos_R": per_row, "logit_index_R": arrays["q_start_B"][1:] - 1}
+    if "S" in sizes:
+        arrays["token_A"] = np.arange(tokens, dtype=np.int32)
+        arrays["start_S"] = np.linspace(0, tokens, sizes["S"]).astype(np.int32)
+    return arrays

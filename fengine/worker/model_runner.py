@@ -1,155 +1,135 @@
-"""Launches staged steps on a device: the compiled step, and on CUDA one captured graph per bucket over static inputs.
+"""Runs steps on a device: on the CPU in the calling thread, on CUDA as captured graphs over static inputs.
 
-    plain step       one graph; all are captured at the start
-    extended step    a graph up to hidden_TD, captured when its bucket is first used; the rest is launched op by op
+    StepInput --forward--> hidden_TD --sample--> draws --> StepOutput
+                  |           `--------> prompt logprobs, hidden states
+                  `- meanwhile the host computes the masks of grammars
 
-A launch does not wait: `Flight.result()` does. The runner never touches requests; the driver never touches tensors.
+A launch does not wait for the device: its `Result` does. The runner never touches requests; the loop never touches
+tensors.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.models.kv_state import KVState, Params, StepBatch, StepOut, layer_kinds
+from fengine.models.kv_state import KVState, Params, layer_kinds
 from fengine.ops import edges
-from fengine.worker.buckets import (
-    FORWARD_TOKENS,
-    GRAPH_TOKENS,
-    PLAIN,
-    Bucket,
-    Slot,
-    decode_buckets,
-    inputs,
-    packed_layout,
-    short,
-    token_buckets,
-    views,
+from fengine.ops.bitmask import words
+from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs
+from fengine.worker.fields import Arrays, Field, Sizes, StaticInput, layout, views
+from fengine.worker.input_batch import ADAPTERS, INPUTS, StepInput, warm_arrays
+from fengine.worker.logits.logprobs import (
+    ASKED,
+    MOST_ASKED,
+    SLICE,
+    TOPS,
+    Likeliest,
+    PromptRows,
+    put,
+    rounded_top,
+    score_prompts,
+    to_host,
 )
-from fengine.worker.extended import ExtendedFn
-from fengine.worker.input_batch import ExtendedStaged, Staged, warm_staged
-from fengine.worker.records import Findings
-from fengine.worker.step import Feed, ForwardFn, StepFn, mark_sizes
+from fengine.worker.logits.masks import Drawn
+from fengine.worker.logits.stage import LogitsStage
+from fengine.worker.logits.structured import StructuredOutput
+from fengine.worker.sampler import Sampled, warm_up
+from fengine.worker.step import (
+    ForwardFn,
+    Result,
+    UnembedFn,
+    batches,
+    mark_sizes,
+    read_out,
+    sample_rows,
+    scores_of,
+    start_masks,
+)
 
-
-class Flight(NamedTuple):
-    """A step under way. `result` waits for it: (tokens, logprobs), one of each per draw of the plan.
-
-    `findings`, of an extended step, gives after `result` what else was wanted.
-    """
-
-    result: Callable[[], tuple[list[int], list[float]]]
-    findings: Callable[[], Findings] | None = None
-
-
-def on_cpu(staged: Staged) -> list[Tensor]:
-    """The staged arrays as CPU tensors, without copies; the adapters' only where there are some. Pure."""
-    arrays = staged if len(staged.adapter_start_S) else staged[:PLAIN]
-    return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+DRAWS = Field("draw_2R", torch.int32)  # tokens, and the bits of their logprobs
+OUTPUTS = (DRAWS, Field("top_id_RX", torch.int32), Field("logprob_RZ", torch.float32))  # of DRAWS and Likeliest
 
 
 class CpuRunner:
-    """Runs the step in the calling thread, without padding: if compiled, its sizes are dynamic in the one graph."""
+    """Runs steps in the calling thread, without padding: if compiled, sizes are dynamic in the one graph."""
 
-    def __init__(
-        self, step: StepFn, params: Params, forward: ForwardFn, extended: ExtendedFn, adapter_slots: int
-    ) -> None:
-        self.step, self.params, self.adapter_slots = step, params, adapter_slots
-        self.forward, self.extended = forward, extended
+    def __init__(self, params: Params, forward: ForwardFn, unembed: UnembedFn, adapter_slots: int) -> None:
+        self.params, self.forward, self.unembed, self.adapter_slots = params, forward, unembed, adapter_slots
         self.last_token_R = torch.zeros(1, dtype=torch.int32)  # drawn by the step before
-        self.before: Callable[[], list[int]] = list  # gives the tokens of the step before
+        self.drawn: Drawn = list  # gives the tokens of the step before
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
-        """Compiles the step before the first request, without adapters and with; every later size reuses a graph."""
-        sizes = ((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1))
-        for (tokens, rows, width), slots in product(sizes, sorted({0, self.adapter_slots})):
-            width = max(width, -(-tokens // page_size))
-            batch, sampling, feed = inputs(on_cpu(warm_staged(tokens, rows, width, slots)), self.last_token_R)
-            mark_sizes(batch, sampling, feed)
-            kv, _ = self.step(self.params, kv, batch, sampling, feed)
+        """Compiles the forward pass before the first request, without adapters and with; every later size reuses it."""
+        for (tokens, rows, width), slots in product(((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1)),
+                                                    sorted({0, self.adapter_slots})):  # fmt: skip
+            sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": max(width, -(-tokens // page_size))}
+            arrays = warm_arrays(tokens, sizes | ({"A": tokens, "S": slots + 1} if slots else {}))
+            batch, feed = batches(on_cpu(arrays), self.last_token_R)
+            mark_sizes(batch, feed)
+            kv, _ = self.forward(self.params, kv, batch, feed)
         return kv
 
-    def launch(self, kv: KVState, staged: Staged | ExtendedStaged) -> tuple[KVState, Flight]:
-        findings = None
-        if isinstance(staged, ExtendedStaged):
-            arguments = inputs(on_cpu(staged.plain), self.last_token_R)
-            kv, out, findings = self.extended(self.params, kv, *arguments, staged.wants, self.before, self.forward)
-        else:
-            kv, out = self.step(self.params, kv, *inputs(on_cpu(staged), self.last_token_R))
-        self.last_token_R = out.token_R
-        self.before = out.token_R.tolist
-        return kv, Flight(lambda: (out.token_R.tolist(), out.logprob_R.tolist()), findings)
+    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
+        """The step, done. Modifies: the storage of `kv`, which is dead after the call."""
+        masks, tensors = start_masks(step, self.drawn), on_cpu(step.arrays)
+        kv, hidden_TD = self.forward(self.params, kv, *batches(tensors, self.last_token_R))
+        draw_2R, likeliest = np.zeros((2, step.rows), np.int32), None
+        if step.draws:
+            tensors |= on_cpu(masks())
+            found = sample_rows(self.params, self.unembed, hidden_TD, tensors, step.stages, step.top)
+            self.last_token_R, self.drawn = found.token_R, found.token_R.tolist
+            draw_2R = torch.stack((found.token_R, found.logprob_R.view(torch.int32))).numpy()
+            likeliest = None if found.likeliest is None else partial(scores_of, found.likeliest, step.rows)
+        return kv, read_out(self.params, self.unembed, hidden_TD, step, lambda: draw_2R, likeliest)
 
 
-Key = tuple[Bucket, int, bool]  # of a graph: over which input and draws; whether of the forward pass alone
-GRAPH_ROOM = 512 << 20  # bytes that a graph captured while requests run must leave free
+def on_cpu(arrays: Arrays) -> dict[str, Tensor]:
+    """The arrays as CPU tensors, without copies. Pure."""
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
 class CudaRunner:
-    """Pads each step to a bucket, copies one packed buffer to the device and replays the bucket's graph.
+    """Pads each step to a bucket, copies its packed inputs to the device and replays the bucket's graphs.
 
     Copies run on streams of their own: the input of a step comes in, and the draws of the one before go out, while
-    another step runs. Static buffers: two inputs and two outputs, on the host (pinned) and on the device, and the
-    device's `last_token_R` and `hidden_TD`. Modifies: these buffers. No graph's own memory is read from outside, as all
-    share one pool.
+    another step runs. Static buffers: inputs and outputs, two of each on the host (pinned) and on the device, and the
+    device's `last_token_R` and `hidden_TD`. Modifies: these buffers.
     """
 
     def __init__(
-        self, step: StepFn, params: Params, *, rows: int, tokens: int, width: int, graphs: bool, device: str,
-        forward: ForwardFn, extended: ExtendedFn, adapter_slots: int,
+        self, params: Params, forward: ForwardFn, unembed: UnembedFn, stages: tuple[LogitsStage, ...], *, rows: int,
+        tokens: int, width: int, vocab: int, graphs: bool, device: str, adapter_slots: int,
     ) -> None:  # fmt: skip
-        self.step, self.params, self.width, self.device = step, params, width, torch.device(device)
-        self.forward, self.extended, self.adapter_slots = forward, extended, adapter_slots
-        self.decode = decode_buckets(rows)
-        self.mixed_rows = sorted({min(32, rows), rows})
-        self.tokens = token_buckets(max(tokens, rows))
-        self.graphs = graphs
-        self.captured: dict[Key, torch.cuda.CUDAGraph] = {}
-        self.room = True  # for graphs that are captured while requests run
-        self.pool: Any = None  # the memory pool that all graphs share
-        self.side = torch.cuda.Stream(self.device)  # of captures: one, because cuBLAS keeps a workspace for each stream
+        self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
+        self.width, self.vocab, self.adapter_slots = width, vocab, adapter_slots
+        self.device = torch.device(device)
+        self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0)
+        self.graphs = Graphs(self.device)
+        self.tables = 0  # the versions of the stages' tables that graphs hold
         self.coming, self.going = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        last = packed_layout(self.tokens[-1], rows, width, adapter_slots)[-1]
-        size = last.start + last.size + 64
-        self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self.out = [torch.zeros(2 * rows, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self.input = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        self.drawn = [torch.zeros(2 * rows, dtype=torch.int32, device=self.device) for _ in range(2)]
+        most = Bucket(self.buckets.tokens[-1], rows, graphs, adapter_slots > 0)
+        edits = (ASKED, *(field for stage in stages for field in stage.fields if field.letters == "R"))
+        self.inputs = StaticInput(INPUTS + ADAPTERS, self._sizes(most), self.device)
+        self.edits = StaticInput(edits, edit_sizes(rows), self.device)
+        self.masks: StaticInput | None = None  # made for the first grammar
+        found = layout(OUTPUTS, output_sizes(rows, min(TOPS[-1], vocab)))[-1].end + 64
+        self.out = [torch.zeros(found, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.found = [torch.zeros(found, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over this input has
-        self.sent = [torch.cuda.Event() for _ in range(2)]  # the draws are on the host
+        self.sent = [torch.cuda.Event() for _ in range(2)]  # what it found is on the host
         self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        most, norm_D = min(FORWARD_TOKENS, self.tokens[-1]) if graphs else 0, params["final_norm_D"]
-        self.hidden_TD = norm_D.new_zeros((most, len(norm_D)))  # what a forward pass's graph leaves behind
+        norm_D = params["final_norm_D"]
+        self.hidden_TD = norm_D.new_zeros((min(GRAPH_TOKENS, most.tokens) if graphs else 0, len(norm_D)))
         self.turn = 0
-        self.before: Callable[[], list[int]] = list  # gives the tokens of the step before; may wait
+        self.drawn: Drawn = list  # gives the tokens of the step before; may wait
         self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
 
-    def bucket(self, tokens: int, rows: int, adapters: bool = False) -> Bucket:
-        """The smallest bucket that holds a step. One token a row is a decode step."""
-        if tokens == rows:
-            size = next(s for s in self.decode if s >= rows)
-            return Bucket(size, size, self.graphs, adapters)
-        size = next(s for s in self.tokens if s >= tokens)
-        rows = next(r for r in self.mixed_rows if r >= rows)
-        return Bucket(size, rows, self.graphs and size <= GRAPH_TOKENS, adapters)
-
-    def all_buckets(self) -> list[Bucket]:
-        """Largest first, so that the graphs' shared pool is sized once."""
-        decode = [Bucket(s, s, self.graphs) for s in self.decode]
-        fewer = [0, *self.mixed_rows]  # a step with more rows than this has more tokens still
-        mixed = [
-            Bucket(s, r, self.graphs and s <= GRAPH_TOKENS)
-            for s in self.tokens
-            for least, r in zip(fewer, self.mixed_rows, strict=False)
-            if s > least
-        ]
-        adapted = [b._replace(adapters=True) for b in decode + mixed if self.adapter_slots]
-        return sorted(decode + mixed + adapted, key=lambda b: (b.tokens, b.rows, b.adapters), reverse=True)
+    # -- start ---------------------------------------------------------------------------------------------------------
 
     def prepare(self, kv: KVState) -> int:
         """Runs every bucket with any small KV state: compiles and proves all kernels, which takes memory of its own.
@@ -158,9 +138,14 @@ class CudaRunner:
         takes for its activations.
         """
         whole, kinds = self.params, layer_kinds(self.params["layers"])
+        norm_D: Any = whole["final_norm_D"]
         self.params = whole | {"layers": [whole["layers"][index] for index in kinds]}
         self.kv = [KVState(*(tuple(pages[index] for index in kinds) for pages in kv))]
-        buckets = self.all_buckets()
+        for rows in (1, 32, 64, 128, SLICE):
+            blank = PromptRows(np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32), 1, [])
+            score_prompts(partial(self.unembed, whole), norm_D[None], blank)
+        warm_up(self.unembed(whole, norm_D[None]))
+        buckets = self.buckets.all()
         before = 0
         for bucket in (*buckets, buckets[0]):
             torch.cuda.synchronize(self.device)  # the bucket before was staged in the same pinned buffer
@@ -174,124 +159,157 @@ class CudaRunner:
         return most
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
-        """Captures every bucket's graph over `kv`; `prepare` has run once before."""
-        self.kv, self.room = [kv], True
-        if self.graphs and not self.captured:
-            self.pool = torch.cuda.graph_pool_handle()  # a pool ends with the last of its graphs
-        buckets = self.all_buckets()
+        """Captures every bucket's graphs over `kv`; `prepare` has run once before."""
+        self.kv = [kv]
+        self.graphs.clear()
+        buckets = self.buckets.all()
         for bucket in {b.adapters: b for b in buckets}.values():  # the smallest without adapters, and with
             self._warm(bucket)  # what an op keeps for a KV state, or torch.compile makes, is not made in a capture
             torch.cuda.synchronize(self.device)
         for bucket in buckets:
-            if bucket.graph:
-                for which in (0, 1) if short(bucket) else (0,):
-                    self._capture((bucket, which, False), partial(self._run, bucket, which, self._layout(bucket)))
+            for which in range(bucket.inputs) if bucket.graph else ():
+                self.graphs.capture(("forward", bucket, which), partial(self._capture_forward, bucket, which))
+                if (key := ("sample", bucket.rows, which, (), None)) not in self.graphs.captured:
+                    hidden_TD = self.hidden_TD
+                    self.graphs.capture(key, partial(self._run_sampler, bucket, which, hidden_TD, (), None))
         return kv
 
     def _warm(self, bucket: Bucket) -> None:
-        slots = self.adapter_slots if bucket.adapters else 0
-        self._run(bucket, 0, self._stage(warm_staged(bucket.tokens, bucket.rows, self.width, slots), bucket, 0))
+        self._stage(StepInput(warm_arrays(bucket.tokens, self._sizes(bucket))), bucket, 0)
+        self._run_sampler(bucket, 0, self._run_forward(bucket, 0), (), None)
 
-    def _layout(self, bucket: Bucket) -> list[Slot]:
-        slots = self.adapter_slots if bucket.adapters else 0
-        return packed_layout(bucket.tokens, bucket.rows, self.width, slots)
+    # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _stage(self, staged: Staged, bucket: Bucket, which: int) -> list[Slot]:
-        """Packs a step into this turn's pinned buffer, padded, and starts its copy to the device's input `which`."""
-        layout = self._layout(bucket)
-        host = self.host[self.turn]
-        for slot, target, source in zip(layout, views(host, layout), staged, strict=True):
-            array = target.numpy()  # shares the pinned memory
-            if slot.name == "page_table_RN":
-                array[: source.shape[0], : source.shape[1]] = source
-                continue
-            array[: source.shape[0]] = source
-            pad = {"q_start_B": staged.token_T.shape[0], "temperature_R": 1, "top_p_R": 1, "top_k_R": 1}
-            array[source.shape[0] :] = pad.get(slot.name, 0)
-        end = layout[-1].start + layout[-1].size
-        self.coming.wait_event(self.ended[which])
-        with torch.cuda.stream(self.coming):
-            self.input[which][:end].copy_(host[:end], non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self.coming)
-        return layout
-
-    def _run(self, bucket: Bucket, which: int, layout: list[Slot]) -> None:
-        """One step over static buffers."""
-        batch, sampling, feed = inputs(views(self.input[which], layout), self.last_token_R)
-        mark_sizes(batch, sampling, feed)
-        _, out = self.step(self.params, self.kv[0], batch, sampling, feed)
-        self._hand_on(out, which)
-
-    def _hand_on(self, out: StepOut, which: int) -> None:
-        rows = out.token_R.shape[0]
-        edges.hand_on(out.token_R, out.logprob_R, self.last_token_R, self.drawn[which][: 2 * rows].view(2, rows))
-
-    def _capture(self, key: Key, run: Callable[[], None]) -> None:
-        """Nothing runs: the graph reads whatever is staged when it is replayed."""
-        graph = torch.cuda.CUDAGraph()
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):  # not `torch.cuda.graph`, which collects garbage for each of many graphs
-            graph.capture_begin(self.pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()  # also where memory is short: the stream is needed again
-        torch.cuda.current_stream().wait_stream(self.side)
-        self.captured[key] = graph
-
-    def _forward(
-        self, bucket: Bucket, which: int, params: Params, kv: KVState, batch: StepBatch, feed: Feed
-    ) -> tuple[KVState, Tensor]:
-        """The forward pass of an extended step over input `which`; the next step may overwrite the hidden_TD it gives.
-
-        A bucket's first one runs, which also readies this thread's libraries; then it is captured for those to come.
-        """
-        key, hidden_TD = (bucket, which, True), self.hidden_TD[: bucket.tokens]
-        if key in self.captured:
-            self.captured[key].replay()
-            return kv, hidden_TD
-        found = self.forward(params, kv, batch, feed)
-        if self.room and bucket.graph and bucket.tokens <= len(self.hidden_TD):
-            with suppress(torch.OutOfMemoryError, torch.AcceleratorError):  # where it fails, it goes on to run
-                self.room = False
-                if torch.cuda.mem_get_info(self.device)[0] >= GRAPH_ROOM:
-                    self._capture(key, lambda: hidden_TD.copy_(self.forward(params, kv, batch, feed)[1]))
-                    self.room = True
-        return found
-
-    def launch(self, kv: KVState, staged: Staged | ExtendedStaged) -> tuple[KVState, Flight]:
+    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on."""
         assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
-        wants, findings = None, None
-        if isinstance(staged, ExtendedStaged):
-            staged, wants = staged
-        rows = staged.kv_len_R.shape[0]
-        bucket = self.bucket(staged.token_T.shape[0], rows, len(staged.adapter_start_S) > 0)
-        which = self.turn if short(bucket) else 0
-        layout = self._stage(staged, bucket, which)
+        bucket = self.buckets.of(step.tokens, step.rows, step.adapters)
+        which = self.turn if bucket.inputs == 2 else 0
+        self._stage(step, bucket, which)
         torch.cuda.current_stream().wait_event(self.sent[which])
-        if wants is not None:
-            arguments = inputs(views(self.input[which], layout), self.last_token_R)
-            forward = partial(self._forward, bucket, which)
-            _, out, findings = self.extended(self.params, kv, *arguments, wants, self.before, forward)
-            self._hand_on(out, which)
-        elif bucket.graph:
-            self.captured[bucket, which, False].replay()  # captured before: a run would overwrite the feed
+        masks = start_masks(step, self.drawn)
+        if bucket.graph and self.graphs.replay(("forward", bucket, which)):
+            hidden_TD = self.hidden_TD
         else:
-            self._run(bucket, which, layout)
+            hidden_TD = self._run_forward(bucket, which)
+        large = self._sample(step, bucket, which, hidden_TD, masks) if step.draws else None
+        slots = layout(OUTPUTS, output_sizes(bucket.rows, None if large is not None else self._top(step)))
+        host, likeliest, done = views(self.out[self.turn], slots), None, torch.cuda.Event()
+        if large is not None:
+            likeliest = partial(scores_of, large, step.rows)
+        elif step.top is not None:
+            likeliest = partial(scores_of, Likeliest(host["logprob_RZ"], host["top_id_RX"]), step.rows)
+
+        def draws() -> np.ndarray:
+            done.synchronize()
+            return host["draw_2R"].numpy()[:, : step.rows] if step.draws else np.zeros((2, step.rows), np.int32)
+
+        result = read_out(self.params, self.unembed, hidden_TD, step, draws, likeliest)
         self.ended[which].record()
-        target, done = self.out[self.turn][: 2 * bucket.rows], torch.cuda.Event()
+        self._fetch(which, slots[-1].end, done)
+        self.turn ^= 1
+        self.drawn = lambda: draws()[0].tolist()
+        return kv, result
+
+    def _stage(self, step: StepInput, bucket: Bucket, which: int) -> None:
+        """Packs a step into this turn's pinned buffers, padded, and starts their copies to the device's `which`."""
+        sizes, edits = self._sizes(bucket), bool(step.stages) or step.top is not None
+        self.inputs.fill(step.arrays, sizes, self.turn)
+        if edits:
+            arrays = {k: v for k, v in step.arrays.items() if k != ASKED.name or v.shape[1] <= MOST_ASKED}
+            self.edits.fill(arrays, edit_sizes(bucket.rows), self.turn)
+        self.coming.wait_event(self.ended[which])
+        with torch.cuda.stream(self.coming):
+            self.inputs.send(self.turn, which, sizes)
+            if edits:
+                self.edits.send(self.turn, which, edit_sizes(bucket.rows))
+        torch.cuda.current_stream().wait_stream(self.coming)
+
+    def _fetch(self, which: int, size: int, done: torch.cuda.Event) -> None:
+        """Starts the copy of what the step found to the host; `done` tells its end."""
         self.going.wait_event(self.ended[which])
         with torch.cuda.stream(self.going):
-            target.copy_(self.drawn[which][: 2 * bucket.rows], non_blocking=True)
+            self.out[self.turn][:size].copy_(self.found[which][:size], non_blocking=True)
             self.sent[which].record()
             done.record()
-        self.turn ^= 1
 
-        def result() -> tuple[list[int], list[float]]:
-            done.synchronize()
-            tokens, bits = target.view(2, -1)[:, :rows]
-            return tokens.tolist(), bits.view(torch.float32).tolist()
+    # -- its parts over static buffers, run or captured ----------------------------------------------------------------
 
-        self.before = lambda: result()[0]
-        return kv, Flight(result, findings)
+    def _run_forward(self, bucket: Bucket, which: int) -> Tensor:
+        batch, feed = batches(self.inputs.tensors(which, self._sizes(bucket)), self.last_token_R)
+        mark_sizes(batch, feed)
+        return self.forward(self.params, self.kv[0], batch, feed)[1]
+
+    def _capture_forward(self, bucket: Bucket, which: int) -> None:
+        self.hidden_TD[: bucket.tokens].copy_(self._run_forward(bucket, which))
+
+    def _run_sampler(
+        self, bucket: Bucket, which: int, hidden_TD: Tensor, stages: tuple[LogitsStage, ...], top: int | None,
+        asked_RK: Tensor | None = None,
+    ) -> Sampled:  # fmt: skip
+        """With `asked_RK`, which no static buffer holds, neither does one what it finds but the draws."""
+        tensors = self.inputs.tensors(which, self._sizes(bucket))
+        tensors |= self.edits.tensors(which, edit_sizes(bucket.rows)) if stages or top is not None else {}
+        if self.masks is not None and any(isinstance(stage, StructuredOutput) for stage in stages):
+            tensors |= self.masks.tensors(which, self._mask_sizes(bucket.rows))
+        if asked_RK is not None:
+            tensors[ASKED.name] = asked_RK
+        sampled = sample_rows(self.params, self.unembed, hidden_TD, tensors, stages, top)
+        found = views(
+            self.found[which], layout(OUTPUTS, output_sizes(bucket.rows, None if asked_RK is not None else top))
+        )
+        edges.hand_on(sampled.token_R, sampled.logprob_R, self.last_token_R, found["draw_2R"])
+        if sampled.likeliest is not None and asked_RK is None:
+            found["logprob_RZ"].copy_(sampled.likeliest.logprob_RZ)
+            found["top_id_RX"].copy_(sampled.likeliest.top_id_RX)
+        return sampled
+
+    def _sample(
+        self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, masks: Callable[[], Arrays]
+    ) -> Likeliest | None:
+        """Draws, by a graph where one holds what the step wants. Returns what no static buffer has room for."""
+        self._send_masks(masks(), bucket.rows, which)
+        asked_RK = step.arrays.get(ASKED.name)
+        if step.top is not None and asked_RK is not None and (step.top > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
+            asked_RK = np.pad(asked_RK, ((0, bucket.rows - len(asked_RK)), (0, 0)))
+            sampled = self._run_sampler(bucket, which, hidden_TD, step.stages, step.top, put(asked_RK, hidden_TD))
+            assert sampled.likeliest is not None, "likeliest ids are wanted"
+            return Likeliest(*map(to_host, sampled.likeliest))
+        if (tables := sum(stage.version for stage in self.stages)) != self.tables:
+            self.tables = tables
+            self.graphs.forget(lambda key: key[0] == "sample" and key[3] != ())
+        run = partial(self._run_sampler, bucket, which, hidden_TD, step.stages, self._top(step))
+        key = ("sample", bucket.rows, which, step.stages, self._top(step))
+        if not (bucket.graph and self.graphs.replay(key)):
+            run()  # which also readies this thread's libraries
+            if bucket.graph and not any(stage.host for stage in step.stages):
+                self.graphs.capture_late(key, run)
+        return None
+
+    def _send_masks(self, arrays: Arrays, rows: int, which: int) -> None:
+        """Copies the masks of grammars behind the forward pass."""
+        if not arrays:
+            return
+        if self.masks is None:
+            self.masks = StaticInput(StructuredOutput.fields, self._mask_sizes(len(self.last_token_R)), self.device)
+        self.masks.fill(arrays, self._mask_sizes(rows), self.turn)
+        self.masks.send(self.turn, which, self._mask_sizes(rows), len(arrays["mask_MW"]))
+
+    def _top(self, step: StepInput) -> int | None:
+        return None if step.top is None else min(rounded_top(step.top), self.vocab)
+
+    def _sizes(self, bucket: Bucket) -> Sizes:
+        sizes = {"T": bucket.tokens, "R": bucket.rows, "B": bucket.rows + 1, "N": self.width}
+        return sizes | ({"A": bucket.tokens, "S": self.adapter_slots + 1} if bucket.adapters else {})
+
+    def _mask_sizes(self, rows: int) -> Sizes:
+        return {"M": rows, "W": words(self.vocab)}
+
+
+def edit_sizes(rows: int) -> Sizes:
+    return {"R": rows, "K": MOST_ASKED}
+
+
+def output_sizes(rows: int, top: int | None) -> Sizes:
+    """`top` None: only draws come back."""
+    return {"R": rows} | ({} if top is None else {"X": top, "Z": top + MOST_ASKED})

@@ -1,17 +1,50 @@
-"""From logits to one drawn token per row. Pure."""
+"""From logits to one drawn token per row, and what is told of the draw: stages, draw, logprobs."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from fengine.models.kv_state import SamplingBatch, StepOut
+from fengine.models.kv_state import SamplingBatch
+from fengine.ops.bitmask import apply_bitmask, words
+from fengine.ops.edit_logits import add_at, count, penalize
 from fengine.ops.sampling import draw
+from fengine.worker.fields import Tensors
+from fengine.worker.logits.bias import LogitBias
+from fengine.worker.logits.logprobs import MOST_ASKED, TOPS, Likeliest, score
+from fengine.worker.logits.penalties import Penalties
+from fengine.worker.logits.processors import Processors
+from fengine.worker.logits.stage import LogitsStage
+from fengine.worker.logits.structured import StructuredOutput
 
 
-def sample(logits_RV: Tensor, sampling: SamplingBatch) -> StepOut:
-    """Gumbel-max draw from softmax(logits / temperature) over the kept set (top-k, top-p, min-p). Pure.
+def logits_stages(rows: int, vocab: int, device: torch.device) -> tuple[LogitsStage, ...]:
+    """Of an engine with so many row slots, in the order that bits depend on."""
+    tables = (rows, vocab, device)
+    return Penalties(*tables), LogitBias(*tables), Processors(), StructuredOutput(vocab)
+
+
+class Sampled(NamedTuple):
+    """One drawn token per row and its log-probability under softmax(logits / temperature)."""
+
+    token_R: Tensor  # int32
+    logprob_R: Tensor  # float32; NaN where the row's logits were not finite
+    likeliest: Likeliest | None = None  # where some row wants logprobs of other ids
+
+
+def sample(
+    logits_RV: Tensor, sampling: SamplingBatch, tensors: Tensors, stages: Sequence[LogitsStage] = (),
+    top: int | None = None,
+) -> Sampled:  # fmt: skip
+    """Gumbel-max draw from softmax(logits / temperature) over the kept set (top-k, top-p, min-p), behind the stages.
 
     The noise is counter-based, keyed by (request seed, position, vocabulary id), so a draw depends on its own row only.
+    Modifies: logits_RV and the stages' tables, where there are stages.
     Source: Gumbel 1954 (the max trick); Salmon et al. 2011 (Philox).
     """
+    for stage in stages:
+        logits_RV = stage.apply(logits_RV, tensors)
     token_R, logprob_R = draw(
         logits_RV,
         sampling.temperature_R,
@@ -21,4 +54,24 @@ def sample(logits_RV: Tensor, sampling: SamplingBatch) -> StepOut:
         sampling.seed_R,
         sampling.pos_R,
     )
-    return StepOut(token_R, logprob_R)
+    for stage in stages:
+        stage.drawn(logits_RV, token_R, tensors)
+    likeliest = None if top is None else score(logits_RV, sampling.temperature_R, tensors["asked_RK"], top)
+    return Sampled(token_R, logprob_R, likeliest)
+
+
+def warm_up(logits_RV: Tensor) -> None:
+    """Has the kernels compiled that stages and logprobs need, by what edits no row. Pure."""
+    rows, vocab = logits_RV.shape
+
+    def blank(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=logits_RV.device)
+
+    slot_R, one_R = blank(rows) - 1, blank(rows, dtype=torch.float32) + 1
+    double_R, count_SV = blank(rows, dtype=torch.float64), blank(1, vocab)
+    logits_RV = penalize(logits_RV, slot_R, double_R, double_R, one_R, count_SV)
+    logits_RV = add_at(logits_RV, slot_R, blank(1, 16), blank(1, 16, dtype=torch.float32))
+    logits_RV = apply_bitmask(logits_RV, slot_R, blank(rows, words(vocab)))
+    count(count_SV, slot_R, blank(rows))
+    for top in {0, *TOPS}:
+        score(logits_RV, one_R, blank(rows, MOST_ASKED), min(top, vocab))

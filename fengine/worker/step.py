@@ -1,20 +1,36 @@
-"""One step of the device column: a pure function of (params, kv, batch, sampling), and its compiled form."""
+"""The step of the device column, as two pure functions: the forward pass to hidden_TD, and from there to what it gives.
+
+    forward:  tokens -> hidden_TD            sample:  hidden_TD -> logits_RV -> stages -> draw -> logprobs
+
+On CUDA each is a captured graph; between them the host computes the masks of grammars, if there are any.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fengine.core.step_output import Scores, StepOutput
 from fengine.models import lookup
-from fengine.models.kv_state import KVState, Params, SamplingBatch, StepBatch, StepOut
+from fengine.models.kv_state import AdapterBatch, KVState, Params, SamplingBatch, StepBatch
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
-from fengine.worker.sampler import sample
+from fengine.ops.linear import linear
+from fengine.worker.fields import Arrays, Tensors, built
+from fengine.worker.input_batch import StepInput
+from fengine.worker.logits.logprobs import Likeliest, put, score_prompts, to_host
+from fengine.worker.logits.masks import Drawn
+from fengine.worker.logits.stage import LogitsStage
+from fengine.worker.logits.structured import StructuredOutput
+from fengine.worker.sampler import Sampled, sample
 
-StepFn = Callable[[Params, KVState, StepBatch, SamplingBatch, "Feed"], tuple[KVState, StepOut]]
 ForwardFn = Callable[[Params, KVState, StepBatch, "Feed"], tuple[KVState, Tensor]]
+UnembedFn = Callable[[Params, Tensor], Tensor]
+Result = Callable[[], StepOutput]  # waits for the step
 
 
 # What is left for Inductor between our ops is small: a second thread would cost more than it brings, and checking the
@@ -36,42 +52,33 @@ def guards(found: Sequence[Any]) -> list[bool]:
 class Feed(NamedTuple):
     """Tokens that only the device knows yet: rows whose last token was drawn by the step before this one.
 
-    Where from_T[t] is true, token t of the batch is last_token_R[index_T[t]] instead of what the host staged.
+    Where feed_from_T[t] is true, token t of the batch is last_token_R[feed_index_T[t]] instead of what the host staged.
     """
 
     last_token_R: Tensor  # int32, the tokens drawn by the step before, which had its own R
-    index_T: Tensor  # int32
-    from_T: Tensor  # bool
+    feed_index_T: Tensor  # int32
+    feed_from_T: Tensor  # bool
 
 
-def resolve_feed(batch: StepBatch, feed: Feed) -> StepBatch:
-    """The batch with fed tokens filled in. Pure."""
-    return batch._replace(token_T=edges.feed(batch.token_T, feed.last_token_R, feed.index_T, feed.from_T))
+def batches(tensors: Tensors, last_token_R: Tensor) -> tuple[StepBatch, Feed]:
+    """What the forward pass takes, from tensors by name. Pure."""
+    batch = built(StepBatch, tensors)
+    if "token_A" in tensors:
+        batch = batch._replace(adapters=built(AdapterBatch, tensors))
+    return batch, built(Feed, {**tensors, "last_token_R": last_token_R})
 
 
-def step(
-    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, sampling: SamplingBatch
-) -> tuple[KVState, StepOut]:
-    """Runs every token of `batch` through the model and draws one token per row.
+def make_forward(spec: ModelSpec, *, compiled: bool = False) -> ForwardFn:
+    """The forward pass with `spec` closed over, fed tokens filled in; under `torch.compile(fullgraph=True)` if asked.
 
-    Modifies: the storage of `kv`, which is dead after the call; the returned state is the only live one.
-    """
-    model = lookup(spec.architecture)
-    kv, hidden_TD = model.forward(params, spec, kv, batch)
-    logits_RV = model.unembed(params, spec, edges.take(hidden_TD, batch.logit_index_R))
-    return kv, sample(logits_RV, sampling)
-
-
-def make_step(spec: ModelSpec, *, compiled: bool) -> StepFn:
-    """The step with `spec` closed over and fed tokens resolved, under `torch.compile(fullgraph=True)` if asked.
-
+    It modifies the storage of the KV state, which is dead after the call; the returned state is the only live one.
     The sizes T, R and N are unbacked symbols: one graph serves every batch, so no request can trigger a compile.
     """
+    model = lookup(spec.architecture)
 
-    def run(
-        params: Params, kv: KVState, batch: StepBatch, sampling: SamplingBatch, feed: Feed
-    ) -> tuple[KVState, StepOut]:
-        return step(params, spec, kv, resolve_feed(batch, feed), sampling)
+    def run(params: Params, kv: KVState, batch: StepBatch, feed: Feed) -> tuple[KVState, Tensor]:
+        token_T = edges.feed(batch.token_T, feed.last_token_R, feed.feed_index_T, feed.feed_from_T)
+        return model.forward(params, spec, kv, batch._replace(token_T=token_T))
 
     if not compiled:
         return run
@@ -81,25 +88,95 @@ def make_step(spec: ModelSpec, *, compiled: bool) -> StepFn:
     return torch.compile(run, fullgraph=True, options={**INDUCTOR, "guard_filter_fn": guards})
 
 
-def make_forward(spec: ModelSpec) -> ForwardFn:
-    """The step's part up to hidden_TD, with `spec` closed over and fed tokens resolved. It runs uncompiled."""
+def make_unembed(spec: ModelSpec) -> UnembedFn:
+    """From hidden states to logits, with `spec` closed over. Pure."""
+    unembed = lookup(spec.architecture).unembed
+    return lambda params, hidden_RD: unembed(params, spec, hidden_RD)
+
+
+def sample_rows(
+    params: Params, unembed: UnembedFn, hidden_TD: Tensor, tensors: Tensors, stages: Sequence[LogitsStage],
+    top: int | None,
+) -> Sampled:  # fmt: skip
+    """Draws a token for each row, behind its `logit_index_R`. Modifies: the stages' tables."""
+    logits_RV = unembed(params, edges.take(hidden_TD, tensors["logit_index_R"]))
+    return sample(logits_RV, built(SamplingBatch, tensors), tensors, stages, top)
+
+
+def step(
+    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, sampling: SamplingBatch,
+    stages: Sequence[LogitsStage] = (), tensors: Tensors | None = None,
+) -> tuple[KVState, Sampled]:  # fmt: skip
+    """Both in one, on tokens that are known: every token of `batch` through the model, and one drawn per row.
+
+    Modifies: the storage of `kv`, which is dead after the call; the returned state is the only live one.
+    """
     model = lookup(spec.architecture)
-
-    def run(params: Params, kv: KVState, batch: StepBatch, feed: Feed) -> tuple[KVState, Tensor]:
-        return model.forward(params, spec, kv, resolve_feed(batch, feed))
-
-    return run
+    kv, hidden_TD = model.forward(params, spec, kv, batch)
+    logits_RV = model.unembed(params, spec, edges.take(hidden_TD, batch.logit_index_R))
+    return kv, sample(logits_RV, sampling, tensors or {}, stages)
 
 
-def mark_sizes(batch: StepBatch, sampling: SamplingBatch, feed: Feed) -> None:
+def mark_sizes(batch: StepBatch, feed: Feed) -> None:
     """Marks T, R, B, N and A as sizes that the compiler must not specialise on, each of them one size wherever it
     stands in a name. Call before the first compiled call."""
     if "torch._dynamo" not in sys.modules:
         return  # nothing is compiled, and importing the compiler would take longer than importing torch
     adapters = {} if batch.adapters is None else {"token_A": batch.adapters.token_A}
-    fields = batch._asdict() | sampling._asdict() | feed._asdict() | adapters
+    fields = batch._asdict() | feed._asdict() | adapters
     for name, tensor in fields.items():
         if name != "adapters":
             sizes = ["R before"] if name == "last_token_R" else name.rsplit("_", 1)[1]
             for dim, size in enumerate(sizes):
                 torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)
+
+
+def start_masks(step: StepInput, drawn: Drawn) -> Callable[[], Arrays]:
+    """Begins to compute the masks of a step; what it returns waits for the fields, none if there are no grammars."""
+    for stage in step.stages:
+        if isinstance(stage, StructuredOutput):
+            return stage.start(drawn)
+    return dict
+
+
+def read_out(
+    params: Params, unembed: UnembedFn, hidden_TD: Tensor, step: StepInput, draws: Callable[[], np.ndarray],
+    likeliest: Callable[[], Scores] | None,
+) -> Result:  # fmt: skip
+    """Launches what a step brings from its hidden states; what it returns gives all that it found.
+
+    `draws` waits for the step, and gives tokens and the bits of their logprobs, [2, R]; `likeliest` is called then.
+    """
+    errors = {row: error for stage in reversed(step.stages) for row, error in stage.errors().items()}
+    prompts = [(rows.spans, score_prompts(partial(unembed, params), hidden_TD, rows)) for rows in step.prompts]
+    hidden_HD = None
+    if step.hidden_H is not None:
+        hidden_HD = to_host(hidden_TD.index_select(0, put(step.hidden_H, hidden_TD)).float())
+
+    def result() -> StepOutput:
+        draw_2R = draws()
+        out = StepOutput(draw_2R[0].tolist(), draw_2R[1].view(np.float32).tolist(), errors)
+        for row in errors:
+            out.logprobs[row] = float("nan")
+        out.outputs = None if likeliest is None else likeliest()
+        out.prompts = [(spans, scores()) for spans, scores in prompts]
+        out.hidden, out.pooled = step.hidden, step.pooled
+        out.hidden_HD = None if hidden_HD is None else hidden_HD.numpy()
+        return out
+
+    return result
+
+
+def scores_of(found: Likeliest, rows: int) -> Scores:
+    """Likeliest ids and asked ones of the first rows, which are on the host. Pure."""
+    logprob_RZ, top_id_RX = found.logprob_RZ.numpy()[:rows], found.top_id_RX.numpy()[:rows]
+    asked = logprob_RZ.shape[1] - top_id_RX.shape[1]
+    return Scores(logprob_RZ[:, :asked], logprob_RZ[:, asked:], top_id_RX)
+
+
+def apply_head(params: Params, pooled_D: np.ndarray) -> np.ndarray:
+    """The classification or reward head on one pooled hidden state: float32 [C]. Pure."""
+    norm_D = params["final_norm_D"]  # of the activations' device and dtype
+    x_1D = torch.from_numpy(pooled_D)[None].to(norm_D)
+    y_1C = linear(x_1D, params["score"], params.get("score_bias_C"), out_dtype=torch.float32)
+    return y_1C[0].cpu().numpy()

@@ -13,13 +13,13 @@ from fengine import Engine
 from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, ModelConfig, SchedulerConfig, resolve
 from fengine.engine.build import build, compile_count
 from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
-from fengine.models.kv_state import KVState, init_kv, row_batch, row_sampling
+from fengine.models.kv_state import KVState, init_kv, row_batch
 from fengine.models.spec import ModelSpec, RopeSpec
 from fengine.worker.device import device_of, refuse_unbuilt_shape
 from fengine.worker.kv_pool import kv_bytes_per_token, new_pool, pool_pages
 from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.model_runner import CpuRunner
-from fengine.worker.step import Feed, StepFn, make_step, mark_sizes
+from fengine.worker.step import Feed, ForwardFn, make_forward, mark_sizes
 
 CPU = Hardware("cpu")
 SHAPE = {
@@ -110,16 +110,16 @@ def test_a_compiled_step_tells_layers_apart_and_nothing_else(tmp_path) -> None: 
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 32, "num_hidden_layers": 2}))
     spec = spec_from_config(read_config(tmp_path))
     params = load_params(tmp_path, spec, context_length=32, load_format=LoadFormat.dummy)
-    compiled, eager = make_step(spec, compiled=True), make_step(spec, compiled=False)
+    compiled, eager = make_forward(spec, compiled=True), make_forward(spec)
 
-    def run(step: StepFn, layers: int, tokens: list[int]) -> list[torch.Tensor]:
+    def run(forward: ForwardFn, layers: int, tokens: list[int]) -> list[torch.Tensor]:
         pages = init_kv(spec, 3, 4, torch.float32, "cpu")
-        batch, sampling = row_batch(tokens, 0, [1, 2], 4), row_sampling(len(tokens))
+        batch = row_batch(tokens, 0, [1, 2], 4)
         feed = Feed(torch.tensor([9], dtype=torch.int32), torch.zeros_like(batch.pos_T), batch.pos_T == 1)
-        mark_sizes(batch, sampling, feed)
+        mark_sizes(batch, feed)
         kv = KVState(pages.k_PSGK[:layers], pages.v_PSGK[:layers])
-        kv, out = step(params | {"layers": params["layers"][:layers]}, kv, batch, sampling, feed)
-        return [*kv.k_PSGK, *kv.v_PSGK, *out]
+        kv, hidden_TD = forward(params | {"layers": params["layers"][:layers]}, kv, batch, feed)
+        return [*kv.k_PSGK, *kv.v_PSGK, hidden_TD]
 
     before = compile_count()
     for layers, tokens in product((1, 2, 1), ([3, 1, 2], [5], [4, 0, 1, 2, 8])):

@@ -16,7 +16,6 @@ import torch
 from extended_cases import Ask, outcome, run, running
 from tiny_checkpoints import SIZES, write
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 from fengine.core.kv_pages import PagePool
@@ -26,10 +25,13 @@ from fengine.core.sampling_params import SamplingParams as Params
 from fengine.core.scheduler import Scheduler
 from fengine.engine.build import Parts
 from fengine.errors import ConfigError, LogitProcessorError
-from fengine.models.kv_state import StepOut
-from fengine.ops.linear import pack
-from fengine.worker.extended import SLICE, apply_head, joined, score_prompts, warm_up
-from fengine.worker.wants import ProcessorRequest, RowState, Scored, wants_of
+from fengine.ops import linear
+from fengine.worker.fields import blank, pack
+from fengine.worker.input_batch import INPUTS, InputBatch, StepInput
+from fengine.worker.logits.logprobs import ASKED, SLICE, PromptRows, score_prompts
+from fengine.worker.logits.processors import ProcessorRequest
+from fengine.worker.sampler import logits_stages, warm_up
+from fengine.worker.step import apply_head
 
 VOCAB = SIZES["vocab_size"]
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-4}
@@ -217,12 +219,11 @@ def test_pooling(parts: Parts, model: Any, pool: str) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_heads(parts: Parts, bias: bool) -> None:
-    spec = replace(parts.spec, num_labels=3)
+def test_heads(bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     w, b, x = (torch.randn(*shape, generator=generator) for shape in ((3, 64), (3,), (64,)))
-    params = {"score": pack(w), "final_norm_D": torch.ones(64)} | ({"score_bias_C": b} if bias else {})
-    got = torch.from_numpy(apply_head(params, spec, x.numpy()))
+    params = {"score": linear.pack(w), "final_norm_D": torch.ones(64)} | ({"score_bias_C": b} if bias else {})
+    got = torch.from_numpy(apply_head(params, x.numpy()))
     torch.testing.assert_close(got, w @ x + (b if bias else 0))
 
 
@@ -330,26 +331,25 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
     """As a CUDA runner pads: tokens behind the last row's, rows without tokens, columns of the null page."""
     with running(checkpoint, cached=False) as found:
         runner: Any = found.driver.runner
-        inner, steps = runner.extended, []
+        fields = (*INPUTS, ASKED, *(field for stage in found.driver.tables.stages for field in stage.fields))
+        inner, steps = runner.launch, []
 
-        def with_padding(params: Any, kv: Any, batch: Any, sampling: Any, feed: Any, *others: Any) -> Any:
-            tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
-            kept = {"last_token_R", "adapters"}
-            fill = {"q_start_B": tokens, "temperature_R": 1, "top_k_R": 1, "top_p_R": 1}
+        def with_padding(kv: Any, step: StepInput) -> Any:
+            """Every T and R seven longer, N two wider."""
+            rows, arrays = step.rows + 7, {}
+            sizes = {"T": step.tokens + 7, "R": rows, "B": rows + 1, "N": step.arrays["page_table_RN"].shape[1] + 2}
+            sizes["K"] = step.arrays[ASKED.name].shape[1] if ASKED.name in step.arrays else 0
+            for field in fields:
+                if field.name in step.arrays:
+                    arrays[field.name] = blank(field, sizes)
+                    pack(step.arrays, [(field, arrays[field.name])])
+            assert arrays.keys() == step.arrays.keys()
+            steps.append(bool(step.stages))
+            return inner(kv, replace(step, arrays=arrays))
 
-            def wide(values: Any) -> Any:
-                """Every T and R seven longer, N two wider."""
-                named = {name: pad(x, (0, 7), value=fill.get(name, 0)) if x.dim() == 1 else pad(x, (0, 2, 0, 7))
-                         for name, x in values._asdict().items() if name not in kept}  # fmt: skip
-                return values._replace(**named)
-
-            kv, out, findings = inner(params, kv, wide(batch), wide(sampling), wide(feed), *others)
-            steps.append(1)
-            return kv, StepOut(out.token_R[:rows], out.logprob_R[:rows]), findings
-
-        monkeypatch.setattr(runner, "extended", with_padding)
+        monkeypatch.setattr(runner, "launch", with_padding)
         assert [outcome(request) for request in run(found, fresh(work()))] == [outcome(request) for request in alone]
-        assert len(steps) > 20
+        assert len(steps) > sum(steps) > 20
 
 
 @pytest.mark.gpu
@@ -532,7 +532,7 @@ def test_prompts_are_unembedded_in_slices() -> None:
 
     hidden = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
     index = np.arange(599, -1, -1).astype(np.int32)
-    scores = joined(score_prompts(unembed, hidden, Scored(index, np.full((600, 1), 5, np.int32), 2, [])))
+    scores = score_prompts(unembed, hidden, PromptRows(index, np.full((600, 1), 5, np.int32), 2, []))()
     assert rows == [SLICE, SLICE, 600 - 2 * SLICE]
     want = hidden.flip(0).log_softmax(-1)
     torch.testing.assert_close(torch.from_numpy(scores.logprob_PK[:, 0]), want[:, 5])
@@ -547,18 +547,16 @@ def test_many_ids_of_one_request_do_not_widen_its_neighbours() -> None:
         scheduler.add(ask.request(str(i)))
     output = scheduler.schedule()
     assert output is not None
-    states = {new.row: RowState(new) for new in output.new_rows}
-    wants = wants_of(output, states, np.cumsum([0, *output.counts]), np.zeros(sum(output.counts), np.int32))
-    assert wants is not None
-    assert sorted(scored.id_PK.shape for scored in wants.prompts) == [(1, 501), (338, 1)]
-    assert sum(scored.id_PK.size for scored in wants.prompts) < 1000
+    prompts = InputBatch(3, 128, 4).stage(output).prompts
+    assert sorted(rows.id_PK.shape for rows in prompts) == [(1, 501), (338, 1)]
+    assert sum(rows.id_PK.size for rows in prompts) < 1000
 
 
-def test_warm_up_changes_nothing(parts: Parts) -> None:
-    params: Any = parts.driver.runner.params  # type: ignore[attr-defined]
-    before = params["unembed"].clone()
-    warm_up(params, parts.spec)
-    assert torch.equal(params["unembed"], before)
+def test_warm_up_changes_nothing() -> None:
+    logits = torch.randn(2, VOCAB)
+    before = logits.clone()
+    warm_up(logits)
+    assert torch.equal(logits, before)
 
 
 def test_nothing_depends_on_torchs_default_dtype(parts: Parts) -> None:
@@ -613,30 +611,56 @@ def test_an_idle_engine_keeps_no_records(checkpoint: Path, ending: str) -> None:
         assert len(arrays) == 3 and all(array() is None for array in arrays)
 
 
-def test_steps_are_extended_only_where_something_is_wanted(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the prompt is scored, or the ban is over, a row decodes in plain steps."""
+def test_a_step_does_only_what_is_wanted_of_it(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the prompt is scored, or the ban is over, a row decodes in steps that only draw."""
     runner: Any = parts.driver.runner
-    steps: list[int] = []
-    inner = runner.extended
-    monkeypatch.setattr(runner, "extended", lambda *a: steps.append(1) or inner(*a))
+    inner, steps = runner.launch, []
+
+    def noted(kv: Any, step: StepInput) -> Any:
+        if step.stages or step.prompts or step.top is not None:
+            steps.append(1)
+        return inner(kv, step)
+
+    monkeypatch.setattr(runner, "launch", noted)
     for asked, count in (
         (Params(logprob_start=0), 1),
         (Params(min_new_tokens=3), 3),
         (Params(top_logprobs=1), 8),
+        (Params(frequency_penalty=1.0), 8),
     ):
         steps.clear()
         run(parts, [Ask(prompt(20), asked, stop_ids=frozenset({1}))])
         assert len(steps) == count
 
 
+def test_counts_of_a_slot_are_those_of_its_request() -> None:
+    """What was drawn before a preemption counts; what another request drew in the slot does not."""
+    stages = logits_stages(2, VOCAB, torch.device("cpu"))
+    scheduler = Scheduler(PagePool(64), None, page_size=4, max_running_requests=2, max_step_tokens=64)
+    batch = InputBatch(2, 16, 4, stages)
+    penalties: Any = stages[0]
+    for turn, rid in enumerate("abc"):
+        scheduler.add(Ask(prompt(5), Params(presence_penalty=1.0), new=4).request(rid))
+        for _ in range(4):
+            output = scheduler.schedule()
+            assert output is not None
+            step = batch.stage(output)
+            assert step.stages == (penalties,)
+            slot, tensors = output.rows[0], {k: torch.from_numpy(v) for k, v in step.arrays.items()}
+            penalties.drawn(torch.zeros(1, VOCAB), torch.tensor([turn + 7], dtype=torch.int32), tensors)
+            scheduler.update(output, [turn + 7], [-1.0])
+        assert penalties.count_SV.lines[slot].nonzero().tolist() == [[turn + 7]]
+        assert penalties.count_SV.lines[slot, turn + 7] == 4
+
+
 def test_a_lockstep_row_is_planned_only_when_its_token_is_known() -> None:
     """Its neighbours go on; and the budget keeps a place for it."""
     scheduler = Scheduler(PagePool(64), None, page_size=4, max_running_requests=8, max_step_tokens=4)
     kinds = (
-        Params(presence_penalty=1.0),
-        None,
         Params(processor=sharpen),
-        Params(min_new_tokens=3),
+        None,
+        Params(processor=sharpen, presence_penalty=1.0),
+        Params(min_new_tokens=3, presence_penalty=1.0),
     )
     for rid, asked in zip("abcd", kinds, strict=True):
         scheduler.add(Ask([1], asked, new=9).request(rid))

@@ -215,7 +215,7 @@ def test_no_memory_to_resume(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_graphs_that_cannot_be_captured_again_leave_the_engine_refusing(checkpoint: Path) -> None:
     class Runner:
-        captured = {1: "half of them"}
+        graphs = {1: "half of them"}
 
         def warm_up(self, kv: object, page_size: int) -> object:
             raise torch.OutOfMemoryError("no memory for graphs")
@@ -224,7 +224,7 @@ def test_graphs_that_cannot_be_captured_again_leave_the_engine_refusing(checkpoi
         before, memory, driver, runner = ask(engine), engine._parts.memory, engine._parts.driver, Runner()
         with pytest.raises(torch.OutOfMemoryError):
             driver.call(lambda: memory._capture(runner))  # type: ignore[arg-type]
-        assert not runner.captured
+        assert not runner.graphs
         with pytest.raises(MemoryReleasedError, match="cuda_graph"):
             ask(engine)
         engine.resume_memory_occupation(["cuda_graph"])

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_checkpoints
 import torch
@@ -12,32 +13,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fengine.config import LoraConfig
 from fengine.lora.adapters import open_adapters
-from fengine.models.kv_state import KVState, StepOut, init_kv, layer_kinds
-from fengine.worker.buckets import decode_buckets, inputs, token_buckets
-from fengine.worker.input_batch import warm_staged
+from fengine.models.kv_state import KVState, init_kv, layer_kinds
+from fengine.worker.cuda_graphs import Buckets, decode_sizes
+from fengine.worker.fields import StaticInput, blank, layout, pack
+from fengine.worker.input_batch import ADAPTERS, INPUTS, warm_arrays
 from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.model_runner import CudaRunner, on_cpu
-from fengine.worker.step import make_forward
+from fengine.worker.step import batches, make_forward
 
 
 @pytest.mark.parametrize(
     ("rows", "tokens"), [(1, 1), (16, 64), (33, 33), (48, 100), (64, 512), (128, 128), (512, 8192), (1000, 1000)]
 )
 def test_no_step_needs_a_bucket_that_warm_up_left_out(rows: int, tokens: int) -> None:
-    runner = CudaRunner.__new__(CudaRunner)  # its tables only; no device
-    runner.graphs, runner.decode, runner.mixed_rows = True, decode_buckets(rows), sorted({min(32, rows), rows})
-    runner.adapter_slots = 4
-    runner.tokens = token_buckets(max(tokens, rows))
-    known = set(runner.all_buckets())
+    buckets = Buckets(rows, tokens, True, True)
+    known = set(buckets.all())
     for count in range(1, rows + 1):
         for total in range(count, min(tokens, 1200) + 1):
             for adapters in (False, True):
-                assert runner.bucket(total, count, adapters) in known, (total, count)
+                assert buckets.of(total, count, adapters) in known, (total, count)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 48, 64, 65, 100, 512])
 def test_decode_buckets_hold_every_step_and_waste_no_tile(rows: int) -> None:
-    sizes = decode_buckets(rows)
+    sizes = decode_sizes(rows)
     assert sizes == sorted(set(sizes)) and sizes[-1] == rows
     for step in range(1, rows + 1):
         size = next(s for s in sizes if s >= step)
@@ -49,19 +48,16 @@ def test_steps_with_adapters_and_without_run_before_any_is_captured(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile cannot compile inside a capture, and these are two graphs to it."""
-    monkeypatch.setattr("fengine.worker.model_runner.torch", Torch())
+    for module in ("model_runner", "cuda_graphs", "fields"):
+        monkeypatch.setattr(f"fengine.worker.{module}.torch", Torch())
     seen: list[tuple[bool, bool]] = []  # whether with adapters, whether in a capture
 
-    def step(params: Any, kv: Any, batch: Any, sampling: Any, feed: Any) -> Any:
+    def forward(params: Any, kv: Any, batch: Any, feed: Any) -> Any:
         seen.append((batch.adapters is not None, Cuda.is_current_stream_capturing()))
-        rows = len(batch.kv_len_R)
-        return kv, StepOut(torch.zeros(rows, dtype=torch.int32), torch.zeros(rows))
+        return kv, torch.zeros(len(batch.token_T), 4)
 
-    def never(*arguments: Any) -> Any:
-        raise AssertionError("an extended step")
-
-    made = CudaRunner(step, {"final_norm_D": torch.ones(4)}, rows=3, tokens=40, width=2, graphs=True, device="cpu",
-                      forward=never, extended=never, adapter_slots=slots)  # fmt: skip
+    made = CudaRunner({"final_norm_D": torch.ones(4)}, forward, lambda params, hidden: hidden, (), rows=3, tokens=40,
+                      width=2, vocab=4, graphs=True, device="cpu", adapter_slots=slots)  # fmt: skip
     made.warm_up(KVState((), ()), 4)
     kinds = {adapters for adapters, _ in seen}
     assert kinds == {False, slots > 0} and {(kind, True) for kind in kinds} <= set(seen)
@@ -104,7 +100,8 @@ def test_one_layer_takes_as_much_memory_as_all(slots: int, tmp_path: Path) -> No
     spec = spec_from_config(read_config(directory))
     params, kv = load_params(directory, spec), init_kv(spec, 1, 16, torch.float32, "cpu")
     open_adapters(LoraConfig(enabled=slots > 0, max_loras_per_batch=2, max_lora_rank=4), spec, params, str(directory))
-    batch, _, feed = inputs(on_cpu(warm_staged(40, 3, 3, slots)), torch.zeros(3, dtype=torch.int32))
+    sizes = {"T": 40, "R": 3, "B": 4, "N": 3} | ({"A": 40, "S": slots + 1} if slots else {})
+    batch, feed = batches(on_cpu(warm_arrays(40, sizes)), torch.zeros(3, dtype=torch.int32))
     most = []
     for layers in (1, 3):
         short = KVState(kv.k_PSGK[:layers], kv.v_PSGK[:layers])
@@ -112,3 +109,36 @@ def test_one_layer_takes_as_much_memory_as_all(slots: int, tmp_path: Path) -> No
             make_forward(spec)(params | {"layers": params["layers"][:layers]}, short, batch, feed)
         most.append(beside.most)
     assert most[0] == most[1] and len(most[0]) > 5
+
+
+def test_inputs_lie_apart_and_are_padded_as_declared() -> None:
+    """The places of rows' fields depend on R alone: one sampler's graph serves every number of tokens."""
+    fields = INPUTS + ADAPTERS
+    sizes = {"T": 21, "R": 5, "B": 6, "N": 3, "A": 21, "S": 3}
+    slots = layout(fields, sizes)
+    assert [slot.field for slot in slots] == list(fields)
+    assert all(a.end <= b.start and not b.start % 16 for a, b in zip(slots, slots[1:], strict=False))
+    rows = [slot for slot in slots if slot.field.letters == "R"]
+    assert rows == [slot for slot in layout(fields, {"R": 5}) if slot.field.letters == "R"] == slots[: len(rows)]
+    given = warm_arrays(17, {"T": 17, "R": 4, "B": 5, "N": 2, "A": 17, "S": 3})
+    for field in fields:
+        target = np.full_like(blank(field, sizes), 9)
+        pack(given, [(field, target)])
+        source, fill = given[field.name], given[field.name][-1] if field.name == "q_start_B" else field.pad
+        assert (target[tuple(map(slice, source.shape))] == source).all(), field.name
+        assert field.name == "page_table_RN" or (target[len(source) :] == fill).all(), field.name
+        pack({}, [(field, target)])
+        assert field.letters in ("RN", "B") or (target == field.pad).all(), field.name
+
+
+def test_what_is_filled_is_what_the_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fengine.worker.fields.torch", Torch())
+    most = {"T": 21, "R": 5, "B": 6, "N": 3}
+    static = StaticInput(INPUTS, most, torch.device("cpu"))
+    for turn, which, (tokens, rows) in ((0, 1, (21, 5)), (1, 0, (4, 2)), (0, 0, (6, 2))):
+        sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": 2}
+        given = warm_arrays(tokens, sizes)
+        static.fill(given, sizes, turn)
+        static.send(turn, which, sizes)
+        got = static.tensors(which, sizes)
+        assert all(np.array_equal(got[name].numpy(), array) for name, array in given.items())

@@ -20,7 +20,7 @@ from fengine.core.speculation import Ask, Proposer, drafting_of
 from fengine.core.step_trace import StepRecord
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.speculative.ngram import CANDIDATES, PATIENCE, REST, NgramIndex, Trust, follow, ngram_proposer
-from fengine.worker.input_batch import RowTables
+from fengine.worker.input_batch import InputBatch
 
 NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
 
@@ -365,14 +365,14 @@ def test_bits_are_those_without_speculation(reference: dict[float, Answers], lay
 def test_a_draw_at_a_wrong_position_is_caught(reference: dict[float, Answers], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: drafts that are drawn behind with the noise of the position in front."""
 
-    arrays = RowTables._arrays
+    arrays = InputBatch._arrays
 
-    def careless(tables: Any, plan: Any) -> Any:
-        staged = arrays(tables, plan)
-        wrong = staged.sample_pos_R - (staged.sample_pos_R != staged.kv_len_R.max())
-        return staged._replace(sample_pos_R=wrong) if plan.drafts else staged
+    def careless(batch: Any, output: Any) -> Any:
+        slot_R, found = arrays(batch, output)
+        wrong = found["pos_R"] - (found["pos_R"] != found["kv_len_R"].max())
+        return slot_R, found | {"pos_R": wrong} if output.drafts else found
 
-    monkeypatch.setattr(RowTables, "_arrays", careless)
+    monkeypatch.setattr(InputBatch, "_arrays", careless)
     with pytest.raises(AssertionError):
         check_layout(reference, {})
 

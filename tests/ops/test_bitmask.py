@@ -41,13 +41,15 @@ def case(rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     size = (len(row), bitmask.words(vocab))
     mask = torch.randint(-(2**31), 2**31, size, generator=generator, dtype=torch.int64).int()
     mask[0], mask[-1] = -1, 0
+    if len(row) > 3:
+        row[1] = -1  # no row
     return logits, row, mask
 
 
 def by_hand(logits: Tensor, row: Tensor, mask: Tensor) -> Tensor:
     out = logits.clone()
     for k, r in enumerate(row.tolist()):
-        for id in range(logits.shape[1]):
+        for id in range(logits.shape[1]) if r >= 0 else ():
             if not mask[k, id // 32].item() >> id % 32 & 1 and math.isfinite(out[r, id]):
                 out[r, id] = -1e30
     return out

@@ -32,69 +32,120 @@ def test_kernels_in_the_interpreter() -> None:
     done = subprocess.run(
         [*command, __file__], capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=300
     )
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def edits_case(rows: int = 5, vocab: int = 300, count: int = 400) -> tuple[Tensor, ...]:
-    """Logits with bad values among them, and edits of every kind."""
+def penalty_case(rows: int = 6, vocab: int = 300) -> tuple[Tensor, ...]:
+    """Logits with bad values among them; rows of slots in any order, one of none; counts of few ids, penalties of all
+    signs."""
     generator = torch.Generator().manual_seed(3)
-    at = torch.randperm(rows * vocab, generator=generator)[:count]
     logits = normal(rows, vocab) * 4
-    logits.view(-1)[at[:4]] = torch.tensor([math.nan, math.inf, -math.inf, 0.0])
-    before, after = normal(count, seed=1), normal(count, seed=2) * 5
-    before[::7], after[::11], after[5::11] = -math.inf, 1e30, -1e30
-    scale = torch.where(torch.arange(count) % 3 == 0, 1.0, torch.rand(count, generator=generator) * 1.9 + 0.1)
-    return logits, (at // vocab).int(), (at % vocab).int(), before, scale, after
+    count = torch.randint(0, 4, (rows + 2, vocab), generator=generator, dtype=torch.int32)
+    count[:, ::2], count[0] = 0, 0
+    logits.view(-1)[1::211] = torch.tensor(math.nan)
+    logits.view(-1)[3::223] = torch.tensor(-math.inf)
+    slot = torch.randperm(rows + 2, generator=generator)[:rows].int()
+    slot[rows // 2] = -1
+    frequency, presence = normal(rows, seed=1).double() / 3, normal(rows, seed=2).double()
+    repetition = torch.where(torch.arange(rows) % 3 == 0, 1.0, torch.rand(rows, generator=generator) * 1.9 + 0.1)
+    return logits, slot, frequency, presence, repetition, count
 
 
-def by_hand(logits: Tensor, row: Tensor, id: Tensor, before: Tensor, scale: Tensor, after: Tensor) -> Tensor:
-    """The rule, one edit after the other."""
+def penalised_by_hand(
+    logits: Tensor, slot: Tensor, frequency: Tensor, presence: Tensor, repetition: Tensor, count: Tensor
+) -> Tensor:
+    """The rule, one logit after the other, in numpy's arithmetic."""
     out = logits.clone()
-    for r, i, *numbers in zip(row.tolist(), id.tolist(), before, scale, after, strict=True):
-        x, (b, s, a) = out[r, i], numbers
-        if math.isfinite(x):
-            y = x + b
-            y = y * s if y < 0 else y / s
-            out[r, i] = min(max(y + a, -1e30), 1e30)
+    for row, s in enumerate(slot.tolist()):
+        for id in range(logits.shape[1]) if s >= 0 else ():
+            if (n := int(count[s, id])) and math.isfinite(out[row, id]):
+                b = out[row, id] + torch.tensor(-(n * frequency[row].item() + presence[row].item())).float()
+                y = b * repetition[row] if b < 0 else b / repetition[row]
+                out[row, id] = min(max(y, -1e30), 1e30)
     return out
+
+
+def addition_case(rows: int = 6, vocab: int = 300, width: int = 1100) -> tuple[Tensor, ...]:
+    """Lines that are partly empty; values up to bans, of which some meet a ban."""
+    generator = torch.Generator().manual_seed(5)
+    logits = normal(rows, vocab) * 4
+    logits.view(-1)[1::211] = torch.tensor(math.nan)
+    logits.view(-1)[7::41] = -1e30
+    id = torch.full((rows + 2, width), -1, dtype=torch.int32)
+    for line in id:
+        line[torch.randperm(width, generator=generator)[:vocab]] = torch.randperm(vocab, generator=generator).int()
+    value = torch.randn(rows + 2, width, generator=generator) * 5
+    value[:, ::7], value[:, ::11], value[:, 5::11] = -math.inf, 1e30, -1e30
+    slot = torch.randperm(rows + 2, generator=generator)[:rows].int()
+    slot[0] = -1
+    return logits, slot, id, value
+
+
+def added_by_hand(logits: Tensor, slot: Tensor, id: Tensor, value: Tensor) -> Tensor:
+    out = logits.clone()
+    for row, s in enumerate(slot.tolist()):
+        for i, v in zip(id[s].tolist(), value[s], strict=True) if s >= 0 else ():
+            if i >= 0 and math.isfinite(out[row, i]) and out[row, i] > -1e30:
+                out[row, i] = min(max(out[row, i] + v, -1e30), 1e30)
+    return out
+
+
+RULES: dict[str, Any] = {
+    "penalize": (penalty_case, penalised_by_hand, edit_logits.penalize, edit_logits.reference, edit_logits.launch),
+    "add_at": (addition_case, added_by_hand, edit_logits.add_at, edit_logits.add_reference, edit_logits.add_launch),
+}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def test_edits_follow_the_rule_bit_for_bit() -> None:
-    logits, *edits = edits_case()
-    want = by_hand(logits, *edits)
-    reference = logits.clone()
-    edit_logits.reference(reference, *edits)
-    got = edit_logits.edit_logits(logits, *edits)
+@pytest.mark.parametrize("rule", RULES)
+def test_edits_follow_the_rule_bit_for_bit(rule: str) -> None:
+    make, by_hand, op, math_of, _ = RULES[rule]
+    logits, *edits = make()
+    want, reference = by_hand(logits, *edits), logits.clone()
+    math_of(reference, *edits)
+    before = logits.clone()
+    got = op(logits, *edits)
     assert got is logits and same_bits(got, want) and same_bits(reference, want)
+    assert not same_bits(got, before)
     assert not got.isfinite().all() and (got[got.isfinite()].abs() <= 1e30).all()
 
 
+def test_counts() -> None:
+    table = torch.zeros(4, 10, dtype=torch.int32)
+    for tokens in ([3, 9, 5], [3, 9, 6]):
+        edit_logits.count(table, torch.tensor([2, -1, 0]).int(), torch.tensor(tokens).int())
+    assert table.nonzero().tolist() == [[0, 5], [0, 6], [2, 3]] and table[2, 3] == 2
+
+
 def test_a_banned_id_is_never_drawn_and_leaves_the_row_well() -> None:
+    """Also where a number is added to it, and where a penalty is below 0."""
     for temperature in (1e-6, 0.7, 1e20):
         logits = normal(64, 50) * 10
-        best = logits.argmax(-1).int()
-        rows, edits = torch.arange(64).int(), (torch.full((64,), -math.inf), torch.ones(64), torch.zeros(64))
-        edit_logits.edit_logits(logits, rows, best, *edits)
+        best, slot = logits.argmax(-1).int(), torch.arange(64).int()
+        edit_logits.add_at(logits, slot, best[:, None], torch.full((64, 1), -math.inf))
+        edit_logits.add_at(logits, slot, best[:, None], torch.full((64, 1), 1e30))
         case = draw_case(64, 50, logits_RV=logits, temperature_R=torch.full((64,), temperature))
         token, logprob = sampling.draw(**case)
         assert not (token == best).any() and logprob.isfinite().all()
 
 
-def test_edit_wants_logits_that_it_can_write_to() -> None:
-    logits, *edits = edits_case()
+@pytest.mark.parametrize("rule", RULES)
+def test_edits_want_logits_that_they_can_write_to(rule: str) -> None:
+    make, _, op, _, _ = RULES[rule]
+    logits, *edits = make()
     with pytest.raises(UnsupportedFeatureError, match="contiguous float32"):
-        edit_logits.edit_logits(logits.double(), *edits)
+        op(logits.double(), *edits)
 
 
-@pytest.mark.parametrize("name", ["edit_logits_", "logprobs", "top_ids"])
+@pytest.mark.parametrize("name", ["penalize_", "add_at_", "count_", "logprobs", "top_ids"])
 def test_registrations(name: str) -> None:
-    logits, *edits = edits_case(2, 40, 20)
     args: dict[str, Any] = {
-        "edit_logits_": (logits, *edits),
+        "penalize_": penalty_case(3, 40),
+        "add_at_": addition_case(3, 40, 50),
+        "count_": (torch.zeros(4, 10).int(), torch.tensor([2, -1]).int(), torch.tensor([3, 4]).int()),
         "logprobs": (normal(3, 50), torch.ones(3), torch.zeros(3, 2).int()),
         "top_ids": (normal(3, 50), 4),
     }
@@ -115,6 +166,16 @@ def test_logprobs_on_the_cpu_have_the_bits_of_the_draw(vocab: int) -> None:
     for r in range(rows):
         own = slice(r, r + 1)
         assert same_bits(logprobs.logprobs(case["logits_RV"][own], case["temperature_R"][own], ids[own])[0], got[r])
+
+
+def test_logprobs_of_banned_ids_are_no_numbers() -> None:
+    logits = normal(2, 70)
+    logits[0, 3], logits[1, 4] = -1e30, 1e30
+    ids = torch.tensor([[3, 4], [3, 4]]).int()
+    for temperature in (torch.full((2,), 1e20), torch.full((2,), 0.5)):
+        got = logprobs.logprobs(logits, temperature, ids)
+        assert got[0, 0] == -math.inf and got[1, 1] == 0 and got[0, 1].isfinite() and got[1, 0].isfinite()
+        torch.testing.assert_close(got, logprobs.reference(logits, temperature, ids))
 
 
 def test_logprobs_of_a_bad_row_are_nan() -> None:
@@ -142,12 +203,36 @@ def test_top_ids_are_those_of_a_stable_sort(rows: int) -> None:
 
 
 @kernel_test
-def test_edit(kernel: str) -> None:
-    case = [x.to(DEVICE) for x in edits_case()]
-    want = by_hand(*(x.cpu() for x in case))
-    edit_logits.launch(*case)  # type: ignore[arg-type]
-    torch.testing.assert_close(case[0].cpu(), want, equal_nan=True, rtol=1e-6, atol=0)
-    assert torch.equal(case[0].cpu().isfinite(), want.isfinite())
+def test_edits(kernel: str) -> None:
+    for make, by_hand, *_, launch in RULES.values():
+        logits, *edits = (x.to(DEVICE) for x in make())
+        want = by_hand(logits.cpu(), *(x.cpu() for x in edits))
+        launch(logits, *edits)
+        assert same_bits(logits.cpu(), want)
+
+
+@kernel_test
+def test_counting(kernel: str) -> None:
+    table, slot = torch.zeros(300, 40, dtype=torch.int32).to(DEVICE), torch.randperm(300).int().to(DEVICE)
+    slot[::3] = -1
+    token = torch.randint(40, (300,), dtype=torch.int32).to(DEVICE)
+    for _ in range(2):
+        edit_logits.count_launch(table, slot, token)
+    want = torch.zeros(300, 40, dtype=torch.int32)
+    for s, t in zip(slot.tolist(), token.tolist(), strict=True):
+        want[s, t] += 2 * (s >= 0)
+    assert torch.equal(table.cpu(), want)
+
+
+@kernel_test
+def test_the_likeliest(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ties everywhere, zeros of both signs, blocks that hold fewer ids than are wanted."""
+    monkeypatch.setattr(logprobs, "BLOCK", 64)
+    logits = (normal(3, 197) * 3).round()
+    logits[0, :197:2] *= -0.0
+    want = logits.sort(dim=-1, descending=True, stable=True).indices.int()
+    for count in (1, 5, 64, 70):
+        assert torch.equal(logprobs.top_launch(logits.to(DEVICE), count).cpu(), want[:, :count])
 
 
 @kernel_test

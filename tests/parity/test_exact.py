@@ -90,13 +90,13 @@ def alone(llm: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> Resu
 
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch.compile, for the many engines of this file; one test compiles."""
-    monkeypatch.setattr("fengine.engine.build.make_step", _uncompiled)
+    monkeypatch.setattr("fengine.engine.build.make_forward", _uncompiled)
 
 
 def _uncompiled(spec: Any, *, compiled: bool) -> Any:
-    from fengine.worker.step import make_step
+    from fengine.worker.step import make_forward
 
-    return make_step(spec, compiled=False)
+    return make_forward(spec)
 
 
 @pytest.fixture(scope="module")

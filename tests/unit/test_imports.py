@@ -15,8 +15,6 @@ ORDER = (
 ).split()
 # Arrows that still run up, from a package to a module.
 UP = {
-    ("worker", "structured_output.masks"),
-    ("worker", "structured_output.cursor"),
     ("engine", "tokenizer.detokenizer"),
     ("engine", "tokenizer.tokenizer"),
     ("engine", "lora.adapters"),

@@ -1,4 +1,4 @@
-"""Extended steps whose forward pass is a captured graph: the bits of one that runs, also where memory is short."""
+"""Samplers with stages, as captured graphs: the bits of those that run, also where memory is short."""
 
 import random
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ from tiny_checkpoints import write
 from fengine import Engine
 from fengine.core.sampling_params import SamplingParams as Params
 from fengine.engine.build import Parts
-from fengine.worker import model_runner as runner
+from fengine.worker import cuda_graphs
+from fengine.worker.cuda_graphs import Graphs
 from fengine.worker.model_runner import CudaRunner
 
 ON_GPU = [
@@ -63,10 +64,10 @@ def engine(place: tuple[Path, str, str], **options: Any) -> Iterator[Parts]:
 def alone(place: Any) -> list[Any]:
     """Each by itself, and no forward pass is captured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "FORWARD_TOKENS", 0)
+        patch.setattr(Graphs, "capture_late", lambda *arguments: None)
         with engine(place, tokens=256) as parts:
             found = [outcome(run(parts, [ask])[0]) for ask in work()]
-            assert not getattr(parts.driver.runner, "captured", {}) or not forwards(parts.driver.runner)
+            assert place[1] == "cpu" or not late(parts.driver.runner)
     return found
 
 
@@ -79,8 +80,9 @@ def parts(place: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
         yield found
 
 
-def forwards(runner: Any) -> list[Any]:
-    return [key for key in runner.captured if key[2]]
+def late(runner: Any) -> list[Any]:
+    """The keys of samplers that do more than draw: (what, rows, input, stages, likeliest)."""
+    return [key for key in runner.graphs.captured if key[0] == "sample" and key[3:] != ((), None)]
 
 
 def outcomes(parts: Parts) -> list[Any]:
@@ -88,47 +90,63 @@ def outcomes(parts: Parts) -> list[Any]:
 
 
 def counted(parts: Parts, monkeypatch: pytest.MonkeyPatch, captured: Any = None) -> dict[str, int]:
-    """Counts extended steps and the forward passes that run; `captured` is called in those that are captured."""
-    inner, counts = parts.driver.runner, {"steps": 0, "runs": 0}
-    forward, extended = inner.forward, inner.extended  # type: ignore[attr-defined]
+    """Counts steps whose sampler does more than draw and those that run; `captured` is called in captures."""
+    inner: Any = parts.driver.runner
+    run_sampler, sample, counts = inner._run_sampler, inner._sample, {"steps": 0, "runs": 0}
 
-    def counting(*arguments: Any) -> Any:
-        found = forward(*arguments)
-        if not runner.torch.cuda.is_current_stream_capturing():
+    def running(*arguments: Any) -> Any:
+        found = run_sampler(*arguments)
+        if cuda_graphs.torch.cuda.is_current_stream_capturing():
+            if captured is not None:
+                captured()
+        elif arguments[3] or arguments[4] is not None:
             counts["runs"] += 1
-        elif captured is not None:
-            captured()
         return found
 
-    def counting_steps(*arguments: Any) -> Any:
-        counts["steps"] += 1
-        return extended(*arguments)
+    def sampling(step: Any, *arguments: Any) -> Any:
+        counts["steps"] += bool(step.stages) or step.top is not None
+        return sample(step, *arguments)
 
-    monkeypatch.setattr(inner, "forward", counting)
-    monkeypatch.setattr(inner, "extended", counting_steps)
+    monkeypatch.setattr(inner, "_run_sampler", running)
+    monkeypatch.setattr(inner, "_sample", sampling)
     return counts
 
 
 def test_bits(parts: Parts, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each bucket's forward pass runs once, over each input; then it is replayed."""
+    """Each kind of sampler runs once, over each input; then it is replayed, also where other tables are made."""
     inner, counts = parts.driver.runner, counted(parts, monkeypatch)
-    assert isinstance(inner, CudaRunner) and inner.captured and not forwards(inner)
-    for _ in range(2):
-        assert outcomes(parts) == alone
-    used = forwards(inner)
-    assert {which for bucket, which, _ in used if bucket.tokens == bucket.rows} == {0, 1}
-    assert any(bucket.tokens > bucket.rows for bucket, *_ in used)
-    assert counts["runs"] == len(used) < counts["steps"] - 30
+    assert isinstance(inner, CudaRunner) and inner.graphs.captured and not late(inner)
+    assert outcomes(parts) == alone
+    assert {key[2] for key in late(inner)} == {0, 1}
+    assert len({key[3] for key in late(inner)}) > 1 and len({key[4] for key in late(inner)}) > 1
+    captured, runs = set(late(inner)), counts["runs"]
+    assert outcomes(parts) == alone
+    new = set(late(inner)) - captured
+    assert captured <= set(late(inner)) and counts["runs"] - runs == len(new) < counts["steps"] / 4
+
+
+def test_tables_that_move_make_graphs_anew(parts: Parts, alone: list[Any]) -> None:
+    """A wider table is another one, and graphs hold addresses."""
+    assert outcomes(parts) == alone
+    inner: Any = parts.driver.runner
+    before = inner.tables
+    wide = Params(logit_bias=tuple((i, 0.5) for i in range(3, 60)), top_logprobs=2)
+    want = Params(logit_bias=tuple((i, 0.5) for i in range(3, 60)), top_logprobs=2)
+    first, second = (run(parts, [Ask([5, 6], asked, 9)])[0] for asked in (wide, want))
+    assert inner.tables > before and outcome(first) == outcome(second)
+    assert outcomes(parts) == alone
 
 
 def test_large_steps_run(place: Any, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "FORWARD_TOKENS", 16)
+    monkeypatch.setattr(cuda_graphs, "GRAPH_TOKENS", 16)
+    monkeypatch.setattr("fengine.worker.model_runner.GRAPH_TOKENS", 16)
     with engine(place, tokens=24) as parts:
         if place[1] == "cpu":
             use_graphs(parts, monkeypatch)
         assert outcomes(parts) == alone
-        assert {bucket.tokens for bucket, *_ in forwards(parts.driver.runner)} <= {1, 2, 4, 8, 16}
-        assert len(parts.driver.runner.hidden_TD) == 16  # type: ignore[attr-defined]
+        inner: Any = parts.driver.runner
+        assert {key[1].tokens for key in inner.graphs.captured if key[0] == "forward"} == {1, 2, 4, 8, 16}
+        assert late(inner) and len(inner.hidden_TD) == 16
 
 
 @pytest.mark.parametrize("short", ["before", "in the capture"])
@@ -143,21 +161,22 @@ def test_without_memory_steps_go_on_to_run(
 
     counts = counted(parts, monkeypatch, fail)
     if short == "before":
-        monkeypatch.setattr(runner.torch.cuda, "mem_get_info", lambda device: (runner.GRAPH_ROOM - 1, 1 << 40))
+        room = cuda_graphs.GRAPH_ROOM - 1
+        monkeypatch.setattr(cuda_graphs.torch.cuda, "mem_get_info", lambda device: (room, 1 << 40))
     for _ in range(2):  # other graphs, and the streams, are as they were
         assert outcomes(parts) == alone
-    assert not forwards(parts.driver.runner) and len(tried) == (short != "before")
+    assert not late(parts.driver.runner) and len(tried) == (short != "before")
     assert counts["runs"] == counts["steps"]
 
 
 def test_released_graphs_are_captured_again(parts: Parts, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = parts.driver.runner
+    inner: Any = parts.driver.runner
     for tags in (["cuda_graph"], ["kv_cache"], None):
-        assert outcomes(parts) == alone and forwards(inner)
+        assert outcomes(parts) == alone and late(inner)
         parts.memory.release(tags)
-        assert not inner.captured  # type: ignore[attr-defined]
+        assert not inner.graphs.captured
         parts.memory.resume(tags)
-        assert not forwards(inner)
+        assert inner.graphs.captured and not late(inner)
     assert outcomes(parts) == alone
 
 
@@ -207,12 +226,12 @@ def test_the_model_in_the_box(name: str, device: str, monkeypatch: pytest.Monkey
             use_graphs(llm._parts, monkeypatch)
         else:
             with monkeypatch.context() as patch:
-                patch.setattr(llm._parts.driver.runner, "room", False)
+                patch.setattr(Graphs, "capture_late", lambda *arguments: None)
                 want = [told(llm, [ask])[0] for ask in asks]
         inner = llm._parts.driver.runner
-        assert not forwards(inner)
+        assert not late(inner)
         drafts = llm._parts.stats()["draft_tokens"]
         for _ in range(2):
             assert told(llm, asks) == want
-        assert len(forwards(inner)) > 2
+        assert len(late(inner)) > 2
         assert llm._parts.stats()["draft_tokens"] > drafts + 20 or name == "grammars"

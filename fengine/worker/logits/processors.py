@@ -1,0 +1,102 @@
+"""A request's own Python function on its row of logits. Steps with one run outside of graphs, one row at a time."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.errors import FengineError, LogitProcessorError
+from fengine.ops.edit_logits import BAN
+from fengine.worker.fields import Arrays, Tensors
+from fengine.worker.logits.stage import Chunk, DrawRows, RowState
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorRequest:
+    """What a logit processor may know about its request: `custom_params["__req__"]`, a copy made for each call."""
+
+    rid: str
+    origin_input_ids: list[int]
+    output_ids: list[int]
+
+
+class Call(NamedTuple):
+    """A row's function, and the one dict it is called with."""
+
+    row: int
+    function: Any
+    params: dict[str, Any]
+
+
+class Processors:
+    """Modifies: itself, "__req__" of the functions' own dicts."""
+
+    fields = ()
+    host = True
+    version = 0
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.failed: dict[int, FengineError] = {}
+
+    def admit(self, slot: int, state: RowState | None) -> None: ...
+
+    def stage(self, rows: DrawRows, into: Arrays) -> bool:
+        self.calls = [_call(chunk) for chunk in rows.chunks if chunk.draws and chunk.state.params.processor is not None]
+        self.failed = {}
+        return bool(self.calls)
+
+    def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
+        for call in self.calls:
+            row_1V = logits_RV[call.row : call.row + 1]
+            try:
+                row_1V.copy_(processed(call, row_1V))
+            except BaseException as error:  # whatever it raises ends its own request: not its neighbours, not the loop
+                if not isinstance(error, LogitProcessorError):
+                    told = LogitProcessorError(f"custom_logit_processor raised {type(error).__name__}: {error!s:.500}")
+                    told.__cause__ = error
+                    error = told
+                self.failed[call.row] = error
+        return logits_RV
+
+    def drawn(self, logits_RV: Tensor, token_R: Tensor, tensors: Tensors) -> None:
+        """Sees what a mask has left of what the functions returned."""
+        for row in {call.row for call in self.calls} - self.failed.keys():
+            if not bool(((logits_RV[row] > -BAN) | ~logits_RV[row].isfinite()).any()):
+                self.failed[row] = LogitProcessorError(
+                    "custom_logit_processor returned -inf for every token the grammar allows"
+                )
+
+    def errors(self) -> dict[int, FengineError]:
+        return self.failed
+
+
+def _call(chunk: Chunk) -> Call:
+    state = chunk.state
+    params = {} if state.params.custom_params is None else state.params.custom_params
+    params["__req__"] = ProcessorRequest(state.new.rid, state.tokens[: state.prompt_len], state.output_ids)
+    return Call(chunk.row, state.params.processor, params)
+
+
+def processed(call: Call, row_1V: Tensor) -> Tensor:
+    """What the function makes of a copy of the row, checked; banned ids are -inf for it and for what it returns.
+
+    Errors: LogitProcessorError, and whatever the function raises.
+    """
+    if not bool(row_1V.isfinite().all()):
+        return row_1V  # the model's fault, and `draw` will say so
+    shown_1V = torch.where(row_1V <= -BAN, -torch.inf, row_1V)
+    result = call.function(shown_1V, [call.params])
+    if not isinstance(result, Tensor) or result.shape != row_1V.shape or not result.is_floating_point():
+        got = f"{tuple(result.shape)} {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
+        raise LogitProcessorError(
+            f"custom_logit_processor returned {got}; it must return a floating-point tensor of shape "
+            f"{tuple(row_1V.shape)}, as it got"
+        )
+    result = result.detach().to(row_1V)
+    if bool((result.isnan() | (result == torch.inf)).any()):
+        raise LogitProcessorError("custom_logit_processor returned NaN or +inf; logits must be finite, or -inf")
+    if bool((result <= -BAN).all()):
+        raise LogitProcessorError("custom_logit_processor returned -inf for every token: none is left to draw")
+    return result.clamp(-BAN, BAN)
