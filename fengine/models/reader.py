@@ -181,7 +181,8 @@ def rope_spec(read: ConfigReader, width: int, max_position: int, partial: bool =
     if not isinstance(new, dict) or not isinstance(old, dict):
         read.problems.append("rope_parameters and rope_scaling must be objects or null")
         return RopeSpec(1.0)
-    if new and old and any(new.get(key, value) != value for key, value in old.items() if key != "type"):
+    said = {("rope_type" if key == "type" else key): value for key, value in old.items()}
+    if new and any(new.get(key) != value for key, value in said.items()):
         read.problems.append(f"rope_scaling {old!r} contradicts rope_parameters {new!r}; remove one")
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **old, **new}
     if any(isinstance(value, dict) for value in rope.values()):

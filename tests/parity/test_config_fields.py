@@ -1,0 +1,137 @@
+"""Every field of every supported family's config class, changed alone: transformers' result, or a refusal."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints
+import torch
+from torch import Tensor
+
+from fengine import models
+from fengine.errors import ContextLengthError, FengineError
+from fengine.models.kv_state import init_kv, row_batch
+from fengine.worker.loader import load_params, read_config, spec_from_config
+
+PROMPT = [5, 99, 17, 3, 64, 64, 120, 8, 31, 77, 12, 6, 50, 101, 9, 42, 13, 88, 23, 7, 119, 2, 60, 71]
+EXTRA: dict[
+    str, Any
+] = {  # fields that change something at other values than a family's default, and keys of all configs
+    "mistral": {"sliding_window": 10},
+    "phi3": {"sliding_window": 10},
+    "exaone4": {"sliding_window": 10, "sliding_window_pattern": 2},
+    "smollm3": {"sliding_window": 10, "use_sliding_window": True},
+    "qwen2": {"sliding_window": 10, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": {"sliding_window": 10, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "gemma2": {"sliding_window": 10, "head_dim": 16},
+    "gemma3": {"sliding_window": 10, "head_dim": 16},
+}
+ALSO = {
+    "is_causal": False, "partial_rotary_factor": 0.5, "attention_bias": True, "mlp_bias": True, "sliding_window": 6,
+    "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 32,
+    "rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 4.0}, "use_qk_norm": True, "logit_scale": 0.5,
+    "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.3,
+    "final_logit_softcapping": 3.0, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 3,
+    "use_bidirectional_attention": True, "hidden_activation": "relu", "use_bias": False, "norm_epsilon": 0.3,
+    "layer_norm_eps": 0.3, "rms_norm_eps": 0.3, "no_rope_layers": [0, 1], "use_parallel_residual": True,
+    "clip_qkv": 0.1, "num_experts": 4, "add_cross_attention": True, "is_encoder_decoder": True,
+    "original_max_position_embeddings": 8, "rope_local_base_freq": 100.0,
+}  # fmt: skip
+
+
+def others(value: Any) -> list[Any]:
+    """Values of a field that are not `value`, of its type and of none."""
+    if isinstance(value, bool):
+        return [not value, None]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, 1, None]
+    if isinstance(value, float):
+        return [value * 1.5 + 0.25, 0.0, None]
+    if isinstance(value, str):
+        return ["gelu" if value in ("silu", "gelu_pytorch_tanh") else value + "x", None]
+    if isinstance(value, list):
+        return [value[::-1], value[:1], None]
+    return [None] if value is not None else [True, 3, 0.5]
+
+
+ROPES = [
+    {"rope_type": "linear", "factor": 3.0}, {"rope_type": "dynamic", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.3},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "proportional"},
+    {"rope_type": "default", "mrope_section": [2, 3, 3]}, {"rope_type": "default", "rope_theta": 50.0},
+]  # fmt: skip
+
+
+def mutations(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if key not in ("architectures", "rope_parameters", "dtype", "transformers_version"):
+            yield from ((key, other) for other in others(value))
+    yield from ALSO.items()
+    for rope in ROPES:
+        yield "rope_parameters", {"rope_theta": 1e4, **rope}
+
+
+def ours(directory: Path) -> Tensor:
+    spec = spec_from_config(read_config(directory))
+    if spec.max_position < len(PROMPT):
+        raise ContextLengthError("the prompt is longer than the context")
+    params, model = (
+        load_params(directory, spec, context_length=min(64, spec.max_position)),
+        models.lookup(spec.architecture),
+    )
+    kv = init_kv(spec, 4, 16, torch.float32, "cpu")
+    _, hidden_TD = model.forward(params, spec, kv, row_batch(PROMPT, 0, [1, 2], 16))
+    return model.unembed(params, spec, hidden_TD).log_softmax(-1)
+
+
+@torch.no_grad()
+def theirs(family: str, config: dict[str, Any], state: dict[str, Tensor]) -> Tensor | None:
+    """None where transformers does not take the config, or not with these weights."""
+    config_class, model_class = tiny_checkpoints.CLASSES[family]
+    try:
+        made = config_class.from_dict(copy.deepcopy(config))
+        made._attn_implementation = "eager"
+        model = model_class(made).eval()
+        result = model.load_state_dict(state, strict=False)
+        if result.unexpected_keys or set(result.missing_keys) - {"lm_head.weight"}:
+            return None
+        model.tie_weights()
+        return model(torch.tensor([PROMPT])).logits[0].float().log_softmax(-1)
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("family", tiny_checkpoints.CLASSES)
+def test_a_changed_field_is_honoured_or_refused(family: str, tmp_path: Path) -> None:
+    directory = tiny_checkpoints.write(tmp_path, family, pad_token_id=0, **EXTRA.get(family, {}))
+    path = directory / "config.json"
+    base = json.loads(path.read_text())
+    state = tiny_checkpoints.CLASSES[family][1].from_pretrained(directory, dtype=torch.float32).state_dict()
+    if base.get("tie_word_embeddings"):
+        state.pop("lm_head.weight", None)
+    want = theirs(family, base, state)
+    assert want is not None and (ours(directory) - want).abs().max() < 1e-4
+    silent, agreed, changed = [], 0, 0
+    for key, value in mutations(base):
+        config = base | {key: value}
+        path.write_text(json.dumps(config))
+        try:
+            got = ours(directory)
+        except FengineError:
+            continue
+        found = theirs(family, config, state)
+        if found is None:
+            continue
+        agreed += 1
+        changed += not torch.equal(found, want)
+        if not (got - found).abs().max() < 1e-4:
+            silent.append((key, value, float((got - found).abs().max())))
+    assert not silent, "\n".join(map(str, silent))
+    assert agreed > 20 and changed >= 4, (agreed, changed)  # it compares, and some fields change the result
