@@ -10,9 +10,10 @@ import transformers
 NAMES = {  # family -> name of its classes in transformers
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "granite": "Granite",
     "olmo2": "Olmo2", "exaone4": "Exaone4", "smollm3": "SmolLM3", "glm4": "Glm4",
+    "gemma2": "Gemma2", "gemma3": "Gemma3",
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
-    family: (getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM"))
+    family: (getattr(transformers, f"{name}ForCausalLM").config_class, getattr(transformers, f"{name}ForCausalLM"))
     for family, name in NAMES.items()
 }
 SIZES = {
@@ -55,21 +56,21 @@ def write(
         torch.manual_seed(seed)
         model = model_class(config_class(**(SIZES | overrides)))
         for name, parameter in model.named_parameters():
-            _fill(name, parameter.data)
+            _fill(name, parameter.data, shift=1.0 if family.startswith("gemma") else 0.0)
     model.to(dtype).save_pretrained(directory, max_shard_size="50KB" if shards else "5GB")
     if old_config:
         _as_transformers_4(directory / "config.json")
     return directory
 
 
-def _fill(name: str, data: torch.Tensor) -> None:
+def _fill(name: str, data: torch.Tensor, shift: float = 0.0) -> None:
     """Gains above a trained model's: attention is sharp, and a greedy text neither repeats itself nor has near-ties."""
     sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm"))
     if data.dim() == 2:
         gain = 1.5 if "embed" in name or "lm_head" in name else 1.7 if sharp else 1.6
         data.normal_(0.0, gain * data.shape[1] ** -0.5)
     elif "norm" in name:
-        data.normal_(1.7 if sharp else 1.0, 0.3)
+        data.normal_((1.7 if sharp else 1.0) - shift, 0.3)
     else:
         data.normal_(0.0, 0.3)
 

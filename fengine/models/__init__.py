@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fengine.errors import UnsupportedArchitectureError
-from fengine.models import exaone4, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from fengine.models import exaone4, gemma2, gemma3, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from fengine.models.family import Model
 
 FAMILIES = (
@@ -18,6 +18,8 @@ FAMILIES = (
     exaone4.FAMILY,
     smollm3.FAMILY,
     glm4.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
 )
 MODELS: Mapping[str, Model] = MappingProxyType({k: v for family in FAMILIES for k, v in family.models().items()})
 

@@ -38,11 +38,12 @@ class Family(NamedTuple):
     defaults: Config = {}  # of keys that a config.json may leave out, where they are not those of `decoder_spec`
     layer: layers.LayerFn = layers.decoder_layer
     unembed: Unembed = layers.unembed
+    base: str | None = None  # what the names of its other classes begin with; None: with that of the language model
     weights: Weights = decoder_weights
 
     def models(self) -> dict[str, Model]:
         """The language model, its decoder alone (an embedding model), and its classifier or reward model. Pure."""
-        base = self.architecture.removesuffix("ForCausalLM")
+        base = self.base or self.architecture.removesuffix("ForCausalLM")
         names = (self.architecture, f"{base}Model", f"{base}ForSequenceClassification")
         forward = layers.decoder(self.layer)
         return {name: Model(partial(self._read, name), forward, self.unembed, self.weights) for name in names}

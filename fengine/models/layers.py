@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
 from fengine.models.spec import ModelSpec
-from fengine.ops import attention, linear, qkv, rms_norm, rope
+from fengine.ops import attention, linear, qkv, rms_norm, rope, soft_cap
 
 LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
 LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor | None], LayerOut]
@@ -47,10 +47,11 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
 def embed(params: Params, spec: ModelSpec, token_T: Tensor, norm_D: Tensor | None) -> tuple[Tensor, Tensor]:
     """(normed, residual): the rows of the tokens, normed if there is a norm. Pure."""
     first_D = params["final_norm_D"] if norm_D is None else norm_D
-    normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, first_D, spec.rms_eps)
+    how = (first_D, spec.rms_eps, spec.norm_shift)
+    normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, *how)
     if spec.embed_scale != 1.0:
-        residual_TD = residual_TD * spec.embed_scale
-        normed_TD = residual_TD if norm_D is None else rms_norm.rms_norm(residual_TD, norm_D, spec.rms_eps)
+        residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
+        normed_TD = rms_norm.rms_norm(residual_TD, *how)
     return residual_TD if norm_D is None else normed_TD, residual_TD
 
 
@@ -61,24 +62,24 @@ def add_norm(delta_TD: Tensor, residual_TD: Tensor, norm_D: Tensor | None, spec:
     if norm_D is None:
         residual_TD = residual_TD + delta_TD
         return residual_TD, residual_TD
-    return rms_norm.add_rms_norm(delta_TD, residual_TD, norm_D, spec.rms_eps)
+    return rms_norm.add_rms_norm(delta_TD, residual_TD, norm_D, spec.rms_eps, spec.norm_shift)
 
 
 def decoder_layer(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
     normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
 ) -> LayerOut:  # fmt: skip
-    """residual += attention(normed);  residual += down(silu(gate) * up) of rms_norm(residual).
+    """residual += attention(normed);  residual += down(act(gate) * up) of rms_norm(residual).
 
     Which norms stand before and after the two is told by the leaves that there are.
     """
     delta_TD, k_PSGK, v_PSGK = attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
     if (norm_D := layer.get("attn_post_norm_D")) is not None:
-        delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps)
+        delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps, spec.norm_shift)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, layer.get("mlp_norm_D"), spec)
     delta_TD = gated_mlp(layer, spec, batch.adapters, normed_TD)
     if (norm_D := layer.get("mlp_post_norm_D")) is not None:
-        delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps)
+        delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps, spec.norm_shift)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm_D, spec)
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 
@@ -94,11 +95,11 @@ def attend(
     else:
         q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
             x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, layer.get("q_norm_K"), layer.get("k_norm_K"),
-            spec.rms_eps, batch.adapters, spec.exact,
+            spec.rms_eps, batch.adapters, spec.exact, spec.norm_shift,
         )  # fmt: skip
     out_THK = attention.attention(
         q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, spec.scale, spec.causal,
-        layer["kind"].window,
+        layer["kind"].window, spec.attention_cap,
     )  # fmt: skip
     delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), batch.adapters, exact=spec.exact)
     return delta_TD, k_PSGK, v_PSGK
@@ -114,12 +115,13 @@ def norm_qk(layer: Params, spec: ModelSpec, qkv_TC: Tensor) -> Tensor:
 
 
 def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
-    """down(silu(gate) * up). Pure."""
-    product_TF = linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact)
+    """down(act(gate) * up). Pure."""
+    product_TF = linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.gelu)
     return linear.linear(product_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
 
 
 def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:
     """logits_RV in float32. Pure."""
     logits_RV = linear.linear(hidden_RD, params["unembed"], out_dtype=torch.float32, exact=spec.exact)
-    return logits_RV if spec.logit_scale == 1.0 else logits_RV * spec.logit_scale
+    logits_RV = logits_RV if spec.logit_scale == 1.0 else logits_RV * spec.logit_scale
+    return soft_cap.soft_cap(logits_RV, spec.logit_cap) if spec.logit_cap else logits_RV

@@ -8,6 +8,7 @@ from fengine.errors import ModelLoadError, UnsupportedArchitectureError
 from fengine.models.spec import Config, ModelSpec, RopeSpec, embedding_spec
 
 SILU = ("silu", "swish")  # two names of one function
+GELU = ("gelu_pytorch_tanh", "gelu_new")
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = {
@@ -77,13 +78,14 @@ class ConfigReader:
 def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpec:
     """The facts that all configs of decoders share; `switches` are the ModelSpec fields that differ. Pure.
 
-    `partial_rotary` among them: the family knows heads of which only the first columns turn.
+    Two more: `partial_rotary`, where the family knows heads of which only the first columns turn, and `activation`: the
+    key of the gate's and its names.
 
     Keys that are absent take transformers' default where it has one for every checkpoint (rms_norm_eps 1e-6, head_dim
     hidden_size / heads, untied embeddings); sizes have none. Errors: ModelLoadError with every bad field, one a line;
     UnsupportedArchitectureError for a feature that is not built.
     """
-    refuse_activation(config, "hidden_act", SILU)
+    refuse_activation(config, *switches.pop("activation", ("hidden_act", SILU)))
     read = ConfigReader(config)
     hidden = read.size("hidden_size", 1 << 20)
     heads = read.size("num_attention_heads", 1 << 14)

@@ -8,12 +8,15 @@ from torch import Tensor
 from fengine.models.spec import ModelSpec, RopeSpec
 
 NONE = "rope_none_MK"  # the table of layers without rotary embedding: it turns by nothing
+LOCAL = "rope_local_MK"  # of layers with a window, where they have their own
 
 
 def rope_tables(spec: ModelSpec, length: int) -> dict[str, Tensor]:
     """The tables that the layers of a model name, float32 [length, K], for positions 0 .. length - 1. Pure."""
     width = spec.rotary_dim or spec.head_dim
     found = {"rope_MK": widened(rope_table(spec.rope, width, length), spec.head_dim)}
+    if spec.rope_local is not None:
+        found[LOCAL] = widened(rope_table(spec.rope_local, width, length), spec.head_dim)
     if any(kind.rope == NONE for kind in spec.kinds):
         found[NONE] = widened(torch.empty(length, 0), spec.head_dim)
     return found

@@ -60,6 +60,11 @@ class ModelSpec:
     rotary_dim: int | None = None  # columns of a head that turn; None: all
     interleaved: bool = False  # a checkpoint's rotary pairs are neighbours, not halves
     attention_scale: float | None = None  # None: head_dim ** -0.5
+    rope_local: RopeSpec | None = None  # of layers of kind "rope_local_MK"
+    norm_shift: float = 0.0  # norms multiply by this plus their weight
+    gelu: bool = False  # the gate's activation is the tanh form of gelu, not silu
+    attention_cap: float = 0.0  # scores and logits become cap * tanh(x / cap); 0: no cap
+    logit_cap: float = 0.0
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
     logit_scale: float = 1.0

@@ -56,8 +56,8 @@ def gated_linear(x: Tensor, packed: Tensor, n: int, bias: Tensor | None) -> Tens
     return y
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] -> weight * x / rms(x)."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+    """x [..., D] -> (shift + weight) * x / rms(x)."""
     x = plain(x, "rms_norm's x")
     weight = readable(weight, "rms_norm's weight")
     d = x.shape[-1]
@@ -65,12 +65,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     library, threads = schedule(8 * x.numel())
     library.fengine_rms_norm(
         x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), None, x.numel() // max(d, 1), d, KIND[weight.dtype], eps,
-        threads,
+        shift, threads,
     )  # fmt: skip
     return y
 
 
-def rows_rms_norm(packed: Tensor, index: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rows_rms_norm(
+    packed: Tensor, index: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(rows), rows) for rows `index` of a packed weight [ceil(n/32), K, 32], widened."""
     packed, weight = readable(packed, "the embeddings"), readable(weight, "rms_norm's weight")
     index = plain(index, "index", torch.int32)
@@ -79,12 +81,14 @@ def rows_rms_norm(packed: Tensor, index: Tensor, weight: Tensor, eps: float) -> 
     library, threads = schedule(16 * count * d)
     library.fengine_rows_rms_norm(
         packed.data_ptr(), index.data_ptr(), weight.data_ptr(), y.data_ptr(), rows.data_ptr(), count, d,
-        KIND[packed.dtype], KIND[weight.dtype], eps, threads,
+        KIND[packed.dtype], KIND[weight.dtype], eps, shift, threads,
     )  # fmt: skip
     return y, rows
 
 
-def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(residual + delta), residual + delta)."""
     delta, residual = plain(delta, "add_rms_norm's delta"), plain(residual, "add_rms_norm's residual")
     weight = readable(weight, "add_rms_norm's weight")
@@ -93,14 +97,14 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
     library, threads = schedule(8 * delta.numel())
     library.fengine_rms_norm(
         delta.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), total.data_ptr(),
-        delta.numel() // max(d, 1), d, KIND[weight.dtype], eps, threads,
+        delta.numel() // max(d, 1), d, KIND[weight.dtype], eps, shift, threads,
     )  # fmt: skip
     return y, total
 
 
 def rope_kv_write_(
     qkv: Tensor, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor, v_pages: Tensor, num_heads: int,
-    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Rotated q [T, H, K]. Modifies: slots `slot` of k_pages and v_pages, which must be contiguous.
 
@@ -121,19 +125,19 @@ def rope_kv_write_(
     library, threads = schedule(8 * qkv.numel())
     library.fengine_rope_kv_write(
         qkv.data_ptr(), rope.data_ptr(), pos.data_ptr(), slot.data_ptr(), q.data_ptr(), k_pages.data_ptr(),
-        v_pages.data_ptr(), q_norm_at, k_norm_at, tokens, num_heads, groups, width, kind, eps, threads,
+        v_pages.data_ptr(), q_norm_at, k_norm_at, tokens, num_heads, groups, width, kind, eps, shift, threads,
     )  # fmt: skip
     return q
 
 
 def qkv_rope_write_(
     x: Tensor, packed: Tensor, bias: Tensor | None, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor,
-    v_pages: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    v_pages: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """`linear` to the (H + 2G) K channels of q, k and v, then `rope_kv_write_`."""
     groups, width = k_pages.shape[2:]
     qkv = linear(x, packed, (num_heads + 2 * groups) * width, bias, None)
-    return rope_kv_write_(qkv, rope, pos, slot, k_pages, v_pages, num_heads, q_norm, k_norm, eps)
+    return rope_kv_write_(qkv, rope, pos, slot, k_pages, v_pages, num_heads, q_norm, k_norm, eps, shift)
 
 
 def attention(
@@ -158,13 +162,22 @@ def attention(
     return o
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """x [T, 2F] -> silu(x[:, :F]) * x[:, F:]."""
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap)."""
+    x = plain(x, "soft_cap's x")
+    y = torch.empty_like(x)
+    library, threads = schedule(16 * x.numel())
+    library.fengine_soft_cap(x.data_ptr(), y.data_ptr(), x.numel(), cap, threads)
+    return y
+
+
+def silu_mul(x: Tensor, gelu: bool = False) -> Tensor:
+    """x [T, 2F] -> silu(x[:, :F]) * x[:, F:], or gelu of it."""
     x = plain(x, "silu_mul's x")
     rows, f = x.shape[0], x.shape[1] // 2
     y = x.new_empty((rows, f))
     library, threads = schedule(8 * x.numel())
-    library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), rows, f, threads)
+    library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), rows, f, gelu, threads)
     return y
 
 

@@ -249,7 +249,7 @@ typedef struct {
     float *y, *sum;
     int64_t rows, d, rows_per_task;
     int kind;
-    float eps;
+    float eps, shift;
 } norm_job;
 
 /* 1 / sqrt(mean(x^2) + eps) */
@@ -268,11 +268,15 @@ INLINE float inverse_rms(const float *x, int64_t d, float eps) {
     return 1.0f / sqrtf(vf_sum((acc[0] + acc[1]) + (acc[2] + acc[3])) / (float)d + eps);
 }
 
-/* y = weight * (x / rms(x)); y may be x. */
-INLINE void norm_row(const float *x, const void *weight, int kind, float *y, int64_t d, float eps) {
+/* y = (shift + weight) * (x / rms(x)); y may be x. */
+INLINE void norm_row(const float *x, const void *weight, int kind, float *y, int64_t d, float eps, float shift) {
     vf scale = vf_set(inverse_rms(x, d, eps));
-    for (int64_t i = 0; i < d; i += 16)
-        vf_store_upto(y + i, vf_widen(weight, i, d, kind) * (vf_load_upto(x + i, d - i) * scale), d - i);
+    for (int64_t i = 0; i < d; i += 16) {
+        vf w = vf_widen(weight, i, d, kind);
+        if (shift != 0.0f)
+            w += vf_set(shift);
+        vf_store_upto(y + i, w * (vf_load_upto(x + i, d - i) * scale), d - i);
+    }
 }
 
 static void norm_task(const void *context, int64_t task) {
@@ -289,7 +293,7 @@ static void norm_task(const void *context, int64_t task) {
             }
             x = sum;
         }
-        norm_row(x, job->weight, job->kind, job->y + row * job->d, job->d, job->eps);
+        norm_row(x, job->weight, job->kind, job->y + row * job->d, job->d, job->eps, job->shift);
     }
 }
 
@@ -301,8 +305,8 @@ INLINE int64_t rows_per_task(int64_t width) {
 
 /* residual null: y = norm(x). Else sum = residual + x, y = norm(sum). All [rows, d]. */
 API void fengine_rms_norm(const float *x, const float *residual, const void *weight, float *y, float *sum, int64_t rows,
-                          int64_t d, int kind, float eps, int threads) {
-    norm_job job = {x, residual, weight, y, sum, rows, d, rows_per_task(d), kind, eps};
+                          int64_t d, int kind, float eps, float shift, int threads) {
+    norm_job job = {x, residual, weight, y, sum, rows, d, rows_per_task(d), kind, eps, shift};
     run_tasks(norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
@@ -314,7 +318,7 @@ typedef struct {
     float *y, *taken;
     int64_t rows, d, rows_per_task;
     int kind, weight_kind;
-    float eps;
+    float eps, shift;
 } rows_job;
 
 /* One output's weights, which lie BLOCK elements apart, widened. */
@@ -339,14 +343,15 @@ static void rows_task(const void *context, int64_t task) {
     for (int64_t row = task * job->rows_per_task; row < end; row++) {
         float *taken = job->taken + row * job->d;
         take_row(job->packed, job->index[row], job->d, job->kind, taken);
-        norm_row(taken, job->weight, job->weight_kind, job->y + row * job->d, job->d, job->eps);
+        norm_row(taken, job->weight, job->weight_kind, job->y + row * job->d, job->d, job->eps, job->shift);
     }
 }
 
 /* taken[r] = row index[r] of the weight that was packed as [ceil(n/32), d, 32], y = norm(taken). Both [rows, d]. */
 API void fengine_rows_rms_norm(const void *packed, const int32_t *index, const void *weight, float *y, float *taken,
-                               int64_t rows, int64_t d, int kind, int weight_kind, float eps, int threads) {
-    rows_job job = {packed, weight, index, y, taken, rows, d, rows_per_task(8 * d), kind, weight_kind, eps};
+                               int64_t rows, int64_t d, int kind, int weight_kind, float eps, float shift,
+                               int threads) {
+    rows_job job = {packed, weight, index, y, taken, rows, d, rows_per_task(8 * d), kind, weight_kind, eps, shift};
     run_tasks(rows_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
@@ -359,7 +364,7 @@ typedef struct {
     const void *q_norm, *k_norm;
     int64_t tokens, heads, kv_heads, width, tokens_per_task;
     int kind;
-    float eps;
+    float eps, shift;
 } rope_job;
 
 /* out[i] = a[i] cos[i] - b[i] sin[i], out[h+i] = b[i] cos[i] + a[i] sin[i], where a, b are the halves of `in`. */
@@ -387,7 +392,7 @@ static void rope_task(const void *context, int64_t task) {
                               : job->q + t * q_size + head * width;
             const void *norm = is_k ? job->k_norm : job->q_norm;
             if (norm)
-                norm_row(in, norm, job->kind, normed, width, job->eps);
+                norm_row(in, norm, job->kind, normed, width, job->eps, job->shift);
             rotate(norm ? normed : in, angle, out, width / 2);
         }
         memcpy(job->v + job->slot[t] * kv_size, in, (size_t)kv_size * 4);
@@ -397,8 +402,9 @@ static void rope_task(const void *context, int64_t task) {
 /* Modifies slots `slot` of k and v. qkv [tokens, (heads + 2 kv_heads) width], q [tokens, heads, width]. */
 API void fengine_rope_kv_write(const float *qkv, const float *rope, const int32_t *position, const int32_t *slot,
                                float *q, float *k, float *v, const void *q_norm, const void *k_norm, int64_t tokens,
-                               int64_t heads, int64_t kv_heads, int64_t width, int kind, float eps, int threads) {
-    rope_job job = {qkv, rope, position, slot, q, k, v, q_norm, k_norm, tokens, heads, kv_heads, width, 0, kind, eps};
+                               int64_t heads, int64_t kv_heads, int64_t width, int kind, float eps, float shift,
+                               int threads) {
+    rope_job job = {qkv, rope, position, slot, q, k, v, q_norm, k_norm, tokens, heads, kv_heads, width, 0, kind, eps, shift};
     job.tokens_per_task = rows_per_task((heads + 2 * kv_heads) * width);
     run_tasks(rope_task, &job, (tokens + job.tokens_per_task - 1) / job.tokens_per_task, threads);
 }
@@ -409,7 +415,13 @@ typedef struct {
     const float *x;
     float *y;
     int64_t rows, f, rows_per_task;
+    int gelu;
 } silu_job;
+
+/* The tanh form of gelu: x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+INLINE vf gelu_exponent(vf x) {
+    return vf_set(-2.0f * 0.7978845608028654f) * (x + vf_set(0.044715f) * x * x * x);
+}
 
 static void silu_task(const void *context, int64_t task) {
     const silu_job *job = context;
@@ -418,16 +430,41 @@ static void silu_task(const void *context, int64_t task) {
         const float *gate = job->x + row * 2 * f, *up = gate + f;
         for (int64_t i = 0; i < f; i += 16) {
             vf g = vf_load_upto(gate + i, f - i);
-            vf silu = g / (vf_set(1.0f) + vf_exp(-g));
+            vf silu = g / (vf_set(1.0f) + vf_exp(job->gelu ? gelu_exponent(g) : -g));
             vf_store_upto(job->y + row * f + i, silu * vf_load_upto(up + i, f - i), f - i);
         }
     }
 }
 
-/* y[rows, f] = silu(x[:, :f]) * x[:, f:] */
-API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int threads) {
-    silu_job job = {x, y, rows, f, rows_per_task(2 * f)};
+/* y[rows, f] = silu(x[:, :f]) * x[:, f:], or gelu of it */
+API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int gelu, int threads) {
+    silu_job job = {x, y, rows, f, rows_per_task(2 * f), gelu};
     run_tasks(silu_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
+}
+
+/* -- soft cap ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    const float *x;
+    float *y;
+    int64_t count;
+    float cap;
+} cap_job;
+
+static void cap_task(const void *context, int64_t task) {
+    const cap_job *job = context;
+    int64_t end = (task + 1) * ELEMENTS_PER_TASK < job->count ? (task + 1) * ELEMENTS_PER_TASK : job->count;
+    for (int64_t i = task * ELEMENTS_PER_TASK; i < end; i += 16) {
+        vf x = vf_load_upto(job->x + i, end - i);
+        vf tanh = vf_set(1.0f) - vf_set(2.0f) / (vf_exp(x * vf_set(2.0f / job->cap)) + vf_set(1.0f));
+        vf_store_upto(job->y + i, vf_set(job->cap) * tanh, end - i);
+    }
+}
+
+/* y = cap * tanh(x / cap) */
+API void fengine_soft_cap(const float *x, float *y, int64_t count, float cap, int threads) {
+    cap_job job = {x, y, count, cap};
+    run_tasks(cap_task, &job, (count + ELEMENTS_PER_TASK - 1) / ELEMENTS_PER_TASK, threads);
 }
 
 /* -- two in one call, which a step of few rows has time for: linear, then what stands behind it -------------------- */
@@ -438,7 +475,7 @@ API int fengine_gated_linear(const float *x, const void *w, const void *bias, fl
     float *both = scratch_floats(m * 2 * n, &failed);
     failed = failed || fengine_linear(x, w, bias, both, m, 2 * n, k, kind, bias_kind, threads);
     if (!failed)
-        fengine_silu_mul(both, y, m, n, silu_threads);
+        fengine_silu_mul(both, y, m, n, 0, silu_threads);
     free(both);
     return failed;
 }

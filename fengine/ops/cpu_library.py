@@ -27,11 +27,12 @@ SHORT = 1 << 19
 _P, _I, _T, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 SIGNATURES = {
     "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
-    "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _T],
-    "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _T],
-    "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _T],
+    "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _F, _T],
+    "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _F, _T],
+    "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _F, _T],
     "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
-    "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T],
+    "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T] * 2,
+    "fengine_soft_cap": [_P] * 2 + [_I, _F, _T],
     "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
     "fengine_attention": [_P] * 7 + [_I] * 8 + [_T, _F, _F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],

@@ -141,6 +141,7 @@ def _compare(
 def launch(
     x_TD: Tensor, w_CD: Tensor, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
+    shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """One kernel or two. Modifies: the pages at slot_T."""
     x_TD = plain(x_TD)
@@ -149,19 +150,21 @@ def launch(
         return run(x_TD, w_CD, bias_C, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, s)
     groups, width = k_PSGK.shape[2:]
     qkv_TC = linear.launch(x_TD, w_CD, (num_heads + 2 * groups) * width, bias_C, None)
-    return rope.launch(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
+    return rope.launch(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps, shift)
 
 
 def fake(
     x_TD: Tensor, packed: Tensor, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
+    shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     return x_TD.new_empty((x_TD.shape[0], num_heads, k_PSGK.shape[3]))
 
 
 _op = register(
     "qkv_rope_write_(Tensor x, Tensor packed, Tensor? bias, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, "
-    "Tensor(b!) v_pages, int num_heads, Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor",
+    "Tensor(b!) v_pages, int num_heads, Tensor? q_norm, Tensor? k_norm, float eps, "
+    "float shift=0.0) -> Tensor",
     launch, fake,
 )  # fmt: skip
 
@@ -169,13 +172,13 @@ _op = register(
 def qkv_rope_write(
     x_TD: Tensor, w: Leaf, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
-    adapters: Any = None, exact: bool = True,
+    adapters: Any = None, exact: bool = True, shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on.
 
     `w`: (H + 2G) K outputs in the order q, k, v, as for `linear`; the rest as for `rope_kv_write`.
     """
-    where = (rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
+    where = (rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps, shift)
     dense = w.plain(adapters) if exact else None
     if dense is None:  # the same bits in two ops
         return rope.rope_kv_write(linear.linear(x_TD, w, bias_C, adapters, exact=exact), *where)

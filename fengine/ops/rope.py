@@ -21,7 +21,7 @@ TOKENS, MANY = 4, 512  # tokens per program, in a step of so many tokens or more
 
 def reference(
     qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
-    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
+    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float, shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The math; returns (q, k pages, v pages) as new tensors. Pure."""
     groups, width = k_PSGK.shape[2:]
@@ -29,7 +29,7 @@ def reference(
 
     def rotate(x_THK: Tensor, norm_K: Tensor | None) -> Tensor:
         if norm_K is not None:
-            x_THK = rms_norm.reference(x_THK, norm_K, eps)
+            x_THK = rms_norm.reference(x_THK, norm_K, eps, shift)
         first, second = wide(x_THK).chunk(2, -1)
         cos, sin = rope_MK[pos_T][:, None].chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_THK.dtype)
@@ -51,7 +51,7 @@ def rotated(x1, x2, cos, sin):
 def rope_kv_write_kernel(
     qkv_ptr, rope_ptr, pos_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads (of q, k and v alike) of TOKENS tokens, as two half-heads."""
     begin(PDL)
@@ -77,8 +77,12 @@ def rope_kv_write_kernel(
         q2 = tl.load(q_norm_ptr + K // 2 + d[None, :], mask=is_q, other=0.0).to(tl.float32)
         k1 = tl.load(k_norm_ptr + d[None, :], mask=is_k, other=0.0).to(tl.float32)
         k2 = tl.load(k_norm_ptr + K // 2 + d[None, :], mask=is_k, other=0.0).to(tl.float32)
-        x1 = ((q1 + k1) * (x1 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        x2 = ((q2 + k2) * (x2 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        if SHIFT == 0:
+            x1 = ((q1 + k1) * (x1 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+            x2 = ((q2 + k2) * (x2 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        else:
+            x1 = ((q1 + k1 + SHIFT) * (x1 * scale)).to(dtype).to(tl.float32)
+            x2 = ((q2 + k2 + SHIFT) * (x2 * scale)).to(dtype).to(tl.float32)
     pos = tl.load(pos_ptr + token, mask=here, other=0).to(tl.int64)
     slot = (tl.load(slot_ptr + token, mask=here, other=0).to(tl.int64) * G * K)[:, None]
     angle = rope_ptr + (pos * K)[:, None] + d[None, :]
@@ -102,7 +106,7 @@ def rope_kv_write_kernel(
 
 def launch(
     qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
-    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
+    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float, shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Runs the kernel. Modifies: the pages at slot_T."""
     assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous() and rope_MK.is_contiguous()
@@ -115,7 +119,7 @@ def launch(
     if count:
         launcher(rope_kv_write_kernel, (triton.cdiv(count, tokens), triton.cdiv(num_heads + 2 * groups, HEADS)))(
             qkv_TC, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, q_norm_K, k_norm_K, eps, count, num_heads, groups,
-            width, triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, tokens,
+            width, triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, tokens, shift,
             num_warps=2 if tokens == 1 else 4, **dependent_launch(qkv_TC.device.index),
         )  # fmt: skip
     return q_THK
@@ -123,14 +127,14 @@ def launch(
 
 def fake(
     qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
-    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
+    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float, shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     return qkv_TC.new_empty((qkv_TC.shape[0], num_heads, k_PSGK.shape[3]))
 
 
 _op = register(
     "rope_kv_write_(Tensor qkv, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, "
-    "int num_heads, Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor",
+    "int num_heads, Tensor? q_norm, Tensor? k_norm, float eps, float shift=0.0) -> Tensor",
     launch, fake,
 )  # fmt: skip
 
@@ -138,10 +142,11 @@ _op = register(
 def rope_kv_write(
     qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
     num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
+    shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on.
 
     C = (H + 2G) K in the order q, k, v; both norm weights or neither; pos_T and slot_T int32, slot = page * S + offset.
     """
-    q_THK = _op(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
+    q_THK = _op(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps, shift)
     return q_THK, k_PSGK, v_PSGK

@@ -193,6 +193,8 @@ def load_params(
         else:
             params = _load(directory, spec, weights, device, wanted)
         params |= {name: table.to(device) for name, table in rope_tables(spec, length).items()}
+        if spec.embed_scale != 1.0:
+            params["embed_scale"] = params["final_norm_D"].new_tensor(spec.embed_scale)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the weights do not fit on {device}: {str(error).partition('.')[0]}. Free the device, set "
@@ -258,7 +260,7 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     """
     shape, dtype = weight.shape, placement.matrix if weight.matrix else placement.vector
     if weight.fill == "one":
-        return torch.ones(shape, dtype=dtype, device=placement.device)
+        return torch.full(shape, 1.0 - spec.norm_shift, dtype=dtype, device=placement.device)
     key = hashlib.sha256(f"{seed}/{weight.path}".encode()).digest()[:8]
     generator = torch.Generator(placement.device).manual_seed(int.from_bytes(key, "little") >> 1)
     std = 0.02 if weight.fill == "small" else shape[-1] ** -0.5

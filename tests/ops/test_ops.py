@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from fengine.models.reader import ConfigReader, rope_spec
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
-from fengine.ops import attention, edges, linear, qkv, rms_norm, rope, sampling, silu_mul
+from fengine.ops import attention, edges, linear, qkv, rms_norm, rope, sampling, silu_mul, soft_cap
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -199,6 +199,28 @@ def test_norms(width: int):
     torch.testing.assert_close(got, rms_norm.add_reference(delta, x, weight, 1e-6), **CLOSE)
 
 
+def test_gelu_mul_and_soft_cap():
+    x = normal(9, 2 * 37) * 3
+    torch.testing.assert_close(silu_mul.silu_mul(x, gelu=True), silu_mul.reference(x, gelu=True), **CLOSE)
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(
+        silu_mul.reference(x, gelu=True), torch.nn.functional.gelu(gate, approximate="tanh") * up, **CLOSE
+    )
+    wide = torch.cat((normal(5, 50) * 20, torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30] + [0.0] * 46])))
+    torch.testing.assert_close(soft_cap.soft_cap(wide, 30.0), soft_cap.reference(wide, 30.0), **CLOSE)
+    parts = torch.cat([soft_cap.soft_cap(row[None], 30.0) for row in wide])
+    assert soft_cap.soft_cap(wide, 30.0).equal(parts)
+
+
+def test_norms_with_a_shift():
+    x, weight = normal(5, 37), normal(37)
+    want = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight)
+    torch.testing.assert_close(rms_norm.reference(x, weight, 1e-6, 1.0), want, **CLOSE)
+    torch.testing.assert_close(rms_norm.rms_norm(x, weight, 1e-6, 1.0), want, **CLOSE)
+    got = rms_norm.add_rms_norm(x, x, weight, 1e-6, 1.0)
+    torch.testing.assert_close(got, rms_norm.add_reference(x, x, weight, 1e-6, 1.0), **CLOSE)
+
+
 def test_silu_mul():
     x = normal(5, 2 * 37) * 4
     torch.testing.assert_close(silu_mul.silu_mul(x), silu_mul.reference(x), **CLOSE)
@@ -315,7 +337,8 @@ def op_samples() -> dict[str, tuple]:
         "rms_norm": (x, normal(32), 1e-5),
         "add_rms_norm": (x, normal(5, 32), normal(32), 1e-5),
         "rows_rms_norm": (linear.pack(normal(40, 32)).packed, slot, normal(32), 1e-5),
-        "silu_mul": (x,),
+        "silu_mul": (x, True),
+        "soft_cap": (x, 3.0),
         "gated_linear": (x, linear.pack(normal(40, 32)).packed, 20, None),
         "rope_kv_write_": (*write, normal(16), normal(16), 1e-5),
         "qkv_rope_write_": (x, linear.pack(normal(128, 32)).packed, None, *write[1:], normal(16), normal(16), 1e-5),

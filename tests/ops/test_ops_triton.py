@@ -31,6 +31,7 @@ from fengine.ops import (
     rope,
     sampling,
     silu_mul,
+    soft_cap,
 )
 from fengine.ops import attention_schedules as plans
 from fengine.ops import linear_schedules as tables
@@ -99,7 +100,8 @@ def test_gated_linear(dtype: torch.dtype, rows: int, n: int, k: int):
 @pytest.mark.parametrize("width", [8, 36, 896])
 def test_norms(dtype: torch.dtype, width: int):
     x, delta, weight = put((normal(7, width), normal(7, width, seed=1), normal(width)), dtype)
-    assert_close(rms_norm.launch(x, weight, 1e-6), rms_norm.reference(x, weight, 1e-6), dtype)
+    for shift in (0.0, 1.0):
+        assert_close(rms_norm.launch(x, weight, 1e-6, shift), rms_norm.reference(x, weight, 1e-6, shift), dtype)
     assert_close(rms_norm.add_launch(delta, x, weight, 1e-6), rms_norm.add_reference(delta, x, weight, 1e-6), dtype)
     index = torch.tensor([6, 0, 6]).int().to(DEVICE)
     normed, rows = rms_norm.rows_launch(x, index, weight, 1e-6)
@@ -124,6 +126,9 @@ def test_edges(dtype: torch.dtype):
 def test_silu_mul(dtype: torch.dtype):
     x = put(normal(5, 2 * 1037) * 4, dtype)
     assert_close(silu_mul.launch(x), silu_mul.reference(x), dtype)
+    assert_close(silu_mul.launch(x, True), silu_mul.reference(x, True), dtype)
+    logits = x.float() * 9
+    assert_close(soft_cap.launch(logits, 5.0), soft_cap.reference(logits, 5.0), torch.float32)
 
 
 @kernel_test
@@ -136,10 +141,10 @@ def test_rope_kv_write(dtype: torch.dtype, heads: int, groups: int, width: int, 
          normal(width, seed=1)), dtype,
     )  # fmt: skip
     position, slot = (torch.tensor(index).int().to(DEVICE) for index in ([4, 49, 0, 7, 8], [3, 11, 6, 5, 10]))
-    norms = (q_norm, k_norm, 1e-6) if norm else (None, None, 0.0)
-    want = rope.reference(x, table, position, slot, k, v, heads, *norms)
-    got = rope.launch(x, table, position, slot, k, v, heads, *norms)
-    assert_close((got, k, v), want, dtype)
+    for norms in ((q_norm, k_norm, 1e-6), (q_norm, k_norm, 1e-6, 1.0)) if norm else ((None, None, 0.0),):
+        want = rope.reference(x, table, position, slot, k, v, heads, *norms)
+        got = rope.launch(x, table, position, slot, k, v, heads, *norms)
+        assert_close((got, k, v), want, dtype)
 
 
 @kernel_test

@@ -127,6 +127,16 @@ CASES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     },
+    "gemma2-mixed": {"sliding_window": 11, "head_dim": 24, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 4.0},
+    "gemma2-biases-no-caps": {
+        "head_dim": 16,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "gemma3-mixed": {"sliding_window": 11, "head_dim": 24, "num_hidden_layers": 7, "query_pre_attn_scalar": 30},
+    "gemma3-capped": {"sliding_window": 30, "head_dim": 16, "final_logit_softcapping": 5.0},
     "qwen3-gqa2-biases": {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 16, "attention_bias": True},
 }
 
@@ -263,6 +273,17 @@ def test_logprobs_and_greedy_ids_equal_transformers(loaded: Loaded, page_size: i
         assert logprob_error(loaded.reference, row) < TOLERANCE
     assert rows[0].tokens == greedy(loaded.reference, prompts[0], new_tokens)
     assert len(set(rows[0].tokens[-64:])) > 4  # the text is not one repeated token
+
+
+def test_bits_do_not_depend_on_the_schedule(loaded: Loaded) -> None:
+    """Other chunks, pages, neighbours and padding: the same logits."""
+    first, *others = (
+        run_paged(loaded.params, loaded.spec, prompts_for(loaded.spec), 40, page_size=size, seed=seed)
+        for size, seed in ((16, 5), (1, 6), (4, 7))
+    )
+    for rows in others:
+        for row, want in zip(rows, first, strict=True):
+            assert row.tokens == want.tokens and torch.equal(torch.stack(row.logits), torch.stack(want.logits))
 
 
 def test_negative_control(loaded: Loaded) -> None:

@@ -1,0 +1,72 @@
+"""Gemma 2: norms before and behind attention and MLP, which multiply by 1 + weight; scaled embeddings, capped scores
+and logits, a window in every other layer.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fengine.errors import UnsupportedArchitectureError
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, READ, SPEED
+from fengine.models.reader import FULL, GELU, SLIDING, ConfigReader, decoder_spec, windowed
+from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
+
+OWN = (
+    "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
+    "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention",
+)  # fmt: skip
+FIELDS = {
+    **DECODER, **dict.fromkeys(OWN, READ), "cache_implementation": SPEED,
+    "hidden_act": "an older name that transformers does not look at: hidden_activation counts",
+}  # fmt: skip
+DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+
+
+def gemma_spec(config: Config, architecture: str, **switches: Any) -> ModelSpec:
+    """What Gemma 2 and 3 share, without windows. Pure. Errors: as `reader.decoder_spec`."""
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedArchitectureError("use_bidirectional_attention = true is not supported.")
+    read = ConfigReader(config)
+    bias, hidden = read.flag("attention_bias"), read.size("hidden_size", 1 << 20)
+    scale = read.number("query_pre_attn_scalar", 0.0, 1e9, default=256.0) ** -0.5
+    cap = read.number("final_logit_softcapping", 0.0, 1e9) if config["final_logit_softcapping"] is not None else 0.0
+    read.done(architecture)
+    return decoder_spec(
+        config, architecture, activation=("hidden_activation", GELU), gelu=True, qkv_bias=bias, o_bias=bias,
+        norm_shift=1.0, embed_scale=hidden**0.5, attention_scale=scale, logit_cap=cap, **switches,
+    )  # fmt: skip
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    read = ConfigReader(config)
+    cap = read.number("attn_logit_softcapping", 0.0, 1e9) if config["attn_logit_softcapping"] is not None else 0.0
+    window = None if config["sliding_window"] is None else read.size("sliding_window", 1 << 27)
+    read.done(FAMILY.architecture)
+    spec = gemma_spec(config, FAMILY.architecture, attention_cap=cap)
+    types = [FULL if index % 2 else SLIDING for index in range(spec.num_layers)]
+    return windowed(spec, window, config.get("layer_types") or types)
+
+
+def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Pure."""
+    return [
+        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
+        *attention_weights(spec, layer),
+        layer.norm("attn_post_norm_D", "post_attention_layernorm", spec.hidden_size),
+        layer.norm("mlp_norm_D", "pre_feedforward_layernorm", spec.hidden_size),
+        *mlp_weights(spec, layer),
+        layer.norm("mlp_post_norm_D", "post_feedforward_layernorm", spec.hidden_size),
+    ]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    return decoder_weights(spec, layer_weights)
+
+
+FAMILY = Family("Gemma2ForCausalLM", "gemma2", FIELDS, spec_from_hf, dict(DEFAULTS), weights=weights)

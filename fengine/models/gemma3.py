@@ -1,0 +1,59 @@
+"""Gemma 3, text: Gemma 2 without the cap on scores, with norms on q and k, and windows in five of six layers, whose
+rotary embedding has a base of its own.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from fengine.errors import UnsupportedArchitectureError
+from fengine.models import gemma2
+from fengine.models.family import Family
+from fengine.models.fields import READ
+from fengine.models.gemma2 import gemma_spec, weights
+from fengine.models.reader import FULL, SLIDING, ConfigReader, rope_spec, windowed
+from fengine.models.rope import LOCAL
+from fengine.models.spec import Config, LayerKind, ModelSpec
+
+FIELDS = {
+    **gemma2.FIELDS, "sliding_window_pattern": READ, "rope_local_base_freq": READ,
+    "_sliding_window_pattern": "what layer_types was made of",
+}  # fmt: skip
+DEFAULTS = {**gemma2.DEFAULTS, "final_logit_softcapping": None, "attn_logit_softcapping": None}
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    if config["attn_logit_softcapping"] is not None:
+        raise UnsupportedArchitectureError("attn_logit_softcapping is not one of Gemma 3.")
+    far, near = _ropes(config)
+    spec = gemma_spec(
+        config | {"rope_parameters": far, "rope_scaling": None, "rope_theta": None}, FAMILY.architecture, qk_norm=True
+    )
+    read, part = ConfigReader(config), ConfigReader({"rope_parameters": near})
+    local = rope_spec(part, spec.head_dim, spec.max_position)
+    window = None if config["sliding_window"] is None else read.size("sliding_window", 1 << 27)
+    pattern = read.size("sliding_window_pattern", 1 << 12, default=6)
+    read.problems += part.problems
+    read.done(FAMILY.architecture)
+    found = [FULL if (index + 1) % pattern == 0 else SLIDING for index in range(spec.num_layers)]
+    types = config.get("layer_types") or found
+    kinds = tuple(LayerKind(rope=LOCAL if kind == SLIDING else "rope_MK") for kind in types)
+    return windowed(replace(spec, rope_local=local, kinds=kinds), window, types)
+
+
+def _ropes(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of full layers and of sliding ones, as in `rope_parameters` per layer type, or by the keys of transformers 4."""
+    both = config.get("rope_parameters") or {}
+    if not isinstance(both, dict) or any(key not in (FULL, SLIDING) for key in both):
+        raise UnsupportedArchitectureError(f"rope_parameters must be per layer type, got {both!r:.200}.")
+    scaling = config.get("rope_scaling") or {}
+    if both and scaling:
+        raise UnsupportedArchitectureError("rope_scaling beside rope_parameters: remove one.")
+    far = {"rope_theta": config.get("rope_theta", 1_000_000.0), **scaling, **(both.get(FULL) or {})}
+    near = {"rope_theta": config.get("rope_local_base_freq", 10_000.0), **(both.get(SLIDING) or {})}
+    return far, near
+
+
+FAMILY = Family(
+    "Gemma3ForCausalLM", "gemma3_text", FIELDS, spec_from_hf, DEFAULTS, base="Gemma3Text", weights=weights
+)  # fmt: skip
