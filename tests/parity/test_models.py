@@ -127,7 +127,14 @@ CASES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     },
-    "gemma2-mixed": {"sliding_window": 11, "head_dim": 24, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 4.0},
+    "gemma2-mixed": {
+        "sliding_window": 11,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 40,
+        "attn_logit_softcapping": 4.0,
+        "tie_word_embeddings": False,
+        "seed": 3,
+    },
     "gemma2-biases-no-caps": {
         "head_dim": 16,
         "attn_logit_softcapping": None,
@@ -135,8 +142,22 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": False,
     },
-    "gemma3-mixed": {"sliding_window": 11, "head_dim": 24, "num_hidden_layers": 7, "query_pre_attn_scalar": 30},
-    "gemma3-capped": {"sliding_window": 30, "head_dim": 16, "final_logit_softcapping": 5.0},
+    "gemma3-mixed": {
+        "sliding_window": 11,
+        "head_dim": 24,
+        "num_hidden_layers": 7,
+        "query_pre_attn_scalar": 30,
+        "tie_word_embeddings": False,
+    },
+    "gemma3-capped": {
+        "sliding_window": 30,
+        "head_dim": 16,
+        "final_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 20,
+        "tie_word_embeddings": False,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "seed": 2,
+    },
     "qwen3-gqa2-biases": {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 16, "attention_bias": True},
 }
 
