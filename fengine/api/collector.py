@@ -18,8 +18,6 @@ from fengine.errors import InvalidRequestError, NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
 
-Post = Callable[..., Any]  # of (function, argument): calls it in the event loop; callable from any thread
-
 
 class IndexQueue:
     """Indices of requests that have new output, for one reader at a time in the event loop's thread: `asyncio.Queue` at
@@ -57,12 +55,10 @@ class OutputCollector:
     def __init__(
         self, context: EngineContext, requests: Sequence[CheckedRequest], *, stream: bool, single: bool,
         loop: asyncio.AbstractEventLoop | None, deltas: bool = False, pace: Callable[[], float] | None = None,
-        post: Post | None = None,
     ) -> None:  # fmt: skip
         """Queues the requests. A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with
         which all but the last are `brief`, too. Between the first and the last chunk of a request, none comes before
-        the moment (perf_counter) that `pace` gave when the one before was read. `post` replaces
-        `loop.call_soon_threadsafe`.
+        the moment (perf_counter) that `pace` gave when the one before was read.
 
         Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
         SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
@@ -74,7 +70,7 @@ class OutputCollector:
             self.brief or stream and (context.args.incremental_streaming_output or context.args.stream_output)
         )
         self.ready: Any = IndexQueue() if loop else queue.SimpleQueue()
-        self.post, self.pace = post or (loop and loop.call_soon_threadsafe), pace
+        self.post, self.pace = loop and loop.call_soon_threadsafe, pace
         self.not_before = [0.0] * len(requests)
         self.dirty = [False] * len(requests)
         self.sent = [("", 0)] * len(requests)

@@ -78,7 +78,7 @@ class Routes:
         body = await read_json(request, service.config)
         begun = await service.generate(body, path)
         asked, form, call = begun.request, begun.form, begun.call
-        envelope = Envelope.of(form, asked.stream, body["model"], service.fingerprint)
+        envelope = Envelope.of(form, asked.stream, service.adapter_of(body) or service.model, service.fingerprint)
         if asked.stream:
             return EventStream(Events(call, asked, form, envelope), service)
         try:
@@ -96,7 +96,7 @@ class Routes:
             outputs = await service.outputs(call.wait_async(), gone(request.receive))
         finally:
             service.end(call.collector)
-        return JSONResponse(embeddings.answer(outputs, body["model"], as_base64))
+        return JSONResponse(embeddings.answer(outputs, service.adapter_of(body) or service.model, as_base64))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(self.service.cards().values())})

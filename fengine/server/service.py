@@ -5,7 +5,6 @@ import hashlib
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from fengine.api.outputs import Output
 from fengine.errors import ConfigError
 from fengine.server import chat, completions, embeddings
 from fengine.server.config import ServerConfig
-from fengine.server.errors import ApiError, api_error_of, missing
+from fengine.server.errors import ApiError, api_error_of
 from fengine.server.metrics import Meter
 from fengine.server.openai_body import READERS, OpenAIRequest
 from fengine.server.responses import Form
@@ -37,29 +36,6 @@ Result = TypeVar("Result")
 
 class ClientGone(Exception):
     """The client has closed its connection; nobody reads the answer."""
-
-
-class Post:
-    """`loop.call_soon_threadsafe`, but what comes while the loop has not been woken yet travels together: a step that
-    brings news for many streams wakes the loop once. Callable from any thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
-        self._woken = False
-
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Errors: RuntimeError if the loop is closed."""
-        self._calls.append((function, arguments))
-        if not self._woken:
-            self._woken = True
-            self.loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        self._woken = False  # first: what is appended from here on wakes the loop again
-        while self._calls:
-            function, arguments = self._calls.popleft()
-            function(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +62,6 @@ class Service:
         self._lock = threading.Lock()  # of `rows`
         self._template_facts = cache(partial(chat.template_facts, self.tokenizer))
         self._pool = ThreadPoolExecutor(THREADS, "fengine-serve")
-        self._post: Post | None = None
         self._probe: asyncio.Future[Any] | None = None
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -114,18 +89,17 @@ class Service:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    async def generate(self, body: Mapping[str, Any], path: str) -> "Begun":
+    async def generate(self, body: Mapping[str, Any], path: str) -> Begun:
         """A body of completions or of chat completions, checked and queued; `end` its call. Errors: ApiError."""
         adapter = self.adapter_of(body)
         if adapter is not None:
             if body.get("lora_path") not in (None, adapter):
                 raise ApiError(400, "model and lora_path name two adapters; give one.", "lora_path", "invalid_value")
             body = {**body, "lora_path": adapter}
-        self._post = self._post or Post(asyncio.get_running_loop())
-        begin = partial(self._begin_generate, body, path, self._post)
+        begin = partial(self._begin_generate, body, path, asyncio.get_running_loop())
         return await self._in_thread(begin, lambda begun: self.end(begun.call))
 
-    def _begin_generate(self, body: Mapping[str, Any], path: str, post: "Post") -> "Begun":
+    def _begin_generate(self, body: Mapping[str, Any], path: str, loop: asyncio.AbstractEventLoop) -> Begun:
         words: Mapping[str, str] = {}
         try:
             request = READERS[path](body, self.config.max_samples)
@@ -139,7 +113,7 @@ class Service:
             req = GenerateReqInput(**arguments, stream=request.stream)
             call = self._holding(
                 request.prompts * request.samples,
-                lambda: self.engine.submit(req, post.loop, deltas=True, pace=self._pace, post=post),
+                lambda: self.engine.submit(req, loop, deltas=True, pace=self._pace),
             )
             return Begun(request, form, call)
         except Exception as error:
@@ -200,13 +174,14 @@ class Service:
     # -- what the server tells about itself ----------------------------------------------------------------------------
 
     def adapter_of(self, body: Mapping[str, Any]) -> str | None:
-        """The LoRA adapter that a body's model is; None: it is the model itself. Errors: ApiError (400, 404)."""
-        name, adapters = body.get("model"), self.engine.lora_adapters()
-        if name is None:
-            raise missing("model")
+        """The LoRA adapter that a body's model is; None: the model itself, which it is without a name or as "default".
+
+        Errors: ApiError (400, 404).
+        """
+        name, adapters = body.get("model") or "default", self.engine.lora_adapters()
         if not isinstance(name, str):
             raise ApiError(400, f"model must be a string, got {name!r:.80}.", "model", "invalid_value")
-        if name == self.model:
+        if name in (self.model, "default"):
             return None
         if name not in adapters:
             known = ", ".join([self.model, *adapters])
