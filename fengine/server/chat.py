@@ -47,10 +47,11 @@ def prepare(
     values = _template_values(chat, facts)
     ids = encode(chat.messages, chat.tools, chat.add_generation_prompt, values)
     sampling = dict(request.arguments["sampling_params"])
-    form = facts.form if chat.tools is not None and not chat.forced else None
+    constrained = chat.forced or any(name in sampling for name in GRAMMARS)
+    channels = facts.form is not None and facts.form.name == "harmony" and not constrained
+    form = facts.form if channels or chat.tools is not None and not chat.forced else None
     if form is not None and facts.hidden:
         sampling.setdefault("skip_special_tokens", False)
-    constrained = chat.forced or any(name in sampling for name in GRAMMARS)
     thinks = facts.thinks and chat.separate_reasoning and not constrained
     opened = thinks and tokenizer.decode(ids[-8:], False).rstrip().endswith("<think>")
     if chat.forced:
@@ -117,6 +118,8 @@ class ChatForm:
         found = parser.feed(text, last=finish_reason(output) is not None)
         content = found.content + "".join(call.text for call in found.calls if call.problem)
         named = {"reasoning_content": found.reasoning, "content": content}
+        if self.request.chat is not None and not self.request.chat.separate_reasoning:
+            named = {"content": found.reasoning + content}
         return {k: v for k, v in named.items() if v} | self._calls(index, found.calls, streamed)
 
     def _calls(self, index: int, calls: tuple[ToolCall, ...], streamed: bool) -> dict[str, Any]:

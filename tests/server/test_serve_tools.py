@@ -49,23 +49,23 @@ def client(server: Live) -> Iterator[Any]:
         yield client
 
 
+def scripted(engine: Engine, text: str) -> dict[str, Any]:
+    """The fields of a body whose answer is a given text."""
+    assert engine.tokenizer is not None
+    ids = iter([*engine.tokenizer.encode(text, add_special_tokens=False), *[EOS] * 4])
+
+    def script(logits: Any, params: Any) -> Any:
+        logits[:] = float("-inf")
+        logits[:, next(ids)] = 0.0
+        return logits
+
+    engine.register_logit_processor("script", script)
+    return {"model": "box", "messages": CHAT, "temperature": 0, "extra_body": {"custom_logit_processor": "script"}}
+
+
 @pytest.fixture
 def say(engine: Engine) -> Callable[[str], dict[str, Any]]:
-    """The fields of a body whose answer is a given text."""
-
-    def say(text: str) -> dict[str, Any]:
-        assert engine.tokenizer is not None
-        ids = iter([*engine.tokenizer.encode(text, add_special_tokens=False), *[EOS] * 4])
-
-        def script(logits: Any, params: Any) -> Any:
-            logits[:] = float("-inf")
-            logits[:, next(ids)] = 0.0
-            return logits
-
-        engine.register_logit_processor("script", script)
-        return {"model": "box", "messages": CHAT, "temperature": 0, "extra_body": {"custom_logit_processor": "script"}}
-
-    return say
+    return lambda text: scripted(engine, text)
 
 
 def gathered(chunks: Any) -> dict[str, Any]:
@@ -137,6 +137,29 @@ def test_thoughts_are_told_apart(client: Any, say: Any) -> None:
     assert (message.reasoning_content, message.content) == ("It is July.", "Yes.")
     parts = gathered(client.chat.completions.create(**say("<think>\nIt is July.\n</think>\n\nYes."), stream=True))
     assert (parts["reasoning_content"], parts["content"]) == ("It is July.", "Yes.")
+
+
+def test_channels_are_told_apart_with_and_without_tools() -> None:
+    """gpt-oss's template; the markers are plain text to this tokenizer."""
+    text = "<|channel|>analysis<|message|>It is July.<|start|>assistant<|channel|>"
+    call = text + 'commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}'
+    template = "{{ tools }}{# functions #}" + TURNS + "<|start|>assistant{# <|channel|> #}"
+    with (
+        Engine(
+            model_path="box", enable_torch_compile=False, enable_custom_logit_processor=True, chat_template=template
+        ) as engine,
+        live(engine) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        final = scripted(engine, text + "final<|message|>Yes.")
+        message = client.chat.completions.create(**final).choices[0].message
+        assert (message.reasoning_content, message.content) == ("It is July.", "Yes.")
+        final = scripted(engine, text + "final<|message|>Yes.")
+        final["extra_body"] |= {"separate_reasoning": False}
+        assert client.chat.completions.create(**final).choices[0].message.content == "It is July.Yes."
+        choice = client.chat.completions.create(**scripted(engine, call), tools=TOOLS).choices[0]
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "Paris"}'
+        assert choice.finish_reason == "tool_calls" and choice.message.reasoning_content == "It is July."
 
 
 def test_a_loop_of_two_tools(client: Any, say: Any) -> None:
