@@ -8,13 +8,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 # pyright: reportUnsupportedDunderAll=false
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "ServerArgs", "__version__"]
+__all__ = ["Engine", "EngineConfig", "SamplingParams", "ServerArgs", "__version__", "evaluate"]
 
 _HOME = {
     "Engine": "fengine.api.engine",
     "EngineConfig": "fengine.config",
     "SamplingParams": "fengine.core.request",
     "ServerArgs": "fengine.api.server_args",
+    "evaluate": "fengine.eval.evaluate",
 }
 
 

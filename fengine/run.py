@@ -6,8 +6,10 @@ Exit codes: 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 13
 
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 
-from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE
+from fengine.errors import ConfigError
+from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
 from fengine.eval.commands import diff, evaluate, lm_eval, merge, prompts, report, rerun, serve, verify
 
 __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
@@ -29,7 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])
+    if words and prompts.is_prompt(words[0]):
+        return prompts.main([prompts.prompt_override(words[0]), *words[1:]])
+    if words and words[0].isidentifier() and words[0].islower():
+        return ended(lambda: _refuse(words[0]))
     return prompts.main(words)
+
+
+def _refuse(word: str) -> int:
+    """Errors: ConfigError, always."""
+    near = get_close_matches(word, COMMANDS, 1)
+    hint = f"did you mean fengine {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    raise ConfigError(f"no command {word!r:.80}; {hint}\nfengine --help shows what can be set: key=value")
 
 
 if __name__ == "__main__":

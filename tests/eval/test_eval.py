@@ -198,6 +198,11 @@ def test_every_prefix_of_the_journal_resumes(whole: tuple[Point, Path], tmp_path
             shutil.rmtree(folder)
 
 
+def test_nothing_scored_is_told(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["eval", "task=jsonl", "task.data=rows.jsonl", "view=plain", "out=u"]) == run.OK
+    assert "nothing was scored: add for example task.match=exact task.target=answer" in capsys.readouterr().err
+
+
 def crashing(monkeypatch: pytest.MonkeyPatch, left: int) -> Callable[[], int]:
     """From now on the process dies at system call number `left` that changes the disk; a write is torn by it."""
     calls = {"left": left}

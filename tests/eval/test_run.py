@@ -293,6 +293,26 @@ def test_the_file_of_another_run_is_not_overwritten(
     assert Path("o.jsonl").read_bytes() == before and len(engines) == 1
 
 
+def test_one_prompt_runs_as_it_stands(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["What is it's name?"], ["prompts=What is its name?"], ["is a = b so?"]):
+        assert run.main([*words, "view=quiet"]) == run.OK
+    assert [engine.calls[0]["prompt"] for engine in engines] == [
+        *("What is it's name?", "What is its name?", "is a = b so?")
+    ]
+    for word, said in (("serv", "did you mean fengine serve?"), ("help", "there are eval")):
+        assert run.main([word]) == run.USAGE and said in capsys.readouterr().err
+
+
+def test_escapes_are_what_they_say(engines: list[FakeEngine]) -> None:
+    """A value typed in a shell holds a backslash and an n; the run, and its record, hold what is meant."""
+    words = [r"""prompts=["a\nb\tc", 'd\\ne']""", r"""sampling.stop=["\n\n"]""", "view=quiet", "out=o.jsonl"]
+    assert run.main(words) == run.OK
+    assert [call["prompt"] for call in engines[0].calls] == ["a\nb\tc", "d\\ne"]
+    assert engines[0].calls[0]["sampling_params"]["stop"] == ["\n\n"]
+    config = json.loads(Path("o.jsonl.run/manifest.json").read_text())["identity"]["config"]
+    assert config["sampling.stop"] == ["\n\n"] and config["task.prompts"] == ["a\nb\tc", "d\\ne"]
+
+
 def test_interrupt_ends_a_sweep(engines: list[FakeEngine]) -> None:
     assert run.main(["prompts=[interrupt]", "-m", "seed=1,2,3", "view=quiet"]) == run.INTERRUPTED
     assert len(engines[0].calls) == 1

@@ -229,7 +229,13 @@ def point_of(
     job: DictConfig, node: DictConfig, directory: str, overrides: Sequence[str], swept: tuple[str, ...], schema: Schema
 ) -> Point:
     """A composed config and its `hydra` node as a checked value. Errors: ConfigError with every problem."""
+    given = {word.partition("=")[0].lstrip("+") for word in overrides}
     try:
+        for key in given.intersection(guard.TEXT_KEYS):
+            value = OmegaConf.select(job, key)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            if value is not None:
+                OmegaConf.update(job, key, guard.unescaped(value))
         run = OmegaConf.to_object(job)
     except OmegaConfBaseException as error:
         raise ConfigError(guard.explained(error, schema)) from error

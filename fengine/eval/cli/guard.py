@@ -5,6 +5,7 @@ Besides, errors of Hydra, OmegaConf and YAML as lines that a user can act on. No
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +59,24 @@ FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+# Values that are texts: on the command line, whose grammar knows no escapes, \n and \t in them are the characters.
+TEXT_KEYS = ("task.prompt", "task.stop", "task.delimiter", "sampling.stop", "prompts")
+_ESCAPE = re.compile(r"(\\+)([nrt])")
 MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
+
+
+def unescaped(value: Any) -> Any:
+    """Texts, also in lists and objects, with \\n, \\r and \\t as characters; \\\\n is a backslash and an n. Pure."""
+    if isinstance(value, str):
+        return _ESCAPE.sub(_character, value)
+    if isinstance(value, dict):
+        return {key: unescaped(item) for key, item in value.items()}
+    return [unescaped(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _character(match: re.Match[str]) -> str:
+    kept, odd = divmod(len(match[1]), 2)
+    return "\\" * kept + ({"n": "\n", "r": "\r", "t": "\t"}[match[2]] if odd else match[2])
 
 
 def check_yaml(path: Path) -> None:

@@ -41,8 +41,8 @@ def launch(command: Namespace, schema: Schema, home: Path, points: Sequence[Poin
         launcher: Any = kinds[LAUNCHERS[name].target](**settings)
         context = HydraContext(main.config_loader, Callbacks())
         launcher.setup(hydra_context=context, task_function=partial(_one, work, schema), config=master)
-        own = ["hydra.output_subdir=null", f"hydra.sweep.dir={_quoted(str(home))}"]
-        subs = [f"hydra.sweep.subdir={_quoted(str(point.directory.relative_to(home)))}" for point in points]
+        own = ["hydra.output_subdir=null", f"hydra.sweep.dir={quoted(str(home))}"]
+        subs = [f"hydra.sweep.subdir={quoted(str(point.directory.relative_to(home)))}" for point in points]
         words = [[*point.overrides, *own, sub] for point, sub in zip(points, subs, strict=True)]
         done = launcher.launch(words, initial_job_idx=0)
     return [one._return_value if one.status is JobStatus.COMPLETED else None for one in done]
@@ -58,7 +58,7 @@ def _one(work: Work, schema: Schema, job: DictConfig) -> int:
     return code
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A text as a value of Hydra's grammar. Pure."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 

@@ -17,13 +17,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fengine.errors import ConfigError
 from fengine.eval.cli.compose import parsed, writable
-from fengine.eval.cli.guard import explained, unknown
+from fengine.eval.cli.guard import TEXT_KEYS, explained, unescaped, unknown
 from fengine.eval.cli.schema import Schema
 
 
 def restore(recorded: Mapping[str, Any], changes: Sequence[str], schema: Schema) -> Any:
     """The config of `schema` that `flat` gave as `recorded` ("section.key" → JSON value), with `changes` (key=value).
     Keys that were not recorded have their defaults. Errors: ConfigError with every problem."""
+    if schema.program == "fengine eval" and all(recorded.get(name) is None for name in ("task.data", "task.prompts")):
+        raise ConfigError("the run's task is an object of Python: run it again with fengine.evaluate(task, engine)")
     values = dict(recorded)
     strange = sorted(set(values) - set(_leaves(schema.keys)))
     if strange:
@@ -90,7 +92,7 @@ def _change(word: str, schema: Schema) -> tuple[str, Any]:
         raise ConfigError(unknown(key, schema.keys))
     node = writable(OmegaConf.structured(schema.keys))
     try:
-        OmegaConf.update(node, key, given.value())
+        OmegaConf.update(node, key, unescaped(given.value()) if key in TEXT_KEYS else given.value())
         value = OmegaConf.select(node, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error, schema)) from error

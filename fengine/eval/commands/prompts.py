@@ -16,6 +16,7 @@ from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, composed
 from fengine.eval.cli.compose import jobs
 from fengine.eval.cli.engines import EngineCache, model_directory
 from fengine.eval.cli.figures import place
+from fengine.eval.cli.launch import quoted
 from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.runs.config import RUN, RunConfig, evaluation_of
 from fengine.eval.runs.digests import has_chat_template, local_directory
@@ -48,6 +49,16 @@ def main(argv: Sequence[str]) -> int:
             return code
 
     return composed(argv, RUN, work)
+
+
+def is_prompt(word: str) -> bool:
+    """Whether an argument is a prompt as it stands: it has a blank before any =. Pure."""
+    return any(c.isspace() for c in word.partition("=")[0].strip()) and not word.startswith("-")
+
+
+def prompt_override(text: str) -> str:
+    """The argument that gives one prompt. Pure."""
+    return f"prompts=[{quoted(text)}]"
 
 
 def _in_place(job: Point | BadPoint) -> Any:

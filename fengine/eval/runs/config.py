@@ -140,10 +140,17 @@ FREE = ("out", "resume", "journal", "trace", "max_errors", "show", "view")
 def evaluation_of(config: RunConfig, builtin: tuple[Any, ...]) -> EvalConfig:
     """The evaluation that a run of prompts is; `builtin` are the rows of one that names none. Pure."""
     prompts = builtin if config.prompts is None else config.prompts
+    if isinstance(prompts, str) and is_prompt(prompts):
+        prompts = [prompts]
     rows: dict[str, Any] = {"data": prompts} if isinstance(prompts, str) else {"prompts": tuple(prompts)}
     task = TaskConfig("prompts", format=Format.prompts, chat=config.chat, target=None, match=Match.none, **rows)
     shared = ("engine", "sampling", "seed", "adapter", "resume", "trace", "max_errors", "show", "view")
     return EvalConfig(task=task, **{name: getattr(config, name) for name in shared})
+
+
+def is_prompt(text: str) -> bool:
+    """Whether what could be a file's name is one prompt: it has a blank in it and no suffix of a file. Pure."""
+    return any(c.isspace() for c in text.strip()) and not text.lower().endswith((".txt", ".jsonl"))
 
 
 def check_run(config: RunConfig) -> list[str]:

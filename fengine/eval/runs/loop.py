@@ -319,7 +319,8 @@ def _shown(entry: Entry) -> Shown:
     prompt = prompt or count(len(first["prompt"]), "token id")
     note = ", ".join(f"{name} {value}" for name, value in record["scores"].items())
     tokens = f"{entry.head[6]:,} → {count(entry.head[7], 'token')}, {first['finish_reason']['type']}"
-    return Shown(number, prompt, first["text"] or str(first["output_ids"]), note or tokens)
+    ids = str(first["output_ids"]) if len(first["output_ids"]) > 1 else ""  # of a run without a tokenizer
+    return Shown(number, prompt, first["text"] or ids, note or tokens)
 
 
 def _prompt(data: dict[str, Any]) -> str:

@@ -5,9 +5,9 @@ was interrupted and ends with the same bytes.
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -195,6 +195,8 @@ class Run:
         rows = ("rows", _told(metrics["rows"], metrics["failed"]) + took)
         found = [(name, figure(metric)) for name, metric in metrics["metrics"].items()]
         screen.figures([rows, *found, *figures, out])
+        if not found and self.export is None and metrics["failed"] < metrics["rows"]:
+            screen.note("nothing was scored: add for example task.match=exact task.target=answer")
         return (FAILED if metrics["failed"] else OK), metrics
 
     def _export_rest(self, export: Export) -> None:
@@ -212,11 +214,8 @@ def _complete(work: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(asyncio.run(work)))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def _told(rows: int, failed: int) -> str:

@@ -1,0 +1,87 @@
+"""`fengine.evaluate`: a task that is an object of a user, through an engine that is open."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from eval_fakes import FakeEngine
+
+import fengine
+from fengine import run
+from fengine.config import EngineConfig
+from fengine.errors import EngineDeadError, FengineError, ResumeMismatchError
+from fengine.eval.runs import manifest
+from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores
+
+
+class Reversal:
+    """A metric of one's own: whether the answer begins with the prompt reversed."""
+
+    name, version = "reversal", "1"
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = list(words)
+
+    def rows(self) -> Iterator[Row | BadRow]:
+        return (Row(f"w{i}", {"word": word}) for i, word in enumerate(self.words))
+
+    def asks(self, row: Row) -> list[Ask]:
+        return [Ask(row.data["word"], {}, "generate")]
+
+    def score(self, row: Row, answers: list[Answer]) -> Scores:
+        return {"reversed": answers[0].text.startswith(row.data["word"][::-1])}
+
+    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
+        values = [float(one["reversed"]) for one in scores]
+        return {"share": Metric(sum(values) / len(values), 0.0, len(values))}
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(manifest, "code_digest", lambda: "one")
+    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
+    return FakeEngine(EngineConfig())
+
+
+def test_a_task_of_ones_own(engine: FakeEngine, capsys: Any) -> None:
+    task = Reversal(["one", "two", "sick"])
+    metrics = fengine.evaluate(task, engine, "r", seed=3)
+    assert (metrics["rows"], metrics["failed"], metrics["metrics"]["share"]["value"]) == (3, 1, 1.0)
+    assert capsys.readouterr().out == ""
+    identity = json.loads(Path("r/manifest.json").read_text())["identity"]
+    assert len(identity["task"]["source_sha256"]) == 64 and identity["config"]["sampling.temperature"] == 0.0
+    engine.sick = False
+    assert fengine.evaluate(task, engine, "r", seed=3)["failed"] == 0
+    assert engine.prompts == ["one", "two", "sick", "sick"], "rows that were good are not asked again"
+    with pytest.raises(ResumeMismatchError, match="seed: 3 → 4"):
+        fengine.evaluate(task, engine, "r", seed=4)
+    assert run.main(["diff", "r", "r"]) == run.main(["report", "r"]) == run.OK
+    capsys.readouterr()
+    for command in ("verify", "rerun"):
+        assert run.main([command, "r"]) == run.USAGE
+        assert "fengine.evaluate" in capsys.readouterr().err
+
+
+def test_inside_a_running_loop_as_in_a_notebook(engine: FakeEngine) -> None:
+    async def cell() -> Any:
+        return fengine.evaluate(Reversal(["one"]), engine)
+
+    assert asyncio.run(cell())["rows"] == 1
+    assert len(list(Path("runs").glob("*/*/outputs.jsonl"))) == 1
+
+
+def test_what_ends_early_is_raised(engine: FakeEngine) -> None:
+    with pytest.raises(EngineDeadError):
+        fengine.evaluate(Reversal(["death"]), engine, "d")
+    with pytest.raises(FengineError, match="max_errors=0"):
+        fengine.evaluate(Reversal(["sick", "one"]), engine, "e", max_errors=0)
+    with pytest.raises(FengineError, match="first 20 rows failed alike"):
+        fengine.evaluate(Reversal(["sick"] * 30), engine, "f")
