@@ -1,5 +1,6 @@
 """What an engine tells about itself, in SGLang's shapes."""
 
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -111,6 +112,8 @@ def model_info(parts: Parts, args: ServerArgs) -> dict[str, Any]:
         "load_format": args.load_format,
         "has_image_understanding": False,
         "has_audio_understanding": False,
+        "num_parameters": sum(math.prod(place.shape) for place in parts.weights.places.values()),
+        "weight_dtypes": sorted({str(place.leaf.dtype) for place in parts.weights.places.values()}),
         "model_type": config.get("model_type"),
         "architectures": [parts.spec.architecture],
         "reasoning_parser": None,

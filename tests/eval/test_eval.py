@@ -26,8 +26,9 @@ from fengine import run
 from fengine.config import EngineConfig
 from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.cli import engines as engines_file
-from fengine.eval.cli.compose import conf_dir, parse, points
+from fengine.eval.cli.compose import parse, points
 from fengine.eval.cli.engines import EngineCache
+from fengine.eval.cli.files import conf_dir
 from fengine.eval.cli.schema import Point
 from fengine.eval.cli.view import QuietView
 from fengine.eval.commands import evaluate

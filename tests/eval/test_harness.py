@@ -17,8 +17,8 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 from fengine.eval.harness import reads
+from fengine.eval.harness.engine import engine_facts
 from fengine.eval.harness.gen_kwargs import cut_text, generation_of, seeds
-from fengine.eval.harness.identity import engine_facts
 from fengine.eval.harness.texts import Texts
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.hub import BOX

@@ -15,7 +15,8 @@ pytest.importorskip("hydra")
 from fengine.config import Dtype, EngineConfig, Numerics, Policy
 from fengine.errors import ConfigError
 from fengine.eval.cli import compose as composing
-from fengine.eval.cli.compose import conf_dir, inspect, is_inspection, parse
+from fengine.eval.cli.compose import inspect, is_inspection, parse
+from fengine.eval.cli.files import conf_dir
 from fengine.eval.cli.schema import Point, Schema
 from fengine.eval.runs.config import RUN, RunConfig, SamplingConfig, View
 

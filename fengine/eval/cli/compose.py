@@ -5,7 +5,6 @@ Hydra reads flags, files and overrides and multiplies a sweep out. Its jobs are 
 What a config may hold is decided in `guard.py`.
 """
 
-import copy
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
@@ -32,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import guard
+from fengine.eval.cli.files import ConfigFiles, conf_dir
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 
 MAX_POINTS = 1000
@@ -106,34 +105,6 @@ def inspect(command: Namespace, schema: Schema) -> None:
 # -- Hydra -------------------------------------------------------------------------------------------------------------
 
 
-def conf_dir() -> Path:
-    """Our YAML files: inside the package when installed, beside it in a checkout."""
-    package = Path(fengine.__file__).resolve().parent
-    for path in (package / "conf", package.parent / "conf"):
-        if (path / "config.yaml").is_file():
-            return path
-    raise ConfigError(f"the configuration files are missing: no conf/config.yaml in {package} or beside it; reinstall")
-
-
-class _Files(ConfigRepository):
-    """The configs of a search path, each read once. Errors: ConfigError for a file that would not end."""
-
-    def __init__(self, search_path: Any) -> None:
-        super().__init__(search_path)
-        self.known: dict[str, Any] = {}
-
-    def __deepcopy__(self, _: Any) -> "_Files":
-        return self  # Hydra copies what hydra.searchpath may change, and that is refused
-
-    def load_config(self, config_path: str) -> Any:
-        if config_path not in self.known:
-            for source in self.sources:
-                if source.scheme() == "file" and source.is_config(config_path):
-                    guard.check_yaml(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
-            self.known[config_path] = super().load_config(config_path)
-        return copy.deepcopy(self.known[config_path])
-
-
 @contextmanager
 def opened(command: Namespace, schema: Schema) -> Iterator[Hydra]:
     """Hydra over our files and the user's; ours come first. Afterwards its globals are as before."""
@@ -154,7 +125,7 @@ def opened(command: Namespace, schema: Schema) -> Iterator[Hydra]:
                 entries = loader.config_search_path.get_path()
                 loader.config_search_path.append("command-line", f"file://{own}")
                 entries.insert(-2, entries.pop())  # Hydra's schema comes last
-            loader.repository = _Files(loader.config_search_path)
+            loader.repository = ConfigFiles(loader.config_search_path)
             yield main
     finally:
         HydraConfig.instance().cfg = before

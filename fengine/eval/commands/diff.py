@@ -9,10 +9,8 @@ from fengine.errors import ConfigError, StorageError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.figures import count, place
-from fengine.eval.records.compare import Comparison, compare, edges
-from fengine.eval.records.records import Records, pairs_of, runs_of
-from fengine.eval.records.texts import row_lines
-from fengine.eval.runs.manifest import differences
+from fengine.eval.records.compare import Comparison, compare, edges, row_lines
+from fengine.eval.records.records import Records, causes, pairs_of, runs_of
 
 USAGE = """
 Usage: fengine diff RUN_A RUN_B [show=5] [--json]
@@ -63,13 +61,6 @@ def _paired(a: list[Path], b: list[Path]) -> list[tuple[Path, Path]]:
         names = [", ".join(path.name for path in one[:8]) + (", ..." if len(one) > 8 else "") for one in (a, b)]
         raise StorageError(f"a sweep is compared with one of the same points; these have {names[0]} and {names[1]}")
     return list(zip(a, b, strict=True))
-
-
-def causes(a: Records, b: Records) -> list[str]:
-    """Lines "key: in A → in B" of what results depend on: config, input, versions, code, weights, hardware. Pure."""
-    found = differences(a.identity, b.identity)
-    found += differences(a.manifest.get("in_force"), b.manifest.get("in_force"), "in_force")
-    return list(dict.fromkeys(found))
 
 
 def facts(run: Records) -> dict[str, Any]:

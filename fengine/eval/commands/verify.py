@@ -17,8 +17,8 @@ from fengine.eval.cli.restore import restore
 from fengine.eval.commands.layouts import LAYOUTS, Layout, layout, ordered, sizes_of
 from fengine.eval.commands.replay import Case, Found, replay
 from fengine.eval.commands.verdict import COUNTERS, LayoutVerdict, judged, whole
+from fengine.eval.records.compare import row_lines
 from fengine.eval.records.records import Records, runs_of
-from fengine.eval.records.texts import row_lines
 from fengine.eval.runs import digests, machine, manifest
 from fengine.eval.runs.config import EVAL, EvalConfig
 from fengine.eval.runs.run import now, render_of

@@ -18,9 +18,8 @@ from fengine.api.engine import Engine
 from fengine.core.scalars import integer
 from fengine.errors import AbortedError, ConfigError, InvalidRequestError, MissingExtraError
 from fengine.eval.harness import reads
+from fengine.eval.harness.engine import engine_facts, open_engine, template_digest
 from fengine.eval.harness.gen_kwargs import NO_CHUNKS, Generation, cut_text, generation_of, seeds
-from fengine.eval.harness.identity import engine_facts, template_digest
-from fengine.eval.harness.opening import open_engine
 from fengine.eval.harness.texts import Texts
 
 try:

@@ -20,7 +20,7 @@ from fengine.eval.runs.digests import canonical
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, read_object
 from fengine.eval.runs.index import NOTHING, RowTable, is_head
 from fengine.eval.runs.journal import KIND, MAX_LINE, Damage, read_at, scan
-from fengine.eval.runs.manifest import recorded
+from fengine.eval.runs.manifest import differences, recorded
 
 OF_OUTPUTS, OF_JOURNAL = 0, 1
 MAX_ROWS = 1 << 32
@@ -255,3 +255,10 @@ def pairs_of(a: Records, b: Records) -> Iterator[tuple[dict[str, Any] | None, di
     for number, there in enumerate(left):
         if there:
             yield None, b.record(number)
+
+
+def causes(a: Records, b: Records) -> list[str]:
+    """Lines "key: in A → in B" of what results depend on: config, input, versions, code, weights, hardware. Pure."""
+    found = differences(a.identity, b.identity)
+    found += differences(a.manifest.get("in_force"), b.manifest.get("in_force"), "in_force")
+    return list(dict.fromkeys(found))

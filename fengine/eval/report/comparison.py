@@ -3,8 +3,7 @@
 from typing import Any
 
 from fengine.eval.records.compare import RowDifference, compare, edges
-from fengine.eval.records.records import Records, pairs_of
-from fengine.eval.report.facts import causes
+from fengine.eval.records.records import Records, causes, pairs_of
 from fengine.eval.report.plain import cut, number, plain
 from fengine.eval.report.rows import STRANGE, item, rounded, weight
 

@@ -12,7 +12,6 @@ from fengine.eval.report.plain import cut, mapping, number, plain, scalar, told
 from fengine.eval.report.rows import Seen
 from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import read_object
-from fengine.eval.runs.manifest import differences
 from fengine.eval.tasks.statistics import CONFIDENT
 
 GROUPS = ("task", "input", "model", "config", "seeds", "versions", "code_sha256")
@@ -97,12 +96,6 @@ def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
     found.append(["the same run again, into a new folder", f"fengine rerun {where}"])
     found.append(["under other schedules: are the bits the same?", f"fengine verify {where}"])
     return [[what, cut(command, 4000)] for what, command in found]
-
-
-def causes(a: Records, b: Records) -> list[str]:
-    """Lines "key: in A → in B". Pure."""
-    found = differences(a.identity, b.identity)
-    return found + differences(a.manifest.get("in_force"), b.manifest.get("in_force"), "in_force")
 
 
 def _sessions(manifest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ which batch, or by which process of a run that was interrupted.
 """
 
 import asyncio
-import json
 import re
 import signal
 import threading
@@ -14,17 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 from fengine.errors import InputFileError, StorageError
-from fengine.eval.cli.figures import Shown, count
+from fengine.eval.cli.figures import Shown
 from fengine.eval.cli.view import STREAMED_ROWS, QuietView
 from fengine.eval.runs.answering import FATAL, answer_row, error_record, line_of
 from fengine.eval.runs.asking import Asker
 from fengine.eval.runs.config import EvalConfig
-from fengine.eval.runs.export import NOT_FINISHED, Export
+from fengine.eval.runs.export import Export
+from fengine.eval.runs.in_order import InOrder, prompt_of
 from fengine.eval.runs.index import OK, ROW_HEAD, RowIndex, RowTable, row_key
-from fengine.eval.runs.journal import Entry, Journal, framed, read_at
+from fengine.eval.runs.journal import Journal, framed
 from fengine.eval.runs.meter import Meter
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.task import BadRow, Row, Task
@@ -89,63 +89,6 @@ async def run(job: Job, engine: Any, view: QuietView, reused: bool = False) -> O
     return loop.outcome
 
 
-class _InOrder:
-    """The rows in the order of the input, as far as all before them are there: shown, and exported.
-
-    They are read back from the journal, so that a row that takes long makes nothing wait in memory.
-    """
-
-    def __init__(self, job: Job, view: QuietView) -> None:
-        self.job, self.view = job, view
-        self.there = bytearray(known == OK for known in job.table.known)  # 1: before this process, 2: by it
-        self.next = self.shown = self.failures = 0
-        self.fed = -1  # the last row that was begun
-        self.file: BinaryIO = job.journal.path.open("rb")
-
-    def close(self) -> None:
-        self.file.close()
-
-    def put(self, index: int) -> None:
-        self.there[index] = 2
-
-    def advance(self) -> None:
-        """Errors: StorageError."""
-        while self.next < len(self.there) and self.there[self.next]:
-            self.pass_on(self.next)
-            self.next += 1
-
-    def pass_on(self, index: int) -> None:
-        export, show = self.job.export, self.job.config.show
-        failed = self.job.table.known[index] != OK
-        self.failures += failed
-        due = self.failures <= max(show, 1) if failed else self.shown < show
-        due = due and self.there[index] == 2
-        if export is None and not due:
-            return
-        entry = read_at(self.file, self.job.table.offsets[index])
-        if export is not None:
-            export.put(entry)
-        if due:
-            self.view.row(_shown(entry))
-        if not failed and self.there[index] == 2:
-            self.shown += due
-            if export is not None and not due and self.shown == show and show:
-                self.shown += 1
-                self.view.note(f"... further rows are only written to the file (show={show})")
-
-    def end(self, open_rows: dict[int, Row | BadRow]) -> None:
-        """The rows behind one that has not finished, which gets an error in the export. Errors: StorageError."""
-        if self.job.export is None:
-            return
-        last = max((i for i in range(self.next, self.fed + 1) if self.there[i]), default=-1)
-        for index in range(self.next, last + 1):
-            if self.there[index]:
-                self.pass_on(index)
-            else:
-                row = open_rows[index]
-                self.job.export.put_error(row.data if isinstance(row, Row) else {}, NOT_FINISHED)
-
-
 class _Loop:
     """The state of one process's part of a run."""
 
@@ -161,7 +104,7 @@ class _Loop:
         self.open: dict[int, Row | BadRow] = {}
         self.flight: set[asyncio.Task[None]] = set()
         self.finished: deque[_Done] = deque()
-        self.in_order = _InOrder(job, view)
+        self.in_order = InOrder(job.table, job.journal.path, job.export, job.config.show, view)
         self.wake = asyncio.Event()
         self.fatal: BaseException | None = None
         self.before = job.rows.rows - job.table.left
@@ -250,7 +193,7 @@ class _Loop:
 
     def watch(self, index: int, row: Row) -> Callable[[str], None]:
         """What takes a row's text while it grows."""
-        prompt = _prompt(row.data) or f"row {row.id}"
+        prompt = prompt_of(row.data) or f"row {row.id}"
 
         def seen(text: str) -> None:
             self.growing[index] = Shown(index + 1, prompt, text)
@@ -303,32 +246,6 @@ class _Loop:
                 self.fatal = self.fatal or error
                 self.wake.set()
             await asyncio.sleep(TICK_SECONDS)
-
-
-def _shown(entry: Entry) -> Shown:
-    record, number = json.loads(entry.record.decode("utf-8", "surrogatepass")), entry.head[0] + 1
-    prompt = _prompt(record.get("data") or {})
-    if "error" in record:
-        error = record["error"]
-        return Shown(number, prompt or f"row {record['id']}", error=f"{error['type']}: {error['message']}")
-    if not record["answers"]:
-        return Shown(number, f"row {record['id']}")
-    first = record["answers"][0]
-    if isinstance(first["prompt"], str):
-        prompt = first["prompt"]
-    prompt = prompt or count(len(first["prompt"]), "token id")
-    note = ", ".join(f"{name} {value}" for name, value in record["scores"].items())
-    tokens = f"{entry.head[6]:,} → {count(entry.head[7], 'token')}, {first['finish_reason']['type']}"
-    ids = str(first["output_ids"]) if len(first["output_ids"]) > 1 else ""  # of a run without a tokenizer
-    return Shown(number, prompt, first["text"] or ids, note or tokens)
-
-
-def _prompt(data: dict[str, Any]) -> str:
-    """What to show of a row's own prompt. Pure."""
-    messages = data.get("messages")
-    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-        return str(messages[-1].get("content", ""))
-    return str(data.get("prompt") or "")
 
 
 def _changed(index: int) -> InputFileError:

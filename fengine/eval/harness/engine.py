@@ -1,12 +1,17 @@
-"""The engine behind a harness's model."""
+"""The engine behind a harness's model, and what the harness writes down about it."""
 
+import hashlib
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from fengine import __version__
 from fengine.api.engine import Engine
 from fengine.api.server_args import ServerArgs
 from fengine.errors import ConfigError, UnknownParameterError, UnsupportedFeatureError
+from fengine.eval.cli.engines import model_directory
+from fengine.eval.runs.digests import canonical, code_digest, file_digests
+from fengine.eval.runs.manifest import in_force
 
 
 def open_engine(model: str | Engine, harness: str, settings: dict[str, Any]) -> Engine:
@@ -43,3 +48,30 @@ def refuse_unknown(settings: dict[str, Any]) -> None:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see fengine.ServerArgs"
             raise UnknownParameterError(f"neither the harness's model nor Engine has an argument {name!r}; {hint}")
+
+
+def engine_facts(engine: Engine) -> dict[str, Any]:
+    """Under lm-eval's names: size, dtype, revision and a digest of the weights' files; and what else bits depend on.
+
+    Reads the checkpoint's files once; their digests are kept. Errors: StorageError.
+    """
+    info, digests = engine.get_model_info(), file_digests(model_directory(engine.config.model))
+    weights = {name: digest for name, digest in digests.items() if name.endswith(".safetensors")}
+    return {
+        "model_num_parameters": info["num_parameters"],
+        "model_dtype": ", ".join(info["weight_dtypes"]),
+        "model_revision": engine.server_args.revision or "",
+        "model_sha": canonical(weights),
+        "fengine": {
+            "version": __version__,
+            "code_sha256": code_digest(),
+            "model_files": digests,
+            "weight_version": info["weight_version"],
+            **in_force(engine.config, int(engine.get_server_info()["max_req_input_len"])),
+        },
+    }
+
+
+def template_digest(template: str | None) -> str:
+    """The first digits of a chat template's SHA-256. Pure."""
+    return "none" if template is None else hashlib.sha256(template.encode()).hexdigest()[:12]
