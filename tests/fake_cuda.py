@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fengine.engine.build import Parts
 from fengine.models.kv_state import KVHandle
-from fengine.worker.model_runner import CudaRunner
+from fengine.worker.cuda_runner import CudaRunner
 
 
 def tensors(values: Any) -> list[Tensor]:
@@ -137,7 +137,7 @@ class Torch:
 
 def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
     """Has an engine that was built for the CPU go on with a `CudaRunner`."""
-    for module in ("model_runner", "cuda_graphs", "fields"):
+    for module in ("cuda_runner", "cuda_graphs", "fields"):
         monkeypatch.setattr(f"fengine.worker.{module}.torch", Torch())
     old, driver, page_size = parts.driver.runner, parts.driver, parts.config.cache.page_size
     limits, speculation = parts.config.scheduler, driver.scheduler.speculation

@@ -29,12 +29,13 @@ from fengine.ops.ahead import compiling
 from fengine.ops.compiler import private_cache_dir
 from fengine.speculative.ngram import speculation_of
 from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.cuda_runner import CudaRunner
 from fengine.worker.device import detect_hardware, device_of, refuse_default_device, refuse_unbuilt_shape
 from fengine.worker.hub import resolve_model
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import new_pool, pool_pages
 from fengine.worker.loader import load_params, read_config, read_generation_config, spec_from_config
-from fengine.worker.model_runner import CpuRunner, CudaRunner
+from fengine.worker.model_runner import CpuRunner
 from fengine.worker.pooling import Pooling, read_pooling
 from fengine.worker.sampler import logits_stages
 from fengine.worker.step import make_forward, make_unembed

@@ -21,7 +21,7 @@ from fengine.engine.profiling import unwatched
 from fengine.engine.weights.live import LiveWeights
 from fengine.errors import EngineBusyError, InvalidRequestError, MemoryReleasedError, ModelLoadError, OutOfMemoryError
 from fengine.models.kv_state import KVHandle, KVState
-from fengine.worker.model_runner import CudaRunner
+from fengine.worker.cuda_runner import CudaRunner
 
 TAGS = ("weights", "kv_cache", "cuda_graph")  # in the order in which they come back
 

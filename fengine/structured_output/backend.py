@@ -113,9 +113,9 @@ class Grammar:
         """Where an output that has not begun stands."""
         return Cursor(self, ends, barred, early, eager)
 
-    def masks(self, rows: Sequence[MaskRow], drawn: Drawn) -> Callable[[], Filled]:
+    def masks(self, rows: Sequence[MaskRow], drawn: Drawn, beside: bool) -> Callable[[], Filled]:
         """As `masks.start`, of rows whose grammars share its vocabulary."""
-        return masks.start(rows, drawn)
+        return masks.start(rows, drawn, beside)
 
     def _made(self) -> Any:
         matcher = self.vocabulary.matcher(self._lark)

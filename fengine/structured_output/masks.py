@@ -15,9 +15,11 @@ from fengine.structured_output.cursor import Bits, Cursor, reason
 from fengine.worker.logits.masks import Drawn, Filled, MaskRow
 
 
-def start(rows: Sequence[MaskRow], drawn: Drawn) -> Callable[[], Filled]:
-    """Begins to compute the masks in another thread; what it returns waits for the end. `drawn` gives the tokens of the
-    step before, and may wait. Modifies: the cursors."""
+def start(rows: Sequence[MaskRow], drawn: Drawn, beside: bool) -> Callable[[], Filled]:
+    """Begins to compute the masks in another thread, or (not `beside`) computes them when the result is called.
+    `drawn` gives the tokens of the step before, and may wait. Modifies: the cursors."""
+    if not beside:
+        return lambda: fill(rows, drawn() if any(row.fed is not None for row in rows) else ())
     worker = rows[0].cursor.grammar.vocabulary.worker
     if any(row.fed is not None for row in rows):
         return worker.submit(lambda: fill(rows, drawn())).result

@@ -16,6 +16,7 @@ from torch import Tensor
 Arrays = dict[str, np.ndarray]
 Tensors = Mapping[str, Tensor]
 Sizes = Mapping[str, int]
+Targets = list[tuple["Field", np.ndarray]]
 
 
 class Pad(Enum):
@@ -69,7 +70,7 @@ def views(buffer: Tensor, slots: Iterable[Slot]) -> dict[str, Tensor]:
     return {slot.field.name: buffer[slot.start : slot.end].view(slot.field.dtype).view(slot.shape) for slot in slots}
 
 
-def pack(arrays: Arrays, targets: Iterable[tuple[Field, np.ndarray]]) -> None:
+def pack(arrays: Arrays, targets: Targets) -> None:
     """Writes arrays where their fields lie, padded. Modifies: the targets."""
     for field, target in targets:
         source = arrays.get(field.name)
@@ -83,7 +84,7 @@ def pack(arrays: Arrays, targets: Iterable[tuple[Field, np.ndarray]]) -> None:
         target[tuple(map(slice, source.shape))] = source
 
 
-class StaticInput:
+class StaticBuffers:
     """Fields in packed buffers whose addresses graphs hold: two on the host, pinned, and two on the device.
 
     Modifies: these buffers.
@@ -94,25 +95,40 @@ class StaticInput:
         size = max(slot.end for slot in layout(fields, most)) + 64
         self.host = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.targets: dict[tuple[int, frozenset[tuple[str, int]]], list[tuple[Field, np.ndarray]]] = {}
+        self.places: dict[tuple[tuple[str, int], ...], tuple[list[Slot], list[Targets]]] = {}
+
+    def place(self, sizes: Sizes) -> tuple[list[Slot], list[Targets]]:
+        """The fields' places and, in both of the host's buffers, their arrays. Made once for each size: to make them
+        for a short step would take as long as to launch it."""
+        key = tuple(sizes.items())
+        if key not in self.places:
+            slots = layout(self.fields, sizes)
+            found = [views(host, slots) for host in self.host]
+            self.places[key] = slots, [[(s.field, tensors[s.field.name].numpy()) for s in slots] for tensors in found]
+        return self.places[key]
 
     def fill(self, arrays: Arrays, sizes: Sizes, turn: int) -> None:
         """Packs the arrays into the host's buffer `turn`."""
-        key = turn, frozenset(sizes.items())
-        if key not in self.targets:  # made once for each size: views of a short step would cost as much as its launch
-            found = views(self.host[turn], slots := layout(self.fields, sizes))
-            self.targets[key] = [(slot.field, found[slot.field.name].numpy()) for slot in slots]
-        pack(arrays, self.targets[key])
+        pack(arrays, self.place(sizes)[1][turn])
 
     def send(self, turn: int, which: int, sizes: Sizes, lines: int | None = None) -> None:
         """Starts the copy of the host's buffer `turn` to the device's `which`; of the last field so many lines."""
-        *_, last = layout(self.fields, sizes)
+        last = self.place(sizes)[0][-1]
         end = last.end if lines is None else last.start + (last.end - last.start) // last.shape[0] * lines
         self.device[which][:end].copy_(self.host[turn][:end], non_blocking=True)
 
+    def fetch(self, turn: int, which: int, sizes: Sizes) -> None:
+        """Starts the copy of the device's buffer `which` to the host's `turn`."""
+        end = self.place(sizes)[0][-1].end
+        self.host[turn][:end].copy_(self.device[which][:end], non_blocking=True)
+
+    def arrays(self, turn: int, sizes: Sizes) -> Arrays:
+        """The fields in the host's buffer `turn`."""
+        return {field.name: array for field, array in self.place(sizes)[1][turn]}
+
     def tensors(self, which: int, sizes: Sizes) -> dict[str, Tensor]:
         """The fields in the device's buffer `which`."""
-        return views(self.device[which], layout(self.fields, sizes))
+        return views(self.device[which], self.place(sizes)[0])
 
 
 def blank(field: Field, sizes: Sizes) -> np.ndarray:

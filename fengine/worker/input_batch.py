@@ -190,15 +190,16 @@ class InputBatch:
 
     def _chunks(self, output: SchedulerOutput, arrays: Arrays) -> list[Chunk]:
         """Modifies: the states, which take in drawn tokens that the host has come to know."""
-        chunks, drafts = [], dict(output.drafts)
+        chunks, drafts, fed_tokens, at = [], dict(output.drafts), set(output.fed), 0
         for i, (row, start, count) in enumerate(zip(output.rows, output.starts, output.counts, strict=True)):
             if (state := self.states.get(row)) is not None:
-                at, end = int(arrays["q_start_B"][i]), start + count - len(drafts.get(i, ()))
+                end = start + count - len(drafts.get(i, ()))
                 last = at + end - start - 1
-                fed = int(arrays["feed_index_T"][last]) if arrays["feed_from_T"][last] else None
+                fed = int(arrays["feed_index_T"][last]) if last in fed_tokens else None
                 chunks.append(Chunk(i, state, start, end, at, output.samples[i], output.token_ids[last], fed))
                 if fed is None and end == len(state.tokens) + 1:
                     state.tokens.append(output.token_ids[last])
+            at += count
         return chunks
 
     def _whole(self, output: SchedulerOutput, slot_R: np.ndarray, arrays: Arrays, chunks: list[Chunk]) -> StepInput:

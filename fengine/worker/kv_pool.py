@@ -22,7 +22,8 @@ def pool_pages(
     """Pages of the pool, the null page included: asked for, or what fits.
 
     On CUDA that is all that `mem_fraction_static` leaves; by default all that is free but for the captured graphs,
-    which share a memory pool of the largest step's `activations` (bytes), a step outside of graphs, and a margin.
+    which share a memory pool of the largest step's `activations` (bytes), a step outside of graphs, the counts of drawn
+    ids that penalties need, and a margin.
     Errors: OutOfMemoryError naming the knobs.
     """
     page_size = config.cache.page_size or 16
@@ -37,7 +38,8 @@ def pool_pages(
         free, total = torch.cuda.mem_get_info(device_of(config))
         fraction = config.cache.mem_fraction_static
         margin = CUDA_MARGIN * (1 + config.lora.on)  # with adapters there are twice as many graphs
-        reserve = 2 * activations + margin if fraction is None else int((1 - fraction) * total)
+        counts = rows * spec.vocab_size * 4  # made for the first request with penalties
+        reserve = 2 * activations + counts + margin if fraction is None else int((1 - fraction) * total)
         fit = (free - reserve) // per_page
     if fit < 1:
         raise OutOfMemoryError(

@@ -22,7 +22,7 @@ from fengine.ops import edges
 from fengine.ops.linear import linear
 from fengine.worker.fields import Arrays, Tensors, built
 from fengine.worker.input_batch import StepInput
-from fengine.worker.logits.logprobs import Likeliest, put, score_prompts, to_host
+from fengine.worker.logits.logprobs import put, score_prompts, to_host
 from fengine.worker.logits.masks import Drawn
 from fengine.worker.logits.stage import LogitsStage
 from fengine.worker.logits.structured import StructuredOutput
@@ -131,11 +131,12 @@ def mark_sizes(batch: StepBatch, feed: Feed) -> None:
                 torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)
 
 
-def start_masks(step: StepInput, drawn: Drawn) -> Callable[[], Arrays]:
-    """Begins to compute the masks of a step; what it returns waits for the fields, none if there are no grammars."""
+def start_masks(step: StepInput, drawn: Drawn, beside: bool) -> Callable[[], Arrays]:
+    """What gives the fields of the masks of a step, none if there are no grammars. Where the forward pass takes the
+    calling thread they are begun `beside` it; where it only launches that pass, they are computed in the call."""
     for stage in step.stages:
         if isinstance(stage, StructuredOutput):
-            return stage.start(drawn)
+            return stage.start(drawn, beside)
     return dict
 
 
@@ -167,9 +168,9 @@ def read_out(
     return result
 
 
-def scores_of(found: Likeliest, rows: int) -> Scores:
-    """Likeliest ids and asked ones of the first rows, which are on the host. Pure."""
-    logprob_RZ, top_id_RX = found.logprob_RZ.numpy()[:rows], found.top_id_RX.numpy()[:rows]
+def scores_of(logprob_RZ: np.ndarray, top_id_RX: np.ndarray, rows: int) -> Scores:
+    """What `Likeliest` holds of the first rows, asked ids and likeliest apart. Pure."""
+    logprob_RZ, top_id_RX = logprob_RZ[:rows], top_id_RX[:rows]
     asked = logprob_RZ.shape[1] - top_id_RX.shape[1]
     return Scores(logprob_RZ[:, :asked], logprob_RZ[:, asked:], top_id_RX)
 

@@ -15,10 +15,11 @@ from fengine.config import LoraConfig
 from fengine.lora.adapters import open_adapters
 from fengine.models.kv_state import KVState, init_kv, layer_kinds
 from fengine.worker.cuda_graphs import Buckets, decode_sizes
-from fengine.worker.fields import StaticInput, blank, layout, pack
+from fengine.worker.cuda_runner import CudaRunner
+from fengine.worker.fields import StaticBuffers, blank, layout, pack
 from fengine.worker.input_batch import ADAPTERS, INPUTS, warm_arrays
 from fengine.worker.loader import load_params, read_config, spec_from_config
-from fengine.worker.model_runner import CudaRunner, on_cpu
+from fengine.worker.model_runner import on_cpu
 from fengine.worker.step import batches, make_forward
 
 
@@ -48,7 +49,7 @@ def test_steps_with_adapters_and_without_run_before_any_is_captured(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile cannot compile inside a capture, and these are two graphs to it."""
-    for module in ("model_runner", "cuda_graphs", "fields"):
+    for module in ("cuda_runner", "cuda_graphs", "fields"):
         monkeypatch.setattr(f"fengine.worker.{module}.torch", Torch())
     seen: list[tuple[bool, bool]] = []  # whether with adapters, whether in a capture
 
@@ -134,7 +135,7 @@ def test_inputs_lie_apart_and_are_padded_as_declared() -> None:
 def test_what_is_filled_is_what_the_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fengine.worker.fields.torch", Torch())
     most = {"T": 21, "R": 5, "B": 6, "N": 3}
-    static = StaticInput(INPUTS, most, torch.device("cpu"))
+    static = StaticBuffers(INPUTS, most, torch.device("cpu"))
     for turn, which, (tokens, rows) in ((0, 1, (21, 5)), (1, 0, (4, 2)), (0, 0, (6, 2))):
         sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": 2}
         given = warm_arrays(tokens, sizes)

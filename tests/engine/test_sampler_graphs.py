@@ -17,7 +17,7 @@ from fengine.core.sampling_params import SamplingParams as Params
 from fengine.engine.build import Parts
 from fengine.worker import cuda_graphs
 from fengine.worker.cuda_graphs import Graphs
-from fengine.worker.model_runner import CudaRunner
+from fengine.worker.cuda_runner import CudaRunner
 
 ON_GPU = [
     pytest.param(("cuda", family, dtype), marks=pytest.mark.gpu, id=f"{family}-{dtype}")
@@ -139,7 +139,7 @@ def test_tables_that_move_make_graphs_anew(parts: Parts, alone: list[Any]) -> No
 
 def test_large_steps_run(place: Any, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "GRAPH_TOKENS", 16)
-    monkeypatch.setattr("fengine.worker.model_runner.GRAPH_TOKENS", 16)
+    monkeypatch.setattr("fengine.worker.cuda_runner.GRAPH_TOKENS", 16)
     with engine(place, tokens=24) as parts:
         if place[1] == "cpu":
             use_graphs(parts, monkeypatch)

@@ -35,6 +35,7 @@ class Grammar(Protocol):
         is drawn only where nothing else can be."""
         ...
 
-    def masks(self, rows: list[MaskRow], drawn: Drawn) -> Callable[[], Filled]:
-        """Begins to compute the masks of a step, of this and other grammars; what it returns waits for the end."""
+    def masks(self, rows: list[MaskRow], drawn: Drawn, beside: bool) -> Callable[[], Filled]:
+        """What gives the masks of a step, of this and other grammars: computed from now on beside the caller, or when
+        it is called."""
         ...

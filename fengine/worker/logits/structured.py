@@ -43,10 +43,10 @@ class StructuredOutput:
         self.grammar = chunks[0].state.params.grammar if chunks else None
         return bool(chunks)
 
-    def start(self, drawn: Drawn) -> Callable[[], Arrays]:
-        """Begins to compute the masks of the staged step; what it returns waits for the fields."""
+    def start(self, drawn: Drawn, beside: bool) -> Callable[[], Arrays]:
+        """What gives the fields of the staged step: computed from now on beside the caller, or when it is called."""
         assert self.grammar is not None, "no row of the step has a grammar"
-        wait = self.grammar.masks(self.rows, drawn)
+        wait = self.grammar.masks(self.rows, drawn, beside)
 
         def late() -> Arrays:
             filled = wait()

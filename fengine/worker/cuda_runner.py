@@ -1,0 +1,260 @@
+"""Runs steps on CUDA: captured graphs over static buffers, one of the forward pass and one of the sampler."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fengine.models.kv_state import KVState, Params, layer_kinds
+from fengine.ops import edges
+from fengine.ops.bitmask import words
+from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs
+from fengine.worker.fields import Arrays, Field, Sizes, StaticBuffers
+from fengine.worker.input_batch import ADAPTERS, INPUTS, StepInput, warm_arrays
+from fengine.worker.logits.logprobs import (
+    ASKED,
+    MOST_ASKED,
+    SLICE,
+    TOPS,
+    PromptRows,
+    put,
+    rounded_top,
+    score_prompts,
+    to_host,
+)
+from fengine.worker.logits.masks import Drawn
+from fengine.worker.logits.stage import LogitsStage
+from fengine.worker.logits.structured import StructuredOutput
+from fengine.worker.sampler import Sampled, warm_up
+from fengine.worker.step import (
+    ForwardFn,
+    Result,
+    UnembedFn,
+    batches,
+    mark_sizes,
+    read_out,
+    sample_rows,
+    scores_of,
+    start_masks,
+)
+
+DRAWS = Field("draw_2R", torch.int32)  # tokens, and the bits of their logprobs
+OUTPUTS = (DRAWS, Field("top_id_RX", torch.int32), Field("logprob_RZ", torch.float32))  # of DRAWS and Likeliest
+
+
+class CudaRunner:
+    """Pads each step to a bucket, copies its packed inputs to the device and replays the bucket's graphs.
+
+    Copies run on streams of their own: the input of a step comes in, and the draws of the one before go out, while
+    another step runs. Static buffers: inputs and outputs, two of each on the host (pinned) and on the device, and the
+    device's `last_token_R` and `hidden_TD`. Modifies: these buffers.
+    """
+
+    def __init__(
+        self, params: Params, forward: ForwardFn, unembed: UnembedFn, stages: tuple[LogitsStage, ...], *, rows: int,
+        tokens: int, width: int, vocab: int, graphs: bool, device: str, adapter_slots: int,
+    ) -> None:  # fmt: skip
+        self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
+        self.width, self.vocab, self.adapter_slots = width, vocab, adapter_slots
+        self.device = torch.device(device)
+        self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0)
+        self.graphs = Graphs(self.device)
+        self.tables = 0  # the versions of the stages' tables that graphs hold
+        self.coming, self.going = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        most = Bucket(self.buckets.tokens[-1], rows, graphs, adapter_slots > 0)
+        edits = (ASKED, *(field for stage in stages for field in stage.fields if field.letters == "R"))
+        self.inputs = StaticBuffers(INPUTS + ADAPTERS, self._sizes(most), self.device)
+        self.edits = StaticBuffers(edits, edit_sizes(rows), self.device)
+        self.masks: StaticBuffers | None = None  # made for the first grammar
+        self.found = StaticBuffers(OUTPUTS, output_sizes(rows, min(TOPS[-1], vocab)), self.device)
+        self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over this input has
+        self.sent = [torch.cuda.Event() for _ in range(2)]  # what it found is on the host
+        self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        norm_D = params["final_norm_D"]
+        self.hidden_TD = norm_D.new_zeros((min(GRAPH_TOKENS, most.tokens) if graphs else 0, len(norm_D)))
+        self.turn = 0
+        self.drawn: Drawn = list  # gives the tokens of the step before; may wait
+        self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def prepare(self, kv: KVState) -> int:
+        """Runs every bucket with any small KV state: compiles and proves all kernels, which takes memory of its own.
+
+        One layer of each kind stands for all: those alike run the same kernels. Returns the bytes that the largest step
+        takes for its activations.
+        """
+        whole, kinds = self.params, layer_kinds(self.params["layers"])
+        norm_D: Any = whole["final_norm_D"]
+        self.params = whole | {"layers": [whole["layers"][index] for index in kinds]}
+        self.kv = [KVState(*(tuple(pages[index] for index in kinds) for pages in kv))]
+        for rows in (1, 32, 64, 128, SLICE):
+            blank = PromptRows(np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32), 1, [])
+            score_prompts(partial(self.unembed, whole), norm_D[None], blank)
+        warm_up(self.unembed(whole, norm_D[None]))
+        buckets = self.buckets.all()
+        before = 0
+        for bucket in (*buckets, buckets[0]):
+            torch.cuda.synchronize(self.device)  # the bucket before was staged in the same pinned buffer
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            self._warm(bucket)
+        torch.cuda.synchronize(self.device)
+        most = torch.cuda.max_memory_allocated(self.device) - before
+        self.params = whole
+        torch.cuda.empty_cache()
+        return most
+
+    def warm_up(self, kv: KVState, page_size: int) -> KVState:
+        """Captures every bucket's graphs over `kv`; `prepare` has run once before."""
+        self.kv = [kv]
+        self.graphs.clear()
+        buckets = self.buckets.all()
+        for bucket in {b.adapters: b for b in buckets}.values():  # the smallest without adapters, and with
+            self._warm(bucket)  # what an op keeps for a KV state, or torch.compile makes, is not made in a capture
+            torch.cuda.synchronize(self.device)
+        for bucket in buckets:
+            for which in range(bucket.inputs) if bucket.graph else ():
+                self.graphs.capture(("forward", bucket, which), partial(self._capture_forward, bucket, which))
+                if (key := ("sample", bucket.rows, which, (), None)) not in self.graphs.captured:
+                    hidden_TD = self.hidden_TD
+                    self.graphs.capture(key, partial(self._run_sampler, bucket, which, hidden_TD, (), None))
+        return kv
+
+    def _warm(self, bucket: Bucket) -> None:
+        self._stage(StepInput(warm_arrays(bucket.tokens, self._sizes(bucket))), bucket, 0)
+        self._run_sampler(bucket, 0, self._run_forward(bucket, 0), (), None)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
+        """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on."""
+        assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
+        bucket = self.buckets.of(step.tokens, step.rows, step.adapters)
+        which = self.turn if bucket.inputs == 2 else 0
+        self._stage(step, bucket, which)
+        torch.cuda.current_stream().wait_event(self.sent[which])
+        masks = start_masks(step, self.drawn, beside=False)
+        if bucket.graph and self.graphs.replay(("forward", bucket, which)):
+            hidden_TD = self.hidden_TD
+        else:
+            hidden_TD = self._run_forward(bucket, which)
+        large = self._sample(step, bucket, which, hidden_TD, masks) if step.draws else None
+        sizes = output_sizes(bucket.rows, None if large is not None else self._top(step))
+        found, likeliest, done = self.found.arrays(self.turn, sizes), None, torch.cuda.Event()
+        if large is not None:
+            likeliest = partial(scores_of, *large, rows=step.rows)
+        elif step.top is not None:
+            likeliest = partial(scores_of, found["logprob_RZ"], found["top_id_RX"], step.rows)
+
+        def draws() -> np.ndarray:
+            done.synchronize()
+            return found["draw_2R"][:, : step.rows] if step.draws else np.zeros((2, step.rows), np.int32)
+
+        result = read_out(self.params, self.unembed, hidden_TD, step, draws, likeliest)
+        self.ended[which].record()
+        self.going.wait_event(self.ended[which])
+        with torch.cuda.stream(self.going):
+            self.found.fetch(self.turn, which, sizes)
+            self.sent[which].record()
+            done.record()
+        self.turn ^= 1
+        self.drawn = lambda: draws()[0].tolist()
+        return kv, result
+
+    def _stage(self, step: StepInput, bucket: Bucket, which: int) -> None:
+        """Packs a step into this turn's pinned buffers, padded, and starts their copies to the device's `which`."""
+        sizes, edits = self._sizes(bucket), bool(step.stages) or step.top is not None
+        self.inputs.fill(step.arrays, sizes, self.turn)
+        if edits:
+            arrays = {k: v for k, v in step.arrays.items() if k != ASKED.name or v.shape[1] <= MOST_ASKED}
+            self.edits.fill(arrays, edit_sizes(bucket.rows), self.turn)
+        self.coming.wait_event(self.ended[which])
+        with torch.cuda.stream(self.coming):
+            self.inputs.send(self.turn, which, sizes)
+            if edits:
+                self.edits.send(self.turn, which, edit_sizes(bucket.rows))
+        torch.cuda.current_stream().wait_stream(self.coming)
+
+    # -- its parts over static buffers, run or captured ----------------------------------------------------------------
+
+    def _run_forward(self, bucket: Bucket, which: int) -> Tensor:
+        batch, feed = batches(self.inputs.tensors(which, self._sizes(bucket)), self.last_token_R)
+        mark_sizes(batch, feed)
+        return self.forward(self.params, self.kv[0], batch, feed)[1]
+
+    def _capture_forward(self, bucket: Bucket, which: int) -> None:
+        self.hidden_TD[: bucket.tokens].copy_(self._run_forward(bucket, which))
+
+    def _run_sampler(
+        self, bucket: Bucket, which: int, hidden_TD: Tensor, stages: tuple[LogitsStage, ...], top: int | None,
+        asked_RK: Tensor | None = None,
+    ) -> Sampled:  # fmt: skip
+        """With `asked_RK`, which no static buffer holds, neither does one what it finds but the draws."""
+        tensors = self.inputs.tensors(which, self._sizes(bucket))
+        tensors |= self.edits.tensors(which, edit_sizes(bucket.rows)) if stages or top is not None else {}
+        if self.masks is not None and any(isinstance(stage, StructuredOutput) for stage in stages):
+            tensors |= self.masks.tensors(which, self._mask_sizes(bucket.rows))
+        if asked_RK is not None:
+            tensors[ASKED.name] = asked_RK
+        sampled = sample_rows(self.params, self.unembed, hidden_TD, tensors, stages, top)
+        kept = None if asked_RK is not None else top
+        found = self.found.tensors(which, output_sizes(bucket.rows, kept))
+        edges.hand_on(sampled.token_R, sampled.logprob_R, self.last_token_R, found["draw_2R"])
+        if sampled.likeliest is not None and asked_RK is None:
+            found["logprob_RZ"].copy_(sampled.likeliest.logprob_RZ)
+            found["top_id_RX"].copy_(sampled.likeliest.top_id_RX)
+        return sampled
+
+    def _sample(
+        self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, masks: Callable[[], Arrays]
+    ) -> list[np.ndarray] | None:
+        """Draws, by a graph where one holds what the step wants. Returns what no static buffer has room for."""
+        self._send_masks(masks(), bucket.rows, which)
+        asked_RK = step.arrays.get(ASKED.name)
+        if step.top is not None and asked_RK is not None and (step.top > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
+            asked_RK = np.pad(asked_RK, ((0, bucket.rows - len(asked_RK)), (0, 0)))
+            sampled = self._run_sampler(bucket, which, hidden_TD, step.stages, step.top, put(asked_RK, hidden_TD))
+            assert sampled.likeliest is not None, "likeliest ids are wanted"
+            return [to_host(x).numpy() for x in sampled.likeliest]
+        if (tables := sum(stage.version for stage in self.stages)) != self.tables:
+            self.tables = tables
+            self.graphs.forget(lambda key: key[0] == "sample" and key[3] != ())
+        run = partial(self._run_sampler, bucket, which, hidden_TD, step.stages, self._top(step))
+        key = ("sample", bucket.rows, which, step.stages, self._top(step))
+        if not (bucket.graph and self.graphs.replay(key)):
+            run()  # which also readies this thread's libraries
+            if bucket.graph and not any(stage.host for stage in step.stages):
+                self.graphs.capture_late(key, run)
+        return None
+
+    def _send_masks(self, arrays: Arrays, rows: int, which: int) -> None:
+        """Copies the masks of grammars behind the forward pass."""
+        if not arrays:
+            return
+        if self.masks is None:
+            self.masks = StaticBuffers(StructuredOutput.fields, self._mask_sizes(len(self.last_token_R)), self.device)
+        self.masks.fill(arrays, self._mask_sizes(rows), self.turn)
+        self.masks.send(self.turn, which, self._mask_sizes(rows), len(arrays["mask_MW"]))
+
+    def _top(self, step: StepInput) -> int | None:
+        return None if step.top is None else min(rounded_top(step.top), self.vocab)
+
+    def _sizes(self, bucket: Bucket) -> Sizes:
+        sizes = {"T": bucket.tokens, "R": bucket.rows, "B": bucket.rows + 1, "N": self.width}
+        return sizes | ({"A": bucket.tokens, "S": self.adapter_slots + 1} if bucket.adapters else {})
+
+    def _mask_sizes(self, rows: int) -> Sizes:
+        return {"M": rows, "W": words(self.vocab)}
+
+
+def edit_sizes(rows: int) -> Sizes:
+    return {"R": rows, "K": MOST_ASKED}
+
+
+def output_sizes(rows: int, top: int | None) -> Sizes:
+    """`top` None: only draws come back."""
+    return {"R": rows} | ({} if top is None else {"X": top, "Z": top + MOST_ASKED})
