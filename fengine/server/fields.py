@@ -28,7 +28,7 @@ FORMATS = {  # response_format's types -> their fields
     "text": {"type"},
     "json_object": {"type"},
     "json_schema": {"type", "json_schema"},
-    "structural_tag": {"type", "structures", "triggers"},
+    "structural_tag": {"type", "structures", "triggers", "format"},
 }
 MAX_TEXTS = 65536  # prompts of one body
 

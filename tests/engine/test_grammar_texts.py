@@ -384,6 +384,32 @@ def test_structural_tags() -> None:
         assert not accepts(grammar, wrong), wrong
 
 
+FUNCTION = {"begin": "<f=add>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": "</f>"}
+THOUGHT = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}
+YES = {"type": "regex", "pattern": "yes|no"}
+SOME = {"type": "triggered_tags", "triggers": ["<f="], "tags": [FUNCTION]}
+FORMATS: list[tuple[Any, list[str], list[str]]] = [
+    (SOME, ["", "hi", "a <f=add>3</f> b<f=add>4</f>"], ["<f=", "<f=add>x</f>", "<f=add>3"]),
+    (SOME | {"at_least_one": True}, ["<f=add>3</f> b"], ["", "hi"]),
+    (SOME | {"at_least_one": True, "stop_after_first": True}, ["a<f=add>3</f>"], ["", "<f=add>3</f> b"]),
+    (THOUGHT, ["<t>a <b</t>", "<t></t>"], ["<t>", "<t></t>a</t>", "a"]),
+    ({"type": "sequence", "elements": [THOUGHT, SOME]}, ["<t>x</t>", "<t>x</t>y <f=add>1</f>"], ["y", "<t>x</t><f=a"]),
+    ({"type": "or", "elements": [YES, {"type": "const_string", "value": "may/be"}]}, ["yes", "may/be"], ["", "yesno"]),
+    ({"type": "tags_with_separator", "tags": [FUNCTION], "separator": ", "}, ["", "<f=add>1</f>, <f=add>2</f>"],
+     ["<f=add>1</f>,", "<f=add>1</f><f=add>2</f>"]),
+    ({"type": "any_text"}, ["", "a\nb"], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("format,right,wrong", FORMATS, ids=[str(i) for i in range(len(FORMATS))])
+def test_structural_tags_of_the_new_form(format: Any, right: list[str], wrong: list[str]) -> None:
+    grammar = compiled("structural_tag", json.dumps({"type": "structural_tag", "format": format}))
+    for text in right:
+        assert accepts(grammar, text), text
+    for text in wrong:
+        assert not accepts(grammar, text), text
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 NESTED = json.dumps({"type": "array"})[:-1] + ', "items": '
@@ -471,7 +497,11 @@ BAD = [
     ("ebnf", "root ::= r39\n" + "\n".join(f"r{i} ::= r{i - 1} r{i - 1}" for i in range(1, 40)) + '\nr0 ::= "a"',
      "too big"),
     ("structural_tag", "[]", "structural_tag must be"),
-    ("structural_tag", '{"format": {}}', "other forms"),
+    ("structural_tag", '{"format": {}}', "type None; supported are const_string"),
+    ("structural_tag", '{"format": {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "any_text"}]}}',
+     "elements.0. must be the last"),
+    ("structural_tag", '{"format": {"type": "regex", "pattern": "(a)\\\\1"}}', "back-reference"),
+    ("structural_tag", '{"format": {"type": "const_string", "value": "a", "x": 1}}', "must have value"),
     ("structural_tag", '{"structures": [], "triggers": ["<"]}', "1 to 256"),
     ("structural_tag", '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}', "no trigger"),
     ("structural_tag", '{"structures": [{"begin": "a", "schema": {"contains": {}}, "end": ""}], "triggers": ["a"]}',
