@@ -20,7 +20,8 @@ DRAFTS = ("schema", "draft-04/schema", "draft-06/schema", "draft-07/schema", "dr
           "draft/2020-12/schema")  # fmt: skip
 _ANNOTATIONS = {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly",
                 "writeOnly", "discriminator", "$anchor", "$dynamicAnchor", "$vocabulary", "id", "readonly", "self",
-                "nullable", "contentEncoding", "contentMediaType", "contentSchema"}  # fmt: skip
+                "nullable", "note", "notes", "cost", "contentEncoding", "contentMediaType",
+                "contentSchema"}  # fmt: skip
 ONE = {"items", "additionalItems", "additionalProperties"}  # a schema
 LISTS = {"anyOf", "allOf", "prefixItems"}  # of schemas
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by name
@@ -68,7 +69,7 @@ def _near(key: str) -> str | None:
     known = {_bare(word): word for word in sorted(KEYWORDS | _NEVER | _HELD_SOMETIMES.keys())}
     if _bare(key) in known:
         return known[_bare(key)]
-    found = difflib.get_close_matches(_bare(key), [word for word in known if len(word) > 5], n=1, cutoff=0.8)
+    found = difflib.get_close_matches(_bare(key), list(known), n=1, cutoff=0.8)
     return known[found[0]] if found else None
 
 
