@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fengine import __version__
 from fengine.api.engine import Engine
 from fengine.server import embeddings
 from fengine.server.config import ServerConfig
@@ -26,8 +27,10 @@ from fengine.server.responses import Envelope, Events, usage_of
 from fengine.server.service import ClientGone, Service
 
 CLOSED_BY_CLIENT = 499  # nginx's word in logs and counters; no client reads it
-OPEN = frozenset({"/health"})  # needs no key
-COUNTED = frozenset("/v1/completions /v1/chat/completions /v1/embeddings /v1/models /health /metrics".split())
+OPEN = frozenset({"/health", "/ping"})  # needs no key
+COUNTED = frozenset(
+    "/v1/completions /v1/chat/completions /v1/embeddings /v1/models /tokenize /detokenize /health /metrics".split()
+)
 KEY_VARIABLE = "FENGINE_API_KEY"
 
 
@@ -61,8 +64,12 @@ class Routes:
             ("/v1/completions", "POST", self.completions),
             ("/v1/chat/completions", "POST", self.chat_completions),
             ("/v1/embeddings", "POST", self.embeddings),
+            ("/tokenize", "POST", self.tokenize),
+            ("/detokenize", "POST", self.detokenize),
             ("/v1/models", "GET", self.models),
             ("/v1/models/{name:path}", "GET", self.model),
+            ("/version", "GET", self.version),
+            ("/ping", "GET", self.health),
             ("/health", "GET", self.health),
             ("/metrics", "GET", self.metrics),
         ]
@@ -97,6 +104,17 @@ class Routes:
         finally:
             service.end(call.collector)
         return JSONResponse(embeddings.answer(outputs, service.adapter_of(body) or service.model, as_base64))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await read_json(request, self.service.config)
+        return JSONResponse(await self.service.tokenize(body))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await read_json(request, self.service.config)
+        return JSONResponse(await self.service.detokenize(body))
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(self.service.cards().values())})

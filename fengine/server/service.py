@@ -20,7 +20,7 @@ from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.errors import ConfigError
-from fengine.server import chat, completions, embeddings
+from fengine.server import chat, completions, embeddings, tokens
 from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of
 from fengine.server.metrics import Meter
@@ -132,6 +132,24 @@ class Service:
             return self._holding(prompts, lambda: self.engine.submit_encode(req, loop)), as_base64
         except Exception as error:
             raise api_error_of(error, body, embeddings.WORDS) from error
+
+    async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Errors: ApiError."""
+        self.adapter_of(body)
+        context = self.engine.get_server_info()["context_length"]
+        return await self._told(partial(tokens.tokenize, body, self.tokenizer, self.engine.chat_ids, context), body)
+
+    async def detokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Errors: ApiError."""
+        self.adapter_of(body)
+        return await self._told(partial(tokens.detokenize, body, self.tokenizer), body)
+
+    async def _told(self, work: Callable[[], Result], body: Mapping[str, Any]) -> Result:
+        """What `work` returns, in a thread. Errors: ApiError."""
+        try:
+            return await self._in_thread(work, lambda _: None)
+        except Exception as error:
+            raise api_error_of(error, body) from error
 
     def _holding(self, rows: int, begin: Callable[[], Result]) -> Result:
         """What `begin` returns, with its rows reserved; not if it fails."""

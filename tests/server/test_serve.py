@@ -16,6 +16,7 @@ openai = pytest.importorskip("openai", reason="openai's client, of the extra dev
 
 from serving import Live, live, until  # noqa: E402
 
+import fengine  # noqa: E402
 from fengine.api.engine import Engine  # noqa: E402
 from fengine.errors import ModelLoadError  # noqa: E402
 from fengine.server.app import make_app  # noqa: E402
@@ -255,6 +256,30 @@ def test_an_adapter_is_a_model_and_answers_by_its_name(tmp_path: Path) -> None:
                 assert answer.choices[0].text == text == "".join(chunk.choices[0].text for chunk in chunks)
                 assert {answer.model, *(chunk.model for chunk in chunks)} == {name}
             until(server.quiet)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_texts_and_chats_and_back(engine: Engine, server: Live) -> None:
+    for text in (*PROMPTS, ""):
+        told = server.ask("POST", "/tokenize", {"prompt": text, "return_token_strs": True}).json
+        assert told["tokens"] == ids_of(engine, text) and told["count"] == len(told["tokens"])
+        assert (told["max_model_len"], len(told["token_strs"])) == (1024, told["count"])
+        bare = server.ask("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).json["tokens"]
+        assert server.ask("POST", "/detokenize", {"tokens": bare}).json == {"prompt": text}
+    chat = server.ask("POST", "/tokenize", {"messages": CHAT, "add_generation_prompt": False}).json
+    assert chat["tokens"] == engine.chat_ids(CHAT, None, False, None) and chat["token_strs"] is None
+    for path, body, param in (
+        ("tokenize", {}, "prompt"), ("tokenize", {"prompt": 3}, "prompt"), ("tokenize", {"prompt": "a", "x": 1}, "x"),
+        ("tokenize", {"messages": []}, "messages"), ("detokenize", {"tokens": [-1]}, "tokens"),
+        ("detokenize", {"tokens": [10**9]}, "tokens"), ("detokenize", {"tokens": "a"}, "tokens"),
+    ):  # fmt: skip
+        answer = server.ask("POST", f"/{path}", body)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert server.ask("POST", "/tokenize", {"prompt": "a", "model": "no"}).status == 404
+    assert server.ask("GET", "/version").json == {"version": fengine.__version__}
+    assert server.ask("GET", "/ping").status == 200
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------
