@@ -124,7 +124,7 @@ def call(rounds: int = 7) -> tuple[list[float], list[float]]:
         with Engine(model_path=folder, enable_torch_compile=False, **options) as engine:
             for _ in range(rounds + 1):
                 engine.flush_cache()
-                engine._parts.driver.runner = runner = Instant()
+                engine._parts.core.stepper.runner = runner = Instant()
                 begin = time.perf_counter()
                 engine.generate(input_ids=[ids for ids, _ in work], sampling_params=params)
                 whole.append(time.perf_counter() - begin)

@@ -117,7 +117,7 @@ Times = dict[str, list[list[float]]]  # of each side, by round and call
 
 def compared(llm: Engine, work: Work, seconds: float) -> dict[str, Any]:
     """All sides in turn for each group of requests, every other turn in the reverse order. At least ROUNDS rounds."""
-    scheduler = llm._parts.driver.scheduler
+    scheduler = llm._parts.core.stepper.scheduler
     speculation = scheduler.speculation
     clock: Times = {name: [] for name in SIDES}
     busy: Times = {name: [] for name in SIDES}

@@ -114,7 +114,7 @@ class Run:
 
     def __init__(self, engine: Engine, work: Work) -> None:
         engine.flush_cache()
-        self.driver, self.history = engine._parts.driver, [Progress(time.time_ns(), engine._parts.driver.steps)]
+        self.core, self.history = engine._parts.core, [Progress(time.time_ns(), engine._parts.core.stepper.steps)]
         params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for _, n in work]
         self.wall = 0.0
 
@@ -131,11 +131,11 @@ class Run:
         until = time.perf_counter() + seconds
         while time.perf_counter() < until and self.thread.is_alive():
             time.sleep(0.002)
-            self.history.append(Progress(time.time_ns(), self.driver.steps))
+            self.history.append(Progress(time.time_ns(), self.core.stepper.steps))
 
     def stop(self) -> None:
         """Aborts what still runs and waits for the end."""
-        self.driver.abort(self.driver.call(lambda: list(self.driver.tickets.values())))
+        self.core.abort(list(self.core.requests.states.values()))
         self.thread.join()
 
 
@@ -200,7 +200,7 @@ def profile(engine: Engine, config: dict[str, Any], name: str, work: Work, secon
     return {
         "requests": len(work),
         "wall_s": run.wall,
-        "steps": run.driver.steps - run.history[0].steps,
+        "steps": run.core.stepper.steps - run.history[0].steps,
         "out_tok_s": out / run.wall,
         "total_tok_s": (out + prompts) / run.wall,
         "floor_s": {**least._asdict(), "total": least.total},

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loops import in_loop
 from torch import Tensor
 
 from fengine import models
 from fengine.api.engine import Engine
+from fengine.api.features import FEATURES
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, Policy, SchedulerConfig, SpeculationConfig
 from fengine.core.request import Request
-from fengine.engine.build import Parts, assemble
-from fengine.engine.engine_core import Driver
+from fengine.engine.build import Loaded, assemble
+from fengine.engine.engine_core import EngineCore
+from fengine.engine.parts import Parts
 from fengine.models import Model
 from fengine.models.kv_state import KVState, Params, StepBatch
 from fengine.models.spec import ModelSpec, RopeSpec
@@ -102,30 +105,29 @@ def checksum_parts(*, page_size: int = 4, pool: int = 256, rows: int = 4, tokens
     )
     config = replace(config, model=replace(config.model, device="cpu", skip_tokenizer_init=True))
     params: Params = {"final_norm_D": torch.ones(1), "calls": []}
-    parts = assemble(
-        config, SPEC, params, None, context, eos, Path("."), started=time.perf_counter(), compiles_at_start=0
-    )
-    check_after_every_step(parts.driver)
+    loaded = Loaded(SPEC, params, context, eos, Path("."))
+    parts = assemble(config, loaded, FEATURES, started=time.perf_counter())
+    check_after_every_step(parts.core)
     return parts
 
 
-def check_after_every_step(driver: Driver) -> None:
+def check_after_every_step(core: EngineCore) -> None:
     """Page identity after each update; a violation kills the loop, so every waiting call fails."""
-    update = driver.scheduler.update
+    update = core.stepper.scheduler.update
 
     def checked(*arguments: Any) -> list[Request]:
         finished = update(*arguments)
-        driver.scheduler.check()
+        core.stepper.scheduler.check()
         return finished
 
-    driver.scheduler.update = checked  # type: ignore[method-assign]
+    core.stepper.scheduler.update = checked  # type: ignore[method-assign]
 
 
-def check_books(driver: Driver) -> None:
-    """Pages, rows and queues balance, and the driver keeps nothing of requests that have ended."""
-    driver.scheduler.check()
-    assert driver.tickets.keys() == driver.scheduler._requests.keys()
-    assert driver.live.keys() | driver.times.unstarted.keys() <= driver.tickets.keys() and not driver.entering
+def check_books(core: EngineCore) -> None:
+    """Pages, rows and queues balance, and the core keeps nothing of requests that have ended."""
+    core.stepper.scheduler.check()
+    assert core.requests.states.keys() == core.stepper.scheduler._requests.keys()
+    assert core.requests.live.keys() | core.requests.times.unstarted.keys() <= core.requests.states.keys()
 
 
 @contextmanager
@@ -136,6 +138,6 @@ def checksum_engine(forward: Any = forward, **options: Any) -> Iterator[Engine]:
     try:
         with Engine.from_parts(checksum_parts(**options)) as engine:
             yield engine
-            engine._parts.driver.call(lambda: check_books(engine._parts.driver))
+            in_loop(engine._parts.core, lambda: check_books(engine._parts.core))
     finally:
         models.MODELS = before

@@ -1,4 +1,4 @@
-"""Requests of all kinds, run through a driver: what the tests of the extended step share."""
+"""Requests of all kinds, run through an engine core: what the tests of the extended step share."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -7,11 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from loops import in_loop
+
+from fengine.api.features import FEATURES
 from fengine.config import CacheConfig, CompileConfig, Dtype, EngineConfig, ModelConfig, SchedulerConfig
 from fengine.core.record import Record
 from fengine.core.request import Request, SamplingParams
-from fengine.engine.build import Parts, build
-from fengine.engine.output_processor import Ticket
+from fengine.engine.build import build
+from fengine.engine.output_processor import RequestState
+from fengine.engine.parts import Parts
 
 
 @dataclass
@@ -51,8 +55,8 @@ def config(path: Path | str, *, tokens: int = 64, rows: int = 8, page_size: int 
 @contextmanager
 def running(path: Path | str, **options: Any) -> Iterator[Parts]:
     """An engine's parts; its books are checked after each step and at the end."""
-    parts = build(config(path, **options))
-    scheduler = parts.driver.scheduler
+    parts = build(config(path, **options), FEATURES)
+    scheduler = parts.core.stepper.scheduler
     update = scheduler.update
 
     def checked(*arguments: Any) -> list[Request]:
@@ -63,7 +67,7 @@ def running(path: Path | str, **options: Any) -> Iterator[Parts]:
     scheduler.update = checked  # type: ignore[method-assign]
     try:
         yield parts
-        parts.driver.call(scheduler.check)
+        in_loop(parts.core, scheduler.check)
         assert parts.stats()["pages_used"] == 0
     finally:
         parts.close()
@@ -72,13 +76,12 @@ def running(path: Path | str, **options: Any) -> Iterator[Parts]:
 def run(parts: Parts, asks: Sequence[Ask]) -> list[Request]:
     """All at once; returns the finished requests, in order."""
     done = threading.Semaphore(0)
-    tickets = [Ticket(ask.request(f"r{i}"), None, False, lambda _: done.release()) for i, ask in enumerate(asks)]
-    parts.driver.submit(tickets)
-    for _ in tickets:
+    states = [RequestState(ask.request(f"r{i}"), None, False, lambda _: done.release()) for i, ask in enumerate(asks)]
+    parts.core.submit(states)
+    for _ in states:
         assert done.acquire(timeout=120)
-    dead = parts.driver.dead
-    assert dead is None, dead
-    return [ticket.request for ticket in tickets]
+    assert parts.core.inbox.end is None, parts.core.inbox.end
+    return [state.request for state in states]
 
 
 def outcome(request: Request) -> tuple[Any, ...]:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from loops import in_loop
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fengine.engine.build import Parts
+from fengine.engine.parts import Parts
 from fengine.models.kv_state import KVHandle
 from fengine.worker.cuda_runner import CudaRunner
 
@@ -139,18 +140,18 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
     """Has an engine that was built for the CPU go on with a `CudaRunner`."""
     for module in ("cuda_runner", "cuda_graphs", "fields"):
         monkeypatch.setattr(f"fengine.worker.{module}.torch", Torch())
-    old, driver, page_size = parts.driver.runner, parts.driver, parts.config.cache.page_size
-    limits, speculation = parts.config.scheduler, driver.scheduler.speculation
+    old, core, page_size = parts.core.stepper.runner, parts.core, parts.config.cache.page_size
+    limits, speculation = parts.config.scheduler, core.stepper.scheduler.speculation
     rows = max(limits.max_running_requests, speculation.step_tokens if speculation else 0)
     runner = CudaRunner(
-        old.params, old.forward, old.unembed, driver.tables.stages, rows=rows, tokens=limits.max_step_tokens,
-        width=driver.tables.page_table.shape[1], vocab=parts.spec.vocab_size, graphs=True, device="cpu",
+        old.params, old.forward, old.unembed, core.stepper.input_batch.stages, rows=rows, tokens=limits.max_step_tokens,
+        width=core.stepper.input_batch.page_table.shape[1], vocab=parts.spec.vocab_size, graphs=True, device="cpu",
         adapter_slots=old.adapter_slots,
     )  # fmt: skip
 
     def swap() -> None:
-        driver.kv = KVHandle(runner.warm_up(driver.kv.take(), page_size))
-        driver.runner = runner
+        core.stepper.kv = KVHandle(runner.warm_up(core.stepper.kv.take(), page_size))
+        core.stepper.runner = parts.memory.runner = runner
 
-    driver.call(swap)
+    in_loop(core, swap)
     return runner

@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve")
 
+from loops import in_loop
+
 from fengine.api.engine import Engine  # noqa: E402
 from fengine.server.app import make_app  # noqa: E402
 from fengine.server.config import ServerConfig  # noqa: E402
@@ -58,7 +60,7 @@ class Live:
 
     def quiet(self) -> bool:
         """Nothing runs, waits or holds a page, and the server has no row open."""
-        stats = self.service.engine._parts.driver.call(self.service.engine.stats)
+        stats = in_loop(self.service.engine._parts.core, self.service.engine.stats)
         return self.service.rows == stats["running"] == stats["waiting"] == stats["pages_used"] == 0
 
 

@@ -249,7 +249,7 @@ def entry(scheduler: Scheduler, step: SchedulerOutput) -> tuple:
 
 
 def simulate(case: Case) -> Run:
-    """Runs a case as the driver does, checks every step and every result, and returns what happened."""
+    """Runs a case as the loop does, checks every step and every result, and returns what happened."""
     requests = [make_request(case, i) for i in range(len(case.jobs))]
     run = Run(case, make_scheduler(case), requests)
     device = HashDevice(case, {r.rid: job for r, job in zip(requests, case.jobs, strict=True)})

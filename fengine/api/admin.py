@@ -2,14 +2,16 @@
 
 import atexit
 import gc
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 from fengine.api import info
 from fengine.api.options import EngineContext
-from fengine.core.step_trace import StepRecord, StepTrace
-from fengine.engine.build import Parts
+from fengine.core.step_trace import StepRecord
+from fengine.engine.commands import FlushCache, GetStats, Pause, Ping, Resume, UnwatchSteps, WatchSteps
+from fengine.engine.parts import Parts
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, UnsupportedFeatureError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -34,11 +36,13 @@ def open_session(
     It closes after `timeout` seconds without a request. `capacity_of_str_len` bounds nothing, as in SGLang. A
     `streaming` session is append-only: each turn continues the last one.
     """
+    engine._parts.core.check_process()
     return engine._context.sessions.open(capacity_of_str_len, session_id, streaming, timeout)
 
 
 def close_session(engine: HasContext, session_id: str) -> None:
     """Forgets a session; a turn that runs goes on to its end. Errors: SessionError if there is none."""
+    engine._parts.core.check_process()
     engine._context.sessions.close(session_id)
 
 
@@ -56,7 +60,7 @@ def abort(engine: HasContext, rid: str | None = None, abort_all: bool = False) -
     """
     if not abort_all and not isinstance(rid, str):
         raise InvalidRequestError(f"abort needs a rid (a string) or abort_all=True, got rid={rid!r:.80}.")
-    engine._parts.driver.abort_rids(None if abort_all else {str(rid)})
+    engine._parts.core.abort_rids(None if abort_all else {str(rid)})
 
 
 def pause_generation(engine: HasContext, mode: str = "abort") -> None:
@@ -68,12 +72,12 @@ def pause_generation(engine: HasContext, mode: str = "abort") -> None:
     """
     if mode not in PAUSE_MODES:
         raise InvalidRequestError(f"Invalid mode: {mode!r:.80}. Expected one of {list(PAUSE_MODES)}.")
-    engine._parts.driver.pause(mode)
+    engine._parts.core.call(Pause(mode))
 
 
 def continue_generation(engine: HasContext) -> None:
     """Steps are planned again."""
-    engine._parts.driver.resume()
+    engine._parts.core.call(Resume())
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------
@@ -88,17 +92,9 @@ class FlushResult(NamedTuple):
 
 def flush_cache(engine: HasContext) -> FlushResult:
     """Empties the prefix cache; refused (success False) while requests run."""
-    return engine._parts.driver.call(lambda: _flush(engine._parts))
-
-
-def _flush(parts: Parts) -> FlushResult:
-    scheduler = parts.driver.scheduler
-    held = parts.driver.paused and not scheduler.counters()["running"]  # those that wait hold no pages
-    if scheduler.has_work and not held:
-        return FlushResult(False, "the cache was not flushed: requests are running; wait for them or abort them")
-    if scheduler.cache is not None:
-        scheduler.cache.flush()
-    return FlushResult(True, "the prefix cache is empty")
+    if engine._parts.core.call(FlushCache()):
+        return FlushResult(True, "the prefix cache is empty")
+    return FlushResult(False, "the cache was not flushed: requests are running; wait for them or abort them")
 
 
 def freeze_gc(engine: HasContext) -> None:
@@ -113,9 +109,8 @@ def freeze_gc(engine: HasContext) -> None:
 
 def ping(engine: HasContext) -> None:
     """Returns once the loop has answered, which it does between two steps. Errors: EngineDeadError."""
-    engine._parts.driver.call(lambda: None)
-    if not all(thread.is_alive() for thread in engine._parts.driver.threads):
-        raise EngineDeadError("a thread of the engine has ended")
+    engine._parts.core.call(Ping())
+    engine._parts.core.check_threads()
 
 
 def stats(engine: HasContext) -> dict[str, Any]:
@@ -125,17 +120,17 @@ def stats(engine: HasContext) -> dict[str, Any]:
 
 def get_server_info(engine: HasContext) -> dict[str, Any]:
     """Every setting as resolved, sizes, version, and the internal state."""
-    return engine._parts.driver.call(lambda: info.server_info(engine._parts, engine._context.args))
+    return info.server_info(engine._parts, engine._context.args, engine._parts.core.call(GetStats()))
 
 
 def get_model_info(engine: HasContext) -> dict[str, Any]:
     """What kind of model runs."""
-    return engine._parts.driver.call(lambda: info.model_info(engine._parts, engine._context.args))
+    return info.model_info(engine._parts, engine._context.args, engine._parts.core.call(GetStats()))
 
 
 def get_load(engine: HasContext) -> list[dict[str, int]]:
     """Requests that run and wait, and the tokens that they hold."""
-    return engine._parts.driver.call(lambda: info.load(engine._parts))
+    return info.load(engine._parts, engine._parts.core.call(GetStats()))
 
 
 def get_all_child_pids(engine: HasContext) -> list[int]:
@@ -168,16 +163,15 @@ def steps_told(engine: HasContext, tell: Callable[[StepRecord], None]) -> Iterat
 
     Errors: what `tell` raised, at the end; after it nothing more is reported.
     """
-    driver = engine._parts.driver
-    teller = StepTrace(driver.scheduler, tell)
-    driver.call(lambda: driver.watchers.append(teller))
+    core, key, fault = engine._parts.core, uuid.uuid4().hex, None
+    core.call(WatchSteps(key), tell)
     try:
         yield
     finally:
         with suppress(EngineClosedError, EngineDeadError):  # then there are no more steps
-            driver.call(lambda: driver.watchers.remove(teller))
-    if teller.fault is not None:
-        raise teller.fault
+            fault = core.call(UnwatchSteps(key))
+    if fault is not None:
+        raise fault
 
 
 # -- SGLang's calls that have nothing to act on here -------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fengine.api.input_processor import CheckedRequest
 from fengine.api.options import EngineContext
 from fengine.api.outputs import Output, Shown, output_of
 from fengine.core.request import Finish
-from fengine.engine.output_processor import Ticket
+from fengine.engine.output_processor import RequestState
 from fengine.errors import InvalidRequestError, NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
@@ -64,7 +64,7 @@ class OutputCollector:
         SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
         """
         self.context, self.requests, self.stream, self.single, self.loop = context, requests, stream, single, loop
-        self.driver = context.parts.driver
+        self.core = context.parts.core
         self.brief = stream and deltas
         self.incremental = (
             self.brief or stream and (context.args.incremental_streaming_output or context.args.stream_output)
@@ -76,25 +76,25 @@ class OutputCollector:
         self.sent = [("", 0)] * len(requests)
         self.open = set(range(len(requests)))
         self.patterns: dict[tuple[str, ...], tuple[StopRegex, ...]] = {}  # compiled once for all of them
-        self.tickets = [self._ticket(i, one) for i, one in enumerate(requests)]
+        self.states = [self._state(i, one) for i, one in enumerate(requests)]
         self._submit()
 
-    def _ticket(self, index: int, one: CheckedRequest) -> Ticket:
+    def _state(self, index: int, one: CheckedRequest) -> RequestState:
         params, tokenizer = one.request.params, self.context.parts.tokenizer
         if params.stop_regex not in self.patterns:
             self.patterns[params.stop_regex] = compile_patterns(params.stop_regex)
         patterns = self.patterns[params.stop_regex]
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, patterns=patterns)
         live = self.stream or bool(params.stop) or bool(params.stop_regex)
-        ticket = Ticket(one.request, detokenizer, live, self._notifier(index))
+        state = RequestState(one.request, detokenizer, live, self._notifier(index))
         if one.turn is not None:
-            one.turn.ticket = ticket
-        return ticket
+            one.turn.state = state
+        return state
 
     def _submit(self) -> None:
         """All requests or none; those of sessions enter their trees."""
         turns = [one.turn for one in self.requests if one.turn is not None]
-        self.driver.submit(self.tickets)
+        self.core.submit(self.states)
         try:
             if turns:  # not before: what they replace is aborted
                 self.context.sessions.enter(turns)
@@ -102,12 +102,12 @@ class OutputCollector:
             self.abort()
             raise
 
-    def _notifier(self, index: int) -> Callable[[Ticket], None]:
-        def notify(ticket: Ticket) -> None:
+    def _notifier(self, index: int) -> Callable[[RequestState], None]:
+        def notify(state: RequestState) -> None:
             if self.loop is not None and self.loop.is_closed():  # nobody will read
-                self.driver.abort([ticket])
+                self.core.abort([state])
                 return
-            if self.dirty[index] or not (ticket.done or self.stream and self._due(index, ticket)):
+            if self.dirty[index] or not (state.done or self.stream and self._due(index, state)):
                 return  # the reader will see this news with that which it has not read yet
             self.dirty[index] = True
             if self.post is None:
@@ -118,59 +118,59 @@ class OutputCollector:
 
         return notify
 
-    def _due(self, index: int, ticket: Ticket) -> bool:
+    def _due(self, index: int, state: RequestState) -> bool:
         """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k; and whether it is
         time for it."""
-        every, had = ticket.request.params.stream_interval or self.context.args.stream_interval, self.sent[index][1]
+        every, had = state.request.params.stream_interval or self.context.args.stream_interval, self.sent[index][1]
         if had and self.pace is not None and time.perf_counter() < self.not_before[index]:
             return False  # the next news, or the last, brings these tokens along
-        return had == 0 or every == 1 or ticket.num_tokens - had >= every
+        return had == 0 or every == 1 or state.num_tokens - had >= every
 
     def abort(self) -> None:
         """Ends what is still open; called when the caller goes away. Idempotent."""
         if self.open:
-            tickets = [self.tickets[i] for i in self.open]
-            for ticket in tickets:
-                ticket.abandoned = True
-            self.driver.abort(tickets)
+            states = [self.states[i] for i in self.open]
+            for state in states:
+                state.abandoned = True
+            self.core.abort(states)
             self.open = set()
 
     def read(self, index: int) -> Output | None:
-        """What is new of one ticket, as SGLang's dict; None if nothing is. Errors: the ticket's own, but in a stream a
+        """What is new of one state, as SGLang's dict; None if nothing is. Errors: the state's own, but in a stream a
         request that failed by itself ends with a chunk that tells so, and its neighbours go on."""
         self.dirty[index] = False
-        ticket = self.tickets[index]
+        state = self.states[index]
         if index not in self.open:
             return None
-        done = ticket.done  # read before `seen`: what is seen after it is complete
-        if ticket.error is not None and not self._ends_with_chunk(ticket):
+        done = state.done  # read before `seen`: what is seen after it is complete
+        if state.error is not None and not self._ends_with_chunk(state):
             self.open.discard(index)
-            raise ticket.error
+            raise state.error
         if done:
             self.open.discard(index)
-        elif ticket.seen == self.sent[index] or not self._due(index, ticket):
+        elif state.seen == self.sent[index] or not self._due(index, state):
             return None
-        output = self._output(index, ticket, done)
+        output = self._output(index, state, done)
         if self.stream and not self.single:
             output["index"] = index
         return output
 
-    def _ends_with_chunk(self, ticket: Ticket) -> bool:
-        if not self.stream or not (ticket.own_fault or isinstance(ticket.error, NumericsError)):
+    def _ends_with_chunk(self, state: RequestState) -> bool:
+        if not self.stream or not (state.own_fault or isinstance(state.error, NumericsError)):
             return False
-        if ticket.finish is None:
-            ticket.finish = Finish("abort", message=str(ticket.error), code=400 if ticket.own_fault else 500)
+        if state.finish is None:
+            state.finish = Finish("abort", message=str(state.error), code=400 if state.own_fault else 500)
         return True
 
-    def _output(self, index: int, ticket: Ticket, done: bool) -> Output:
-        (text, count), (had_text, had) = ticket.seen, self.sent[index] if self.incremental else ("", 0)
-        self.sent[index] = ticket.seen
+    def _output(self, index: int, state: RequestState, done: bool) -> Output:
+        (text, count), (had_text, had) = state.seen, self.sent[index] if self.incremental else ("", 0)
+        self.sent[index] = state.seen
         if self.pace is not None:
             self.not_before[index] = moment = self.pace()
-            if not ticket.stops_in_text:
-                ticket.quiet_until = moment
+            if not state.stops_in_text:
+                state.quiet_until = moment
         return output_of(
-            ticket,
+            state,
             Shown(text, count, len(had_text), had, done),
             brief=self.brief and not done,
             return_logprob=self.requests[index].return_logprob,
@@ -181,7 +181,7 @@ class OutputCollector:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def wait(self) -> Output | list[Output]:
-        results: list[Any] = [None] * len(self.tickets)
+        results: list[Any] = [None] * len(self.states)
         try:
             while self.open:
                 index = self.ready.get()
@@ -191,7 +191,7 @@ class OutputCollector:
         return results[0] if self.single else results
 
     async def wait_async(self) -> Output | list[Output]:
-        results: list[Any] = [None] * len(self.tickets)
+        results: list[Any] = [None] * len(self.states)
         try:
             while self.open:
                 index = await self.ready.get()

@@ -15,7 +15,7 @@ from fengine.api.io_struct import EncodeReqInput, GenerateReqInput, refuse_not_b
 from fengine.api.options import EngineContext
 from fengine.api.outputs import Output
 from fengine.core.scalars import plain
-from fengine.engine.output_processor import Ticket
+from fengine.engine.output_processor import RequestState
 from fengine.errors import InvalidRequestError
 from fengine.worker.pooling import Pooling, check_dimensions, finish_vector
 
@@ -56,11 +56,11 @@ class EncodeCollector:
 
     def _results(self, outputs: Output | list[Output]) -> Output | list[Output]:
         found = [outputs] if isinstance(outputs, dict) else outputs
-        results = [self._result(output, ticket) for output, ticket in zip(found, self.collector.tickets, strict=True)]
+        results = [self._result(output, state) for output, state in zip(found, self.collector.states, strict=True)]
         return results[0] if isinstance(outputs, dict) else results
 
-    def _result(self, output: Output, ticket: Ticket) -> Output:
-        record = ticket.request.record
+    def _result(self, output: Output, state: RequestState) -> Output:
+        record = state.request.record
         vector = None if record is None else record.embedding
         if vector is None:  # it was aborted, as its finish reason tells
             embedding = None

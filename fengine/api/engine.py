@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, cast, overload
@@ -12,6 +11,7 @@ from fengine.api.arguments import checked_calls, described_by, record_of, takes
 from fengine.api.chat import Chat, chat_ids, further, render_chat
 from fengine.api.collector import AsyncStream, OutputCollector, Stream
 from fengine.api.encode import EncodeCollector, pair_ids, rerank_scores
+from fengine.api.features import FEATURES
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.options import EngineContext, grammars_in
@@ -28,7 +28,9 @@ from fengine.api.types import (
 )
 from fengine.config import EngineConfig
 from fengine.core.request import SamplingParams
-from fengine.engine.build import Parts, build
+from fengine.engine.build import build
+from fengine.engine.commands import LabelWeights
+from fengine.engine.parts import Parts
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammars
 from fengine.tokenizer.token_texts import token_texts
@@ -67,7 +69,7 @@ class Engine:
                 f"give server_args or single fields, not both (got {', '.join(sorted(settings))})"
             )
         args = server_args if server_args is not None else ServerArgs(**settings)
-        parts = build(args.to_config())
+        parts = build(args.to_config(), FEATURES)
         try:
             if parts.tokenizer is not None:
                 parts.tokenizer = parts.tokenizer.with_chat_template(args.chat_template, args.hf_chat_template_name)
@@ -79,7 +81,7 @@ class Engine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
         """An engine from fengine's own configuration, with timing keys in `meta_info` and every per-call option on."""
-        return cls.from_parts(build(config), owned=True)
+        return cls.from_parts(build(config, FEATURES), owned=True)
 
     @classmethod
     def from_parts(cls, parts: Parts, args: ServerArgs | None = None, *, owned: bool = False) -> "Engine":
@@ -101,9 +103,9 @@ class Engine:
     def _start(self, parts: Parts, args: ServerArgs, *, owned: bool) -> None:
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), args.whitespace)
         self._parts, self.server_args, self.config = parts, args, parts.config
-        self._context = EngineContext(parts, args, Sessions(parts.driver.abort), grammars, args.preferred())
+        self._context = EngineContext(parts, args, Sessions(parts.core.abort), grammars, args.preferred())
         self._pid = os.getpid()
-        parts.driver.weight_version = args.weight_version
+        parts.core.call(LabelWeights(args.weight_version))
         self.tokenizer_manager = TokenizerManager(self)
         holder = self if owned else grammars  # `grammars` lives as long as its own finalizer: until shutdown or the end
         self._finalizer = weakref.finalize(holder, _close, parts, grammars.close, self._pid)
@@ -200,7 +202,7 @@ class Engine:
         return OutputCollector(self._context, requests, stream=req.stream, single=single, loop=loop, **how)
 
     def _refuse_own_thread(self) -> None:
-        if threading.current_thread() in self._parts.driver.threads:
+        if self._parts.core.owns_thread():
             raise InvalidRequestError("a logit processor cannot ask its engine for text: the engine waits for it.")
 
     async def _prepare(self, req: GenerateReqInput | EncodeReqInput) -> None:

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Container
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -11,25 +12,29 @@ import torch
 
 from fengine import __version__
 from fengine.api.server_args import ServerArgs
-from fengine.engine.build import Parts
+from fengine.config import Algorithm
+from fengine.engine.parts import Parts
 from fengine.worker.kv_pool import kv_bytes_per_token
 from fengine.worker.safetensors_file import read_json
 
 
-def server_info(parts: Parts, args: ServerArgs) -> dict[str, Any]:
-    """ServerArgs with every "auto" resolved, what the engine is made of, and one internal state. Pure."""
-    return resolved_args(parts, args) | {
+def server_info(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[str, Any]:
+    """ServerArgs with every "auto" resolved, what the engine is made of, and one internal state.
+
+    `stats`: those of the core.
+    """
+    return resolved_args(parts, args, stats) | {
         "launch_command": " ".join(sys.argv),
-        "status": "ready" if not parts.driver.refusals else next(iter(parts.driver.refusals.values())),
+        "status": "ready" if not stats["refusals"] else next(iter(stats["refusals"].values())),
         "max_total_num_tokens": parts.pool_tokens,
         "max_req_input_len": min(parts.context_length, parts.pool_tokens) - 1,
         "startup_time": parts.start_seconds,
         "version": __version__,
-        "internal_states": [internal_state(parts)],
+        "internal_states": [internal_state(parts, stats)],
     }
 
 
-def resolved_args(parts: Parts, args: ServerArgs) -> dict[str, Any]:
+def resolved_args(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[str, Any]:
     """Every field of ServerArgs, those that were "auto" with the value in force. Pure."""
     config = parts.config
     model, scheduler, compile_ = config.model, config.scheduler, config.compile
@@ -55,22 +60,26 @@ def resolved_args(parts: Parts, args: ServerArgs) -> dict[str, Any]:
         "chunked_prefill_size": scheduler.max_step_tokens,
         "disable_overlap_schedule": not scheduler.overlap,
         "random_seed": config.random_seed,
-        "weight_version": parts.weights.version,
+        "weight_version": stats["weight_version"],
     }
     return asdict(args) | in_force
 
 
-def internal_state(parts: Parts) -> dict[str, Any]:
+def internal_state(parts: Parts, core_stats: dict[str, Any]) -> dict[str, Any]:
     """SGLang's state of one data-parallel rank, fengine's counters with it. Memory in GiB. Pure."""
-    stats = parts.stats()
+    stats = parts.stats(core_stats)
     busy = time.perf_counter() - parts.ready_at
     return {
         "world_size": 1,
         "effective_max_running_requests_per_dp": parts.config.scheduler.max_running_requests,
         "last_gen_throughput": stats["output_tokens"] / busy,  # output tokens per second since the start
-        "memory_usage": memory_usage(parts),
-        "weight_version": parts.weights.version,
-        **({} if parts.driver.scheduler.speculation is None else {"avg_spec_accept_length": _accept_length(stats)}),
+        "memory_usage": memory_usage(parts, core_stats["refusals"]),
+        "weight_version": core_stats["weight_version"],
+        **(
+            {}
+            if parts.config.speculation.algorithm is Algorithm.none
+            else {"avg_spec_accept_length": _accept_length(stats)}
+        ),
         **stats,
     }
 
@@ -81,11 +90,9 @@ def _accept_length(stats: dict[str, Any]) -> float:
     return tokens / max(tokens - stats["correct_draft_tokens"], 1)
 
 
-def memory_usage(parts: Parts) -> dict[str, Any]:
+def memory_usage(parts: Parts, refusals: Container[str]) -> dict[str, Any]:
     """GiB of weights, KV pool and graphs (on CUDA: all else that torch holds); what is released counts 0. Pure."""
-    refusals = parts.driver.refusals
-    leaves = {id(place.leaf): place.leaf for place in parts.weights.places.values()}.values()
-    weights = sum(leaf.untyped_storage().nbytes() for leaf in leaves)
+    weights = parts.weights.nbytes()
     tokens = parts.pool_tokens + (parts.config.cache.page_size or 16)
     kv = 0 if "kv_cache" in refusals else kv_bytes_per_token(parts.spec, parts.kv_dtype) * tokens
     device = parts.config.model.device or "cpu"
@@ -98,7 +105,7 @@ def memory_usage(parts: Parts) -> dict[str, Any]:
     }
 
 
-def model_info(parts: Parts, args: ServerArgs) -> dict[str, Any]:
+def model_info(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[str, Any]:
     """What kind of model runs. Pure."""
     path = parts.model_dir / "config.json"
     config = read_json(path) if path.exists() else {}
@@ -108,7 +115,7 @@ def model_info(parts: Parts, args: ServerArgs) -> dict[str, Any]:
         "served_model_name": args.served_model_name or str(args.model_path),
         "is_generation": parts.spec.generates,
         "preferred_sampling_params": args.preferred_sampling_params,
-        "weight_version": parts.weights.version,
+        "weight_version": stats["weight_version"],
         "load_format": args.load_format,
         "has_image_understanding": False,
         "has_audio_understanding": False,
@@ -143,9 +150,9 @@ def model_config(parts: Parts, args: ServerArgs) -> dict[str, Any]:
     }
 
 
-def load(parts: Parts) -> list[dict[str, int]]:
+def load(parts: Parts, core_stats: dict[str, Any]) -> list[dict[str, int]]:
     """SGLang's load of each data-parallel rank: requests, those that wait, tokens in the pages that they hold. Pure."""
-    stats = parts.stats()
+    stats = parts.stats(core_stats)
     waiting = stats["waiting"]
     tokens = stats["pages_used"] * (parts.config.cache.page_size or 16)
     return [{"dp_rank": 0, "num_reqs": stats["running"] + waiting, "num_waiting_reqs": waiting, "num_tokens": tokens}]

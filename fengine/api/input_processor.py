@@ -25,7 +25,7 @@ from fengine.core.record import Record
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
 from fengine.core.scalars import flag
-from fengine.engine.build import Parts
+from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
 from fengine.tokenizer.stop_regex import compile_patterns
 

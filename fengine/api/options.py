@@ -15,7 +15,7 @@ from fengine.api.sessions import Sessions
 from fengine.core.parameters import json_like
 from fengine.core.request import Adapter, SamplingParams
 from fengine.core.scalars import exact_int, integer, told
-from fengine.engine.build import Parts
+from fengine.engine.parts import Parts
 from fengine.errors import FengineError, GrammarError, InvalidRequestError
 from fengine.structured_output.backend import Grammar, Grammars, Source
 

@@ -10,7 +10,7 @@ import numpy as np
 from fengine.core.record import Record
 from fengine.core.request import Request
 from fengine.core.sampling_params import SamplingParams
-from fengine.engine.output_processor import Ticket
+from fengine.engine.output_processor import RequestState
 from fengine.engine.weights.versions import version_spans
 
 Output = dict[str, Any]  # types.GenerateOutput or EncodeOutput, while it is made
@@ -84,32 +84,32 @@ class Shown:
 
 
 def output_of(
-    ticket: Ticket, shown: Shown, *, return_logprob: bool, has_text: bool, metrics: bool, brief: bool = False
+    state: RequestState, shown: Shown, *, return_logprob: bool, has_text: bool, metrics: bool, brief: bool = False
 ) -> Output:
     """SGLang's dict for one request: everything so far, or with a `from` what is new. Pure but for the clock.
 
     `brief`: `meta_info` has no more than `finish_reason` and what was asked for of each token.
     """
-    request, start = ticket.request, ticket.request.prompt_len
+    request, start = state.request, state.request.prompt_len
     ids = request.token_ids[start + shown.count_from : start + shown.count]
-    meta = {"finish_reason": None} if brief else _meta(ticket, shown) | _speculation(request, shown.count)
+    meta = {"finish_reason": None} if brief else _meta(state, shown) | _speculation(request, shown.count)
     if return_logprob:
         meta |= _logprobs(request, shown.count_from, shown.count, ids)
     params, record = request.params, request.record
     if record is not None and params.hidden is not None:
         meta["hidden_states"] = _hidden(params, record, shown.count)
     if shown.done:
-        meta |= _times(ticket, shown.count, metrics)
+        meta |= _times(state, shown.count, metrics)
     output: Output = {"text": shown.text[shown.text_from :]} if has_text else {}
     return output | {"output_ids": ids, "meta_info": meta}
 
 
-def _meta(ticket: Ticket, shown: Shown) -> dict[str, Any]:
-    request = ticket.request
+def _meta(state: RequestState, shown: Shown) -> dict[str, Any]:
+    request = state.request
     spans = version_spans(request, shown.count)
     return {
         "id": request.rid,
-        "finish_reason": ticket.finish.as_dict() if shown.done and ticket.finish is not None else None,
+        "finish_reason": state.finish.as_dict() if shown.done and state.finish is not None else None,
         "prompt_tokens": request.prompt_len,
         "completion_tokens": shown.count,
         "reasoning_tokens": 0,
@@ -178,32 +178,32 @@ def _hidden(params: SamplingParams, record: Record, count: int) -> Any:
     return FloatList.of(states[-1] if states[-1].ndim == 1 else states[-1][-1])
 
 
-def _times(ticket: Ticket, count: int, metrics: bool) -> dict[str, Any]:
+def _times(state: RequestState, count: int, metrics: bool) -> dict[str, Any]:
     """Seconds since the call came, and moments (`time.time`) derived from them."""
-    if ticket.finished is None:
+    if state.finished is None:
         return {}
 
     def moment(at: float) -> float:
-        return ticket.received + at - ticket.submitted
+        return state.received + at - state.submitted
 
     times: dict[str, Any] = {
-        "e2e_latency": ticket.finished - ticket.submitted,
+        "e2e_latency": state.finished - state.submitted,
         "response_sent_to_client_ts": time.time(),
     }
     if not metrics:
         return times
     times |= {
-        "request_received_ts": ticket.received,
-        "api_server_dispatch_finish_ts": ticket.received,
-        "request_finished_ts": moment(ticket.finished),
+        "request_received_ts": state.received,
+        "api_server_dispatch_finish_ts": state.received,
+        "request_finished_ts": moment(state.finished),
     }
-    if ticket.started is not None:
-        times |= {"queue_time": ticket.started - ticket.submitted, "forward_entry_time": moment(ticket.started)}
-    if ticket.first_token is not None:
-        decoding = ticket.finished - ticket.first_token
+    if state.started is not None:
+        times |= {"queue_time": state.started - state.submitted, "forward_entry_time": moment(state.started)}
+    if state.first_token is not None:
+        decoding = state.finished - state.first_token
         times |= {
-            "first_token_latency": ticket.first_token - ticket.submitted,
-            "prefill_finished_time": moment(ticket.first_token),
+            "first_token_latency": state.first_token - state.submitted,
+            "prefill_finished_time": moment(state.first_token),
             "decode_throughput": (count - 1) / decoding if count > 1 and decoding > 0 else 0.0,
         }
     return times

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.core.scalars import exact_float, exact_int
-from fengine.engine.output_processor import Ticket
+from fengine.engine.output_processor import RequestState
 from fengine.errors import InvalidRequestError, SessionError
 
 KEYS = ("id", "rid", "offset", "replace", "drop_previous_output")
@@ -73,7 +73,7 @@ class Turn:
     kept: int  # tokens of the parent's context that it continues
     ids: list[int]  # its own prompt
     replaced: "tuple[Turn, ...]" = ()  # turns that go when it comes
-    ticket: Ticket | None = None  # its request while that runs
+    state: RequestState | None = None  # its request while that runs
     output: list[int] | None = None  # once it has finished
     aborted: bool = False
     children: "list[Turn]" = field(default_factory=list)
@@ -97,14 +97,14 @@ class Turn:
 
     def settle(self, now: float) -> float:
         """Takes over the outcome of its request, if that has ended. Returns until when it ran, as far as is known."""
-        ticket = self.ticket
-        if ticket is None or not (ticket.done or ticket.abandoned):
+        state = self.state
+        if state is None or not (state.done or state.abandoned):
             return now
-        start = ticket.request.prompt_len
-        self.aborted = ticket.error is not None or ticket.finish is None or ticket.finish.kind == "abort"
-        self.output = None if self.aborted else ticket.request.token_ids[start : start + ticket.num_tokens]
-        self.ticket = None
-        return now if ticket.finished is None else ticket.finished
+        start = state.request.prompt_len
+        self.aborted = state.error is not None or state.finish is None or state.finish.kind == "abort"
+        self.output = None if self.aborted else state.request.token_ids[start : start + state.num_tokens]
+        self.state = None
+        return now if state.finished is None else state.finished
 
     def with_below(self) -> "Iterator[Turn]":
         """This turn and every one that continues it."""
@@ -133,10 +133,10 @@ class _Session:
 
 
 class Sessions:
-    """All sessions of an engine. Thread-safe. `abort` ends the requests of tickets; `clock` is that of their times."""
+    """All sessions of an engine. Thread-safe. `abort` ends the requests of states; `clock` is that of their times."""
 
     def __init__(
-        self, abort: Callable[[Sequence[Ticket]], None], clock: Callable[[], float] = time.perf_counter
+        self, abort: Callable[[Sequence[RequestState]], None], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._abort, self._clock = abort, clock
         self._lock = threading.RLock()
@@ -247,9 +247,9 @@ class Sessions:
                 if turn.parent is not None:
                     turn.parent.children.append(turn)
                 turn.replaced = ()
-        tickets = [turn.ticket for turn in gone if turn.ticket is not None]
-        if tickets:
-            self._abort(tickets)
+        states = [turn.state for turn in gone if turn.state is not None]
+        if states:
+            self._abort(states)
 
     def _take_out(self, turn: Turn) -> None:
         session = self._sessions.get(turn.session_id)

@@ -76,6 +76,10 @@ class Watcher(Protocol):
         """The step is about to be launched."""
         ...
 
+    def launched(self, output: SchedulerOutput) -> None:
+        """The device has it."""
+        ...
+
     def landed(self, output: SchedulerOutput) -> None:
         """Its results have been read; the scheduler has not been told yet."""
         ...

@@ -103,6 +103,9 @@ class StepTrace:
         }  # fmt: skip
         self._held = held
 
+    def launched(self, output: SchedulerOutput) -> None:
+        """Nothing to note."""
+
     def landed(self, output: SchedulerOutput) -> None:
         fields = self._scheduled.pop(output.step, None)
         if fields is None or self.fault is not None:  # the step was under way when the telling began, or it has ended

@@ -1,7 +1,6 @@
-"""Bridge 2: the loop. One thread owns the scheduler and the KV state; a second one (`tickets.py`) makes text.
+"""`EngineCore`: the loop. One thread owns scheduler, KV state and runner; one makes text, one watches the two.
 
-Everything from outside enters through one queue of closures, so no lock guards scheduler or state. With overlap
-step n+1 is scheduled and launched before the result of step n is read (depth 1); without, each is read at once.
+Everything from outside enters through one inbox of commands, so no lock guards scheduler or state.
 """
 
 import queue
@@ -9,283 +8,293 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from fengine.core.request import Request
-from fengine.core.retract import retract
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import SchedulerOutput, Watcher
-from fengine.core.step_output import record
-from fengine.engine.output_processor import FirstTimes, News, TextLoop, Ticket
-from fengine.errors import EngineClosedError, EngineDeadError, FengineError, InvalidRequestError, MemoryReleasedError
-from fengine.models.kv_state import KVHandle, KVState, Params
-from fengine.worker.input_batch import InputBatch, StepInput
-from fengine.worker.step import Result, apply_head
+from fengine.core.step_trace import StepTrace
+from fengine.engine import commands
+from fengine.engine.commands import Abort, Add, Command
+from fengine.engine.inbox import Inbox, Item
+from fengine.engine.open_requests import OpenRequests
+from fengine.engine.output_processor import OutputProcessor, RequestState
+from fengine.engine.stepper import Runner, Stepper
+from fengine.engine.weights.versions import relabel
+from fengine.errors import (
+    EngineBusyError,
+    EngineClosedError,
+    EngineDeadError,
+    FengineError,
+    MemoryReleasedError,
+    UnsupportedFeatureError,
+)
+from fengine.models.kv_state import KVState
+from fengine.worker.input_batch import InputBatch
+
+GRACE = 30.0  # seconds that a closing engine waits for its loop: a logit processor may never return
+GLANCE = 0.25  # seconds between two looks at the threads
+
+Handler = Callable[[Any, Any], Any]  # of (command, what is attached to it); runs in the loop's thread
 
 
-class Runner(Protocol):
-    """What the driver needs of a device."""
+class EngineCore:
+    """Runs steps while there is work. Thread-safe: `submit`, `abort`, `call`, `stats`, `close`.
 
-    params: Params
+    Whatever ends the loop or the text thread, every request that is open and every call that waits is answered.
+    """
 
-    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]: ...
-
-
-class Driver:
-    """Runs steps while there is work. Thread-safe: submit, abort, call, close."""
-
-    def __init__(self, scheduler: Scheduler, tables: InputBatch, runner: Runner, kv: KVState, *, overlap: bool) -> None:
-        self.scheduler, self.tables, self.runner, self.overlap = scheduler, tables, runner, overlap
-        self.kv = KVHandle(kv)
-        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.text = TextLoop(self.abort)
-        self.tickets: dict[str, Ticket] = {}
-        self.times = FirstTimes(scheduler)
-        self.watchers: list[Watcher] = [self.times]  # told of every step, in the loop's thread
-        self.live: dict[str, Ticket] = {}
-        self.flight: tuple[SchedulerOutput, Result] | None = None
-        self.steps = 0
-        self.output_tokens = 0
+    def __init__(
+        self, scheduler: Scheduler, input_batch: InputBatch, runner: Runner, kv: KVState, *, overlap: bool
+    ) -> None:
+        self.inbox = Inbox()
+        self.text = OutputProcessor(self.abort, lambda state: self.requests.untold.discard(state))
+        self.requests = OpenRequests(scheduler, self.text)
+        self.stepper = Stepper(scheduler, input_batch, runner, kv, self.requests, overlap)
+        self.traces: dict[str, StepTrace] = {}  # by the key of who asked
         self.weight_version = "default"  # the label of the weights that steps run with
         self.refusals: dict[str, str] = {}  # why no request can run now, by cause: memory that is released
-        self.dead: EngineDeadError | None = None
-        self.closed = False
-        self.paused = False  # no step is planned
-        # Orders submissions against close and death. Reentrant: the garbage collector may drop a stream at any moment,
-        # also in a thread that holds this lock, and a dropped stream aborts its requests.
-        self.door = threading.RLock()
-        self.entering: set[str] = set()  # rids handed over that the loop has not seen yet
+        self.handlers: dict[type[Command], Handler] = {
+            Add: self._add,
+            Abort: self._abort,
+            commands.Pause: self._pause,
+            commands.Resume: self._resume,
+            commands.FlushCache: self._flush,
+            commands.LabelWeights: lambda command, attached: self.label_weights(command.version),
+            commands.WatchSteps: self._watch_steps,
+            commands.UnwatchSteps: self._unwatch_steps,
+            commands.GetStats: lambda command, attached: self.stats(),
+            commands.Ping: lambda command, attached: None,
+        }
+        self.ended: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()  # threads that have reached their end
         self.threads = [
-            threading.Thread(target=self._run, name="fengine-steps", daemon=True),
-            threading.Thread(target=self.text.run, name="fengine-text", daemon=True),
+            threading.Thread(target=self._guard, args=(self._run,), name="fengine-steps", daemon=True),
+            threading.Thread(target=self._guard, args=(self.text.run,), name="fengine-text", daemon=True),
+            threading.Thread(target=self._watch, name="fengine-watch", daemon=True),
         ]
         for thread in self.threads:
             thread.start()
 
-    # -- doors, any thread --------------------------------------------------------------------------------------------
+    # -- any thread ----------------------------------------------------------------------------------------------------
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
+    def submit(self, states: Sequence[RequestState]) -> None:
         """Hands validated requests over, all or none.
 
         Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError for a rid that is in use.
         """
-        rids = {ticket.request.rid for ticket in tickets}
+        self.inbox.check_process()  # before the lock, which another thread of the parent may have held
+        with self.inbox.lock:
+            if (refused := self._refused()) is not None:
+                raise refused
+            self.inbox.check()
+            self.requests.enter(states)
+            self.inbox.put(Add(tuple(state.request for state in states)), states)
 
-        def admit() -> None:
-            self.tickets.update((ticket.request.rid, ticket) for ticket in tickets)  # should the loop die, all are told
-            for ticket in tickets:
-                self._admit(ticket)
-            self.entering.difference_update(rids)
-
-        with self.door:
-            self._refuse()
-            # `entering` first: what the loop takes over meanwhile is in `tickets` before it leaves that set
-            taken = sorted(rid for rid in rids if rid in self.entering or rid in self.tickets)
-            if taken:
-                raise InvalidRequestError(
-                    f"rid {taken[0]!r} is in use by a request that has not finished; choose another"
-                )
-            self.entering.update(rids)
-            try:
-                self._put(admit)
-            except FengineError:
-                self.entering.difference_update(rids)
-                raise
-
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, states: Sequence[RequestState]) -> None:
         """Ends requests early, in whatever state they are; those already finished or unknown are left alone."""
-
-        try:
-            self._put(lambda: self._drop(tickets))
-        except (EngineClosedError, EngineDeadError):
-            return  # everything has ended already
+        with suppress(EngineClosedError, EngineDeadError):  # everything has ended already
+            self.inbox.put(Abort(tuple(state.request.rid for state in states)), states)
 
     def abort_rids(self, rids: set[str] | None) -> None:
         """Ends the requests with exactly these rids (None: all) that have come so far. Returns at once."""
+        self.inbox.put(Abort(None if rids is None else tuple(rids)))
 
-        def drop() -> None:
-            self._drop([t for rid, t in self.tickets.items() if rids is None or rid in rids])
+    def call(self, command: Command, attached: Any = None) -> Any:
+        """Has a command executed between two steps, and returns its answer or raises its error.
 
-        self._put(drop)
+        Inside a step, where only a logit processor can ask, commands that need a step's end are refused.
+        Errors: EngineClosedError, EngineDeadError, EngineBusyError.
+        """
+        if threading.current_thread() is not self.threads[0]:
+            return self.inbox.call(command, attached, self.threads[0].is_alive)
+        self.inbox.check()
+        if self.stepper.in_step and not command.in_step:
+            raise EngineBusyError(
+                f"{type(command).__name__} was asked for inside of a step, by a logit processor: the step cannot end "
+                "before the processor returns; ask from another thread, and do not wait for it"
+            )
+        return self._execute(Item(command, attached, None))
 
-    def pause(self, mode: str) -> None:
-        """Plans no step from here on. "abort" ends all requests, "retract" sends those that run back to the queue,
-        "in_place" leaves them. When it returns no step is in flight."""
+    def owns_thread(self) -> bool:
+        """Whether the calling thread is one of the engine's own."""
+        return threading.current_thread() in self.threads
 
-        def stop() -> None:
-            self.paused = True
-            self.quiesce()
-            if mode == "abort":
-                self._drop(list(self.tickets.values()))
-            elif mode == "retract":
-                retract(self.scheduler)
+    def check_process(self) -> None:
+        """Errors: EngineClosedError in a forked child."""
+        self.inbox.check_process()
 
-        self.call(stop)
+    def check_threads(self) -> None:
+        """Errors: EngineDeadError if a thread has ended; EngineClosedError."""
+        self.inbox.check()
+        if not all(thread.is_alive() for thread in self.threads):
+            raise EngineDeadError("a thread of the engine has ended")
 
-    def resume(self) -> None:
-        """Plans steps again."""
-
-        def go_on() -> None:
-            self.paused = False
-
-        self.call(go_on)
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Runs `function` in the loop's thread, between two steps, and returns its result or raises its error."""
-        if threading.current_thread() is self.threads[0]:  # the garbage collector may run a finalizer there
-            return function()
-        reply: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                reply.put((function(), None))
-            except Exception as error:  # it belongs to the caller
-                reply.put((None, error))
-
-        self._put(run)
-        while True:
-            try:
-                value, error = reply.get(timeout=1.0)
-            except queue.Empty:
-                if not self.threads[0].is_alive():
-                    raise self.dead or EngineClosedError("the engine was shut down during the call") from None
-                continue
-            if error is not None:
-                raise error
-            return value
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and gauges of this moment, as plain numbers; what is refused, and why."""
+        self.inbox.check_process()
+        stepper = self.stepper
+        counters = stepper.scheduler.counters()
+        return counters | {
+            "steps": stepper.steps,
+            "output_tokens": stepper.output_tokens + counters["correct_drafts"],
+            "weight_version": self.weight_version,
+            "paused": stepper.paused,
+            "refusals": dict(self.refusals),
+        }
 
     def close(self) -> None:
-        """Stops both threads; every unfinished request ends with EngineClosedError. Idempotent.
+        """Stops the threads; every unfinished request ends with EngineClosedError. Idempotent.
 
-        When it returns, the device's memory is free. Only one of the two threads itself, which the garbage collector
-        may make call this, cannot wait: they then end by themselves.
+        When it returns, the device's memory is free, unless the loop has not ended within GRACE: then whoever waits is
+        answered all the same. One of the threads itself cannot wait: they then end by themselves.
         """
-        with self.door:
-            first, self.closed = not self.closed, True
-        if first:
-            self.inbox.put(lambda: None)  # wakes the loop
-        if threading.current_thread() not in self.threads:
-            for thread in self.threads:
-                thread.join()
+        self.inbox.close(EngineClosedError("the engine was shut down; create a new Engine"))
+        if self.owns_thread():
+            return
+        deadline = time.monotonic() + GRACE
+        for thread in self.threads:
+            thread.join(max(deadline - time.monotonic(), 0.1))
+        self._fail(self._reason())
 
-    def _put(self, closure: Callable[[], None]) -> None:
-        with self.door:
-            if self.dead is not None:
-                raise EngineDeadError(str(self.dead)) from self.dead.__cause__
-            if self.closed:
-                raise EngineClosedError("the engine was shut down; create a new Engine")
-            self.inbox.put(closure)
+    # -- the ends of threads -------------------------------------------------------------------------------------------
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        """A thread's body; whatever ends it early, the reason is told, and the watching thread wakes."""
+        try:
+            body()
+        except BaseException as error:  # also what another thread has thrown in
+            name = "loop" if threading.current_thread() is self.threads[0] else "text thread"
+            dead = EngineDeadError(f"the engine's {name} failed: {type(error).__name__}: {error}")
+            dead.__cause__ = error
+            self.inbox.close(dead)
+        finally:
+            self.ended.put(threading.current_thread())
+
+    def _watch(self) -> None:
+        """Answers everybody when a thread has ended for whatever reason: also one that could not tell."""
+        loop, text = self.threads[:2]
+        while loop.is_alive() and text.is_alive():
+            with suppress(queue.Empty):
+                self.ended.get(timeout=GLANCE).join()
+        self.inbox.close(EngineDeadError("the engine's loop failed: its thread has ended"))
+        if not loop.is_alive():
+            self.requests.end(self._reason())
+            self.text.steps.put(None)
+            text.join(GRACE if isinstance(self.inbox.end, EngineClosedError) else 2 * GLANCE)
+        self._fail(self._reason())
+
+    def _fail(self, error: FengineError) -> None:
+        """Answers everybody who still waits."""
+        self.requests.fail(error)
+        self.inbox.fail(error)
+
+    def _reason(self) -> FengineError:
+        """Why requests that are open now end."""
+        end = self.inbox.end
+        if isinstance(end, EngineDeadError):
+            return end
+        return EngineClosedError("the engine was shut down while the request was running")
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self.closed:
-                self._drain(block=self.flight is None and (self.paused or not self.scheduler.has_work))
-                self._turn()
-            self._settle(EngineClosedError("the engine was shut down while the request was running"))
-        except Exception as error:
-            dead = EngineDeadError(f"the engine's loop failed: {type(error).__name__}: {error}")
-            dead.__cause__ = error
-            with self.door:
-                self.dead = dead
-            self._settle(dead)
+            while self.inbox.end is None:
+                self._obey(block=self.stepper.idle)
+                self.stepper.step()
         finally:
-            del self.kv, self.runner, self.tables, self.flight  # weights, adapters, pages and graphs
-            self.text.news.put(None)
+            self.stepper.end()
 
-    def _drain(self, block: bool) -> None:
-        """Runs what came in. Waits for something only when there is nothing else to do."""
-        if block:
-            self.inbox.get()()
-        while not self.inbox.empty():
-            self.inbox.get()()
+    def _obey(self, block: bool) -> None:
+        """Executes what came in. Waits for something only when there is nothing else to do."""
+        item = self.inbox.get(block)
+        while item is not None:
+            self._answer(item)
+            item = None  # an idle loop keeps nothing
+            item = self.inbox.get(False)
 
-    def _admit(self, ticket: Ticket) -> None:
-        self.times.enter(ticket)
-        if ticket.live:
-            self.live[ticket.request.rid] = ticket
-        ticket.request.versions = ((self.weight_version, 0),)
+    def _answer(self, item: Item) -> None:
+        if item.reply is None:
+            self._execute(item)
+            return
         try:
-            self._refuse()
-            self.scheduler.add(ticket.request)
-        except FengineError as error:  # the door has checked, but the scheduler has the last word
-            ticket.error = error
-            self.text.news.put(News([], [self._forget(ticket.request)]))
+            answer = (self._execute(item), None)
+        except Exception as error:  # it belongs to the caller
+            answer = (None, error)
+        item.reply.put(answer)
 
-    def _drop(self, tickets: Sequence[Ticket]) -> None:
-        finished = []
-        for ticket in tickets:
-            if self.tickets.get(ticket.request.rid) is ticket:
-                self.scheduler.abort(ticket.request.rid)
-                finished.append(self._forget(ticket.request))
-        if finished:
-            self.text.news.put(News([], finished))
+    def _execute(self, item: Item) -> Any:
+        handler = self.handlers.get(type(item.command))
+        if handler is None:
+            raise UnsupportedFeatureError(f"this engine has no {type(item.command).__name__}")
+        return handler(item.command, item.attached)
 
-    def _refuse(self) -> None:
-        for reason in self.refusals.values():
-            raise MemoryReleasedError(reason)
+    def _refused(self) -> MemoryReleasedError | None:
+        """Why no request can run now."""
+        return next((MemoryReleasedError(reason) for reason in self.refusals.values()), None)
 
-    def quiesce(self) -> None:
-        """Reads the step in flight, so that every drawn token is known. For functions that run in `call`."""
-        if self.flight is not None:
-            flight, self.flight = self.flight, None
-            self._land(*flight)
+    # -- handlers, and what those of others need -----------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        """Launches the next step, then reads the one before (with overlap) or the same one (without)."""
-        output = None if self.paused else self.scheduler.schedule()
-        launched = None
-        if output is not None:
-            for watcher in self.watchers:
-                watcher.scheduled(output)
-            kv, flight = self.runner.launch(self.kv.take(), self.tables.stage(output))
-            self.kv = KVHandle(kv)
-            self.steps += 1
-            launched = (output, flight)
-        if not self.overlap:
-            self.flight = launched
-        if self.flight is not None:
-            self._land(*self.flight)
-        self.flight = launched if self.overlap else None
+    def _add(self, command: Add, states: Sequence[RequestState]) -> None:
+        for state in states:
+            self.requests.admit(state, self.weight_version, self._refused())
 
-    def _land(self, output: SchedulerOutput, flight: Result) -> None:
-        """Reads a step's result, updates the scheduler, and tells the text thread."""
-        found, faults = flight(), None
-        if found.more:
-            head = partial(apply_head, self.runner.params)
-            faults = record(self.scheduler.requests_of(output), output.samples, found, head)
-        for watcher in self.watchers:
-            watcher.landed(output)
-        finished = self.scheduler.update(output, found.tokens, found.logprobs, faults)
-        self.output_tokens += sum(output.samples)
-        now = time.perf_counter()
-        live = [
-            (t, t.request.num_output)
-            for t in self.live.values()
-            if t.quiet_until <= now and t.request.num_output > t.num_tokens
-        ]
-        if live or finished:
-            self.text.news.put(News(live, [self._forget(request) for request in finished]))
+    def _abort(self, command: Abort, meant: Sequence[RequestState] | None) -> None:
+        self.requests.abort(command.rids, meant)
+        self.stepper.rest()
 
-    def _forget(self, request: Request) -> Ticket:
-        ticket = self.tickets.pop(request.rid)
-        self.times.forget(request.rid)
-        self.live.pop(request.rid, None)
-        if not self.tickets:  # an idle engine keeps nothing of the requests that it had
-            self.tables.release(self.scheduler.released())
-        return ticket
+    def _pause(self, command: commands.Pause, attached: None) -> None:
+        self.stepper.paused = True
+        self.stepper.drain()
+        if command.mode == "abort":
+            self._abort(Abort(None), None)
+        elif command.mode == "retract":
+            self.stepper.retract()
 
-    def _settle(self, error: FengineError) -> None:
-        """Ends every request that is still open, including those that wait in the inbox."""
-        while not self.inbox.empty():
-            try:
-                self.inbox.get()()
-            except Exception:
-                continue  # its caller learns of the end by the thread's death
-        for ticket in list(self.tickets.values()):
-            with suppress(FengineError):  # the scheduler may be what failed
-                self.scheduler.abort(ticket.request.rid)
-            ticket.error = error
-            self.text.news.put(News([], [self._forget(ticket.request)]))
+    def _resume(self, command: commands.Resume, attached: None) -> None:
+        self.stepper.paused = False
+
+    def _flush(self, command: commands.FlushCache, attached: None) -> bool:
+        stats = self.stats()
+        held = stats["paused"] and not stats["running"]  # those that wait hold no pages
+        if stats["running"] + stats["waiting"] and not held:
+            return False
+        self.stepper.flush_cache()
+        return True
+
+    def _watch_steps(self, command: commands.WatchSteps, tell: Callable[[Any], None]) -> None:
+        self.traces[command.key] = self.stepper.trace(tell)
+
+    def _unwatch_steps(self, command: commands.UnwatchSteps, attached: None) -> Exception | None:
+        trace = self.traces.pop(command.key)
+        self.stepper.unwatch(trace)
+        return trace.fault
+
+    def handle(self, kind: type[Command], handler: Handler) -> None:
+        """Commands of this kind are executed by `handler`."""
+        self.handlers[kind] = handler
+
+    def refuse(self, reasons: dict[str, str], *, idle: bool = False) -> None:
+        """Refuses requests from here on, for these reasons by cause. With `idle` only if none is open.
+
+        Errors: EngineBusyError.
+        """
+        with self.inbox.lock:  # nobody comes in between the look and the refusal
+            if idle and self.requests.states:
+                raise EngineBusyError(
+                    "memory is not released while requests run or wait: let them finish, or abort them first"
+                )
+            self.refusals.update(reasons)
+
+    def allow(self, cause: str) -> None:
+        """One reason less to refuse requests."""
+        with self.inbox.lock:
+            self.refusals.pop(cause, None)
+
+    def refusal(self, cause: str) -> str | None:
+        """Why requests are refused, as far as this is the cause."""
+        return self.refusals.get(cause)
+
+    def label_weights(self, version: str) -> None:
+        """What is drawn from here on is of weights with this label. In the loop's thread, with no step in flight."""
+        self.weight_version = version
+        for state in self.requests.states.values():
+            relabel(state.request, version)

@@ -11,16 +11,17 @@ Compiled code stays. While anything is released requests are refused, and so are
 import ctypes
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fengine.engine.engine_core import Driver
-from fengine.engine.profiling import unwatched
+from fengine.engine.commands import ReleaseMemory, ResumeMemory
+from fengine.engine.engine_core import EngineCore
+from fengine.engine.stepper import Runner
 from fengine.engine.weights.live import LiveWeights
-from fengine.errors import EngineBusyError, InvalidRequestError, MemoryReleasedError, ModelLoadError, OutOfMemoryError
-from fengine.models.kv_state import KVHandle, KVState
+from fengine.errors import InvalidRequestError, MemoryReleasedError, ModelLoadError, OutOfMemoryError
+from fengine.models.kv_state import KVState
 from fengine.worker.cuda_runner import CudaRunner
 
 TAGS = ("weights", "kv_cache", "cuda_graph")  # in the order in which they come back
@@ -35,59 +36,52 @@ def checked_tags(tags: Any) -> list[str]:
 
 
 class Memory:
-    """Modifies, in the loop's thread: the driver's KV handle, the parameters' storage, the runner's graphs."""
+    """Modifies, in the loop's thread: the core's KV state, the parameters' storage, the runner's graphs."""
 
-    def __init__(self, driver: Driver, weights: LiveWeights, new_kv: Callable[[], KVState], page_size: int) -> None:
-        self.driver, self.weights, self.new_kv, self.page_size = driver, weights, new_kv, page_size
+    def __init__(
+        self, core: EngineCore, runner: Runner, weights: LiveWeights, new_kv: Callable[[], KVState], page_size: int
+    ) -> None:
+        self.core, self.runner, self.weights, self.new_kv, self.page_size = core, runner, weights, new_kv, page_size
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []  # of released weights, in bytes
+        core.handle(ReleaseMemory, self._release)
+        core.handle(ResumeMemory, self._resume)
 
     def release(self, tags: Any = None) -> None:
         """Gives memory back. None: all that is not released yet.
 
         Errors: InvalidRequestError, EngineBusyError, MemoryReleasedError for what is released already.
         """
-        asked = checked_tags(tags)
-        self.driver.call(lambda: self._release(asked, everything=tags is None))
+        self.core.call(ReleaseMemory(tuple(checked_tags(tags)), everything=tags is None))
 
     def resume(self, tags: Any = None) -> None:
         """Takes memory again. None: all that is released. KV pages come back empty.
 
         Errors: InvalidRequestError, MemoryReleasedError for what is not released, OutOfMemoryError.
         """
-        asked = checked_tags(tags)
-        self.driver.call(lambda: self._resume(asked, everything=tags is None))
+        self.core.call(ResumeMemory(tuple(checked_tags(tags)), everything=tags is None))
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
-    def _choose(self, asked: list[str], released: bool, everything: bool) -> list[str]:
+    def _choose(self, asked: Sequence[str], released: bool, everything: bool) -> list[str]:
         """Those of the asked tags that are (not) released. Errors: MemoryReleasedError if one is in the wrong state."""
-        fit = [tag for tag in asked if (tag in self.driver.refusals) == released]
+        refusals = self.core.stats()["refusals"]
+        fit = [tag for tag in asked if (tag in refusals) == released]
         if not fit or (len(fit) < len(asked) and not everything):
             wrong = [tag for tag in asked if tag not in fit]
             state, call = ("not released", "release") if released else ("released already", "resume")
             raise MemoryReleasedError(f"{', '.join(wrong)}: {state}; call {call}_memory_occupation first")
         return fit
 
-    def _release(self, asked: list[str], everything: bool) -> None:
-        driver = self.driver
-        tags = self._choose(asked, released=False, everything=everything)
-        with driver.door:  # nobody comes in between the look and the refusal
-            if driver.scheduler.has_work or driver.entering:
-                raise EngineBusyError(
-                    "memory is not released while requests run or wait: let them finish, or abort them first"
-                )
-            for tag in tags:
-                driver.refusals[tag] = (
-                    f"the memory of {tag!r} is released: call resume_memory_occupation(tags=[{tag!r}]) first"
-                )
-        driver.quiesce()
-        if driver.scheduler.cache is not None and "kv_cache" in tags:
-            driver.scheduler.cache.flush()
-        runner = unwatched(driver.runner)
-        if isinstance(runner, CudaRunner):
-            runner.graphs.clear()
+    def _release(self, command: ReleaseMemory, attached: None) -> None:
+        tags = self._choose(command.tags, released=False, everything=command.everything)
+        reason = "the memory of {0!r} is released: call resume_memory_occupation(tags=[{0!r}]) first"
+        self.core.refuse({tag: reason.format(tag) for tag in tags}, idle=True)
+        self.core.stepper.drain()
+        if isinstance(self.runner, CudaRunner):
+            self.runner.graphs.clear()
         if "kv_cache" in tags:
-            self._free_kv(driver.kv.take())
+            self.core.stepper.flush_cache()
+            self.core.stepper.swap_kv(self._free_kv)
         if "weights" in tags:
             storages = [place.leaf.untyped_storage() for place in self.weights.places.values()]
             own = {s.data_ptr(): s for s in storages if s.resizable()}  # not what is somebody else's memory
@@ -95,8 +89,8 @@ class Memory:
             self._free_weights()
         trim()
 
-    def _free_kv(self, kv: KVState) -> None:
-        for tensor in kv.k_PSGK + kv.v_PSGK:
+    def _free_kv(self, kv: KVState | None) -> None:
+        for tensor in () if kv is None else kv.k_PSGK + kv.v_PSGK:
             if tensor.is_cuda:  # the runner still names these tensors; a CPU's are freed with their last name
                 tensor.untyped_storage().resize_(0)
 
@@ -104,32 +98,26 @@ class Memory:
         for storage, _ in self._sizes:
             storage.resize_(0)
 
-    def _resume(self, asked: list[str], everything: bool) -> None:
-        driver = self.driver
-        for tag in self._choose(asked, released=True, everything=everything):
+    def _resume(self, command: ResumeMemory, attached: None) -> None:
+        for tag in self._choose(command.tags, released=True, everything=command.everything):
             if tag == "weights":
                 self._resume_weights()
             elif tag == "kv_cache":
-                driver.kv = KVHandle(self.new_kv())
-            with driver.door:
-                del driver.refusals[tag]
-        runner = unwatched(driver.runner)
-        if isinstance(runner, CudaRunner) and not any(tag in driver.refusals for tag in TAGS):
-            self._capture(runner)
+                self.core.stepper.swap_kv(lambda kv: self.new_kv())
+            self.core.allow(tag)
+        released = self.core.stats()["refusals"]
+        if isinstance(self.runner, CudaRunner) and not any(tag in released for tag in TAGS):
+            self._capture(self.runner)
         trim()  # what was read from disk
 
     def _capture(self, runner: CudaRunner) -> None:
         """Graphs over the new addresses. Without memory for them they count as released, and may be asked for again."""
-        driver, kv = self.driver, self.driver.kv.take()
         try:
-            driver.kv = KVHandle(runner.warm_up(kv, self.page_size))
+            self.core.stepper.swap_kv(lambda kv: None if kv is None else runner.warm_up(kv, self.page_size))
         except Exception:
             runner.graphs.clear()
-            driver.kv = KVHandle(kv)
-            with driver.door:
-                driver.refusals["cuda_graph"] = (
-                    "the graphs could not be captured again: call resume_memory_occupation(tags=['cuda_graph'])"
-                )
+            again = "the graphs could not be captured again: call resume_memory_occupation(tags=['cuda_graph'])"
+            self.core.refuse({"cuda_graph": again})
             raise
 
     def _resume_weights(self) -> None:

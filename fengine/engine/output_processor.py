@@ -1,35 +1,54 @@
-"""Tickets, and the thread that turns their tokens into text, off the loop's critical path."""
+"""`RequestState`: a request as its caller sees it; `OutputProcessor`: the thread that turns tokens into text."""
 
 import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from fengine.core.record import Record
 from fengine.core.request import Finish, Request
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import EngineDeadError, FengineError, NumericsError
-from fengine.tokenizer.detokenizer import Detokenizer
+
+
+class Detokenizer(Protocol):
+    """Ids to text, a few at a time; finds what ends a request in its text."""
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string or pattern that was found."""
+        ...
+
+    @property
+    def matched_tokens(self) -> int | None:
+        """With how many output tokens."""
+        ...
+
+    def push(self, token_ids: list[int], *, trim_last: bool = False) -> str: ...
+
+    def finish(self) -> str: ...
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """A request as its caller sees it. Written by the text thread, read by the caller after `notify`.
+class RequestState:
+    """Written by the loop and the text thread, read by the caller after `notify`.
 
-    `live` tickets (streamed, or with stops in their text) are detokenized step by step, the others once at the end.
+    `live` ones (streamed, or with stops in their text) are detokenized step by step, the others once at the end.
     """
 
     request: Request
     detokenizer: Detokenizer | None
     live: bool
-    notify: Callable[["Ticket"], None]
+    notify: Callable[["RequestState"], None]
     quiet_until: float = 0.0  # perf_counter: nobody wants to know of its tokens before, unless it has ended
     seen: tuple[str, int] = ("", 0)  # text, and number of output tokens, that the caller may see; replaced as one
     finish: Finish | None = None
     error: FengineError | None = None
     received: float = field(default_factory=time.time)  # the moment of `submitted`; the others are of perf_counter
     submitted: float = field(default_factory=time.perf_counter)
-    started: float | None = None  # its first step was planned
+    started: float | None = None  # its first step was scheduled
     first_token: float | None = None
     finished: float | None = None
     abandoned: bool = False  # its caller has gone away, so it is being aborted
@@ -43,6 +62,10 @@ class Ticket:
         return self.seen[1]
 
     @property
+    def record(self) -> Record | None:
+        return self.request.record
+
+    @property
     def stops_in_text(self) -> bool:
         """Whether its text may end it."""
         return bool(self.request.params.stop or self.request.params.stop_regex)
@@ -50,38 +73,60 @@ class Ticket:
     @property
     def own_fault(self) -> bool:
         """Whether what it brought along (a logit processor) failed."""
-        return self.request.record is not None and self.request.record.error is not None
+        return self.record is not None and self.record.error is not None
+
+    def fail(self, error: FengineError) -> None:
+        """Ends it, unless it has ended. Modifies: itself."""
+        if not self.done:
+            self.finished = time.perf_counter()
+            self.error = error
+
+    def tell(self) -> None:
+        """Notifies the caller. Errors: whatever that raises: nobody can be told any more."""
+        done = self.done
+        try:
+            self.notify(self)
+        finally:
+            if done:  # the last time. The call that is told holds its states: a circle, if they held it on
+                self.notify = _nobody
+
+
+def _nobody(state: RequestState) -> None:
+    """Is told what nobody waits for any more."""
 
 
 @dataclass(slots=True)
-class News:
-    """One step's tokens for the text thread: live tickets with the number of output tokens known, and the finished."""
+class StepTokens:
+    """What one step brought for the text thread: live states with their known output tokens, and the finished."""
 
-    live: list[tuple[Ticket, int]]
-    finished: list[Ticket]
+    live: list[tuple[RequestState, int]]
+    finished: list[RequestState]
 
 
-class FirstTimes:
-    """A watcher of steps that notes when tickets have their first step and their first token."""
+class RequestTimes:
+    """A watcher of steps that notes when requests have their first step and their first token."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.unplanned: dict[str, Ticket] = {}  # waiting for their first step
-        self.unstarted: dict[str, Ticket] = {}  # waiting for their first token
+        self.unscheduled: dict[str, RequestState] = {}  # waiting for their first step
+        self.unstarted: dict[str, RequestState] = {}  # waiting for their first token
 
-    def enter(self, ticket: Ticket) -> None:
-        self.unstarted[ticket.request.rid] = self.unplanned[ticket.request.rid] = ticket
+    def enter(self, state: RequestState) -> None:
+        self.unstarted[state.request.rid] = self.unscheduled[state.request.rid] = state
 
     def forget(self, rid: str) -> None:
-        self.unplanned.pop(rid, None)
+        self.unscheduled.pop(rid, None)
         self.unstarted.pop(rid, None)
 
     def scheduled(self, output: SchedulerOutput) -> None:
-        if self.unplanned:
+        if self.unscheduled:
             now = time.perf_counter()
             for new in output.new_rows:
-                if new.rid in self.unplanned:
-                    self.unplanned.pop(new.rid).started = now
+                if new.rid in self.unscheduled:
+                    self.unscheduled.pop(new.rid).started = now
+
+    def launched(self, output: SchedulerOutput) -> None:
+        """Nothing to note."""
 
     def landed(self, output: SchedulerOutput) -> None:
         if self.unstarted:
@@ -92,85 +137,86 @@ class FirstTimes:
                     self.unstarted.pop(request.rid).first_token = now
 
 
-class TextLoop:
-    """Detokenizes what the driver reports in `news`.
+class OutputProcessor:
+    """Detokenizes what the loop puts into `steps`.
 
     Stop strings and patterns are found here and end a request through `abort`, which is thread-safe; tokens drawn
-    meanwhile are not shown. Whatever fails in here, a reader's event loop that is gone included, belongs to one ticket:
-    that request ends, the thread goes on.
+    meanwhile are not shown. Whatever fails in here, a reader's event loop that is gone included, belongs to one
+    request: that one ends, the thread goes on.
     """
 
-    def __init__(self, abort: Callable[[Sequence[Ticket]], None]) -> None:
-        self.abort = abort
-        self.news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+    def __init__(self, abort: Callable[[Sequence[RequestState]], None], ended: Callable[[RequestState], None]) -> None:
+        """`ended` learns of each request whose caller has been told of its end."""
+        self.abort, self.ended = abort, ended
+        self.steps: queue.SimpleQueue[StepTokens | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """The thread's body: until None comes."""
-        while (news := self.news.get()) is not None:
-            for ticket, known in news.live:
-                if not ticket.done:
-                    self._push(ticket, known)
-            for ticket in news.finished:
-                if ticket.finish is None:
-                    self._finish(ticket)
-            news = ticket = None  # an idle engine keeps nothing of the requests that it had
+        while (step := self.steps.get()) is not None:
+            for state, known in step.live:
+                if not state.done:
+                    self._push(state, known)
+            for state in step.finished:
+                if state.finish is None:
+                    self._finish(state)
+            step = state = None  # an idle engine keeps nothing of the requests that it had
 
-    def _push(self, ticket: Ticket, known: int) -> None:
-        """Detokenizes what is new of a live ticket; a stop string ends the request here."""
-        request, start = ticket.request, ticket.request.prompt_len
+    def _push(self, state: RequestState, known: int) -> None:
+        """Detokenizes what is new of a live state; a stop string ends the request here."""
+        request, start = state.request, state.request.prompt_len
         if request.finish is not None:
             known = min(known, request.num_output)
-        detokenizer = ticket.detokenizer
+        detokenizer = state.detokenizer
         if detokenizer is None:
-            ticket.seen = ("", known)
+            state.seen = ("", known)
         else:
             try:
-                text, had = ticket.seen
+                text, had = state.seen
                 fresh = request.token_ids[start + had : start + known]
                 trim = known == request.num_output and ends_in_stop_token(request)
                 text += detokenizer.push(fresh, trim_last=trim)
                 matched = detokenizer.matched_tokens  # fewer than known, if more tokens came with those that matched
-                ticket.seen = (text, known if matched is None else matched)
+                state.seen = (text, known if matched is None else matched)
                 if matched is not None:
-                    self._stop(ticket, Finish("stop", matched=detokenizer.matched))
+                    self._stop(state, Finish("stop", matched=detokenizer.matched))
                     return
             except Exception as error:
-                self._fail(ticket, error)
+                self._fail(state, error)
                 return
         if request.finish is None:
-            self._tell(ticket)
+            self._tell(state)
 
-    def _tell(self, ticket: Ticket) -> None:
-        notify = ticket.notify
-        if ticket.done:  # the last news. The call that is told holds its tickets: a circle, if they held it on
-            ticket.notify = _nobody
+    def _tell(self, state: RequestState) -> None:
+        done = state.done
         try:
-            notify(ticket)
+            state.tell()
         except Exception:  # nobody can be told any more
-            self.abort([ticket])
+            self.abort([state])
+        if done:
+            self.ended(state)
 
-    def _stop(self, ticket: Ticket, finish: Finish) -> None:
-        ticket.finished = time.perf_counter()
-        ticket.finish = finish  # last: the caller may look at any moment
-        self.abort([ticket])
-        self._tell(ticket)
+    def _stop(self, state: RequestState, finish: Finish) -> None:
+        state.finished = time.perf_counter()
+        state.finish = finish  # last: the caller may look at any moment
+        self.abort([state])
+        self._tell(state)
 
-    def _finish(self, ticket: Ticket) -> None:
+    def _finish(self, state: RequestState) -> None:
         """The last word on a request that the scheduler, or its caller, has ended."""
-        request = ticket.request
-        ticket.finished = time.perf_counter()
-        if ticket.error is None and request.finish is not None:
-            if request.record is not None and request.record.error is not None:
-                ticket.error = request.record.error
+        request = state.request
+        state.finished = time.perf_counter()
+        if state.error is None and request.finish is not None:
+            if state.record is not None and state.record.error is not None:
+                state.error = state.record.error
             elif request.finish.kind == "abort" and request.finish.message is not None:
-                ticket.error = NumericsError(f"request {request.rid!r}: {request.finish.message}")
+                state.error = NumericsError(f"request {request.rid!r}: {request.finish.message}")
             else:
-                self._last_text(ticket, request.finish)
-        self._tell(ticket)
+                self._last_text(state, request.finish)
+        self._tell(state)
 
-    def _last_text(self, ticket: Ticket, finish: Finish) -> None:
-        request, detokenizer = ticket.request, ticket.detokenizer
-        text, had = ticket.seen
+    def _last_text(self, state: RequestState, finish: Finish) -> None:
+        request, detokenizer = state.request, state.detokenizer
+        text, had = state.seen
         known = request.num_output
         if detokenizer is not None:
             fresh = request.token_ids[request.prompt_len + had :]
@@ -178,24 +224,21 @@ class TextLoop:
                 text += detokenizer.push(fresh, trim_last=ends_in_stop_token(request))
                 text += detokenizer.finish()
             except Exception as error:
-                self._fail(ticket, error, notify=False)
+                self._fail(state, error, notify=False)
                 return
             if detokenizer.matched_tokens is not None:
                 known, finish = detokenizer.matched_tokens, Finish("stop", matched=detokenizer.matched)
-        ticket.seen = (text, known)
-        ticket.finish = finish
+        state.seen = (text, known)
+        state.finish = finish
 
-    def _fail(self, ticket: Ticket, error: Exception, notify: bool = True) -> None:
+    def _fail(self, state: RequestState, error: Exception, notify: bool = True) -> None:
         """A detokenizer that fails ends its own request only."""
-        ticket.error = EngineDeadError(f"request {ticket.request.rid!r}: detokenizing failed: {error}")
-        ticket.error.__cause__ = error
-        self.abort([ticket])
+        failed = EngineDeadError(f"request {state.request.rid!r}: detokenizing failed: {error}")
+        failed.__cause__ = error
+        state.error = failed
+        self.abort([state])
         if notify:
-            self._tell(ticket)
-
-
-def _nobody(ticket: Ticket) -> None:
-    """Is told what nobody waits for any more."""
+            self._tell(state)
 
 
 def ends_in_stop_token(request: Request) -> bool:

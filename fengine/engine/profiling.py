@@ -1,14 +1,13 @@
 """`Profile`: torch's profiler over the loop's thread, and its trace as a file that Perfetto opens (ui.perfetto.dev).
 
 The profiler watches the thread that starts it, so it is started and stopped in the loop's thread, between two steps.
-While it is on, the driver's runner is wrapped: every step has its name and sizes in the trace, and steps are counted.
+While it is on, a watcher gives every step its name and sizes in the trace, and counts steps.
 """
 
 import os
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,17 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fengine.engine.engine_core import Driver, Runner
+from fengine.core.scheduler_output import SchedulerOutput
+from fengine.engine.commands import StartProfile, StopProfile
+from fengine.engine.engine_core import EngineCore
 from fengine.errors import FengineError, InvalidRequestError, ProfileError, UnsupportedFeatureError
-from fengine.models.kv_state import KVState
-from fengine.worker.input_batch import StepInput
-from fengine.worker.step import Result
 
 FOLDERS = ("FENGINE_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")  # environment variables, the first that is set
 ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 NOT_BUILT = {"profile_by_stage": False, "merge_profiles": False, "profile_stages": None}
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What to record, checked: steps [start, start + count) from now on; a count of None means until stopped."""
-
-    path: Path
-    start: int
-    count: int | None
-    activities: tuple[ProfilerActivity, ...]
-    with_stack: bool
-    record_shapes: bool
-
-
-def checked_wish(
+def checked_start(
     output_dir: Any = None,
     start_step: Any = None,
     num_steps: Any = None,
@@ -49,7 +35,7 @@ def checked_wish(
     profile_id: Any = None,
     profile_prefix: Any = None,
     **others: Any,
-) -> Wish:
+) -> StartProfile:
     """SGLang's arguments of start_profile. Errors: InvalidRequestError, UnsupportedFeatureError, ProfileError."""
     unknown = sorted(others.keys() - NOT_BUILT.keys())
     if unknown:
@@ -65,19 +51,15 @@ def checked_wish(
         if value is not None and (not isinstance(value, str) or not value or Path(value).name != value):
             raise InvalidRequestError(f"{name} must be usable as a file name, got {value!r:.80}.")
     stem = "-".join(part for part in (profile_prefix, profile_id or f"{time.time():.6f}") if part)
-    return Wish(
-        _writable(output_dir) / f"{stem}.trace.json.gz",
-        start_step or 0,
-        num_steps,
-        _activities(activities),
-        bool(with_stack),
-        bool(record_shapes),
+    path = _writable(output_dir) / f"{stem}.trace.json.gz"
+    return StartProfile(
+        str(path), start_step or 0, num_steps, _activities(activities), bool(with_stack), bool(record_shapes)
     )
 
 
-def _activities(asked: Any) -> tuple[ProfilerActivity, ...]:
+def _activities(asked: Any) -> tuple[str, ...]:
     if asked is None:
-        return (ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []))
+        return ("CPU", "GPU") if torch.cuda.is_available() else ("CPU",)
     if not isinstance(asked, (list, tuple)) or not asked:
         raise InvalidRequestError(f"activities must be a list of {', '.join(ACTIVITIES)}, got {asked!r:.80}.")
     bad = [name for name in asked if name not in tuple(ACTIVITIES)]
@@ -85,7 +67,7 @@ def _activities(asked: Any) -> tuple[ProfilerActivity, ...]:
         raise UnsupportedFeatureError(f"activities={bad!r:.80} are not built; use {' and '.join(ACTIVITIES)}.")
     if "GPU" in asked and not torch.cuda.is_available():
         raise InvalidRequestError("activities has 'GPU', but torch sees no CUDA device; use ['CPU'].")
-    return tuple(ACTIVITIES[name] for name in asked)
+    return tuple(asked)
 
 
 def _writable(folder: Any) -> Path:
@@ -104,106 +86,98 @@ def _writable(folder: Any) -> Path:
         raise ProfileError(f"output_dir {str(folder)!r:.200} cannot be written: {reason}; choose another") from None
 
 
-class Watched:
-    """A runner whose steps are named in the trace."""
-
-    def __init__(self, runner: Runner, profile: "Profile") -> None:
-        self.runner, self._profile, self.params = runner, profile, runner.params
-
-    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
-        self._profile.before_step()
-        with record_function(f"step: {step.tokens} tokens, {step.rows} rows"):
-            result = self.runner.launch(kv, step)
-        self._profile.after_step()
-        return result
-
-
-def unwatched(runner: Runner) -> Runner:
-    """The runner itself. Pure."""
-    return runner.runner if isinstance(runner, Watched) else runner
-
-
 class Profile:
-    """One engine's profiling. Modifies, in the loop's thread: itself, and the driver's runner while it is on."""
+    """One engine's profiling. Modifies, in the loop's thread: itself; it watches the loop's steps while it is on."""
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self._wish: Wish | None = None
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._asked: StartProfile | None = None
         self._profiler: profile | None = None
+        self._span: record_function | None = None  # of the step that is being launched
         self._steps = 0  # seen since the start
         self._fault: str | None = None  # what befell the last profile, when nobody was there to be told
+        core.handle(StartProfile, self._start)
+        core.handle(StopProfile, lambda command, attached: self._stop())
 
-    def start(self, **wish: Any) -> Path:
-        """Starts; returns the file that the trace will be in. Errors: as `checked_wish`; ProfileError if it is on."""
-        checked = checked_wish(**wish)
-        self.driver.call(lambda: self._start(checked))
-        return checked.path
+    def start(self, **asked: Any) -> Path:
+        """Starts; returns the file that the trace will be in. Errors: as `checked_start`; ProfileError if it is on."""
+        command = checked_start(**asked)
+        self.core.call(command)
+        return Path(command.path)
 
     def stop(self) -> Path:
         """Writes the trace. Errors: ProfileError if nothing is profiled, or the trace cannot be written."""
-        return self.driver.call(self._stop)
+        return Path(self.core.call(StopProfile()))
 
     def close(self) -> None:
         """The engine ends: what is being recorded is written."""
-        if self._wish is not None:
+        if self._asked is not None:
             with suppress(FengineError):
                 self.stop()
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
-    def _start(self, wish: Wish) -> None:
-        if self._wish is not None:
-            raise ProfileError(f"profiling is on already (for {self._wish.path}): call stop_profile first")
-        self._wish, self._steps, self._fault = wish, 0, None
+    def _start(self, command: StartProfile, attached: None) -> None:
+        if self._asked is not None:
+            raise ProfileError(f"profiling is on already (for {self._asked.path}): call stop_profile first")
+        self._asked, self._steps, self._fault = command, 0, None
         try:
-            if wish.start == 0:
-                self._begin(wish)
+            if command.start == 0:
+                self._begin(command)
         except RuntimeError as error:
-            self._wish = None
+            self._asked = None
             raise ProfileError(f"profiling cannot start: {error}") from error
-        self.driver.runner = Watched(self.driver.runner, self)
+        self.core.stepper.watch(self)
 
-    def _begin(self, wish: Wish) -> None:
+    def _begin(self, command: StartProfile) -> None:
         """Errors: RuntimeError."""
         if autograd_profiler._is_profiler_enabled:  # two at a time crash the process
             raise RuntimeError("a profiler is on in this process, perhaps another engine's")
-        profiler = profile(activities=wish.activities, with_stack=wish.with_stack, record_shapes=wish.record_shapes)
+        activities = tuple(ACTIVITIES[name] for name in command.activities)
+        profiler = profile(activities=activities, with_stack=command.with_stack, record_shapes=command.record_shapes)
         profiler.start()
         self._profiler = profiler
 
-    def before_step(self) -> None:
+    def scheduled(self, output: SchedulerOutput) -> None:
         """The profiler starts at the first step that is asked for."""
-        wish = self._wish
-        if wish is not None and self._profiler is None and self._steps == wish.start:
+        asked = self._asked
+        if asked is not None and self._profiler is None and self._steps == asked.start:
             try:
-                self._begin(wish)
+                self._begin(asked)
             except RuntimeError as error:
-                self._fault = f"the profiler could not start at step {wish.start}: {error}"
+                self._fault = f"the profiler could not start at step {asked.start}: {error}"
+        self._span = record_function(f"step: {len(output.token_ids)} tokens, {output.num_draws} rows")
+        self._span.__enter__()
 
-    def after_step(self) -> None:
+    def launched(self, output: SchedulerOutput) -> None:
         """It ends with the last one, and its trace is written."""
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+        self._span = None
         self._steps += 1
-        wish = self._wish
-        if wish is not None and wish.count is not None and self._steps == wish.start + wish.count:
+        asked = self._asked
+        if asked is not None and asked.count is not None and self._steps == asked.start + asked.count:
             try:
                 self._stop()
             except ProfileError as error:
                 self._fault = str(error)
 
-    def _stop(self) -> Path:
-        wish, profiler = self._wish, self._profiler
-        if wish is None:
+    def landed(self, output: SchedulerOutput) -> None:
+        """Nothing to note."""
+
+    def _stop(self) -> str:
+        asked, profiler = self._asked, self._profiler
+        if asked is None:
             raise ProfileError(self._fault or "nothing is being profiled: call start_profile first")
-        self._wish = self._profiler = None
-        if isinstance(self.driver.runner, Watched):
-            self.driver.runner = self.driver.runner.runner
+        self._asked = self._profiler = None
+        self.core.stepper.unwatch(self)
         if profiler is None:
-            raise ProfileError(self._fault or f"step {wish.start}, the first to profile, was never reached: no trace")
-        if ProfilerActivity.CUDA in wish.activities:
+            raise ProfileError(self._fault or f"step {asked.start}, the first to profile, was never reached: no trace")
+        if "GPU" in asked.activities:
             torch.cuda.synchronize()
         try:
             profiler.stop()
-            profiler.export_chrome_trace(str(wish.path))
+            profiler.export_chrome_trace(asked.path)
         except (OSError, RuntimeError, ValueError) as error:
-            raise ProfileError(f"the trace {str(wish.path)!r} cannot be written: {error}") from error
-        return wish.path
+            raise ProfileError(f"the trace {asked.path!r} cannot be written: {error}") from error
+        return asked.path

@@ -31,13 +31,13 @@ from fengine.worker.hub import resolve_model
 MAX_NAME = 512
 
 
-def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str) -> tuple["Adapters | None", Tensor]:
-    """The adapters of an engine, those of `config.paths` loaded, and the device memory of the slots. None: no LoRA.
+def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str) -> "Adapters | None":
+    """The adapters of an engine, those of `config.paths` loaded, with memory for the slots. None: no LoRA.
 
     Modifies: params, whose layers get the slots' stacks. Errors: ConfigError, AdapterError, OutOfMemoryError.
     """
     if not config.on:
-        return None, torch.empty(0)
+        return None
     weight = params["final_norm_D"]  # in the activations' dtype
     known = kinds_of(spec)
     kinds = known if config.target_modules is None else config.target_modules
@@ -55,11 +55,11 @@ def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str
             f"no memory for {slots} LoRA adapters of rank {limits.max_rank} ({slots * layout.size / 2**20:.0f} MiB): "
             f"{str(error).partition('.')[0]}. Lower lora.max_loras_per_batch or lora.max_lora_rank."
         ) from None
-    adapters = Adapters(layout, limits, slots, config.max_loaded_loras, base)
+    adapters = Adapters(layout, limits, memory, config.max_loaded_loras, base)
     for name, path in config.named():
         adapters.load(name, path, name in config.pinned)
     layout.attach(params, memory)
-    return adapters, memory
+    return adapters
 
 
 def _largest_rank(config: LoraConfig) -> int:
@@ -71,12 +71,6 @@ def _largest_rank(config: LoraConfig) -> int:
     if rank > MAX_RANK:
         raise ConfigError(f"an adapter of lora.paths has rank {rank}; at most {MAX_RANK} is supported.")
     return rank
-
-
-def write_slot(memory: Tensor, adapters: "Adapters", slot: int, number: int) -> None:
-    """Copies an adapter to a slot, on CUDA behind the steps that were launched. Modifies: memory."""
-    for place, piece in zip(memory[slot].split(PIECE), adapters.image(number), strict=True):
-        place.copy_(piece, non_blocking=True)
 
 
 def adapter_directory(path: str) -> Path:
@@ -103,9 +97,10 @@ class Entry:
 class Adapters:
     """Thread-safe. Modifies: itself."""
 
-    def __init__(self, layout: Layout, limits: Limits, slots: int, max_loaded: int | None, base: str) -> None:
-        """`base`: the name of the engine's model, for a warning."""
-        self.layout, self.limits, self.slots, self.max_loaded, self.base = layout, limits, slots, max_loaded, base
+    def __init__(self, layout: Layout, limits: Limits, memory: Tensor, max_loaded: int | None, base: str) -> None:
+        """`memory`: that of the device's slots. `base`: the name of the engine's model, for a warning."""
+        self.layout, self.limits, self.memory, self.max_loaded, self.base = layout, limits, memory, max_loaded, base
+        self.slots = len(memory)
         self._entries: dict[str, Entry] = {}  # in the order of use
         self._numbers = count(1)
         self._loads: WeakValueDictionary[int, Adapter] = WeakValueDictionary()  # requests hold theirs
@@ -133,9 +128,13 @@ class Adapters:
             load = self._used(name)
             return load if load is not None else self._reload(name)
 
-    def image(self, number: int) -> list[Tensor]:
-        """The pieces of a load that some request refers to. Pure."""
-        return self._loads[number].image
+    def write(self, slot: int, number: int) -> None:
+        """Copies a load that some request refers to into a slot, on CUDA after the steps that were launched.
+
+        Modifies: the device memory of the slots.
+        """
+        for place, piece in zip(self.memory[slot].split(PIECE), self._loads[number].image, strict=True):
+            place.copy_(piece, non_blocking=True)
 
     def given_up(self, names: Any) -> list[str]:
         """Of one name, or a list of them, those whose adapter must be read again. Pure."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fengine.engine.output_processor import Ticket
+from fengine.engine.output_processor import RequestState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
@@ -67,23 +67,23 @@ class Meter:
         self.answers: Counter[tuple[str, int]] = Counter()
         self.prompt_tokens = 0
 
-    def ended(self, ticket: Ticket) -> None:
+    def ended(self, state: RequestState) -> None:
         """Counts one row of a request, however it ended."""
-        finish, request = ticket.finish, ticket.request
-        reason = "error" if ticket.error is not None else "abort" if finish is None else finish.kind
+        finish, request = state.finish, state.request
+        reason = "error" if state.error is not None else "abort" if finish is None else finish.kind
         self.finished[reason] += 1
         self.prompt_tokens += request.prompt_len
-        drawn, add = ticket.num_tokens, self.histograms
+        drawn, add = state.num_tokens, self.histograms
         add["request_prompt_tokens"].add(request.prompt_len)
         add["request_generation_tokens"].add(drawn)
-        if ticket.started is not None:
-            add["request_queue_time_seconds"].add(ticket.started - ticket.submitted)
-        if ticket.first_token is not None:
-            add["time_to_first_token_seconds"].add(ticket.first_token - ticket.submitted)
-        if ticket.finished is not None:
-            add["e2e_request_latency_seconds"].add(ticket.finished - ticket.submitted)
-            if ticket.first_token is not None and drawn > 1:
-                between = (ticket.finished - ticket.first_token) / (drawn - 1)
+        if state.started is not None:
+            add["request_queue_time_seconds"].add(state.started - state.submitted)
+        if state.first_token is not None:
+            add["time_to_first_token_seconds"].add(state.first_token - state.submitted)
+        if state.finished is not None:
+            add["e2e_request_latency_seconds"].add(state.finished - state.submitted)
+            if state.first_token is not None and drawn > 1:
+                between = (state.finished - state.first_token) / (drawn - 1)
                 add["time_per_output_token_seconds"].add(between)
 
     def page(self, stats: Mapping[str, Any], up: bool, rows: int) -> str:

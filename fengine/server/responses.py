@@ -104,11 +104,11 @@ class Events:
     def __init__(self, call: OutputCollector, request: OpenAIRequest, form: Form, envelope: Envelope) -> None:
         self.call, self.request, self.form, self.envelope = call, request, form, envelope
         self._before, self._behind = envelope.split(request.include_usage)
-        self._last: list[Output] = [{}] * len(call.tickets)
+        self._last: list[Output] = [{}] * len(call.states)
 
     async def __aiter__(self) -> AsyncIterator[tuple[bytes, bool]]:
         call, pieces = self.call, b""
-        openings = [self.form.opening(index) for index in range(len(call.tickets))]
+        openings = [self.form.opening(index) for index in range(len(call.states))]
         if first := b"".join(self._choice(choice) for choice in openings if choice is not None):
             yield first, True
         while call.open:

@@ -83,9 +83,9 @@ class Service:
     def end(self, call: OutputCollector) -> None:
         """Aborts what is open of a call and gives its rows back; called once, however the call ends."""
         call.abort()
-        for ticket in call.tickets:
-            self.meter.ended(ticket)
-        self._release(len(call.tickets))
+        for state in call.states:
+            self.meter.ended(state)
+        self._release(len(call.states))
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

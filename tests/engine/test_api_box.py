@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import in_loop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
@@ -87,12 +88,12 @@ def test_the_last_hidden_state_is_that_of_the_last_token(
 ) -> None:
     """Also if further tokens were drawn before the end was found in the text."""
     full = llm.generate("Once", GREEDY | stop, return_hidden_states=True)
-    text, push = llm._parts.driver.text, llm._parts.driver.text._push
+    text, push = llm._parts.core.text, llm._parts.core.text._push
 
-    def late(ticket: Any, known: int) -> None:
-        while ticket.request.finish is None and ticket.request.num_output < 12:
+    def late(state: Any, known: int) -> None:
+        while state.request.finish is None and state.request.num_output < 12:
             llm.ping()
-        push(ticket, known)
+        push(state, known)
 
     monkeypatch.setattr(text, "_push", late)
     last = llm.generate("Once", GREEDY | stop, return_hidden_states="last")
@@ -242,8 +243,8 @@ def test_a_failing_processor_fails_alone(llm: sgl.Engine, bad: Any) -> None:
     for i in (0, 2, 3):
         assert last[i]["text"] == alone[i]["text"]
         assert last[i]["meta_info"]["output_token_logprobs"] == alone[i]["meta_info"]["output_token_logprobs"]
-    driver = llm._parts.driver
-    driver.call(driver.scheduler.check)
+    core = llm._parts.core
+    in_loop(core, core.stepper.scheduler.check)
     assert llm.stats()["running"] == llm.stats()["waiting"] == 0
 
 

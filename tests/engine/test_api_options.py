@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checksum import checksum_engine, checksum_parts, expected
+from loops import in_loop
 
 from fengine.api.engine import Engine
 from fengine.api.io_struct import GenerateReqInput, split_batch
@@ -39,7 +40,7 @@ def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     def ask(**arguments: Any) -> list[Request]:
         requests: list[Request] = []
         with monkeypatch.context() as patch:
-            patch.setattr(engine._parts.driver, "submit", lambda tickets: requests.extend(t.request for t in tickets))
+            patch.setattr(engine._parts.core, "submit", lambda states: requests.extend(t.request for t in states))
             stream: Any = engine.generate(**arguments, stream=True)
             stream._collector.open = set()
         return requests
@@ -225,7 +226,7 @@ def test_bad_input_is_refused_and_nothing_is_queued(engine: Engine, arguments: d
     if batch == arguments and "stream" not in batch:
         with pytest.raises(kind, match=message):
             engine.generate(input_ids=[[1, 2, 3], [1, 2, 3]], **batch)
-    engine._parts.driver.call(lambda: None)
+    in_loop(engine._parts.core)
     assert engine.stats()["finished"] == before and engine.stats()["waiting"] == engine.stats()["running"] == 0
 
 
@@ -357,7 +358,7 @@ def test_salts_keep_prefix_hits_apart(engine: Engine) -> None:
     assert [cached("a"), cached("b"), cached(None), cached("c")] == [16, 16, 16, 0]
     both = engine.generate(input_ids=[prompt] * 2, sampling_params=GREEDY, cache_salt=["d", "e"])
     assert [o["meta_info"]["cached_tokens"] for o in both] == [0, 0]
-    engine._parts.driver.call(engine._parts.driver.scheduler.check)
+    in_loop(engine._parts.core, engine._parts.core.stepper.scheduler.check)
 
 
 def test_a_salted_page_never_meets_an_unsalted_one_even_at_page_size_one() -> None:

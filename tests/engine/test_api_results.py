@@ -15,7 +15,7 @@ from fengine.api.outputs import FloatList, Shown, output_of
 from fengine.api.server_args import ServerArgs
 from fengine.core.record import Record
 from fengine.core.request import Finish, Request, SamplingParams
-from fengine.engine.output_processor import Ticket
+from fengine.engine.output_processor import RequestState
 
 BASE = {
     "id", "finish_reason", "prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens",
@@ -32,22 +32,22 @@ LOGPROBS = {"input_token_logprobs", "output_token_logprobs", "output_token_logpr
 def made(
     params: SamplingParams | None = None, record: Record | None = None, drawn: int = 3,
     unasked: tuple[float, int] | None = None,
-) -> Ticket:  # fmt: skip
-    """A finished ticket: prompt 1 2 3, then tokens 10, 11, ... with logprobs -0.0, -0.5, ..."""
+) -> RequestState:  # fmt: skip
+    """A finished state: prompt 1 2 3, then tokens 10, 11, ... with logprobs -0.0, -0.5, ..."""
     request = Request(
         rid="r", prompt_len=3, token_ids=[1, 2, 3, *range(10, 10 + drawn)], params=params or SamplingParams(), seed=0,
         max_new_tokens=9, stop_ids=frozenset(), logprobs=[-0.5 * i for i in range(drawn)], record=record,
         unasked=unasked, num_cached=2, num_preempted=1, versions=(("default", 0),),
     )  # fmt: skip
-    ticket = Ticket(request, None, False, lambda _: None, seen=("abcdef", drawn))
-    ticket.started, ticket.first_token = ticket.submitted + 1, ticket.submitted + 2
-    ticket.finished, ticket.finish = ticket.submitted + 4, Finish("length", length=drawn)
-    return ticket
+    state = RequestState(request, None, False, lambda _: None, seen=("abcdef", drawn))
+    state.started, state.first_token = state.submitted + 1, state.submitted + 2
+    state.finished, state.finish = state.submitted + 4, Finish("length", length=drawn)
+    return state
 
 
-def shown(ticket: Ticket, seen: Shown | None = None, **more: bool) -> dict[str, Any]:
+def shown(state: RequestState, seen: Shown | None = None, **more: bool) -> dict[str, Any]:
     options = {"return_logprob": False, "has_text": True, "metrics": False} | more
-    return output_of(ticket, seen or Shown("abcdef", ticket.num_tokens, done=True), **options)
+    return output_of(state, seen or Shown("abcdef", state.num_tokens, done=True), **options)
 
 
 def test_the_keys_of_a_plain_result() -> None:
@@ -66,16 +66,16 @@ def test_the_keys_of_a_plain_result() -> None:
 
 
 def test_metrics_add_times_that_fit_together() -> None:
-    ticket = made()
-    meta = shown(ticket, metrics=True)["meta_info"]
+    state = made()
+    meta = shown(state, metrics=True)["meta_info"]
     assert set(meta) == BASE | FINAL | METRICS
     assert meta["queue_time"] == pytest.approx(1) and meta["first_token_latency"] == pytest.approx(2)
     assert meta["decode_throughput"] == pytest.approx(1.0)  # two tokens in the two seconds behind the first
     at = meta["request_received_ts"]
     moments = [meta[k] - at for k in ("forward_entry_time", "prefill_finished_time", "request_finished_ts")]
     assert moments == pytest.approx([1, 2, 4])
-    ticket.started = ticket.first_token = None  # aborted while it waited
-    assert set(shown(ticket, metrics=True)["meta_info"]) == BASE | FINAL | METRICS - {
+    state.started = state.first_token = None  # aborted while it waited
+    assert set(shown(state, metrics=True)["meta_info"]) == BASE | FINAL | METRICS - {
         "queue_time", "forward_entry_time", "first_token_latency", "prefill_finished_time", "decode_throughput",
     }  # fmt: skip
 
@@ -86,14 +86,14 @@ def test_what_runs_has_no_finish_and_no_times() -> None:
 
 
 def test_versions_of_weights_in_spans() -> None:
-    ticket = made()
-    ticket.request.versions = (("v1", 0), ("v2", 2))
-    meta = shown(ticket)["meta_info"]
+    state = made()
+    state.request.versions = (("v1", 0), ("v2", 2))
+    meta = shown(state)["meta_info"]
     assert meta["weight_version"] == "v2"
     assert meta["weight_versions"] == [
         {"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3},
     ]  # fmt: skip
-    assert shown(ticket, Shown("a", 1))["meta_info"]["weight_version"] == "v1"
+    assert shown(state, Shown("a", 1))["meta_info"]["weight_version"] == "v1"
 
 
 def test_logprobs_of_the_output_alone() -> None:
@@ -104,7 +104,7 @@ def test_logprobs_of_the_output_alone() -> None:
     assert all(type(entry) is tuple for entry in meta["output_token_logprobs"])
 
 
-def full() -> Ticket:
+def full() -> RequestState:
     record = Record(
         input_logprobs=[(None, 2), (-1.5, 3)],
         input_top=[None, [(-1.0, 7), (-2.0, 8)]],
@@ -134,8 +134,8 @@ def test_a_delta_holds_what_is_new_of_text_ids_and_output_logprobs() -> None:
 
 def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
     record = Record(output_ids=[[(-1.0, 5)]])
-    ticket = made(SamplingParams(logprob_ids=(5,)), record, drawn=0, unasked=(-0.25, 42))
-    meta = shown(ticket, return_logprob=True)["meta_info"]
+    state = made(SamplingParams(logprob_ids=(5,)), record, drawn=0, unasked=(-0.25, 42))
+    meta = shown(state, return_logprob=True)["meta_info"]
     assert meta["output_token_logprobs"] == [(-0.25, 42, None)] and meta["completion_tokens"] == 0
     assert meta["output_token_ids_logprobs"] == [[(-1.0, 5, None)]]
 

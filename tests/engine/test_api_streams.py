@@ -12,11 +12,12 @@ from typing import Any
 import checksum
 import pytest
 from checksum import checksum_engine, expected
+from loops import in_loop
 
 from fengine import models
 from fengine.api.engine import Engine
 from fengine.core.request import Request, SamplingParams
-from fengine.engine.output_processor import News, TextLoop, Ticket
+from fengine.engine.output_processor import OutputProcessor, RequestState, StepTokens
 from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, NumericsError
 
 
@@ -41,7 +42,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
 
 def quiet(engine: Engine) -> bool:
     """Nothing runs or waits, behind everything that was sent to the loop so far."""
-    stats = engine._parts.driver.call(engine.stats)
+    stats = in_loop(engine._parts.core, engine.stats)
     return stats["running"] == stats["waiting"] == stats["pages_used"] == 0
 
 
@@ -89,7 +90,7 @@ def test_a_slow_reader_gets_the_latest_state_and_every_delta() -> None:
         with checksum_engine() as engine:
             engine.server_args.incremental_streaming_output = incremental
             stream: Any = engine.generate(input_ids=[5], sampling_params=greedy(30), stream=True)
-            while not stream._collector.tickets[0].done:
+            while not stream._collector.states[0].done:
                 engine.generate(input_ids=[9], sampling_params=greedy(1))
             assert stream._collector.ready.qsize() == 1  # news is not piled up
             chunks = list(stream)
@@ -150,7 +151,7 @@ def test_abort_all_ends_running_and_waiting_calls_in_other_threads() -> None:
         thread = threading.Thread(target=ask)
         thread.start()
         while engine.stats()["waiting"] < 3:
-            engine._parts.driver.call(lambda: None)
+            in_loop(engine._parts.core)
         engine.abort(abort_all=True)
         thread.join()
         assert [o["meta_info"]["finish_reason"]["type"] for o in results[0]] == ["abort"] * 3
@@ -177,7 +178,7 @@ def test_paused_requests_go_on_as_if_nothing_had_been(mode: str, overlap: bool) 
         assert (stats["running"], stats["waiting"]) == ((2, 1) if mode == "in_place" else (0, 3))
         late = engine.generate(input_ids=[8], sampling_params=greedy(4), stream=True)
         for _ in range(3):
-            engine._parts.driver.call(lambda: None)
+            in_loop(engine._parts.core)
         assert engine.stats()["steps"] == steps and engine.stats()["waiting"] == stats["waiting"] + 1
         flushed = engine.flush_cache()
         assert flushed.success == (mode == "retract"), flushed
@@ -196,7 +197,7 @@ def test_pause_with_abort_ends_what_runs_and_holds_what_comes(engine: Engine) ->
     engine.pause_generation()
     assert list(stream)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     late: Any = engine.generate(input_ids=[2], sampling_params=greedy(3), stream=True)
-    assert engine._parts.driver.call(engine.stats)["waiting"] == 1
+    assert in_loop(engine._parts.core, engine.stats)["waiting"] == 1
     engine.continue_generation()
     assert list(late)[-1]["output_ids"] == expected([2], 3)
     with pytest.raises(InvalidRequestError, match=r"Invalid mode: 'stop'. Expected one of \['abort', 'retract', 'in"):
@@ -213,7 +214,7 @@ def test_a_paused_engine_shuts_down() -> None:
         for call in (engine.pause_generation, engine.continue_generation, lambda: engine.abort("x")):
             with pytest.raises(EngineClosedError):
                 call()
-        engine._parts.driver.call = lambda check: check()
+        engine._parts.core.call = lambda command, attached=None: attached()
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
@@ -329,21 +330,21 @@ def test_what_a_call_held_goes_when_it_ends_and_needs_no_garbage_collector() -> 
 
 def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:
     """The thread that makes text survives any reader: one that raises, and one whose event loop is gone."""
-    aborted: list[Ticket] = []
-    text, told = TextLoop(aborted.extend), []
+    aborted: list[RequestState] = []
+    text, told = OutputProcessor(aborted.extend, lambda state: None), []
 
-    def ticket(name: str, notify: Any) -> Ticket:
+    def state(name: str, notify: Any) -> RequestState:
         params = SamplingParams()
         request = Request(name, 1, [1, 2, 3], params, seed=0, max_new_tokens=5, stop_ids=frozenset())
-        return Ticket(request, None, True, notify)
+        return RequestState(request, None, True, notify)
 
-    def broken(_: Ticket) -> None:
+    def broken(_: RequestState) -> None:
         raise RuntimeError("Event loop is closed")
 
-    bad, good = ticket("bad", broken), ticket("good", lambda t: told.append(t.num_tokens))
-    text.news.put(News([(bad, 1), (good, 1)], []))
-    text.news.put(News([(good, 2)], [bad]))
-    text.news.put(None)
+    bad, good = state("bad", broken), state("good", lambda t: told.append(t.num_tokens))
+    text.steps.put(StepTokens([(bad, 1), (good, 1)], []))
+    text.steps.put(StepTokens([(good, 2)], [bad]))
+    text.steps.put(None)
     text.run()
     assert told == [1, 2] and aborted[0] is bad
 

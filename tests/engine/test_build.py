@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from fengine import Engine
+from fengine.api.features import FEATURES
 from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, ModelConfig, SchedulerConfig, resolve
-from fengine.engine.build import build, compile_count
+from fengine.engine.build import build
+from fengine.engine.parts import compile_count
 from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
 from fengine.models.kv_state import KVState, init_kv, row_batch
 from fengine.models.spec import ModelSpec, RopeSpec
@@ -69,7 +71,7 @@ def test_the_pool_is_what_is_asked_for_or_what_fits() -> None:
 )
 def test_what_cannot_be_built_says_why(model: ModelConfig, kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
-        build(EngineConfig(model=model))
+        build(EngineConfig(model=model), FEATURES)
 
 
 def test_a_second_gpu_is_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 from checksum import VOCAB, checksum_engine, expected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loops import in_loop
 
 from fengine.api.engine import Engine
 from fengine.api.server_args import ServerArgs
@@ -295,7 +296,9 @@ def test_shutdown_is_idempotent_and_ends_waiting_calls() -> None:
         reader.join()
         with pytest.raises(EngineClosedError):
             engine.generate(input_ids=[1])
-        engine._parts.driver.call = lambda check: check()  # the loop is gone; the pool is still to be balanced
+        engine._parts.core.call = lambda command, attached=None: (
+            attached()
+        )  # the loop is gone; the pool is still to be balanced
     assert len(results) <= 1  # the stream may have ended before the shutdown
 
 
@@ -337,7 +340,7 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
     }
     try:
         parts = checksum.checksum_parts()
-        parts.driver.runner.params["poison"] = poison  # type: ignore[attr-defined]
+        parts.core.stepper.runner.params["poison"] = poison  # type: ignore[attr-defined]
         with Engine.from_parts(parts) as engine:
             outcome: dict[str, object] = {}
 
@@ -354,7 +357,7 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
                 thread.join()
             assert isinstance(outcome["bad"], NumericsError)
             assert outcome["a"] == expected([1, 2], 10) and outcome["b"] == expected([3], 10)
-            parts.driver.call(parts.driver.scheduler.check)
+            in_loop(parts.core, parts.core.stepper.scheduler.check)
     finally:
         checksum.models.MODELS = before
 

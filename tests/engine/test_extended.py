@@ -23,7 +23,7 @@ from fengine.core.record import Record
 from fengine.core.request import Finish
 from fengine.core.sampling_params import SamplingParams as Params
 from fengine.core.scheduler import Scheduler
-from fengine.engine.build import Parts
+from fengine.engine.parts import Parts
 from fengine.errors import ConfigError, LogitProcessorError
 from fengine.ops import linear
 from fengine.worker.fields import blank, pack
@@ -330,8 +330,8 @@ def compare(got: Any, want: Any) -> None:
 def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a CUDA runner pads: tokens behind the last row's, rows without tokens, columns of the null page."""
     with running(checkpoint, cached=False) as found:
-        runner: Any = found.driver.runner
-        fields = (*INPUTS, ASKED, *(field for stage in found.driver.tables.stages for field in stage.fields))
+        runner: Any = found.core.stepper.runner
+        fields = (*INPUTS, ASKED, *(field for stage in found.core.stepper.input_batch.stages for field in stage.fields))
         inner, steps = runner.launch, []
 
         def with_padding(kv: Any, step: StepInput) -> Any:
@@ -509,7 +509,7 @@ def test_a_failing_processor_costs_nobody_the_prefix_cache(checkpoint: Path) -> 
 def test_a_row_of_nan_is_the_models_fault_also_with_a_processor(checkpoint: Path) -> None:
     calls = []
     with running(checkpoint) as found:
-        weights = found.driver.runner.params  # type: ignore[attr-defined]
+        weights = found.core.stepper.runner.params  # type: ignore[attr-defined]
         weights["final_norm_D"][0] = math.nan
         noting = Params(processor=lambda x, _: calls.append(1) or x)
         requests: list[Any] = run(found, [Ask(prompt(9), noting), Ask(prompt(9), Params(pool="mean"), new=0)])
@@ -593,15 +593,15 @@ def test_an_idle_engine_keeps_no_records(checkpoint: Path, ending: str) -> None:
         if ending == "finished":
             requests = run(found, [replace(ask, new=3) for ask in asks])
         else:
-            schedule, seen = found.driver.scheduler.schedule, []
+            schedule, seen = found.core.stepper.scheduler.schedule, []
 
             def scheduling() -> Any:
                 seen.append(1)
                 if len(seen) == 9:
-                    found.driver.abort_rids(None)
+                    found.core.abort_rids(None)
                 return schedule()
 
-            found.driver.scheduler.schedule = scheduling  # type: ignore[method-assign]
+            found.core.stepper.scheduler.schedule = scheduling  # type: ignore[method-assign]
             requests = run(found, asks)
         arrays = [weakref.ref(record.hidden[0]) for record in (request.record for request in requests) if record]
         del requests
@@ -613,7 +613,7 @@ def test_an_idle_engine_keeps_no_records(checkpoint: Path, ending: str) -> None:
 
 def test_a_step_does_only_what_is_wanted_of_it(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the prompt is scored, or the ban is over, a row decodes in steps that only draw."""
-    runner: Any = parts.driver.runner
+    runner: Any = parts.core.stepper.runner
     inner, steps = runner.launch, []
 
     def noted(kv: Any, step: StepInput) -> Any:

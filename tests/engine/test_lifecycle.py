@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from checksum import checksum_engine, expected
 from extended_cases import Ask
+from loops import in_loop
 
 from fengine.core.request import Request
-from fengine.engine.output_processor import News, Ticket
+from fengine.engine.commands import Ping
+from fengine.engine.output_processor import RequestState, StepTokens
 from fengine.errors import EngineClosedError, EngineDeadError
 
 TESTS = str(Path(__file__).parents[1])
@@ -57,7 +59,7 @@ def test_ctrl_c_aborts_the_call_and_the_engine_lives_on() -> None:
         "    assert out == expected([3, 4], 5), out\n"
         "    stats = engine.stats()\n"
         "    assert stats['running'] == stats['waiting'] == 0, stats\n"
-        "    engine._parts.driver.call(engine._parts.driver.scheduler.check)\n"
+        "    in_loop(engine._parts.core, engine._parts.core.stepper.scheduler.check)\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
@@ -103,7 +105,7 @@ def test_two_engines_in_one_process_are_independent() -> None:
         assert two.generate(input_ids=[5], sampling_params={"temperature": 0, "max_new_tokens": 3})["output_ids"] == (
             expected([5], 3)
         )
-        one._parts.driver.call = lambda check: check()
+        one._parts.core.call = lambda command, attached=None: attached()
 
 
 def test_engines_come_and_go_without_leaving_threads() -> None:
@@ -120,26 +122,26 @@ def test_engines_come_and_go_without_leaving_threads() -> None:
 def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
     """As happens when the garbage collector runs a finalizer there."""
     with checksum_engine() as engine:
-        driver, stream = engine._parts.driver, engine.generate(input_ids=[1], stream=True)
+        core, stream = engine._parts.core, engine.generate(input_ids=[1], stream=True)
         if thread == 0:
-            driver.inbox.put(engine.shutdown)
+            core.handle(Ping, lambda command, attached: engine.shutdown())
+            core.inbox.put(Ping())
         else:
-            driver.text.news.put(
-                News([], [Ticket(stream._collector.tickets[0].request, None, True, lambda _: engine.shutdown())])
-            )
+            state = RequestState(stream._collector.states[0].request, None, True, lambda _: engine.shutdown())
+            core.text.steps.put(StepTokens([], [state]))
         with pytest.raises(EngineClosedError):
             list(stream)
-        for own in driver.threads:
+        for own in core.threads:
             own.join(60)
             assert not own.is_alive()
-        driver.call = lambda check: check()
+        core.call = lambda command, attached=None: attached()
 
 
 def test_when_the_loop_dies_every_request_is_told() -> None:
     """Also those that came with the one that it died of, and had not been queued yet."""
     with checksum_engine() as engine:
-        driver = engine._parts.driver
-        add, seen = driver.scheduler.add, []
+        core = engine._parts.core
+        add, seen = core.stepper.scheduler.add, []
 
         def adding(request: Request) -> None:
             seen.append(1)
@@ -147,17 +149,17 @@ def test_when_the_loop_dies_every_request_is_told() -> None:
                 raise MemoryError("none left")
             add(request)
 
-        driver.scheduler.add = adding  # type: ignore[method-assign]
+        core.stepper.scheduler.add = adding  # type: ignore[method-assign]
         told = threading.Semaphore(0)
         asks = [Ask([5, i], new=50).request(str(i)) for i in range(4)]
-        tickets = [Ticket(request, None, False, lambda _: told.release()) for request in asks]
-        driver.submit(tickets)
-        for _ in tickets:
+        states = [RequestState(request, None, False, lambda _: told.release()) for request in asks]
+        core.submit(states)
+        for _ in states:
             assert told.acquire(timeout=30)
-        assert all(isinstance(ticket.error, EngineDeadError) for ticket in tickets)
+        assert all(isinstance(state.error, EngineDeadError) for state in states)
         with pytest.raises(EngineDeadError, match="none left"):
             engine.generate(input_ids=[1])
-        driver.call = lambda function: None
+        core.call = lambda command, attached=None: attached()
 
 
 def test_an_event_loop_that_was_closed_ends_its_requests() -> None:
@@ -165,10 +167,10 @@ def test_an_event_loop_that_was_closed_ends_its_requests() -> None:
         loop = asyncio.new_event_loop()
         params = {"max_new_tokens": 250, "ignore_eos": True}
         stream = loop.run_until_complete(engine.async_generate(input_ids=[1], sampling_params=params, stream=True))
-        ticket = stream._collector.tickets[0]
+        state = stream._collector.states[0]
         stream._collector.dirty[0] = True  # news that the loop has not delivered
         loop.close()
-        stream._collector._notifier(0)(ticket)
-        engine._parts.driver.call(lambda: None)
+        stream._collector._notifier(0)(state)
+        in_loop(engine._parts.core)
         assert engine.stats()["running"] == engine.stats()["waiting"] == 0
-        assert ticket.request.num_output < 250
+        assert state.request.num_output < 250

@@ -16,6 +16,7 @@ import pytest
 import tiny_adapters
 import tiny_checkpoints
 import torch
+from loops import in_loop
 from safetensors.torch import load_file, save_file
 
 from fengine import Engine
@@ -90,8 +91,8 @@ def reference(llm: Engine) -> Result:
 
 
 def check_idle(llm: Engine) -> None:
-    scheduler = llm._parts.driver.scheduler
-    llm._parts.driver.call(scheduler.check)
+    scheduler = llm._parts.core.stepper.scheduler
+    in_loop(llm._parts.core, scheduler.check)
     assert scheduler.counters()["used_pages"] == 0
 
 
@@ -355,7 +356,7 @@ def test_a_pinned_adapter_keeps_its_slot(model: Path, paths: dict[str, str]) -> 
     written: list[str] = []
     lora_paths = [{"lora_name": n, "lora_path": paths[n], "pinned": n == "a0"} for n in ("a0", "a1", "a2")]
     with engine(model, lora_paths=lora_paths, max_loras_per_batch=2) as llm:
-        tables = llm._parts.driver.tables
+        tables = llm._parts.core.stepper.input_batch
         write = tables.write_adapter
         assert write is not None
         adapters: Any = llm._parts.adapters

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 import torch
+from loops import in_loop
 from safetensors.torch import load_file
 from test_weights import ask, between_steps, fresh, start
 
@@ -84,7 +85,7 @@ def test_requests_are_refused_until_everything_is_back(engine: Engine, tags: Any
     engine.resume_memory_occupation(tags)
     assert engine.get_server_info()["status"] == "ready"
     assert ask(engine) == before
-    engine._parts.driver.call(engine._parts.driver.scheduler.check)
+    in_loop(engine._parts.core, engine._parts.core.stepper.scheduler.check)
 
 
 def test_the_prefix_cache_goes_with_the_pages(engine: Engine) -> None:
@@ -221,9 +222,9 @@ def test_graphs_that_cannot_be_captured_again_leave_the_engine_refusing(checkpoi
             raise torch.OutOfMemoryError("no memory for graphs")
 
     with start(checkpoint) as engine:
-        before, memory, driver, runner = ask(engine), engine._parts.memory, engine._parts.driver, Runner()
+        before, memory, core, runner = ask(engine), engine._parts.memory, engine._parts.core, Runner()
         with pytest.raises(torch.OutOfMemoryError):
-            driver.call(lambda: memory._capture(runner))  # type: ignore[arg-type]
+            in_loop(core, lambda: memory._capture(runner))  # type: ignore[arg-type]
         assert not runner.graphs
         with pytest.raises(MemoryReleasedError, match="cuda_graph"):
             ask(engine)

@@ -14,7 +14,7 @@ from tiny_checkpoints import write
 
 from fengine import Engine
 from fengine.core.sampling_params import SamplingParams as Params
-from fengine.engine.build import Parts
+from fengine.engine.parts import Parts
 from fengine.worker import cuda_graphs
 from fengine.worker.cuda_graphs import Graphs
 from fengine.worker.cuda_runner import CudaRunner
@@ -67,7 +67,7 @@ def alone(place: Any) -> list[Any]:
         patch.setattr(Graphs, "capture_late", lambda *arguments: None)
         with engine(place, tokens=256) as parts:
             found = [outcome(run(parts, [ask])[0]) for ask in work()]
-            assert place[1] == "cpu" or not late(parts.driver.runner)
+            assert place[1] == "cpu" or not late(parts.core.stepper.runner)
     return found
 
 
@@ -91,7 +91,7 @@ def outcomes(parts: Parts) -> list[Any]:
 
 def counted(parts: Parts, monkeypatch: pytest.MonkeyPatch, captured: Any = None) -> dict[str, int]:
     """Counts steps whose sampler does more than draw and those that run; `captured` is called in captures."""
-    inner: Any = parts.driver.runner
+    inner: Any = parts.core.stepper.runner
     run_sampler, sample, counts = inner._run_sampler, inner._sample, {"steps": 0, "runs": 0}
 
     def running(*arguments: Any) -> Any:
@@ -114,7 +114,7 @@ def counted(parts: Parts, monkeypatch: pytest.MonkeyPatch, captured: Any = None)
 
 def test_bits(parts: Parts, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of sampler runs once, over each input; then it is replayed, also where other tables are made."""
-    inner, counts = parts.driver.runner, counted(parts, monkeypatch)
+    inner, counts = parts.core.stepper.runner, counted(parts, monkeypatch)
     assert isinstance(inner, CudaRunner) and inner.graphs.captured and not late(inner)
     assert outcomes(parts) == alone
     assert {key[2] for key in late(inner)} == {0, 1}
@@ -128,7 +128,7 @@ def test_bits(parts: Parts, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -
 def test_tables_that_move_make_graphs_anew(parts: Parts, alone: list[Any]) -> None:
     """A wider table is another one, and graphs hold addresses."""
     assert outcomes(parts) == alone
-    inner: Any = parts.driver.runner
+    inner: Any = parts.core.stepper.runner
     before = inner.tables
     wide = Params(logit_bias=tuple((i, 0.5) for i in range(3, 60)), top_logprobs=2)
     want = Params(logit_bias=tuple((i, 0.5) for i in range(3, 60)), top_logprobs=2)
@@ -144,7 +144,7 @@ def test_large_steps_run(place: Any, alone: list[Any], monkeypatch: pytest.Monke
         if place[1] == "cpu":
             use_graphs(parts, monkeypatch)
         assert outcomes(parts) == alone
-        inner: Any = parts.driver.runner
+        inner: Any = parts.core.stepper.runner
         assert {key[1].tokens for key in inner.graphs.captured if key[0] == "forward"} == {1, 2, 4, 8, 16}
         assert late(inner) and len(inner.hidden_TD) == 16
 
@@ -165,12 +165,12 @@ def test_without_memory_steps_go_on_to_run(
         monkeypatch.setattr(cuda_graphs.torch.cuda, "mem_get_info", lambda device: (room, 1 << 40))
     for _ in range(2):  # other graphs, and the streams, are as they were
         assert outcomes(parts) == alone
-    assert not late(parts.driver.runner) and len(tried) == (short != "before")
+    assert not late(parts.core.stepper.runner) and len(tried) == (short != "before")
     assert counts["runs"] == counts["steps"]
 
 
 def test_released_graphs_are_captured_again(parts: Parts, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    inner: Any = parts.driver.runner
+    inner: Any = parts.core.stepper.runner
     for tags in (["cuda_graph"], ["kv_cache"], None):
         assert outcomes(parts) == alone and late(inner)
         parts.memory.release(tags)
@@ -228,7 +228,7 @@ def test_the_model_in_the_box(name: str, device: str, monkeypatch: pytest.Monkey
             with monkeypatch.context() as patch:
                 patch.setattr(Graphs, "capture_late", lambda *arguments: None)
                 want = [told(llm, [ask])[0] for ask in asks]
-        inner = llm._parts.driver.runner
+        inner = llm._parts.core.stepper.runner
         assert not late(inner)
         drafts = llm._parts.stats()["draft_tokens"]
         for _ in range(2):

@@ -11,7 +11,7 @@ from checksum import checksum_engine, expected
 from fengine.api.engine import Engine
 from fengine.api.sessions import Sessions, Turn
 from fengine.core.request import Finish, Request
-from fengine.engine.output_processor import Ticket
+from fengine.engine.output_processor import RequestState
 from fengine.errors import FengineError, InvalidRequestError, SessionError
 
 BOS = 1
@@ -26,10 +26,10 @@ class World:
         self.sessions = Sessions(self.abort, lambda: self.now)
         self.count = 0
 
-    def abort(self, tickets: Any) -> None:
-        for ticket in tickets:
-            self.aborted.append(ticket.request.rid)
-            ticket.finish = Finish("abort")
+    def abort(self, states: Any) -> None:
+        for state in states:
+            self.aborted.append(state.request.rid)
+            state.finish = Finish("abort")
 
     def start(self, params: Any, ids: list[int], rid: str | None = None) -> Turn:
         """A turn whose request runs."""
@@ -37,14 +37,14 @@ class World:
         turn = self.sessions.prepare(params, ids, rid or f"r{self.count}", BOS)
         self.sessions.enter([turn])
         prompt = turn.prompt_ids()
-        turn.ticket = Ticket(Request(turn.rid, len(prompt), prompt, None, 0, 8, frozenset()), None, False, print)  # type: ignore[arg-type]
+        turn.state = RequestState(Request(turn.rid, len(prompt), prompt, None, 0, 8, frozenset()), None, False, print)  # type: ignore[arg-type]
         return turn
 
     def finish(self, turn: Turn, output: list[int], kind: str = "length") -> None:
         """`kind` is what the caller sees. Behind a stop string one more token is drawn, which nobody sees."""
-        assert turn.ticket is not None
-        turn.ticket.request.token_ids.extend([*output, 99] if kind == "stop" else output)
-        turn.ticket.seen, turn.ticket.finish, turn.ticket.finished = ("", len(output)), Finish(kind), self.now
+        assert turn.state is not None
+        turn.state.request.token_ids.extend([*output, 99] if kind == "stop" else output)
+        turn.state.seen, turn.state.finish, turn.state.finished = ("", len(output)), Finish(kind), self.now
 
     def turn(self, params: Any, ids: list[int], output: list[int], rid: str | None = None) -> Turn:
         turn = self.start(params, ids, rid)
@@ -135,8 +135,8 @@ def test_an_aborted_turn_is_no_context(world: World) -> None:
         world.start({"id": sid, "rid": b.rid}, [6])
     c = world.start({"id": sid}, [6])  # exactly the last turn that finished
     assert c.prompt_ids() == [2, 3, 6]
-    assert c.ticket is not None
-    c.ticket.error = FengineError("the row failed")
+    assert c.state is not None
+    c.state.error = FengineError("the row failed")
     assert world.turn({"id": sid}, [7], []).prompt_ids() == [2, 3, 7]
     other = opened(world)
     world.finish(world.start({"id": other}, [4]), [], "abort")

@@ -171,7 +171,7 @@ def knowing(llm: Engine, answers: dict[tuple[int, ...], list[int]], kind: str = 
 
 
 def propose_with(llm: Engine, propose: Proposer) -> None:
-    scheduler = llm._parts.driver.scheduler
+    scheduler = llm._parts.core.stepper.scheduler
     assert scheduler.speculation is not None
     scheduler.speculation = replace(scheduler.speculation, propose=propose)
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from loops import in_loop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
 from fengine.core.request import Finish, Request, SamplingParams
-from fengine.engine.output_processor import Ticket
+from fengine.engine.output_processor import RequestState
 from fengine.test.test_utils import is_in_ci
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.utils import async_stream_and_merge, stream_and_merge
@@ -102,7 +103,7 @@ def test_stop_strings_cut_the_text_and_end_the_request(llm: sgl.Engine, stop: st
         ids = output["output_ids"]
         assert ids == full["output_ids"][: len(ids)] and output["meta_info"]["completion_tokens"] == len(ids)
         assert matched in llm.tokenizer.decode(ids) and matched not in llm.tokenizer.decode(ids[:-1])
-    stats = llm._parts.driver.call(llm.stats)  # behind the abort that the match has sent to the loop
+    stats = in_loop(llm._parts.core, llm.stats)  # behind the abort that the match has sent to the loop
     assert stats["running"] == stats["waiting"] == 0
 
 
@@ -133,7 +134,7 @@ def test_a_stream_shows_no_token_behind_a_stop_string(llm: sgl.Engine) -> None:
     request = Request("r", 2, prompt + answer, params, seed=0, max_new_tokens=99, stop_ids=frozenset())
     seen: list[tuple[str, int]] = []
 
-    class Watched(Ticket):
+    class Watched(RequestState):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             if name == "seen":
@@ -141,8 +142,8 @@ def test_a_stream_shows_no_token_behind_a_stop_string(llm: sgl.Engine) -> None:
             if name == "finish" and value is not None:
                 assert self.finished is not None
 
-    ticket = Watched(request, Detokenizer(llm.tokenizer, params), True, lambda _: None)
-    llm._parts.driver.text._push(ticket, len(answer))
-    assert ticket.finish == Finish("stop", matched=" two")
+    state = Watched(request, Detokenizer(llm.tokenizer, params), True, lambda _: None)
+    llm._parts.core.text._push(state, len(answer))
+    assert state.finish == Finish("stop", matched=" two")
     assert [text for text, _ in seen] == ["", "one"] and 0 < seen[-1][1] < len(answer)
     assert " two" in llm.tokenizer.decode(answer[: seen[-1][1]])

@@ -13,6 +13,7 @@ from checksum import VOCAB, checksum_engine, expected
 from extended_cases import Ask, outcome, run, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import in_loop
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -217,7 +218,7 @@ ENTRIES = {
 def test_one_bad_tensor_refuses_all(shared: Engine, two: tuple[Path, Path], entry: str, session: bool) -> None:
     bad, message = ENTRIES[entry]
     new = tensors_of(two[1])
-    before = shared._parts.weights.version
+    before = shared._parts.core.weight_version
     if session:
         assert shared.begin_weight_update("target").success
         assert shared.update_weights_from_tensor({"lm_head.weight": new.pop("lm_head.weight")}).success
@@ -226,7 +227,7 @@ def test_one_bad_tensor_refuses_all(shared: Engine, two: tuple[Path, Path], entr
     if session:
         result = shared.end_weight_update(weight_version="never")
         assert not result.success and "nothing was changed" in result.message
-    assert ask(shared) == fresh(two[0]) and shared._parts.weights.version == before
+    assert ask(shared) == fresh(two[0]) and shared._parts.core.weight_version == before
 
 
 def test_names_given_twice(shared: Engine, two: tuple[Path, Path]) -> None:
@@ -390,7 +391,7 @@ def test_a_copy_that_fails_is_never_computed_with(two: tuple[Path, Path], monkey
 
 def between_steps(engine: Engine, step: int, action: Callable[[], Any]) -> None:
     """Runs `action` in the loop's thread, once, right before step number `step` (from 1) from now is scheduled."""
-    scheduler = engine._parts.driver.scheduler
+    scheduler = engine._parts.core.stepper.scheduler
     schedule, seen = scheduler.schedule, []
 
     def scheduling() -> Any:
@@ -400,7 +401,7 @@ def between_steps(engine: Engine, step: int, action: Callable[[], Any]) -> None:
                 action()
         return schedule()
 
-    engine._parts.driver.call(lambda: setattr(scheduler, "schedule", scheduling))
+    in_loop(engine._parts.core, lambda: setattr(scheduler, "schedule", scheduling))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -409,17 +410,17 @@ def test_running_requests_go_on_with_the_new_weights(two: tuple[Path, Path], ove
     prompts = [[*range(10, 50), i] for i in range(6)]
     requests: list[Any] = []
     with start(two[0], max_running_requests=4, disable_overlap_schedule=not overlap) as engine:
-        driver = engine._parts.driver
+        core = engine._parts.core
 
         def update() -> None:
-            requests.extend(ticket.request for ticket in driver.tickets.values())
+            requests.extend(state.request for state in core.requests.states.values())
             result = engine.update_weights_from_disk(two[1], weight_version="v1")
             assert result.success and "4 running requests go on" in result.message
 
         between_steps(engine, 12, update)
         outputs = ask(engine, prompts, count=30)
-        driver.call(driver.scheduler.check)
-        assert engine._parts.weights.version == "v1" and len(requests) == 6
+        in_loop(core, core.stepper.scheduler.check)
+        assert engine._parts.core.weight_version == "v1" and len(requests) == 6
     with start(two[1]) as other:
         for request in requests:
             tokens, logprobs = outputs[prompts.index(request.token_ids[: request.prompt_len])]
@@ -441,7 +442,7 @@ def test_a_prompt_is_read_by_one_set_of_weights(two: tuple[Path, Path], kind: st
     this = scored if kind == "scored" else Ask(prompt, Params(pool="mean"), new=0)
     with running(two[0], tokens=8, overlap=True) as parts:
         run(parts, [Ask(prompt[:11], new=1)])  # 8 tokens of the prompt are cached
-        schedule, seen = parts.driver.scheduler.schedule, []
+        schedule, seen = parts.core.stepper.scheduler.schedule, []
 
         def scheduling() -> Any:
             seen.append(1)
@@ -449,7 +450,7 @@ def test_a_prompt_is_read_by_one_set_of_weights(two: tuple[Path, Path], kind: st
                 assert parts.updates.update_from_disk(two[1], None, version="v1").success
             return schedule()
 
-        parts.driver.call(lambda: setattr(parts.driver.scheduler, "schedule", scheduling))
+        in_loop(parts.core, lambda: setattr(parts.core.stepper.scheduler, "schedule", scheduling))
         (request,) = run(parts, [this])
     begun_to_draw = kind == "scored" and begun == 12  # the pooled one has ended by then
     with running(two[1] if begun < 12 else two[0], cached=False) as other:
@@ -472,7 +473,7 @@ def test_weights_change_while_generation_is_paused(two: tuple[Path, Path], mode:
     with start(two[0]) as engine:
         between_steps(engine, 30, lambda: engine.pause_generation(mode))
         stream = engine.generate(input_ids=prompt, sampling_params=sampling, stream=True, return_logprob=True)
-        while engine.get_load()[0]["num_reqs"] == 0 or not engine._parts.driver.paused:
+        while engine.get_load()[0]["num_reqs"] == 0 or not engine._parts.core.stepper.paused:
             next(stream)  # type: ignore[call-overload]
         assert engine.update_weights_from_disk(two[1], weight_version="v1").success
         engine.continue_generation()
@@ -530,8 +531,8 @@ def test_the_loop_does_not_wait_for_an_update_that_waits_for_it(shared: Engine) 
     """As if a logit processor, which the loop calls, changed weights while another thread does."""
     updates = shared._parts.updates
     with updates._alone(), pytest.raises(EngineBusyError, match="from outside"):
-        shared._parts.driver.call(lambda: updates.begin("all"))
-    assert shared._parts.driver.call(lambda: updates.begin("all")).success and updates.end().success
+        in_loop(shared._parts.core, lambda: updates.begin("all"))
+    assert in_loop(shared._parts.core, lambda: updates.begin("all")).success and updates.end().success
 
 
 def test_a_closed_engine(two: tuple[Path, Path]) -> None:

@@ -78,7 +78,7 @@ def test_broadcasts_over_loopback(two: tuple[Path, Path], tmp_path: Path) -> Non
     with start(two[0]) as engine, trained(engine, f"tcp://127.0.0.1:{port}", "127.0.0.1", port) as trainer:
         assert not engine.init_weights_update_group("127.0.0.1", port, 1, 2, GROUP, backend="gloo").success
         assert trainer.broadcast(files[1], weight_version="step 1").success
-        assert ask(engine) == new and engine._parts.weights.version == "step 1"
+        assert ask(engine) == new and engine._parts.core.weight_version == "step 1"
         result = trainer.broadcast(bad)
         assert not result.success and "NaN" in result.message and ask(engine) == new
         assert trainer.broadcast(files[0], "flat", load_format="flattened_bucket", group_name=GROUP).success

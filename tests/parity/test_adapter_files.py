@@ -220,7 +220,8 @@ def test_a_load_never_calls_for_the_threads_that_steps_need(device: str) -> None
     spec = spec_from_config(SIZES | CONFIG | sizes)
     limits, kinds = Limits(all_sites(spec), kinds_of(spec), 40), kinds_of(spec)
     values = tiny_adapters.tensors(spec, 40)
-    adapters = Adapters(Layout.of(spec, 40, kinds, torch.bfloat16, torch.device(device)), limits, 2, None, "")
+    layout = Layout.of(spec, 40, kinds, torch.bfloat16, torch.device(device))
+    adapters = Adapters(layout, limits, layout.memory(2), None, "")
     config = {"peft_type": "LORA", "r": 40, "lora_alpha": 8, "target_modules": list(kinds)}
     with Work() as work:
         adapters.load_tensors("a", values, config)

@@ -14,12 +14,7 @@ ORDER = (
     "api server eval run __main__"
 ).split()
 # Arrows that still run up, from a package to a module.
-UP = {
-    ("engine", "tokenizer.detokenizer"),
-    ("engine", "tokenizer.tokenizer"),
-    ("engine", "lora.adapters"),
-    ("engine", "speculative.ngram"),
-}
+UP = {}
 
 
 def module_name(path: Path) -> str:

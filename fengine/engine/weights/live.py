@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from fengine import models
-from fengine.core.retract import forget_prompts, retract
-from fengine.engine.engine_core import Driver
+from fengine.engine.commands import ReadWeights, UpdateWeights
+from fengine.engine.engine_core import EngineCore
 from fengine.engine.weights.incoming import Change, Origin, check, read_directory, read_spec
 from fengine.engine.weights.places import Place, fused_names, places_of
-from fengine.engine.weights.versions import relabel
 from fengine.errors import InvalidRequestError, MemoryReleasedError
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
@@ -27,22 +26,19 @@ LOST = "the weights are incomplete"  # the key of a refusal
 
 
 class LiveWeights:
-    """Modifies, in the loop's thread: the parameters' storage; itself; the driver's label of the weights."""
+    """Modifies, in the loop's thread: the parameters' storage; itself."""
 
-    def __init__(self, params: Params, spec: ModelSpec, driver: Driver, model_dir: Path, from_disk: bool) -> None:
+    def __init__(self, params: Params, spec: ModelSpec, core: EngineCore, model_dir: Path, from_disk: bool) -> None:
         """`from_disk`: the parameters are those of the checkpoint in `model_dir`."""
-        self.params, self.spec, self.driver = params, spec, driver
+        self.params, self.spec, self.core = params, spec, core
         self.origin = Origin.of(model_dir) if from_disk else None  # where the live weights can be read again
         weights = models.lookup(spec.architecture).weights(spec)
         self.places: dict[str, Place] = places_of(params, weights)
         self._fused = fused_names(weights)
         self.missing: set[str] = set()  # tensors whose values were lost
+        core.handle(UpdateWeights, self._update)
+        core.handle(ReadWeights, lambda command, attached: self._read(command.name, command.rows))
         self._told = read_spec(model_dir) if weights and (model_dir / "config.json").exists() else spec
-
-    @property
-    def version(self) -> str:
-        """The label of the weights that steps run with."""
-        return self.driver.weight_version
 
     def close(self) -> None:
         """Drops the parameters."""
@@ -67,30 +63,39 @@ class LiveWeights:
             raise InvalidRequestError(f"name must be the name of a tensor, got {name!r:.80}.")
         if type(rows) is not int or rows < 0:
             raise InvalidRequestError(f"truncate_size must be a whole number of rows, got {rows!r:.80}.")
-        return self.driver.call(lambda: self._read(name, rows))
+        tied = self.spec.tie_embeddings and name == HEAD
+        out: list[Any] = []
+        for part in (EMBEDDING,) if tied else self._fused.get(name, (name,)):
+            found = self.core.call(ReadWeights(part, rows - len(out)))
+            if found is None:
+                return None
+            out += found.float().tolist()
+        return out
+
+    def replace(self, changes: list[Change], version: str | None, origin: Origin | None) -> int:
+        """Has the loop forget what the old weights computed, then write. Returns how many requests go on with the new.
+
+        Errors: MemoryReleasedError, EngineClosedError, EngineDeadError.
+        """
+        return self.core.call(UpdateWeights(tuple(change.name for change in changes), version), (changes, origin))
+
+    def embedding(self) -> Tensor:
+        """The live embedding. Errors: as `replace`."""
+        return self.core.call(ReadWeights(EMBEDDING, None))
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
-    def replace(self, changes: list[Change], version: str | None, origin: Origin | None) -> int:
-        """Forgets what the old weights computed, then writes. Returns how many requests ran, and go on with the new.
-
-        Errors: MemoryReleasedError.
-        """
-        driver = self.driver
-        if "weights" in driver.refusals:
-            raise MemoryReleasedError(driver.refusals["weights"])
-        driver.quiesce()
-        retracted = len(retract(driver.scheduler))
-        forget_prompts(driver.scheduler)
-        if driver.scheduler.cache is not None:
-            driver.scheduler.cache.flush()
+    def _update(self, command: UpdateWeights, attached: tuple[list[Change], Origin | None]) -> int:
+        """Errors: MemoryReleasedError."""
+        changes, origin = attached
+        if (reason := self.core.refusal("weights")) is not None:
+            raise MemoryReleasedError(reason)
+        retracted = self.core.stepper.forget_weights()
         self.write(changes)
         if changes:
             self.origin = origin
-        if version is not None:
-            self.driver.weight_version = version
-            for ticket in self.driver.tickets.values():
-                relabel(ticket.request, version)
+        if command.version is not None:
+            self.core.label_weights(command.version)
         return retracted
 
     def write(self, changes: list[Change]) -> None:
@@ -108,35 +113,32 @@ class LiveWeights:
                 torch.cuda.synchronize(changes[0].place.leaf.device)  # the caller may reuse its tensors
         except Exception:
             self.origin = None
-            self.driver.abort_rids(None)  # before the next step
+            self.core.abort_rids(None)  # before the next step
             raise
         self.lose(self.missing - names)
 
     def lose(self, names: set[str]) -> None:
         """Sets which tensors hold no values; while there are any, requests are refused."""
         self.missing = names
-        with self.driver.door:
-            if names:
-                shown = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
-                self.driver.refusals[LOST] = (
-                    f"{LOST}: {len(names)} tensors hold no values ({shown}); give them with update_weights_from_disk "
-                    "or update_weights_from_tensor"
-                )
-            else:
-                self.driver.refusals.pop(LOST, None)
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
+            reason = (
+                f"{LOST}: {len(names)} tensors hold no values ({shown}); give them with update_weights_from_disk or "
+            )
+            self.core.refuse({LOST: reason + "update_weights_from_tensor"})
+        else:
+            self.core.allow(LOST)
 
-    def _read(self, name: str, rows: int) -> list[Any] | None:
-        tied = self.spec.tie_embeddings and name == HEAD
-        out: list[Any] = []
-        for part in (EMBEDDING,) if tied else self._fused.get(name, (name,)):
-            if part not in self.places:
-                return None
-            out += self.values(part, rows - len(out)).float().tolist()
-        return out
-
-    def values(self, name: str, rows: int | None = None) -> Tensor:
-        """Errors: MemoryReleasedError where there are none."""
-        reason = self.driver.refusals.get("weights") or (name in self.missing and self.driver.refusals.get(LOST))
-        if reason:
+    def _read(self, name: str, rows: int | None) -> Tensor | None:
+        """Errors: MemoryReleasedError where there are no values."""
+        if name not in self.places:
+            return None
+        reason = self.core.refusal("weights") or (self.core.refusal(LOST) if name in self.missing else None)
+        if reason is not None:
             raise MemoryReleasedError(reason)
         return self.places[name].read(rows)
+
+    def nbytes(self) -> int:
+        """Bytes that the parameters take. Pure."""
+        leaves = {id(place.leaf): place.leaf for place in self.places.values()}.values()
+        return sum(leaf.untyped_storage().nbytes() for leaf in leaves)

@@ -1,0 +1,8 @@
+"""What plugs into every engine of this package: tokenizer, LoRA adapters, speculation."""
+
+from fengine.engine.build import Features
+from fengine.lora.adapters import open_adapters
+from fengine.speculative.ngram import speculation_of
+from fengine.tokenizer.tokenizer import Tokenizer
+
+FEATURES = Features(tokenizer=Tokenizer.from_directory, adapters=open_adapters, speculation=speculation_of)

@@ -1,0 +1,99 @@
+"""`Inbox`: commands on their way to the loop, in order, with what is attached to them; and their answers."""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fengine.engine.commands import Command
+from fengine.errors import EngineClosedError, EngineDeadError, FengineError
+
+PATIENCE = 0.5  # seconds between two looks whether the loop still lives
+FORKED = "this engine belongs to the parent process; create a new Engine after a fork"
+
+Reply = queue.SimpleQueue[tuple[Any, BaseException | None]]
+
+
+class Item(NamedTuple):
+    """A command as it lies in the inbox. `reply` None: nobody waits for an answer."""
+
+    command: Command
+    attached: Any
+    reply: Reply | None
+
+
+class Inbox:
+    """Thread-safe. Modifies: itself."""
+
+    def __init__(self) -> None:
+        # Orders submissions against the end. Reentrant: the garbage collector may drop a stream at any moment, also in
+        # a thread that holds this lock, and a dropped stream aborts its requests.
+        self.lock = threading.RLock()
+        self.end: EngineClosedError | EngineDeadError | None = None  # why no command is taken any more
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._waiting: set[Reply] = set()
+        self._pid = os.getpid()
+
+    def check_process(self) -> None:
+        """Errors: EngineClosedError in a forked child: it has none of the threads."""
+        if os.getpid() != self._pid:
+            raise EngineClosedError(FORKED)
+
+    def check(self) -> None:
+        """Errors: EngineClosedError, EngineDeadError if no command is taken any more, or in a forked child."""
+        self.check_process()
+        if self.end is not None:
+            raise type(self.end)(str(self.end)) from self.end.__cause__
+
+    def put(self, command: Command, attached: Any = None, reply: Reply | None = None) -> None:
+        """Errors: as `check`."""
+        self.check_process()  # before the lock, which another thread of the parent may have held
+        with self.lock:
+            self.check()
+            self._items.put(Item(command, attached, reply))
+
+    def call(self, command: Command, attached: Any, alive: Callable[[], bool]) -> Any:
+        """The loop's answer. `alive`: whether one may still come. Errors: as `check`, and what the handler raises."""
+        reply: Reply = queue.SimpleQueue()
+        self._waiting.add(reply)
+        try:
+            self.put(command, attached, reply)
+            while True:
+                try:
+                    value, error = reply.get(timeout=PATIENCE)
+                except queue.Empty:
+                    if not alive():
+                        self.check()
+                        raise EngineClosedError("the engine was shut down during the call") from None
+                    continue
+                if error is not None:
+                    raise error
+                return value
+        finally:
+            self._waiting.discard(reply)
+
+    def get(self, block: bool) -> Item | None:
+        """The next one; None if there is none, or it was rung."""
+        try:
+            return self._items.get(block)
+        except queue.Empty:
+            return None
+
+    def ring(self) -> None:
+        """Wakes the loop."""
+        self._items.put(None)
+
+    def close(self, end: EngineClosedError | EngineDeadError) -> bool:
+        """Takes no command from here on, and wakes the loop. False: it was closed before."""
+        with self.lock:
+            first = self.end is None
+            if first:
+                self.end = end
+        self.ring()
+        return first
+
+    def fail(self, error: FengineError) -> None:
+        """Answers everybody who still waits."""
+        for reply in list(self._waiting):
+            reply.put((None, error))

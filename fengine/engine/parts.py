@@ -1,0 +1,98 @@
+"""`Parts`: what makes up one engine, from its start to its end."""
+
+import gc
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fengine.config import EngineConfig
+from fengine.engine.engine_core import EngineCore
+from fengine.engine.memory import Memory
+from fengine.engine.profiling import Profile
+from fengine.engine.weights.live import LiveWeights
+from fengine.engine.weights.updates import WeightUpdates
+from fengine.models.spec import ModelSpec
+from fengine.worker.pooling import Pooling
+
+
+@dataclass
+class Parts:
+    """Everything that makes up one engine. Built once; `close` ends it."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    tokenizer: Any
+    context_length: int
+    pool_tokens: int
+    eos_ids: frozenset[int]
+    core: EngineCore
+    model_dir: Path
+    start_seconds: float
+    compile_seconds: float
+    compiles_at_start: int
+    weights: LiveWeights
+    updates: WeightUpdates
+    memory: Memory
+    profile: Profile
+    kv_dtype: torch.dtype
+    adapters: Any = None  # of LoRA, where it is enabled
+    pooling: Pooling | None = None
+    closed: bool = field(default=False)
+    ready_at: float = field(default_factory=time.perf_counter)
+
+    def close(self) -> None:
+        """Ends the engine. One of its own threads cannot wait for the end: another thread does, for which the process
+        waits when it exits. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.core.owns_thread():
+            threading.Thread(target=self._close, name="fengine-close").start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        self.profile.close()
+        self.core.close()
+        self.updates.close()
+        self.weights.close()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def stats(self, core_stats: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Counters since the start and gauges of this moment, as plain numbers; or those of a moment before.
+
+        Errors: EngineClosedError in a forked child.
+        """
+        counters = self.core.stats() if core_stats is None else core_stats
+        return {
+            "running": counters["running"],
+            "waiting": counters["waiting"],
+            "finished": counters["finished"],
+            "pages_total": counters["pages"],
+            "pages_used": counters["used_pages"],
+            "pages_cached": counters["cached_pages"],
+            "preemptions": counters["preemptions"],
+            "computed_tokens": counters["computed_tokens"] - counters["drafts"] + counters["correct_drafts"],
+            "cached_tokens": counters["hit_tokens"],
+            "output_tokens": counters["output_tokens"],
+            "draft_tokens": counters["drafts"],
+            "correct_draft_tokens": counters["correct_drafts"],
+            "steps": counters["steps"],
+            "compiles": compile_count() - self.compiles_at_start,
+            "compile_seconds": self.compile_seconds,
+            "start_seconds": self.start_seconds,
+        }
+
+
+def compile_count() -> int:
+    """How many graphs torch.compile has made in this process so far."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes longer than importing torch
+        return 0
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
