@@ -18,7 +18,7 @@ from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
 from fengine.ops import compiler
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / "cpu_kernels.c", FOLDER / "cpu_attention.c", FOLDER / "cpu_draw.c", FOLDER / "cpu_lora.c"]
+SOURCES = [FOLDER / f"cpu_{name}.c" for name in ("kernels", "attention", "draw", "lora", "experts")]
 HEADERS = [FOLDER / "cpu_vector.h"]
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHORT = 1 << 19
@@ -35,6 +35,7 @@ SIGNATURES = {
     "fengine_soft_cap": [_P] * 2 + [_I, _F, _T],
     "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
     "fengine_attention": [_P] * 7 + [_I] * 8 + [_T, _F, _F, _T],
+    "fengine_experts": [_P] * 9 + [_I] * 5 + [_T] * 7 + [_F, _F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
     "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],
     "fengine_top_ids": [_P] * 2 + [_I] * 3 + [_T],
@@ -46,7 +47,7 @@ SIGNATURES = {
     "fengine_take": [_P] * 3 + [_I] * 2,
     "fengine_philox": [_P, _I, _P, _I],
 }
-TELLING = ("linear", "gated_linear", "lora_add", "attention", "draw", "logprobs", "top_ids")
+TELLING = ("linear", "gated_linear", "lora_add", "experts", "attention", "draw", "logprobs", "top_ids")
 """Kernels with memory of their own, which return whether there was none."""
 
 

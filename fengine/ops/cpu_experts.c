@@ -1,0 +1,168 @@
+/* A mixture of experts on the CPU, by the trees of experts.py. Called from cpu_experts.py; inputs are trusted.
+ *
+ * Each expert's rows are copied beside each other and go through fengine_linear, whose rows know nothing of each other;
+ * the experts are taken by ascending id, so a token's sum is in that order. Activations are float32: nothing is rounded.
+ */
+#include "cpu_vector.h"
+
+API int fengine_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
+                       int kind, int bias_kind, int threads);
+API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int threads);
+
+/* What orders as the number does: NaN first, -0 as +0. */
+INLINE int64_t order(float x) {
+    int32_t bits;
+    if (x != x)
+        return INT64_C(1) << 32;
+    x = x == 0.0f ? 0.0f : x;
+    memcpy(&bits, &x, 4);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+INLINE float exp_of(float x) {
+    return vf_exp(vf_set(x))[0];
+}
+
+/* The sum of width numbers, a power of two: the later half added to the earlier, again and again. Modifies x. */
+static float halved_sum(float *x, int64_t width) {
+    for (width /= 2; width > 0; width /= 2)
+        for (int64_t i = 0; i < width; i++)
+            x[i] += x[i + width];
+    return x[0];
+}
+
+/* The `top` experts of one token by ascending id, and their weights. room: [2 * width] floats, width a power of two. */
+static void route(const float *logits, const float *correction, int64_t experts, int64_t top, int renormalise,
+                  int sigmoid, float scale, int32_t *id, float *weight, float *room, int64_t width) {
+    float *score = room, *sum = room + width, largest = logits[0];
+    for (int64_t e = 0; e < experts; e++)
+        largest = logits[e] > largest || largest != largest ? logits[e] : largest;
+    for (int64_t e = 0; e < experts; e++)
+        score[e] = sigmoid ? 1.0f / (1.0f + exp_of(-logits[e])) : exp_of(logits[e] - largest);
+    int64_t found = 0;
+    memset(sum, 0, (size_t)width * 4);
+    for (int64_t e = 0; e < experts; e++) {
+        float mine = (sigmoid ? score[e] : logits[e]) + (correction ? correction[e] : 0.0f);
+        int64_t rank = 0, key = order(mine);
+        for (int64_t o = 0; o < experts && rank < top; o++) {
+            int64_t other = order((sigmoid ? score[o] : logits[o]) + (correction ? correction[o] : 0.0f));
+            rank += other > key || (other == key && o < e);
+        }
+        if (rank < top)
+            id[found++] = (int32_t)e;
+        if (rank < top || !renormalise)
+            sum[e] = score[e];
+    }
+    float all = sigmoid && !renormalise ? 1.0f : halved_sum(sum, width) + (sigmoid ? 1e-20f : 0.0f);
+    for (int64_t i = 0; i < found; i++)
+        weight[i] = score[id[i]] / all * scale;
+}
+
+typedef struct {
+    const float *logits, *correction;
+    int32_t *id;
+    float *weight;
+    int64_t tokens, experts, top;
+    int renormalise, sigmoid, *failed;
+    float scale;
+} route_job;
+
+#define TOKENS_PER_TASK 8
+
+static void route_task(const void *context, int64_t task) {
+    const route_job *job = context;
+    int64_t width = 1, end = (task + 1) * TOKENS_PER_TASK;
+    while (width < job->experts)
+        width *= 2;
+    float *room = scratch_floats(2 * width, job->failed);
+    for (int64_t t = task * TOKENS_PER_TASK; room && t < end && t < job->tokens; t++)
+        route(job->logits + t * job->experts, job->correction, job->experts, job->top, job->renormalise, job->sigmoid,
+              job->scale, job->id + t * job->top, job->weight + t * job->top, room, width);
+    free(room);
+}
+
+/* (up + 1) gate sigmoid(1.702 gate), both clamped. both [rows, 2f], y [rows, f]. */
+static void clamped(const float *both, float *y, int64_t rows, int64_t f, float limit) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < f; i += 16) {
+            const float *at = both + row * 2 * f + i;
+            vf g = vf_load_upto(at, f - i), u = vf_load_upto(at + f, f - i);
+            g = vf_select(g > vf_set(limit), vf_set(limit), g);
+            u = vf_select(u > vf_set(limit), vf_set(limit), u);
+            u = vf_select(u < vf_set(-limit), vf_set(-limit), u);
+            vf glu = g / (vf_set(1.0f) + vf_exp(vf_set(-1.702f) * g));
+            vf_store_upto(y + row * f + i, (u + vf_set(1.0f)) * glu, f - i);
+        }
+}
+
+/* y[token] += weight * part for the rows of one expert. */
+static void add_parts(float *y, const float *part, const float *weight, const int64_t *pair, int64_t rows, int64_t top,
+                      int64_t d) {
+    for (int64_t row = 0; row < rows; row++) {
+        float *to = y + pair[row] / top * d;
+        vf scale = vf_set(weight[pair[row]]);
+        for (int64_t i = 0; i < d; i += 16)
+            vf_store_upto(to + i, vf_load_upto(to + i, d - i) + vf_load_upto(part + row * d + i, d - i) * scale, d - i);
+    }
+}
+
+INLINE const void *of_expert(const void *w, int64_t expert, int64_t numbers, int kind) {
+    return (const char *)w + expert * numbers * (kind == 0 ? 4 : 2);
+}
+
+/* y[t, d] = the weighted sum of t's experts + shared; gate_up packed [e, ceil(2f/32), d, 32], down [e, ceil(d/32), f,
+ * 32]. shared, correction and the biases may be null. */
+API int fengine_experts(const float *x, const float *logits, const void *gate_up, const void *down, const float *shared,
+                        const float *correction, const void *gate_up_bias, const void *down_bias, float *y, int64_t t,
+                        int64_t e, int64_t top, int64_t f, int64_t d, int gate_kind, int down_kind, int gate_bias_kind,
+                        int down_bias_kind, int renormalise, int sigmoid, int threads, float scale, float limit,
+                        int silu_threads) {
+    int failed = 0;
+    int64_t pairs = t * top, most = 0, *start = calloc((size_t)e + 1, 8), *pair = malloc((size_t)pairs * 8 + 8);
+    float *weight = scratch_floats(2 * pairs, &failed), *room = NULL;
+    int32_t *id = (int32_t *)weight + pairs;
+    failed = failed || !start || !pair;
+    if (!failed) {
+        route_job job = {logits, correction, id, weight, t, e, top, renormalise, sigmoid, &failed, scale};
+        run_tasks(route_task, &job, (t + TOKENS_PER_TASK - 1) / TOKENS_PER_TASK, threads);
+    }
+    if (!failed) {
+        for (int64_t p = 0; p < pairs; p++)
+            start[id[p] + 1]++;
+        for (int64_t i = 0; i < e; i++) {
+            most = start[i + 1] > most ? start[i + 1] : most;
+            start[i + 1] += start[i];
+        }
+        for (int64_t p = 0; p < pairs; p++)
+            pair[start[id[p]]++] = p; /* start[i] is now where expert i ends */
+        room = scratch_floats(most * (2 * d + 3 * f), &failed);
+    }
+    memset(y, 0, (size_t)(t * d) * 4);
+    float *rows = room, *both = room + most * d, *h = both + most * 2 * f, *part = h + most * f;
+    for (int64_t i = 0; i < e && !failed; i++) {
+        int64_t first = i ? start[i - 1] : 0, count = start[i] - first;
+        if (count == 0)
+            continue;
+        for (int64_t row = 0; row < count; row++)
+            memcpy(rows + row * d, x + pair[first + row] / top * d, (size_t)d * 4);
+        failed |= fengine_linear(rows, of_expert(gate_up, i, (2 * f + 31) / 32 * 32 * d, gate_kind),
+                                 gate_up_bias ? of_expert(gate_up_bias, i, 2 * f, gate_bias_kind) : NULL, both, count,
+                                 2 * f, d, gate_kind, gate_bias_kind, threads);
+        if (limit > 0.0f)
+            clamped(both, h, count, f, limit);
+        else
+            fengine_silu_mul(both, h, count, f, silu_threads);
+        failed |= fengine_linear(h, of_expert(down, i, (d + 31) / 32 * 32 * f, down_kind),
+                                 down_bias ? of_expert(down_bias, i, d, down_bias_kind) : NULL, part, count, d, f,
+                                 down_kind, down_bias_kind, threads);
+        if (!failed)
+            add_parts(y, part, weight, pair + first, count, top, d);
+    }
+    for (int64_t i = 0; shared && i < t * d; i++)
+        y[i] += shared[i];
+    free(start);
+    free(pair);
+    free(weight);
+    free(room);
+    return failed;
+}

@@ -1,0 +1,171 @@
+"""The products of many tokens' experts on NVIDIA Hopper: the kernel of linear_hopper.py over tiles of the experts.
+
+The rows of each expert lie together, from a multiple of BM, as `gather_kernel` put them: so a tile is a box of rows and
+a box of that expert's weights, both for the copy engine (TMA), and its result is a box as well. What lies between two
+experts' rows is computed like the rest and read by nobody. The same tree as linear.py's, hence the same bits; used
+where that was proved.
+"""
+# pyright: reportInvalidTypeForm=false
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine.ops.ahead import launcher
+from fengine.ops.gluon import (
+    TensorDescriptor,
+    async_load,
+    async_store,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fengine.ops.registration import multiprocessors
+
+BM = 128  # rows of a tile: two groups of four warps multiply 64 each
+BK = 64  # columns of x and w in one piece: 128 bytes
+
+
+def usable(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
+    """Whether the kernel is written for these types and shapes and this device."""
+    return (
+        TensorDescriptor is not None
+        and x_TD.is_cuda
+        and x_TD.dtype in (torch.bfloat16, torch.float16)
+        and x_TD.shape[1] % 8 == 0
+        and down_EDF.shape[2] % 8 == 0
+        and gate_up_EFD.data_ptr() % 16 == 0
+        and down_EDF.data_ptr() % 16 == 0
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(x_TD.device)[0] == 9
+    )
+
+
+def launch(x_PK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, tile_X: Tensor, row_weight_P: Tensor, y_PN: Tensor,
+           limit: float, gated: bool, block_n: int, stages: int) -> None:  # fmt: skip
+    """y = x @ w.T of each tile's expert, gated or times the row's weight. Modifies: y_PN."""
+    experts, width, k = w_ENK.shape
+    n = y_PN.shape[1]
+
+    def describe(t: Tensor, *block: int) -> Any:
+        return TensorDescriptor.from_tensor(
+            t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)  # two bytes, fp16 alike
+        )  # fmt: skip
+
+    tiles = x_PK.shape[0] // BM * -(-n // block_n)
+    launcher(experts_kernel, (min(tiles, multiprocessors(x_PK.device.index)),))(
+        describe(x_PK, 64, BK), describe(w_ENK.view(-1, k), block_n, BK), describe(y_PN, 64, block_n), bias_EN, tile_X,
+        row_weight_P, tile_X.shape[0], experts, n, k, width, limit, bias_EN is not None, gated, limit > 0, block_n, BK,
+        stages, num_warps=4
+    )  # fmt: skip
+
+
+@gluon.jit
+def copy_tiles(x_desc, w_desc, x_ring, w_ring, full, empty, tile_ptr, TILES, E, N, K, WIDTH, GATED: gl.constexpr,
+               BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The copying warp: all tiles of this program, piece after piece, as the ring has room."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    blocks = gl.cdiv(N, BN)
+    n = 0
+    for tile in range(gl.program_id(0), TILES * blocks, gl.num_programs(0)):
+        expert = gl.load(tile_ptr + tile // blocks)
+        if expert < E:
+            row = tile // blocks * 128
+            col = tile % blocks * BN
+            for k in range(0, K, BK):
+                slot = n % STAGES
+                mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), (128 + BN * HALVES) * BK * 2)
+                for part in gl.static_range(2):
+                    async_load(x_desc, [row + part * 64, k], full.index(slot), x_ring.index(slot * 2 + part))
+                for half in gl.static_range(HALVES):
+                    async_load(w_desc, [expert * WIDTH + col + half * N, k], full.index(slot),
+                               w_ring.index(slot * HALVES + half))  # fmt: skip
+                n += 1
+
+
+@gluon.jit
+def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full, empty, tile_ptr, weight_ptr, TILES, E,
+             N, K, WIDTH, limit, BIAS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr, BN: gl.constexpr,
+             BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """A group of four warps: 64 rows of every tile."""
+    DTYPE: gl.constexpr = y_desc.dtype
+    COLUMNS: gl.constexpr = BN * 2 if GATED else BN
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, BK], DTYPE)
+    weights = w_ring._reinterpret(DTYPE, [STAGES, COLUMNS, BK], W)
+    y_tile = y_tiles.index(WHO)
+    blocks = gl.cdiv(N, BN)
+    n = 0
+    for tile in range(gl.program_id(0), TILES * blocks, gl.num_programs(0)):
+        expert = gl.load(tile_ptr + tile // blocks)
+        if expert < E:
+            row = tile // blocks * 128 + WHO * 64
+            col = tile % blocks * BN
+            acc = gl.zeros([64, COLUMNS], gl.float32, SUMS)
+            for k in range(0, K, BK):
+                slot = n % STAGES
+                mbarrier.wait(full.index(slot), (n // STAGES) & 1)
+                acc = warpgroup_mma(x_ring.index(slot * 2 + WHO), weights.index(slot).permute((1, 0)), acc,
+                                    is_async=True)  # fmt: skip
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                if k > 0:
+                    mbarrier.arrive(empty.index((n - 1) % STAGES))
+                n += 1
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index((n - 1) % STAGES))
+            if BIAS:
+                i = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SUMS))
+                at = bias_ptr + expert * WIDTH + i // BN * N + col + i % BN
+                acc += gl.load(at, mask=col + i % BN < N, other=0.0).to(gl.float32)[None, :]
+            if GATED:
+                gate, up = acc.to(DTYPE).reshape((64, 2, BN)).permute((0, 2, 1)).split()
+                if LIMITED:
+                    g = gl.minimum(gate.to(gl.float32), limit)
+                    u = gl.minimum(gl.maximum(up.to(gl.float32), -limit), limit)
+                    y = ((u + 1.0) * (g / (1.0 + gl.exp(-1.702 * g)))).to(DTYPE)
+                else:
+                    wide = gate.to(gl.float32)
+                    silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
+                    y = (silu * up.to(gl.float32)).to(DTYPE)
+            else:
+                weight = gl.load(weight_ptr + row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)))
+                y = (acc * weight[:, None]).to(DTYPE)
+            store_wait(0)
+            y_tile.store(y)
+            fence_async_shared()
+            async_store(y_desc, [row, col], y_tile)
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["TILES"])
+def experts_kernel(x_desc, w_desc, y_desc, bias_ptr, tile_ptr, weight_ptr, TILES, E, N, K, WIDTH, limit,
+                   BIAS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+                   STAGES: gl.constexpr):  # fmt: skip
+    """128 x BN tiles of y, one after another. WIDTH: rows of one expert's weights."""
+    HALVES: gl.constexpr = 2 if GATED else 1
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, BK], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * HALVES, BN, BK], w_desc.layout)
+    y_tiles = gl.allocate_shared_memory(x_desc.dtype, [2, 64, BN], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, tile_ptr, weight_ptr, TILES, E, N, K,
+                        WIDTH, limit, BIAS, GATED, LIMITED, BN, BK, STAGES)),
+            (multiply, (y_desc, bias_ptr, 1, x_ring, w_ring, y_tiles, full, empty, tile_ptr, weight_ptr, TILES, E, N, K,
+                        WIDTH, limit, BIAS, GATED, LIMITED, BN, BK, STAGES)),
+            (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, tile_ptr, TILES, E, N, K, WIDTH, GATED, BN, BK,
+                          STAGES)),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,310 @@
+"""Triton kernels of the mixture of experts: who goes where, the products of each expert's own rows, and their sum.
+
+They compute the trees that experts.py states. A pair is one choice of one token: number t A + slot, where a token's
+slots are its experts by ascending id. Nothing is known of the counts on the host: grids are as large as the worst case,
+and programs behind the last tile end at once.
+"""
+# pyright: reportInvalidTypeForm=false
+
+from fengine.ops.registration import begin, tl, triton, wait
+from fengine.ops.silu_mul import silu_product
+
+CHUNK = tl.constexpr(32)  # experts that every expert is compared with at a time
+
+
+@triton.jit
+def scores(row_ptr, correction_ptr, id, E, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr):
+    """(logits of experts `id`, keys that order as what selects them): int32, NaN first, -0 as +0."""
+    logit = tl.load(row_ptr + id, mask=id < E, other=float("-inf"))
+    by = logit
+    if SIGMOID:
+        by = 1.0 / (1.0 + tl.exp(-logit))
+    if CORRECTED:
+        by += tl.load(correction_ptr + id, mask=id < E, other=0.0).to(tl.float32)
+    bits = tl.where(by == 0.0, 0.0, by).to(tl.int32, bitcast=True)
+    key = tl.where(by != by, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return logit, tl.where(id < E, key, -0x7FFFFFFF - 1)
+
+
+@triton.jit
+def halved_sum(x, WIDTH: tl.constexpr):
+    """[WIDTH] -> [1]: the later half added to the earlier, again and again. No thread layout changes the order."""
+    if WIDTH > 1:
+        x = tl.sum(tl.reshape(x, (2, WIDTH // 2)), 0)
+        x = halved_sum(x, WIDTH // 2)
+    return x
+
+
+@triton.jit
+def choose(row_ptr, correction_ptr, E, A: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
+           CORRECTED: tl.constexpr, scale, BE: tl.constexpr):  # fmt: skip
+    """(slot of each of BE experts, or -1; its weight) for the token whose logits stand at row_ptr."""
+    id = tl.arange(0, BE)
+    logit, key = scores(row_ptr, correction_ptr, id, E, SIGMOID, CORRECTED)
+    rank = tl.zeros((BE,), tl.int32)
+    for start in range(0, E, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        _, rival = scores(row_ptr, correction_ptr, other, E, SIGMOID, CORRECTED)
+        before = (rival[None, :] > key[:, None]) | ((rival[None, :] == key[:, None]) & (other[None, :] < id[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+    selected = (rank < A) & (id < E)
+    if SIGMOID:
+        weight = 1.0 / (1.0 + tl.exp(-logit))
+        if RENORMALISE:
+            weight = weight / (halved_sum(tl.where(selected, weight, 0.0), BE) + 1e-20)
+    else:
+        weight = tl.exp(logit - tl.max(logit, 0))
+        weight = weight / halved_sum(tl.where(selected if RENORMALISE else id < E, weight, 0.0), BE)
+    slot = tl.cumsum(selected.to(tl.int32), 0) - 1
+    return tl.where(selected, slot, -1), weight * scale
+
+
+@triton.jit
+def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, E, A: tl.constexpr, RENORMALISE: tl.constexpr,
+                 SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, scale, BE: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """The experts of one token, by ascending id, and their weights."""
+    begin(PDL)
+    wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot, weight = choose(logits_ptr + token * E, correction_ptr, E, A, RENORMALISE, SIGMOID, CORRECTED, scale, BE)
+    tl.store(id_ptr + token * A + slot, tl.arange(0, BE), mask=slot >= 0)
+    tl.store(weight_ptr + token * A + slot, weight, mask=slot >= 0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def members_kernel(id_ptr, rows_ptr, count_ptr, index_ptr, T, A: tl.constexpr, INDEX: tl.constexpr,
+                   BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The pairs of one expert, in order: rows [E, T], count [E]. INDEX: also each pair's place among them."""
+    begin(PDL)
+    wait(PDL)
+    expert = tl.program_id(0)
+    found = 0
+    for start in range(0, T * A, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        mine = tl.load(id_ptr + pair, mask=pair < T * A, other=-1) == expert
+        place = found + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(rows_ptr + expert.to(tl.int64) * T + place, pair, mask=mine)
+        if INDEX:
+            tl.store(index_ptr + pair, place, mask=mine)
+        found += tl.sum(mine.to(tl.int32), 0)
+    tl.store(count_ptr + expert, found)
+
+
+@triton.jit
+def find_tile(count_ptr, tile, E, BM: tl.constexpr, BE: tl.constexpr):
+    """(expert, first of its rows) of a tile of BM rows; an expert >= E behind the last tile."""
+    id = tl.arange(0, BE)
+    tiles = (tl.load(count_ptr + id, mask=id < E, other=0) + BM - 1) // BM
+    ends = tl.cumsum(tiles, 0)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    return expert, (tile - tl.sum(tl.where(id < expert, tiles, 0), 0)) * BM
+
+
+@triton.jit
+def products(x_rows, real, w_ptr, col, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+             EVEN: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """x @ w.T for rows at x_rows and columns `col` of w [N or 2N, K]: [BM, BN] twice, the second for w's later half if
+    GATED. The tree of linear.py."""
+    k = tl.arange(0, BK)
+    x_tile = x_rows[:, None] + k[None, :]
+    w_tile = w_ptr + (col % N).to(tl.int64)[:, None] * K + k[None, :]
+    up_tile = w_tile + N.to(tl.int64) * K
+    acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    up_acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if EVEN:
+            x = tl.load(x_tile, mask=real[:, None], other=0.0)
+            w = tl.load(w_tile)
+        else:
+            x = tl.load(x_tile, mask=real[:, None] & (start + k < K)[None, :], other=0.0)
+            w = tl.load(w_tile, mask=(start + k < K)[None, :], other=0.0)
+        if SWAP:
+            acc = tl.dot(w, x.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, w.T, acc, input_precision="ieee")
+        if GATED:
+            w = tl.load(up_tile) if EVEN else tl.load(up_tile, mask=(start + k < K)[None, :], other=0.0)
+            if SWAP:
+                up_acc = tl.dot(w, x.T, up_acc, input_precision="ieee")
+            else:
+                up_acc = tl.dot(x, w.T, up_acc, input_precision="ieee")
+            up_tile += BK
+        x_tile += BK
+        w_tile += BK
+    if SWAP:
+        acc = acc.T
+        up_acc = up_acc.T
+    return acc, up_acc
+
+
+@triton.jit
+def gated(gate, up, limit, LIMITED: tl.constexpr, DTYPE: tl.constexpr):
+    """silu(gate) * up of sums rounded to DTYPE; LIMITED: both clamped, (up + 1) * gate * sigmoid(1.702 gate)."""
+    gate = gate.to(DTYPE)
+    up = up.to(DTYPE)
+    if LIMITED:
+        g = tl.minimum(gate.to(tl.float32), limit)
+        u = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+        out = (u + 1.0) * (g / (1.0 + tl.exp(-1.702 * g)))
+    else:
+        out = silu_product(gate, up)
+    return out.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["T"])
+def grouped_kernel(x_ptr, w_ptr, bias_ptr, rows_ptr, count_ptr, weight_ptr, y_ptr, T, E, N, K, limit, A: tl.constexpr,
+                   GATED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                   BK: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    """BM pairs of one expert, BN columns: y[pair]. GATED: the gated product of x[token]; else weight * (x[pair] w.T)."""
+    begin(PDL)
+    blocks = tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    wait(PDL)
+    expert, first = find_tile(count_ptr, pid // blocks, E, BM, BE)
+    if expert >= E:
+        return
+    row = first + tl.arange(0, BM)
+    real = row < tl.load(count_ptr + expert)
+    pair = tl.load(rows_ptr + expert.to(tl.int64) * T + row, mask=real, other=0)
+    col = pid % blocks * BN + tl.arange(0, BN)
+    x_rows = x_ptr + (pair // A if GATED else pair).to(tl.int64) * K
+    w_expert = w_ptr + expert.to(tl.int64) * (2 * N if GATED else N) * K
+    acc, up_acc = products(x_rows, real, w_expert, col, N, K, BM, BN, BK, SWAP, EVEN, GATED)
+    bias_expert = bias_ptr + expert * (2 * N if GATED else N) + col if BIAS else bias_ptr
+    if BIAS:
+        acc += tl.load(bias_expert, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up_acc += tl.load(bias_expert + N, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        out = gated(acc, up_acc, limit, LIMITED, y_ptr.dtype.element_ty)
+    else:
+        out = (acc * tl.load(weight_ptr + pair, mask=real, other=0.0)[:, None]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + pair.to(tl.int64)[:, None] * N + col[None, :], out, mask=real[:, None] & (col < N)[None, :])
+
+
+@triton.jit
+def combine_kernel(part_ptr, place_ptr, shared_ptr, y_ptr, D, A: tl.constexpr, PLACED: tl.constexpr,
+                   SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BLOCK columns of one token: its pairs' parts in order, the shared expert last. PLACED: pair p lies at place[p]."""
+    begin(PDL)
+    wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(A):
+        row = token * A + slot
+        if PLACED:
+            row = tl.load(place_ptr + row).to(tl.int64)
+        total += tl.load(part_ptr + row * D + col, mask=col < D, other=0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(shared_ptr + token * D + col, mask=col < D, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * D + col, total.to(y_ptr.dtype.element_ty), mask=col < D)
+
+
+# -- few tokens: no lists, a tile has one row --------------------------------------------------------------------------
+
+
+@triton.jit
+def few_gate_kernel(logits_ptr, correction_ptr, x_ptr, w_ptr, bias_ptr, id_ptr, weight_ptr, h_ptr, E, N, K, limit,
+                    scale, A: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
+                    BIAS: tl.constexpr, LIMITED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                    SWAP: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN columns of one pair's gated product; every program finds the pair's expert by itself. Stores ids, weights."""
+    begin(PDL)
+    blocks = tl.cdiv(N, BN)
+    pid = tl.program_id(0)
+    pair = pid // blocks
+    token = pair // A
+    wait(PDL)
+    slot, weight = choose(logits_ptr + token.to(tl.int64) * E, correction_ptr, E, A, RENORMALISE, SIGMOID, CORRECTED,
+                          scale, BE)  # fmt: skip
+    mine = slot == pair % A
+    expert = tl.sum(tl.where(mine, tl.arange(0, BE), 0), 0)
+    if pid % blocks == 0:
+        tl.store(id_ptr + pair + tl.arange(0, BE) * 0, tl.arange(0, BE), mask=mine)
+        tl.store(weight_ptr + pair + tl.arange(0, BE) * 0, weight, mask=mine)
+    row = tl.arange(0, BM)
+    col = pid % blocks * BN + tl.arange(0, BN)
+    x_rows = x_ptr + (token + row * 0).to(tl.int64) * K
+    w_expert = w_ptr + expert.to(tl.int64) * 2 * N * K
+    gate, up = products(x_rows, row == 0, w_expert, col, N, K, BM, BN, BK, SWAP, EVEN, True)
+    if BIAS:
+        bias_expert = bias_ptr + expert * 2 * N + col
+        gate += tl.load(bias_expert, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_expert + N, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    out = gated(gate, up, limit, LIMITED, h_ptr.dtype.element_ty)
+    at = h_ptr + pair.to(tl.int64) * N + row[:, None] * 0 + col[None, :]
+    tl.store(at, out, mask=(row == 0)[:, None] & (col < N)[None, :])
+
+
+@triton.jit
+def few_down_kernel(h_ptr, w_ptr, bias_ptr, id_ptr, weight_ptr, shared_ptr, y_ptr, N, K, A: tl.constexpr,
+                    AP: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                    BK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN columns of one token's result: all its experts side by side, one a warp, then their sum in order of ids."""
+    begin(PDL)
+    blocks = tl.cdiv(N, BN)
+    token = tl.program_id(0) // blocks
+    col = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+    slot = tl.arange(0, AP)
+    k = tl.arange(0, BK)
+    row = tl.arange(0, BM)
+    wait(PDL)
+    expert = tl.load(id_ptr + token * A + slot, mask=slot < A, other=0)
+    weight = tl.load(weight_ptr + token * A + slot, mask=slot < A, other=0.0)
+    w_tile = (w_ptr + expert.to(tl.int64)[:, None, None] * N * K + (col % N).to(tl.int64)[None, :, None] * K
+              + k[None, None, :])  # fmt: skip
+    h_tile = h_ptr + (token * A + slot).to(tl.int64)[:, None, None] * K + row[None, :, None] * 0 + k[None, None, :]
+    there = (slot < A)[:, None, None]
+    only = there & (row == 0)[None, :, None]
+    acc = tl.zeros((AP, BN, BM), tl.float32)
+    for start in range(0, K, BK):
+        if EVEN and A == AP:
+            w = tl.load(w_tile)
+        else:
+            w = tl.load(w_tile, mask=there & (start + k < K)[None, None, :], other=0.0)
+        h = tl.load(h_tile, mask=only & (start + k < K)[None, None, :], other=0.0)
+        acc = tl.dot(w, tl.permute(h, (0, 2, 1)), acc, input_precision="ieee")
+        w_tile += BK
+        h_tile += BK
+    part = tl.sum(tl.where((row == 0)[None, None, :], acc, 0.0), 2)  # of one number and zeros
+    if BIAS:
+        bias = tl.load(bias_ptr + expert[:, None] * N + col[None, :], mask=(col < N)[None, :], other=0.0)
+        part += bias.to(tl.float32)
+    part = (part * weight[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
+    total = tl.zeros((BN,), tl.float32)
+    for one in tl.static_range(A):
+        total += tl.sum(tl.where((slot == one)[:, None], part, 0.0), 0)
+    if SHARED:
+        total += tl.load(shared_ptr + token.to(tl.int64) * N + col, mask=col < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token.to(tl.int64) * N + col, total.to(y_ptr.dtype.element_ty), mask=col < N)
+
+
+# -- many tokens: rows copied beside each other, for experts_hopper.py -------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["P"])
+def gather_kernel(x_ptr, id_ptr, index_ptr, count_ptr, weight_ptr, sorted_ptr, place_ptr, row_weight_ptr, tile_ptr, P,
+                  E, D, A: tl.constexpr, EACH: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    """EACH pairs' rows of x to their places: each expert's rows together, from a multiple of BM. And one tile's
+    (expert, first place); expert >= E behind the last."""
+    begin(PDL)
+    wait(PDL)
+    pid = tl.program_id(0)
+    id = tl.arange(0, BE)
+    tiles = (tl.load(count_ptr + id, mask=id < E, other=0) + BM - 1) // BM
+    ends = tl.cumsum(tiles, 0)
+    tl.store(tile_ptr + pid, tl.sum((ends <= pid).to(tl.int32), 0))
+    d = tl.arange(0, BD)
+    for each in tl.static_range(EACH):
+        pair = pid * EACH + each
+        real = pair < P
+        expert = tl.load(id_ptr + pair, mask=real, other=0)
+        place = tl.sum(tl.where(id < expert, tiles, 0), 0) * BM + tl.load(index_ptr + pair, mask=real, other=0)
+        x = tl.load(x_ptr + (pair // A).to(tl.int64) * D + d, mask=real & (d < D), other=0.0)
+        tl.store(sorted_ptr + place.to(tl.int64) * D + d, x, mask=real & (d < D))
+        tl.store(place_ptr + pair, place, mask=real)
+        tl.store(row_weight_ptr + place, tl.load(weight_ptr + pair, mask=real, other=0.0), mask=real)
