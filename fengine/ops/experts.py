@@ -31,7 +31,7 @@ from fengine.ops import linear as linear_op
 from fengine.ops.ahead import launcher
 from fengine.ops.experts_schedules import REFERENCE, Schedule, Tiles, schedules, tiles_at_most
 from fengine.ops.proof import captured, proofs
-from fengine.ops.registration import dependent_launch, plain, register, shared_memory, triton, wide
+from fengine.ops.registration import MIDDLE, dependent_launch, plain, register, shared_memory, triton, wide
 
 ALPHA = 1.702  # of the clamped gate
 
@@ -120,17 +120,19 @@ def run(call: Call, s: Schedule) -> Tensor:
 def few(call: Call, s: Schedule) -> Tensor:
     """Every pair by itself. Pure."""
     t, e, a, f, d = call.sizes
-    x_TD, w, r, pdl = call.x_TD, call.weights, call.routing, dependent_launch(call.x_TD.device.index)
-    id_P, weight_P = x_TD.new_empty(t * a, dtype=torch.int32), x_TD.new_empty(t * a, dtype=torch.float32)
+    x_TD, w, r, device = call.x_TD, call.weights, call.routing, call.x_TD.device.index
     h_PF, y_TD = x_TD.new_empty(t * a, f), torch.empty_like(x_TD)
     launcher(kernels.few_gate_kernel, (t * a * triton.cdiv(f, s.gate.block_n),))(
-        call.logits_TE, w.correction, x_TD, w.gate_up, w.gate_up_bias, id_P, weight_P, h_PF, e, f, d, call.limit,
-        r.scale, a, r.renormalise, r.sigmoid, w.correction is not None, w.gate_up_bias is not None, call.limit > 0,
-        *s.gate[:4], d % s.gate.block_k == 0, _power(e), **_options(x_TD, s.gate, 2), **pdl
+        call.logits_TE, w.correction, x_TD, w.gate_up, w.gate_up_bias, h_PF, e, f, d, call.limit, a, r.sigmoid,
+        w.correction is not None, w.gate_up_bias is not None, call.limit > 0, *s.gate[:4], d % s.gate.block_k == 0,
+        _power(e), **_options(x_TD, s.gate, 2), **dependent_launch(device, MIDDLE)
     )  # fmt: skip
+    ahead = f if f % 16 == 0 and f <= s.ahead else 0  # the copy engine wants pieces of 16 bytes
     launcher(kernels.few_down_kernel, (t * triton.cdiv(d, s.down.block_n),))(
-        h_PF, w.down, w.down_bias, id_P, weight_P, call.shared_TD, y_TD, d, f, a, _power(a), w.down_bias is not None,
-        call.shared_TD is not None, *s.down[:3], f % s.down.block_k == 0, **_options(x_TD, s.down, _power(a)), **pdl
+        call.logits_TE, w.correction, h_PF, w.down, w.down_bias, call.shared_TD, y_TD, e, d, f, r.scale, a, _power(a),
+        r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None, call.shared_TD is not None,
+        *s.down[:3], f % s.down.block_k == 0, _power(e), ahead, **_options(x_TD, s.down, _power(a)),
+        **dependent_launch(device)
     )  # fmt: skip
     return y_TD
 
@@ -142,16 +144,16 @@ def many(call: Call, s: Schedule) -> Tensor:
     hopper = s.kind == "hopper"
     id_P, weight_P = x_TD.new_empty(t * a, dtype=torch.int32), x_TD.new_empty(t * a, dtype=torch.float32)
     rows_ET, count_E = id_P.new_empty(e, t), id_P.new_empty(e)
-    place_P = torch.empty_like(id_P) if hopper else None
+    index_P, place_P = (torch.empty_like(id_P), torch.empty_like(id_P)) if hopper else (None, None)
     launcher(kernels.route_kernel, (t,))(
         call.logits_TE, w.correction, id_P, weight_P, e, a, r.renormalise, r.sigmoid, w.correction is not None,
         r.scale, _power(e), num_warps=4, **pdl
     )  # fmt: skip
     launcher(kernels.members_kernel, (e,))(
-        id_P, rows_ET, count_E, place_P, t, a, hopper, 1024 if t * a <= 8192 else 4096, num_warps=4, **pdl
+        id_P, rows_ET, count_E, index_P, t, a, hopper, 1024 if t * a <= 8192 else 4096, num_warps=4, **pdl
     )
     if hopper:
-        parts = _sorted(call, s, id_P, weight_P, place_P, count_E)
+        parts = _sorted(call, s, id_P, weight_P, index_P, count_E, place_P)
     else:
         h_PF, parts = x_TD.new_empty(t * a, f), x_TD.new_empty(t * a, d)
         _grouped(call, s.gate, x_TD, w.gate_up, w.gate_up_bias, rows_ET, count_E, None, h_PF)
@@ -176,8 +178,9 @@ def _grouped(call: Call, tiles: Tiles, x: Tensor, w: Tensor, bias: Tensor | None
     )  # fmt: skip
 
 
-def _sorted(call: Call, s: Schedule, id_P: Tensor, weight_P: Tensor, place_P: Tensor | None, count_E: Tensor) -> Tensor:
-    """Parts of the pairs, at the places that it writes over their index in place_P. Modifies: place_P."""
+def _sorted(call: Call, s: Schedule, id_P: Tensor, weight_P: Tensor, index_P: Tensor | None, count_E: Tensor,
+            place_P: Tensor | None) -> Tensor:  # fmt: skip
+    """Parts of the pairs, each at its place. Modifies: place_P."""
     t, e, a, f, d = call.sizes
     x_TD, w, each = call.x_TD, call.weights, 4
     tiles = tiles_at_most(t * a, e, experts_hopper.BM)
@@ -186,7 +189,7 @@ def _sorted(call: Call, s: Schedule, id_P: Tensor, weight_P: Tensor, place_P: Te
     h_XF, weight_X = x_TD.new_empty(len(x_XD), f), weight_P.new_empty(len(x_XD))
     tile_X = id_P.new_empty(programs)
     launcher(kernels.gather_kernel, (programs,))(
-        x_TD, id_P, place_P, count_E, weight_P, x_XD, place_P, weight_X, tile_X, t * a, e, d, a, each,
+        x_TD, id_P, index_P, count_E, weight_P, x_XD, place_P, weight_X, tile_X, t * a, e, d, a, each,
         experts_hopper.BM, _power(d), _power(e), num_warps=4, **dependent_launch(x_TD.device.index)
     )  # fmt: skip
     args = (tile_X[:tiles], weight_X)

@@ -6,10 +6,12 @@ and programs behind the last tile end at once.
 """
 # pyright: reportInvalidTypeForm=false
 
+from fengine.ops.linear import fetch
 from fengine.ops.registration import begin, tl, triton, wait
 from fengine.ops.silu_mul import silu_product
 
-CHUNK = tl.constexpr(32)  # experts that every expert is compared with at a time
+WHOLE = tl.constexpr(128)  # experts up to which all are compared with all at once
+CHUNK = tl.constexpr(32)  # experts of more that every expert is compared with at a time
 
 
 @triton.jit
@@ -36,27 +38,41 @@ def halved_sum(x, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def choose(row_ptr, correction_ptr, E, A: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
-           CORRECTED: tl.constexpr, scale, BE: tl.constexpr):  # fmt: skip
-    """(slot of each of BE experts, or -1; its weight) for the token whose logits stand at row_ptr."""
+def slots(row_ptr, correction_ptr, E, A: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
+          BE: tl.constexpr):  # fmt: skip
+    """(slot of each of BE experts, or -1; logits) of the token whose logits stand at row_ptr."""
     id = tl.arange(0, BE)
     logit, key = scores(row_ptr, correction_ptr, id, E, SIGMOID, CORRECTED)
-    rank = tl.zeros((BE,), tl.int32)
-    for start in range(0, E, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        _, rival = scores(row_ptr, correction_ptr, other, E, SIGMOID, CORRECTED)
-        before = (rival[None, :] > key[:, None]) | ((rival[None, :] == key[:, None]) & (other[None, :] < id[:, None]))
-        rank += tl.sum(before.to(tl.int32), 1)
+    if BE <= WHOLE:
+        rank = tl.sum(before(key, id, key, id).to(tl.int32), 0)
+    else:
+        rank = tl.zeros((BE,), tl.int32)
+        for start in range(0, E, CHUNK):
+            other = start + tl.arange(0, CHUNK)
+            _, rival = scores(row_ptr, correction_ptr, other, E, SIGMOID, CORRECTED)
+            rank += tl.sum(before(rival, other, key, id).to(tl.int32), 0)
     selected = (rank < A) & (id < E)
+    return tl.where(selected, tl.cumsum(selected.to(tl.int32), 0) - 1, -1), logit
+
+
+@triton.jit
+def before(rival, other, key, id):
+    """[others, ids]: whether the other expert comes first."""
+    return (rival[:, None] > key[None, :]) | ((rival[:, None] == key[None, :]) & (other[:, None] < id[None, :]))
+
+
+@triton.jit
+def weigh(slot, logit, E, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, scale, BE: tl.constexpr):
+    """Weights of the experts of one token; they count where there is a slot."""
     if SIGMOID:
         weight = 1.0 / (1.0 + tl.exp(-logit))
         if RENORMALISE:
-            weight = weight / (halved_sum(tl.where(selected, weight, 0.0), BE) + 1e-20)
+            weight = weight / (halved_sum(tl.where(slot >= 0, weight, 0.0), BE) + 1e-20)
     else:
         weight = tl.exp(logit - tl.max(logit, 0))
-        weight = weight / halved_sum(tl.where(selected if RENORMALISE else id < E, weight, 0.0), BE)
-    slot = tl.cumsum(selected.to(tl.int32), 0) - 1
-    return tl.where(selected, slot, -1), weight * scale
+        counted = slot >= 0 if RENORMALISE else tl.arange(0, BE) < E
+        weight = weight / halved_sum(tl.where(counted, weight, 0.0), BE)
+    return weight * scale
 
 
 @triton.jit
@@ -67,7 +83,8 @@ def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, E, A: tl.conste
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
-    slot, weight = choose(logits_ptr + token * E, correction_ptr, E, A, RENORMALISE, SIGMOID, CORRECTED, scale, BE)
+    slot, logit = slots(logits_ptr + token * E, correction_ptr, E, A, SIGMOID, CORRECTED, BE)
+    weight = weigh(slot, logit, E, RENORMALISE, SIGMOID, scale, BE)
     tl.store(id_ptr + token * A + slot, tl.arange(0, BE), mask=slot >= 0)
     tl.store(weight_ptr + token * A + slot, weight, mask=slot >= 0)
 
@@ -207,24 +224,19 @@ def combine_kernel(part_ptr, place_ptr, shared_ptr, y_ptr, D, A: tl.constexpr, P
 
 
 @triton.jit
-def few_gate_kernel(logits_ptr, correction_ptr, x_ptr, w_ptr, bias_ptr, id_ptr, weight_ptr, h_ptr, E, N, K, limit,
-                    scale, A: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
-                    BIAS: tl.constexpr, LIMITED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                    SWAP: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN columns of one pair's gated product; every program finds the pair's expert by itself. Stores ids, weights."""
+def few_gate_kernel(logits_ptr, correction_ptr, x_ptr, w_ptr, bias_ptr, h_ptr, E, N, K, limit, A: tl.constexpr,
+                    SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+                    BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """BN columns of one pair's gated product; every program finds the pair's expert by itself."""
     begin(PDL)
     blocks = tl.cdiv(N, BN)
     pid = tl.program_id(0)
     pair = pid // blocks
     token = pair // A
     wait(PDL)
-    slot, weight = choose(logits_ptr + token.to(tl.int64) * E, correction_ptr, E, A, RENORMALISE, SIGMOID, CORRECTED,
-                          scale, BE)  # fmt: skip
-    mine = slot == pair % A
-    expert = tl.sum(tl.where(mine, tl.arange(0, BE), 0), 0)
-    if pid % blocks == 0:
-        tl.store(id_ptr + pair + tl.arange(0, BE) * 0, tl.arange(0, BE), mask=mine)
-        tl.store(weight_ptr + pair + tl.arange(0, BE) * 0, weight, mask=mine)
+    slot, _ = slots(logits_ptr + token.to(tl.int64) * E, correction_ptr, E, A, SIGMOID, CORRECTED, BE)
+    expert = tl.sum(tl.where(slot == pair % A, tl.arange(0, BE), 0), 0)
     row = tl.arange(0, BM)
     col = pid % blocks * BN + tl.arange(0, BN)
     x_rows = x_ptr + (token + row * 0).to(tl.int64) * K
@@ -240,10 +252,16 @@ def few_gate_kernel(logits_ptr, correction_ptr, x_ptr, w_ptr, bias_ptr, id_ptr, 
 
 
 @triton.jit
-def few_down_kernel(h_ptr, w_ptr, bias_ptr, id_ptr, weight_ptr, shared_ptr, y_ptr, N, K, A: tl.constexpr,
-                    AP: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                    BK: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BN columns of one token's result: all its experts side by side, one a warp, then their sum in order of ids."""
+def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_ptr, y_ptr, E, N, K, scale,
+                    A: tl.constexpr, AP: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
+                    CORRECTED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, BM: tl.constexpr,
+                    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr, AHEAD: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """BN columns of one token's result: all its experts side by side, one a warp, then their sum in order of ids.
+
+    The kernel in front, few_gate_kernel, lets this one start when the logits are there: so experts are chosen, and
+    AHEAD columns of their weights fetched, while that one runs.
+    """
     begin(PDL)
     blocks = tl.cdiv(N, BN)
     token = tl.program_id(0) // blocks
@@ -251,11 +269,16 @@ def few_down_kernel(h_ptr, w_ptr, bias_ptr, id_ptr, weight_ptr, shared_ptr, y_pt
     slot = tl.arange(0, AP)
     k = tl.arange(0, BK)
     row = tl.arange(0, BM)
+    place, logit = slots(logits_ptr + token.to(tl.int64) * E, correction_ptr, E, A, SIGMOID, CORRECTED, BE)
+    mine = place[None, :] == slot[:, None]
+    expert = tl.sum(tl.where(mine, tl.arange(0, BE)[None, :], 0), 1)
+    rows = w_ptr + (expert.to(tl.int64)[:, None] * N + (col % N)[None, :]) * K
+    if PDL and AHEAD:
+        fetch(tl.reshape(rows, (AP * BN,)), AHEAD, 2)
+    weight = weigh(place, logit, E, RENORMALISE, SIGMOID, scale, BE)
+    weight = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)  # of one number and zeros
     wait(PDL)
-    expert = tl.load(id_ptr + token * A + slot, mask=slot < A, other=0)
-    weight = tl.load(weight_ptr + token * A + slot, mask=slot < A, other=0.0)
-    w_tile = (w_ptr + expert.to(tl.int64)[:, None, None] * N * K + (col % N).to(tl.int64)[None, :, None] * K
-              + k[None, None, :])  # fmt: skip
+    w_tile = rows[:, :, None] + k[None, None, :]
     h_tile = h_ptr + (token * A + slot).to(tl.int64)[:, None, None] * K + row[None, :, None] * 0 + k[None, None, :]
     there = (slot < A)[:, None, None]
     only = there & (row == 0)[None, :, None]

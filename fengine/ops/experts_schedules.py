@@ -24,11 +24,12 @@ class Schedule(NamedTuple):
     kind: str  # "few": no lists, a program a pair. "grouped": lists of each expert's pairs. "hopper": experts_hopper.py
     gate: Tiles
     down: Tiles
+    ahead: int = 0  # "few": columns of the down weights, at most, fetched while the product in front runs
 
 
 REFERENCE = Schedule("grouped", Tiles(64, 64, 64, False, 4, 3), Tiles(64, 64, 64, False, 4, 3))
 FLOAT32 = Schedule("grouped", Tiles(16, 64, 32, False, 4, 2), Tiles(16, 64, 32, False, 4, 2))
-FEW = Schedule("few", Tiles(16, 32, 128, False, 2, 5), Tiles(16, 16, 64, True, 8, 5))
+FEW = Schedule("few", Tiles(16, 32, 128, False, 2, 5), Tiles(16, 16, 64, True, 8, 5), 1024)
 FEW_PAIRS = 16  # more pairs than that meet in the same experts: read once, they outweigh the lists
 # By rows that an expert has on average, largest first.
 GROUPED = (
