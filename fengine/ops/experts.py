@@ -147,13 +147,14 @@ def many(call: Call, s: Schedule) -> Tensor:
     index_P, place_P = (torch.empty_like(id_P), torch.empty_like(id_P)) if hopper else (None, None)
     launcher(kernels.route_kernel, (t,))(
         call.logits_TE, w.correction, id_P, weight_P, e, a, r.renormalise, r.sigmoid, w.correction is not None,
-        r.scale, _power(e), num_warps=4, **pdl
+        r.scale, _power(e), num_warps=1, **pdl
     )  # fmt: skip
     launcher(kernels.members_kernel, (e,))(
-        id_P, rows_ET, count_E, index_P, t, a, hopper, 1024 if t * a <= 8192 else 4096, num_warps=4, **pdl
+        id_P, rows_ET, count_E, index_P, t, a, hopper, *((1024,) if t * a <= 8192 else (8192,)),
+        num_warps=4 if t * a <= 8192 else 16, **pdl
     )
     if hopper:
-        parts = _sorted(call, s, id_P, weight_P, index_P, count_E, place_P)
+        parts = _sorted(call, s, id_P, weight_P, rows_ET, count_E, index_P, place_P)
     else:
         h_PF, parts = x_TD.new_empty(t * a, f), x_TD.new_empty(t * a, d)
         _grouped(call, s.gate, x_TD, w.gate_up, w.gate_up_bias, rows_ET, count_E, None, h_PF)
@@ -178,24 +179,23 @@ def _grouped(call: Call, tiles: Tiles, x: Tensor, w: Tensor, bias: Tensor | None
     )  # fmt: skip
 
 
-def _sorted(call: Call, s: Schedule, id_P: Tensor, weight_P: Tensor, index_P: Tensor | None, count_E: Tensor,
-            place_P: Tensor | None) -> Tensor:  # fmt: skip
+def _sorted(call: Call, s: Schedule, id_P: Tensor, weight_P: Tensor, rows_ET: Tensor, count_E: Tensor,
+            index_P: Tensor | None, place_P: Tensor | None) -> Tensor:  # fmt: skip
     """Parts of the pairs, each at its place. Modifies: place_P."""
     t, e, a, f, d = call.sizes
-    x_TD, w, each = call.x_TD, call.weights, 4
+    x_TD, w = call.x_TD, call.weights
     tiles = tiles_at_most(t * a, e, experts_hopper.BM)
-    programs = max(triton.cdiv(t * a, each), tiles)
-    x_XD = x_TD.new_empty(tiles * experts_hopper.BM, d)
-    h_XF, weight_X = x_TD.new_empty(len(x_XD), f), weight_P.new_empty(len(x_XD))
-    tile_X = id_P.new_empty(programs)
-    launcher(kernels.gather_kernel, (programs,))(
-        x_TD, id_P, index_P, count_E, weight_P, x_XD, place_P, weight_X, tile_X, t * a, e, d, a, each,
-        experts_hopper.BM, _power(d), _power(e), num_warps=4, **dependent_launch(x_TD.device.index)
+    tile_X2, weight_X = id_P.new_empty(tiles, 2), weight_P.new_empty(tiles * experts_hopper.BM)
+    h_XF, parts_XD = x_TD.new_empty(len(weight_X), f), x_TD.new_empty(len(weight_X), d)
+    launcher(kernels.place_kernel, (triton.cdiv(t * a, 128),))(
+        id_P, index_P, count_E, weight_P, place_P, weight_X, tile_X2, t * a, tiles, e, experts_hopper.BM, _power(e), 128,
+        num_warps=4, **dependent_launch(x_TD.device.index)
     )  # fmt: skip
-    args = (tile_X[:tiles], weight_X)
-    experts_hopper.launch(x_XD, w.gate_up, w.gate_up_bias, *args, h_XF, call.limit, True, s.gate[1], s.gate.stages)
-    experts_hopper.launch(h_XF, w.down, w.down_bias, *args, x_XD, call.limit, False, s.down[1], s.down.stages)
-    return x_XD  # the copied rows were read before the parts were written over them
+    lists = (rows_ET, count_E, tile_X2, weight_X)
+    for x, weight, bias, y, tile in ((x_TD, w.gate_up, w.gate_up_bias, h_XF, s.gate),
+                                     (h_XF, w.down, w.down_bias, parts_XD, s.down)):  # fmt: skip
+        experts_hopper.launch(x, weight, bias, *lists, y, a, call.limit, y is h_XF, tile.block_n, tile.stages)
+    return parts_XD
 
 
 def _power(n: int) -> int:

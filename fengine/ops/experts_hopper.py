@@ -1,9 +1,9 @@
 """The products of many tokens' experts on NVIDIA Hopper: the kernel of linear_hopper.py over tiles of the experts.
 
-The rows of each expert lie together, from a multiple of BM, as `gather_kernel` put them: so a tile is a box of rows and
-a box of that expert's weights, both for the copy engine (TMA), and its result is a box as well. What lies between two
-experts' rows is computed like the rest and read by nobody. The same tree as linear.py's, hence the same bits; used
-where that was proved.
+A tile is 128 pairs of one expert. The gated product gathers their tokens' rows (cp.async) while the copy engine (TMA)
+brings the expert's weights; its results lie together, each expert's from a multiple of 128, so that the down product is
+all boxes. What lies between two experts' rows is computed like the rest and read by nobody. The same tree as
+linear.py's, hence the same bits; used where that was proved.
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from fengine.ops.ahead import launcher
 from fengine.ops.gluon import (
     TensorDescriptor,
+    async_copy,
     async_load,
     async_store,
     fence_async_shared,
@@ -46,43 +47,57 @@ def usable(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
     )
 
 
-def launch(x_PK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, tile_X: Tensor, row_weight_P: Tensor, y_PN: Tensor,
-           limit: float, gated: bool, block_n: int, stages: int) -> None:  # fmt: skip
-    """y = x @ w.T of each tile's expert, gated or times the row's weight. Modifies: y_PN."""
+def launch(x: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, rows_ET: Tensor, count_E: Tensor, tile_X2: Tensor,
+           row_weight_X: Tensor, y_XN: Tensor, top_k: int, limit: float, gated: bool, block_n: int,
+           stages: int) -> None:  # fmt: skip
+    """y = x @ w.T of each tile's expert: gated, of tokens x [T, K]; or of rows x [X, K], times their weights.
+
+    Modifies: y_XN.
+    """
     experts, width, k = w_ENK.shape
-    n = y_PN.shape[1]
+    n, tiles = y_XN.shape[1], y_XN.shape[0] // BM
 
     def describe(t: Tensor, *block: int) -> Any:
         return TensorDescriptor.from_tensor(
             t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)  # two bytes, fp16 alike
         )  # fmt: skip
 
-    tiles = x_PK.shape[0] // BM * -(-n // block_n)
-    launcher(experts_kernel, (min(tiles, multiprocessors(x_PK.device.index)),))(
-        describe(x_PK, 64, BK), describe(w_ENK.view(-1, k), block_n, BK), describe(y_PN, 64, block_n), bias_EN, tile_X,
-        row_weight_P, tile_X.shape[0], experts, n, k, width, limit, bias_EN is not None, gated, limit > 0, block_n, BK,
-        stages, num_warps=4
+    launcher(experts_kernel, (min(tiles * -(-n // block_n), multiprocessors(x.device.index)),))(
+        x if gated else describe(x, BM, BK), describe(w_ENK.view(-1, k), block_n, BK), describe(y_XN, 64, block_n),
+        bias_EN, rows_ET, count_E, tile_X2, row_weight_X, tiles, rows_ET.shape[1], experts, n, k, width, limit, top_k,
+        bias_EN is not None, gated, limit > 0, block_n, BK, stages, num_warps=4
     )  # fmt: skip
 
 
 @gluon.jit
-def copy_tiles(x_desc, w_desc, x_ring, w_ring, full, empty, tile_ptr, TILES, E, N, K, WIDTH, GATED: gl.constexpr,
-               BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The copying warp: all tiles of this program, piece after piece, as the ring has room."""
+def copy_tiles(x, w_desc, x_ring, w_ring, full, empty, rows_ptr, count_ptr, tile_ptr, TILES, T, E, N, K, WIDTH,
+               A: gl.constexpr, GATED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
+    """The copying warps: all tiles of this program, piece after piece, as the ring has room."""
     HALVES: gl.constexpr = 2 if GATED else 1
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     blocks = gl.cdiv(N, BN)
     n = 0
     for tile in range(gl.program_id(0), TILES * blocks, gl.num_programs(0)):
-        expert = gl.load(tile_ptr + tile // blocks)
+        expert = gl.load(tile_ptr + tile // blocks * 2)
         if expert < E:
-            row = tile // blocks * 128
             col = tile % blocks * BN
+            if GATED:
+                row = gl.load(tile_ptr + tile // blocks * 2 + 1) + gl.arange(0, 128, layout=gl.SliceLayout(1, LINES))
+                row = gl.minimum(row, gl.load(count_ptr + expert) - 1)
+                token = gl.load(rows_ptr + expert.to(gl.int64) * T + row) // A
+                piece = gl.arange(0, BK, layout=gl.SliceLayout(0, LINES))
+                lines = x + (token.to(gl.int64) * K)[:, None] + piece[None, :]
             for k in range(0, K, BK):
                 slot = n % STAGES
                 mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), (128 + BN * HALVES) * BK * 2)
-                for part in gl.static_range(2):
-                    async_load(x_desc, [row + part * 64, k], full.index(slot), x_ring.index(slot * 2 + part))
+                if GATED:
+                    async_copy.async_copy_global_to_shared(x_ring.index(slot), lines + k, mask=(piece + k < K)[None, :])
+                    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+                    mbarrier.expect(full.index(slot), BN * HALVES * BK * 2)
+                else:
+                    mbarrier.expect(full.index(slot), (128 + BN) * BK * 2)
+                    async_load(x, [tile // blocks * 128, k], full.index(slot), x_ring.index(slot))
                 for half in gl.static_range(HALVES):
                     async_load(w_desc, [expert * WIDTH + col + half * N, k], full.index(slot),
                                w_ring.index(slot * HALVES + half))  # fmt: skip
@@ -103,7 +118,7 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
     blocks = gl.cdiv(N, BN)
     n = 0
     for tile in range(gl.program_id(0), TILES * blocks, gl.num_programs(0)):
-        expert = gl.load(tile_ptr + tile // blocks)
+        expert = gl.load(tile_ptr + tile // blocks * 2)
         if expert < E:
             row = tile // blocks * 128 + WHO * 64
             col = tile % blocks * BN
@@ -111,7 +126,9 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
             for k in range(0, K, BK):
                 slot = n % STAGES
                 mbarrier.wait(full.index(slot), (n // STAGES) & 1)
-                acc = warpgroup_mma(x_ring.index(slot * 2 + WHO), weights.index(slot).permute((1, 0)), acc,
+                if GATED:  # rows that came by cp.async are now seen by the tensor cores
+                    fence_async_shared()
+                acc = warpgroup_mma(x_ring.index(slot).slice(WHO * 64, 64), weights.index(slot).permute((1, 0)), acc,
                                     is_async=True)  # fmt: skip
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 if k > 0:
@@ -143,19 +160,21 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["TILES"])
-def experts_kernel(x_desc, w_desc, y_desc, bias_ptr, tile_ptr, weight_ptr, TILES, E, N, K, WIDTH, limit,
-                   BIAS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-                   STAGES: gl.constexpr):  # fmt: skip
-    """128 x BN tiles of y, one after another. WIDTH: rows of one expert's weights."""
+@gluon.jit(do_not_specialize=["TILES", "T"])
+def experts_kernel(x, w_desc, y_desc, bias_ptr, rows_ptr, count_ptr, tile_ptr, weight_ptr, TILES, T, E, N, K, WIDTH,
+                   limit, A: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr,
+                   BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """128 x BN tiles of y, one after another. x: a pointer if GATED, else a descriptor. WIDTH: w's rows an expert."""
     HALVES: gl.constexpr = 2 if GATED else 1
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, BK], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES * HALVES, BN, BK], w_desc.layout)
-    y_tiles = gl.allocate_shared_memory(x_desc.dtype, [2, 64, BN], y_desc.layout)
+    LOADERS: gl.constexpr = 4 if GATED else 1
+    X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, BK], y_desc.dtype)
+    x_ring = gl.allocate_shared_memory(y_desc.dtype, [STAGES, 128, BK], X)
+    w_ring = gl.allocate_shared_memory(y_desc.dtype, [STAGES * HALVES, BN, BK], w_desc.layout)
+    y_tiles = gl.allocate_shared_memory(y_desc.dtype, [2, 64, BN], y_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=129 if GATED else 1)  # each thread that copies rows arrives for itself
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(
@@ -164,8 +183,8 @@ def experts_kernel(x_desc, w_desc, y_desc, bias_ptr, tile_ptr, weight_ptr, TILES
                         WIDTH, limit, BIAS, GATED, LIMITED, BN, BK, STAGES)),
             (multiply, (y_desc, bias_ptr, 1, x_ring, w_ring, y_tiles, full, empty, tile_ptr, weight_ptr, TILES, E, N, K,
                         WIDTH, limit, BIAS, GATED, LIMITED, BN, BK, STAGES)),
-            (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, tile_ptr, TILES, E, N, K, WIDTH, GATED, BN, BK,
-                          STAGES)),
+            (copy_tiles, (x, w_desc, x_ring, w_ring, full, empty, rows_ptr, count_ptr, tile_ptr, TILES, T, E, N, K,
+                          WIDTH, A, GATED, BN, BK, STAGES)),
         ],
-        [4, 1], [240, 24],
+        [4, LOADERS], [208, 88] if GATED else [240, 24],
     )  # fmt: skip

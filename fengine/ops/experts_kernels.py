@@ -10,6 +10,7 @@ from fengine.ops.linear import fetch
 from fengine.ops.registration import begin, tl, triton, wait
 from fengine.ops.silu_mul import silu_product
 
+LEAST = tl.constexpr(-0x80000000)
 WHOLE = tl.constexpr(128)  # experts up to which all are compared with all at once
 CHUNK = tl.constexpr(32)  # experts of more that every expert is compared with at a time
 
@@ -25,7 +26,7 @@ def scores(row_ptr, correction_ptr, id, E, SIGMOID: tl.constexpr, CORRECTED: tl.
         by += tl.load(correction_ptr + id, mask=id < E, other=0.0).to(tl.float32)
     bits = tl.where(by == 0.0, 0.0, by).to(tl.int32, bitcast=True)
     key = tl.where(by != by, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return logit, tl.where(id < E, key, -0x7FFFFFFF - 1)
+    return logit, tl.where(id < E, key, LEAST)
 
 
 @triton.jit
@@ -79,14 +80,20 @@ def weigh(slot, logit, E, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, scal
 def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, E, A: tl.constexpr, RENORMALISE: tl.constexpr,
                  SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, scale, BE: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
-    """The experts of one token, by ascending id, and their weights."""
+    """The experts of one token, by ascending id, and their weights. One warp: A times the first of those left."""
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
-    slot, logit = slots(logits_ptr + token * E, correction_ptr, E, A, SIGMOID, CORRECTED, BE)
+    id = tl.arange(0, BE)
+    logit, key = scores(logits_ptr + token * E, correction_ptr, id, E, SIGMOID, CORRECTED)
+    selected = id < 0
+    for _ in tl.static_range(A):
+        left = (key == tl.max(tl.where(selected, LEAST, key), 0)) & (id < E) & (selected == 0)
+        selected = selected | (id == tl.min(tl.where(left, id, BE), 0))
+    slot = tl.where(selected, tl.cumsum(selected.to(tl.int32), 0) - 1, -1)
     weight = weigh(slot, logit, E, RENORMALISE, SIGMOID, scale, BE)
-    tl.store(id_ptr + token * A + slot, tl.arange(0, BE), mask=slot >= 0)
-    tl.store(weight_ptr + token * A + slot, weight, mask=slot >= 0)
+    tl.store(id_ptr + token * A + slot, id, mask=selected)
+    tl.store(weight_ptr + token * A + slot, weight, mask=selected)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -305,29 +312,26 @@ def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_p
     tl.store(y_ptr + token.to(tl.int64) * N + col, total.to(y_ptr.dtype.element_ty), mask=col < N)
 
 
-# -- many tokens: rows copied beside each other, for experts_hopper.py -------------------------------------------------
+# -- many tokens: what experts_hopper.py asks for ----------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["P"])
-def gather_kernel(x_ptr, id_ptr, index_ptr, count_ptr, weight_ptr, sorted_ptr, place_ptr, row_weight_ptr, tile_ptr, P,
-                  E, D, A: tl.constexpr, EACH: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """EACH pairs' rows of x to their places: each expert's rows together, from a multiple of BM. And one tile's
-    (expert, first place); expert >= E behind the last."""
+@triton.jit(do_not_specialize=["P", "TILES"])
+def place_kernel(id_ptr, index_ptr, count_ptr, weight_ptr, place_ptr, row_weight_ptr, tile_ptr, P, TILES, E,
+                 BM: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Where each pair's row lies, each expert's rows together from a multiple of BM; the weight of each such row; and
+    each tile's (expert, first of its rows), an expert >= E behind the last."""
     begin(PDL)
     wait(PDL)
-    pid = tl.program_id(0)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     id = tl.arange(0, BE)
     tiles = (tl.load(count_ptr + id, mask=id < E, other=0) + BM - 1) // BM
     ends = tl.cumsum(tiles, 0)
-    tl.store(tile_ptr + pid, tl.sum((ends <= pid).to(tl.int32), 0))
-    d = tl.arange(0, BD)
-    for each in tl.static_range(EACH):
-        pair = pid * EACH + each
-        real = pair < P
-        expert = tl.load(id_ptr + pair, mask=real, other=0)
-        place = tl.sum(tl.where(id < expert, tiles, 0), 0) * BM + tl.load(index_ptr + pair, mask=real, other=0)
-        x = tl.load(x_ptr + (pair // A).to(tl.int64) * D + d, mask=real & (d < D), other=0.0)
-        tl.store(sorted_ptr + place.to(tl.int64) * D + d, x, mask=real & (d < D))
-        tl.store(place_ptr + pair, place, mask=real)
-        tl.store(row_weight_ptr + place, tl.load(weight_ptr + pair, mask=real, other=0.0), mask=real)
+    expert = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1)
+    first = at - tl.max(tl.where(id[None, :] < expert[:, None], ends[None, :], 0), 1)
+    tl.store(tile_ptr + at * 2, expert, mask=at < TILES)
+    tl.store(tile_ptr + at * 2 + 1, first * BM, mask=at < TILES)
+    expert = tl.load(id_ptr + at, mask=at < P, other=0)
+    place = tl.max(tl.where(id[None, :] < expert[:, None], ends[None, :], 0), 1) * BM
+    place += tl.load(index_ptr + at, mask=at < P, other=0)
+    tl.store(place_ptr + at, place, mask=at < P)
+    tl.store(row_weight_ptr + place, tl.load(weight_ptr + at, mask=at < P, other=0.0), mask=at < P)

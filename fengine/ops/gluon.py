@@ -12,6 +12,7 @@ gl: Any
 TensorDescriptor: Any
 fence_async_shared: Any
 mbarrier: Any
+async_copy: Any
 async_load: Any
 async_store: Any
 store_wait: Any
@@ -21,6 +22,7 @@ warpgroup_mma_wait: Any
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -38,5 +40,5 @@ except (ImportError, AttributeError):
     TensorDescriptor = None
     gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
     gl = SimpleNamespace(constexpr=object)
-    fence_async_shared = mbarrier = async_load = async_store = store_wait = warpgroup_mma = warpgroup_mma_wait = None
+    fence_async_shared = mbarrier = async_copy = async_load = async_store = store_wait = warpgroup_mma = warpgroup_mma_wait = None
     HAS_REINTERPRET = None
