@@ -141,28 +141,29 @@ def many(call: Call, s: Schedule) -> Tensor:
     """Lists of each expert's pairs, and products over them. Pure."""
     t, e, a, f, d = call.sizes
     x_TD, w, r, pdl = call.x_TD, call.weights, call.routing, dependent_launch(call.x_TD.device.index)
-    hopper = s.kind == "hopper"
     id_P, weight_P = x_TD.new_empty(t * a, dtype=torch.int32), x_TD.new_empty(t * a, dtype=torch.float32)
-    rows_ET, count_E = id_P.new_empty(e, t), id_P.new_empty(e)
-    index_P, place_P = (torch.empty_like(id_P), torch.empty_like(id_P)) if hopper else (None, None)
+    at_once = s.kind == "hopper"  # so many pairs that the lists take longer than adding to a count
+    rows_ET, index_P = id_P.new_empty(e, t), torch.empty_like(id_P)
+    count_E = id_P.new_zeros(e) if at_once else id_P.new_empty(e)
     launcher(kernels.route_kernel, (t,))(
-        call.logits_TE, w.correction, id_P, weight_P, e, a, r.renormalise, r.sigmoid, w.correction is not None,
-        r.scale, _power(e), num_warps=1, **pdl
+        call.logits_TE, w.correction, id_P, weight_P, rows_ET, count_E, index_P, t, e, a, r.renormalise, r.sigmoid,
+        w.correction is not None, r.scale, at_once, _power(e), num_warps=1, **pdl
     )  # fmt: skip
-    launcher(kernels.members_kernel, (e,))(
-        id_P, rows_ET, count_E, index_P, t, a, hopper, *((1024,) if t * a <= 8192 else (8192,)),
-        num_warps=4 if t * a <= 8192 else 16, **pdl
-    )
-    if hopper:
-        parts = _sorted(call, s, id_P, weight_P, rows_ET, count_E, index_P, place_P)
+    base_E = torch.empty_like(count_E)
+    if at_once:
+        parts = _sorted(call, s, weight_P, rows_ET, count_E, base_E)
     else:
+        launcher(kernels.members_kernel, (e,))(
+            id_P, rows_ET, count_E, t, a, 1024 if t * a <= 8192 else 4096, num_warps=4, **pdl
+        )
         h_PF, parts = x_TD.new_empty(t * a, f), x_TD.new_empty(t * a, d)
         _grouped(call, s.gate, x_TD, w.gate_up, w.gate_up_bias, rows_ET, count_E, None, h_PF)
         _grouped(call, s.down, h_PF, w.down, w.down_bias, rows_ET, count_E, weight_P, parts)
     y_TD = torch.empty_like(x_TD)
     launcher(kernels.combine_kernel, (t, triton.cdiv(d, 1024)))(
-        parts, place_P, call.shared_TD, y_TD, d, a, hopper, call.shared_TD is not None, 1024, num_warps=4, **pdl
-    )
+        parts, id_P, index_P, base_E, call.shared_TD, y_TD, d, a, at_once, call.shared_TD is not None, 1024,
+        num_warps=4, **pdl
+    )  # fmt: skip
     return y_TD
 
 
@@ -179,19 +180,18 @@ def _grouped(call: Call, tiles: Tiles, x: Tensor, w: Tensor, bias: Tensor | None
     )  # fmt: skip
 
 
-def _sorted(call: Call, s: Schedule, id_P: Tensor, weight_P: Tensor, rows_ET: Tensor, count_E: Tensor,
-            index_P: Tensor | None, place_P: Tensor | None) -> Tensor:  # fmt: skip
-    """Parts of the pairs, each at its place. Modifies: place_P."""
+def _sorted(call: Call, s: Schedule, weight_P: Tensor, rows_ET: Tensor, count_E: Tensor, base_E: Tensor) -> Tensor:
+    """Parts of the pairs: each expert's together, from base_E. Modifies: base_E."""
     t, e, a, f, d = call.sizes
     x_TD, w = call.x_TD, call.weights
     tiles = tiles_at_most(t * a, e, experts_hopper.BM)
-    tile_X2, weight_X = id_P.new_empty(tiles, 2), weight_P.new_empty(tiles * experts_hopper.BM)
-    h_XF, parts_XD = x_TD.new_empty(len(weight_X), f), x_TD.new_empty(len(weight_X), d)
-    launcher(kernels.place_kernel, (triton.cdiv(t * a, 128),))(
-        id_P, index_P, count_E, weight_P, place_P, weight_X, tile_X2, t * a, tiles, e, experts_hopper.BM, _power(e), 128,
-        num_warps=4, **dependent_launch(x_TD.device.index)
+    tile_X2 = count_E.new_empty(tiles, 2)
+    h_XF, parts_XD = (x_TD.new_empty(tiles * experts_hopper.BM, width) for width in (f, d))
+    launcher(kernels.tiles_kernel, (tiles,))(
+        count_E, tile_X2, base_E, e, experts_hopper.BM, _power(e), num_warps=1,
+        **dependent_launch(x_TD.device.index)
     )  # fmt: skip
-    lists = (rows_ET, count_E, tile_X2, weight_X)
+    lists = (rows_ET, count_E, tile_X2, weight_P)
     for x, weight, bias, y, tile in ((x_TD, w.gate_up, w.gate_up_bias, h_XF, s.gate),
                                      (h_XF, w.down, w.down_bias, parts_XD, s.down)):  # fmt: skip
         experts_hopper.launch(x, weight, bias, *lists, y, a, call.limit, y is h_XF, tile.block_n, tile.stages)
@@ -267,8 +267,7 @@ def launch(
         return torch.empty_like(x)
     weights = Weights(gate_up, down, gate_up_bias, down_bias, correction)
     call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, limit)
-    t, e, a, *_ = call.sizes
-    candidates = schedules(t, e, a, x.dtype, experts_hopper.usable(x, gate_up, down))
+    candidates = schedules(*call.sizes, x.dtype, experts_hopper.usable(x, gate_up, down))
     return run(call, next((s for s in candidates if proved(call, s)), REFERENCE))
 
 

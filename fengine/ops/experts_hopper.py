@@ -48,7 +48,7 @@ def usable(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
 
 
 def launch(x: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, rows_ET: Tensor, count_E: Tensor, tile_X2: Tensor,
-           row_weight_X: Tensor, y_XN: Tensor, top_k: int, limit: float, gated: bool, block_n: int,
+           weight_P: Tensor, y_XN: Tensor, top_k: int, limit: float, gated: bool, block_n: int,
            stages: int) -> None:  # fmt: skip
     """y = x @ w.T of each tile's expert: gated, of tokens x [T, K]; or of rows x [X, K], times their weights.
 
@@ -64,7 +64,7 @@ def launch(x: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, rows_ET: Tensor, co
 
     launcher(experts_kernel, (min(tiles * -(-n // block_n), multiprocessors(x.device.index)),))(
         x if gated else describe(x, BM, BK), describe(w_ENK.view(-1, k), block_n, BK), describe(y_XN, 64, block_n),
-        bias_EN, rows_ET, count_E, tile_X2, row_weight_X, tiles, rows_ET.shape[1], experts, n, k, width, limit, top_k,
+        bias_EN, rows_ET, count_E, tile_X2, weight_P, tiles, rows_ET.shape[1], experts, n, k, width, limit, top_k,
         bias_EN is not None, gated, limit > 0, block_n, BK, stages, num_warps=4
     )  # fmt: skip
 
@@ -105,9 +105,9 @@ def copy_tiles(x, w_desc, x_ring, w_ring, full, empty, rows_ptr, count_ptr, tile
 
 
 @gluon.jit
-def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full, empty, tile_ptr, weight_ptr, TILES, E,
-             N, K, WIDTH, limit, BIAS: gl.constexpr, GATED: gl.constexpr, LIMITED: gl.constexpr, BN: gl.constexpr,
-             BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full, empty, rows_ptr, count_ptr, tile_ptr,
+             weight_ptr, TILES, T, E, N, K, WIDTH, limit, BIAS: gl.constexpr, GATED: gl.constexpr,
+             LIMITED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """A group of four warps: 64 rows of every tile."""
     DTYPE: gl.constexpr = y_desc.dtype
     COLUMNS: gl.constexpr = BN * 2 if GATED else BN
@@ -151,7 +151,10 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
                     silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
                     y = (silu * up.to(gl.float32)).to(DTYPE)
             else:
-                weight = gl.load(weight_ptr + row + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS)))
+                at = gl.load(tile_ptr + tile // blocks * 2 + 1) + WHO * 64
+                at = at + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
+                pair = gl.load(rows_ptr + expert.to(gl.int64) * T + gl.minimum(at, gl.load(count_ptr + expert) - 1))
+                weight = gl.load(weight_ptr + pair)
                 y = (acc * weight[:, None]).to(DTYPE)
             store_wait(0)
             y_tile.store(y)
@@ -179,10 +182,10 @@ def experts_kernel(x, w_desc, y_desc, bias_ptr, rows_ptr, count_ptr, tile_ptr, w
     fence_async_shared()
     gl.warp_specialize(
         [
-            (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, tile_ptr, weight_ptr, TILES, E, N, K,
-                        WIDTH, limit, BIAS, GATED, LIMITED, BN, BK, STAGES)),
-            (multiply, (y_desc, bias_ptr, 1, x_ring, w_ring, y_tiles, full, empty, tile_ptr, weight_ptr, TILES, E, N, K,
-                        WIDTH, limit, BIAS, GATED, LIMITED, BN, BK, STAGES)),
+            (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, rows_ptr, count_ptr, tile_ptr,
+                        weight_ptr, TILES, T, E, N, K, WIDTH, limit, BIAS, GATED, LIMITED, BN, BK, STAGES)),
+            (multiply, (y_desc, bias_ptr, 1, x_ring, w_ring, y_tiles, full, empty, rows_ptr, count_ptr, tile_ptr,
+                        weight_ptr, TILES, T, E, N, K, WIDTH, limit, BIAS, GATED, LIMITED, BN, BK, STAGES)),
             (copy_tiles, (x, w_desc, x_ring, w_ring, full, empty, rows_ptr, count_ptr, tile_ptr, TILES, T, E, N, K,
                           WIDTH, A, GATED, BN, BK, STAGES)),
         ],

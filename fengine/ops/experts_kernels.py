@@ -76,11 +76,14 @@ def weigh(slot, logit, E, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, scal
     return weight * scale
 
 
-@triton.jit
-def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, E, A: tl.constexpr, RENORMALISE: tl.constexpr,
-                 SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, scale, BE: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
-    """The experts of one token, by ascending id, and their weights. One warp: A times the first of those left."""
+@triton.jit(do_not_specialize=["T"])
+def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, rows_ptr, count_ptr, index_ptr, T, E, A: tl.constexpr,
+                 RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, scale, LISTS: tl.constexpr,
+                 BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The experts of one token, by ascending id, and their weights. One warp: A times the first of those left.
+
+    LISTS: also adds its pairs to the experts' lists, as members_kernel does but in any order; count is zero before.
+    """
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -91,15 +94,18 @@ def route_kernel(logits_ptr, correction_ptr, id_ptr, weight_ptr, E, A: tl.conste
         left = (key == tl.max(tl.where(selected, LEAST, key), 0)) & (id < E) & (selected == 0)
         selected = selected | (id == tl.min(tl.where(left, id, BE), 0))
     slot = tl.where(selected, tl.cumsum(selected.to(tl.int32), 0) - 1, -1)
-    weight = weigh(slot, logit, E, RENORMALISE, SIGMOID, scale, BE)
-    tl.store(id_ptr + token * A + slot, id, mask=selected)
-    tl.store(weight_ptr + token * A + slot, weight, mask=selected)
+    pair = token * A + slot
+    if LISTS:
+        index = tl.atomic_add(count_ptr + id, 1, mask=selected, sem="relaxed")
+        tl.store(rows_ptr + id.to(tl.int64) * T + index, pair.to(tl.int32), mask=selected)
+        tl.store(index_ptr + pair, index, mask=selected)
+    tl.store(id_ptr + pair, id, mask=selected)
+    tl.store(weight_ptr + pair, weigh(slot, logit, E, RENORMALISE, SIGMOID, scale, BE), mask=selected)
 
 
 @triton.jit(do_not_specialize=["T"])
-def members_kernel(id_ptr, rows_ptr, count_ptr, index_ptr, T, A: tl.constexpr, INDEX: tl.constexpr,
-                   BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The pairs of one expert, in order: rows [E, T], count [E]. INDEX: also each pair's place among them."""
+def members_kernel(id_ptr, rows_ptr, count_ptr, T, A: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The pairs of one expert, in order: rows [E, T], count [E]."""
     begin(PDL)
     wait(PDL)
     expert = tl.program_id(0)
@@ -109,8 +115,6 @@ def members_kernel(id_ptr, rows_ptr, count_ptr, index_ptr, T, A: tl.constexpr, I
         mine = tl.load(id_ptr + pair, mask=pair < T * A, other=-1) == expert
         place = found + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(rows_ptr + expert.to(tl.int64) * T + place, pair, mask=mine)
-        if INDEX:
-            tl.store(index_ptr + pair, place, mask=mine)
         found += tl.sum(mine.to(tl.int32), 0)
     tl.store(count_ptr + expert, found)
 
@@ -181,7 +185,7 @@ def grouped_kernel(x_ptr, w_ptr, bias_ptr, rows_ptr, count_ptr, weight_ptr, y_pt
                    GATED: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                    BK: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr,
                    PDL: tl.constexpr):  # fmt: skip
-    """BM pairs of one expert, BN columns: y[pair]. GATED: the gated product of x[token]; else weight * (x[pair] w.T)."""
+    """BM pairs of one expert, BN columns. y[pair] is the gated product of x[token], or weight * x[pair] w.T."""
     begin(PDL)
     blocks = tl.cdiv(N, BN)
     pid = tl.program_id(0)
@@ -209,9 +213,10 @@ def grouped_kernel(x_ptr, w_ptr, bias_ptr, rows_ptr, count_ptr, weight_ptr, y_pt
 
 
 @triton.jit
-def combine_kernel(part_ptr, place_ptr, shared_ptr, y_ptr, D, A: tl.constexpr, PLACED: tl.constexpr,
+def combine_kernel(part_ptr, id_ptr, index_ptr, base_ptr, shared_ptr, y_ptr, D, A: tl.constexpr, SORTED: tl.constexpr,
                    SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """BLOCK columns of one token: its pairs' parts in order, the shared expert last. PLACED: pair p lies at place[p]."""
+    """BLOCK columns of one token: its pairs' parts in order, the shared expert last. SORTED: parts of an expert lie
+    together, from its base."""
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -219,8 +224,8 @@ def combine_kernel(part_ptr, place_ptr, shared_ptr, y_ptr, D, A: tl.constexpr, P
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(A):
         row = token * A + slot
-        if PLACED:
-            row = tl.load(place_ptr + row).to(tl.int64)
+        if SORTED:
+            row = (tl.load(base_ptr + tl.load(id_ptr + row)) + tl.load(index_ptr + row)).to(tl.int64)
         total += tl.load(part_ptr + row * D + col, mask=col < D, other=0.0).to(tl.float32)
     if SHARED:
         total += tl.load(shared_ptr + token * D + col, mask=col < D, other=0.0).to(tl.float32)
@@ -315,23 +320,13 @@ def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_p
 # -- many tokens: what experts_hopper.py asks for ----------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["P", "TILES"])
-def place_kernel(id_ptr, index_ptr, count_ptr, weight_ptr, place_ptr, row_weight_ptr, tile_ptr, P, TILES, E,
-                 BM: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Where each pair's row lies, each expert's rows together from a multiple of BM; the weight of each such row; and
-    each tile's (expert, first of its rows), an expert >= E behind the last."""
+@triton.jit
+def tiles_kernel(count_ptr, tile_ptr, base_ptr, E, BM: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
+    """A tile's (expert, first of its rows), an expert >= E behind the last; and where its expert's rows begin."""
     begin(PDL)
     wait(PDL)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    id = tl.arange(0, BE)
-    tiles = (tl.load(count_ptr + id, mask=id < E, other=0) + BM - 1) // BM
-    ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1)
-    first = at - tl.max(tl.where(id[None, :] < expert[:, None], ends[None, :], 0), 1)
-    tl.store(tile_ptr + at * 2, expert, mask=at < TILES)
-    tl.store(tile_ptr + at * 2 + 1, first * BM, mask=at < TILES)
-    expert = tl.load(id_ptr + at, mask=at < P, other=0)
-    place = tl.max(tl.where(id[None, :] < expert[:, None], ends[None, :], 0), 1) * BM
-    place += tl.load(index_ptr + at, mask=at < P, other=0)
-    tl.store(place_ptr + at, place, mask=at < P)
-    tl.store(row_weight_ptr + place, tl.load(weight_ptr + at, mask=at < P, other=0.0), mask=at < P)
+    tile = tl.program_id(0)
+    expert, first = find_tile(count_ptr, tile, E, BM, BE)
+    tl.store(tile_ptr + tile * 2, expert)
+    tl.store(tile_ptr + tile * 2 + 1, first)
+    tl.store(base_ptr + expert, tile * BM, mask=(expert < E) & (first == 0))

@@ -29,13 +29,12 @@ class Schedule(NamedTuple):
 
 REFERENCE = Schedule("grouped", Tiles(64, 64, 64, False, 4, 3), Tiles(64, 64, 64, False, 4, 3))
 FLOAT32 = Schedule("grouped", Tiles(16, 64, 32, False, 4, 2), Tiles(16, 64, 32, False, 4, 2))
-FEW = Schedule("few", Tiles(16, 32, 128, False, 2, 5), Tiles(16, 16, 64, True, 8, 5), 1024)
+FEW = Schedule("few", Tiles(16, 32, 128, False, 4, 5), Tiles(16, 16, 128, True, 4, 3))
 FEW_PAIRS = 16  # more pairs than that meet in the same experts: read once, they outweigh the lists
-# By rows that an expert has on average, largest first.
-GROUPED = (
-    (4, Schedule("grouped", Tiles(16, 32, 128, False, 2, 5), Tiles(16, 64, 128, True, 4, 4))),
-    (16, Schedule("grouped", Tiles(32, 64, 128, True, 4, 3), Tiles(32, 64, 128, True, 4, 4))),
-    (64, Schedule("grouped", Tiles(64, 64, 64, True, 4, 4), Tiles(64, 128, 64, True, 4, 4))),
+GROUPED = (  # largest number of rows that an expert has on average
+    (8, Schedule("grouped", Tiles(16, 64, 128, True, 4, 3), Tiles(16, 128, 128, True, 4, 3))),
+    (20, Schedule("grouped", Tiles(32, 64, 64, True, 4, 5), Tiles(32, 128, 64, True, 4, 5))),
+    (40, Schedule("grouped", Tiles(64, 64, 64, True, 4, 4), Tiles(64, 128, 64, False, 4, 4))),
 )
 MANY = Schedule("grouped", Tiles(128, 128, 64, False, 8, 3), Tiles(128, 128, 64, False, 4, 3))
 HOPPER = Schedule("hopper", Tiles(128, 128, 64, False, 4, 4), Tiles(128, 128, 64, False, 4, 5))
@@ -46,13 +45,21 @@ def tiles_at_most(pairs: int, experts: int, block_m: int) -> int:
     return min(pairs, experts + pairs // block_m)
 
 
-def schedules(tokens: int, experts: int, top_k: int, dtype: torch.dtype, hopper: bool) -> list[Schedule]:
+def even(tiles: Tiles, k: int) -> Tiles:
+    """`tiles`, in smaller pieces of K where those fit it and the larger do not. Pure."""
+    if k % tiles.block_k == 0 or k % 64:
+        return tiles
+    return tiles._replace(block_k=64, stages=tiles.stages * tiles.block_k // 64)
+
+
+def schedules(tokens: int, experts: int, top_k: int, f: int, d: int, dtype: torch.dtype,
+              hopper: bool) -> list[Schedule]:  # fmt: skip
     """Schedules for so many tokens, fastest first. `hopper`: on a device that runs experts_hopper.py. Pure."""
     if dtype == torch.float32:
         return [FLOAT32]
     pairs = tokens * top_k
-    if pairs <= FEW_PAIRS:
-        return [FEW, GROUPED[0][1]]
     rows = cdiv(pairs, experts)
+    few = [FEW] if pairs <= FEW_PAIRS else []
+    many = [HOPPER] if hopper and rows > GROUPED[-1][0] else []
     ours = [s for most, s in GROUPED if rows <= most][:1] or [MANY]
-    return [HOPPER, *ours] if hopper and rows > GROUPED[-1][0] else ours
+    return [s._replace(gate=even(s.gate, d), down=even(s.down, f)) for s in (*few, *many, *ours)]

@@ -40,5 +40,7 @@ except (ImportError, AttributeError):
     TensorDescriptor = None
     gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
     gl = SimpleNamespace(constexpr=object)
-    fence_async_shared = mbarrier = async_copy = async_load = async_store = store_wait = warpgroup_mma = warpgroup_mma_wait = None
+    fence_async_shared = mbarrier = async_copy = async_load = async_store = store_wait = warpgroup_mma = (
+        warpgroup_mma_wait
+    ) = None
     HAS_REINTERPRET = None

@@ -1,0 +1,211 @@
+"""The mixture of experts on the CPU: against the math, against transformers, and bits that know no neighbours."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fengine.errors import UnsupportedFeatureError
+from fengine.ops import cpu_library, experts_schedules, linear
+from fengine.ops.experts import Routing, Weights, experts, moe, pack_experts, reference, route_reference
+
+ROUTINGS = [Routing(3), Routing(3, False), Routing(3, True, True, 2.5), Routing(3, False, True)]
+KINDS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """That many threads, also for the smallest call."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cpu_library, "SHORT", 0)
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def case(t: int, e: int, f: int, d: int, dtype: torch.dtype = torch.float32, biases: bool = False
+         ) -> tuple[Tensor, Tensor, Weights]:  # fmt: skip
+    """(x, logits, unpacked weights)"""
+    g = torch.Generator().manual_seed(t * e + f)
+    w = [torch.randn(*size, generator=g).to(dtype) / 8 for size in ((e, 2 * f, d), (e, d, f), (e, 2 * f), (e, d))]
+    correction = torch.randn(e, generator=g) / 9
+    return torch.randn(t, d, generator=g), torch.randn(t, e, generator=g), Weights(
+        *w[:2], *(w[2:] if biases else (None, None)), correction if biases else None
+    )  # fmt: skip
+
+
+def packed(w: Weights) -> Weights:
+    return w._replace(gate_up=pack_experts(w.gate_up), down=pack_experts(w.down))
+
+
+def as_double(w: Weights) -> Weights:
+    return Weights(*(None if x is None else x.double() for x in w))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize(("t", "e", "f", "d"), [(1, 3, 40, 64), (13, 16, 33, 70), (40, 5, 64, 96)])
+def test_experts_are_the_math(threads: int, dtype: torch.dtype, routing: Routing, t: int, e: int, f: int, d: int):
+    for limit, biases, shared in ((0.0, True, torch.randn(t, d)), (1.0, False, None)):
+        x, logits, w = case(t, e, f, d, dtype, biases)
+        exact = reference(x.double(), logits.double(), as_double(w), routing, shared, limit)
+        got = experts(x, logits, packed(w), routing, shared, limit)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_a_token_alone_has_the_bits_of_the_batch(threads: int, routing: Routing):
+    """In any company and any order of rows: grouping is no part of the sum."""
+    x, logits, w = case(50, 8, 40, 64, torch.bfloat16, biases=True)
+    w, shared = packed(w), torch.randn(50, 64)
+    whole = experts(x, logits, w, routing, shared)
+    assert whole.equal(torch.cat([experts(x[i : i + 1], logits[i : i + 1], w, routing, shared[i : i + 1])
+                                  for i in range(50)]))  # fmt: skip
+    order = torch.randperm(50)
+    assert whole[order].equal(experts(x[order], logits[order], w, routing, shared[order]))
+    assert whole[3:20].equal(experts(x[3:20], logits[3:20], w, routing, shared[3:20]))
+
+
+def test_grouped_is_ungrouped_in_order_of_ids():
+    """Bit for bit: each expert's rows through `linear` by themselves, added by ascending id. Controls: another order,
+    and a sum over F in two halves."""
+    x, logits, w = case(60, 8, 96, 64, torch.bfloat16)
+    whole = experts(x, logits, packed(w), Routing(4))
+    id_TA, weight_TA = route_reference(logits, Routing(4))
+    parts = torch.zeros(8, 60, 64)
+    halves = torch.zeros(8, 60, 64)
+    for expert in range(8):
+        token, slot = (id_TA == expert).nonzero(as_tuple=True)
+        h = linear.gated_linear(x[token], linear.pack(w.gate_up[expert]), 96)
+        weight = weight_TA[token, slot, None]
+        parts[expert, token] = linear.linear(h, linear.pack(w.down[expert]), 64) * weight
+        left, right = (linear.linear(h[:, half], linear.pack(w.down[expert][:, half]), 64)
+                       for half in (slice(48), slice(48, 96)))  # fmt: skip
+        halves[expert, token] = (left + right) * weight
+
+    def added(parts: Tensor, order: Any) -> Tensor:
+        total = torch.zeros(60, 64)
+        for expert in order:
+            total = total + parts[expert]
+        return total
+
+    torch.testing.assert_close(whole, added(parts, range(8)), rtol=1e-6, atol=1e-6)  # torch's exp in the weights
+    same_weights = experts(x, logits.round(), packed(w), Routing(1))  # one expert: its weight is 1, nothing is added
+    one = logits.round().argmax(-1)
+    want = torch.stack([
+        linear.linear(linear.gated_linear(x[t : t + 1], linear.pack(w.gate_up[e]), 96), linear.pack(w.down[e]), 64)[0]
+        for t, e in enumerate(one.tolist())])  # fmt: skip
+    assert same_weights.equal(want)
+    assert not added(parts, range(8)).equal(added(parts, reversed(range(8))))
+    assert not added(parts, range(8)).equal(added(halves, range(8)))
+
+
+def test_ties_go_to_the_smaller_id_and_zeros_are_one_number():
+    x, _, w = case(1, 6, 16, 32)
+    logits = torch.tensor([[-0.0, 1.0, 0.0, 1.0, 0.0, 1.0]])
+    for top_k, ids in ((2, [1, 3]), (4, [0, 1, 3, 5]), (5, [0, 1, 2, 3, 5])):
+        id_TA, _ = route_reference(logits, Routing(top_k))
+        assert id_TA.tolist() == [ids]
+        torch.testing.assert_close(
+            experts(x, logits, packed(w), Routing(top_k)), reference(x, logits, w, Routing(top_k)), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_a_row_of_nan_is_nan_and_leaves_its_neighbours(routing: Routing):
+    x, logits, w = case(4, 8, 16, 32)
+    want = experts(x, logits, packed(w), routing)
+    logits[1, 5] = torch.nan
+    logits[3] = torch.full((8,), -torch.inf)
+    got = experts(x, logits, packed(w), routing)
+    assert got[1].isnan().all() and got[[0, 2]].equal(want[[0, 2]])
+
+
+def test_what_it_does_not_take():
+    x, logits, w = case(2, 4, 16, 32)
+    with pytest.raises(UnsupportedFeatureError, match="float64"):
+        experts(x, logits.double(), packed(w), Routing(2))
+    assert experts(x[:0], logits[:0], packed(w), Routing(2)).shape == (0, 32)
+
+
+def test_schedules_follow_the_rows_of_an_expert():
+    def kinds(t: int, hopper: bool, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, int]]:
+        found = experts_schedules.schedules(t, 128, 8, 768, 2048, dtype, hopper)
+        return [(s.kind, s.gate.block_m) for s in found]
+
+    assert kinds(1, True)[0] == ("few", 16) and kinds(1, True)[1:] == [("grouped", 16)]
+    assert kinds(32, True) == [("grouped", 16)] and kinds(512, True) == [("grouped", 64)]
+    assert kinds(8192, True)[0] == ("hopper", 128) and kinds(8192, False) == [("grouped", 128)]
+    assert kinds(8192, True, torch.float32) == [("grouped", 16)]
+    odd = experts_schedules.schedules(1, 32, 4, 2880, 2880, torch.bfloat16, True)[0]
+    assert 2880 % odd.gate.block_k == 0 == 2880 % odd.down.block_k
+    assert experts_schedules.tiles_at_most(8, 128, 16) == 8 and experts_schedules.tiles_at_most(4096, 128, 64) == 192
+
+
+# -- against transformers, in float32 ----------------------------------------------------------------------------------
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert (got - want).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_qwen3_moe_and_olmoe_block(renormalise: bool):
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    config = modeling.Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=48, num_experts=16, num_experts_per_tok=4, norm_topk_prob=renormalise,
+        num_hidden_layers=1,
+    )  # fmt: skip
+    block = modeling.Qwen3MoeSparseMoeBlock(config).eval()
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    x = torch.randn(30, 64)
+    w = Weights(pack_experts(block.experts.gate_up_proj.data), pack_experts(block.experts.down_proj.data))
+    got = moe(x, linear.pack(block.gate.weight.data), w, Routing(4, renormalise))
+    with torch.no_grad():
+        close(got, block(x[None])[0])
+
+
+def test_qwen2_moe_block_with_its_shared_expert():
+    modeling = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
+    config = modeling.Qwen2MoeConfig(
+        hidden_size=64, moe_intermediate_size=48, shared_expert_intermediate_size=96, num_experts=8,
+        num_experts_per_tok=2, num_hidden_layers=1,
+    )  # fmt: skip
+    block = modeling.Qwen2MoeSparseMoeBlock(config).eval()
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    x = torch.randn(20, 64)
+    w = Weights(pack_experts(block.experts.gate_up_proj.data), pack_experts(block.experts.down_proj.data))
+    with torch.no_grad():
+        shared = block.shared_expert(x) * block.shared_expert_gate(x).sigmoid()
+        want = block(x[None])[0]
+    close(moe(x, linear.pack(block.gate.weight.data), w, Routing(2, False), shared_TD=shared), want)
+
+
+def test_gpt_oss_block():
+    """Biases everywhere, clamped gates; its gate and up columns alternate and its weights are transposed."""
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = modeling.GptOssConfig(
+        hidden_size=64, intermediate_size=48, num_local_experts=8, num_experts_per_tok=3, num_hidden_layers=1
+    )
+    block = modeling.GptOssMLP(config).eval()
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    x = torch.randn(20, 64)
+    ours, routed = block.experts, block.router
+
+    def apart(w: Tensor) -> Tensor:
+        return torch.cat((w[..., ::2], w[..., 1::2]), -1)
+
+    w = Weights(
+        pack_experts(apart(ours.gate_up_proj.data).transpose(1, 2)), pack_experts(ours.down_proj.data.transpose(1, 2)),
+        apart(ours.gate_up_proj_bias.data), ours.down_proj_bias.data,
+    )  # fmt: skip
+    got = moe(x, linear.pack(routed.weight.data), w, Routing(3), router_bias_E=routed.bias.data, limit=7.0)
+    with torch.no_grad():
+        out = block(x[None])
+    want = (out[0] if isinstance(out, tuple) else out)[0]
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max().clamp(min=10)

@@ -1,0 +1,178 @@
+"""The Triton kernels of the mixture of experts: in Triton's interpreter, and bits over all schedules on a device.
+
+As test_ops_triton.py, they run a second time in a process of their own, which chooses the interpreter.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fengine.ops import experts as op
+from fengine.ops import experts_hopper, linear, silu_mul
+from fengine.ops.experts_schedules import FEW, FLOAT32, GROUPED, HOPPER, MANY, REFERENCE, Schedule
+from fengine.ops.proof import captured
+from fengine.ops.registration import triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ROUTINGS = [op.Routing(3), op.Routing(3, False), op.Routing(3, True, True, 2.5)]
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+gpu = pytest.mark.gpu
+
+
+@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+def test_kernels_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=300)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def case(t: int, e: int, f: int, d: int, dtype: torch.dtype, routing: op.Routing, full: bool, limit: float = 0.0
+         ) -> op.Call:  # fmt: skip
+    """`full`: with biases, a correction and a shared expert."""
+    g = torch.Generator().manual_seed(t * e + f)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g).to(DEVICE, dtype)
+
+    w = op.Weights(
+        normal(e, 2 * f, d) / d**0.5, normal(e, d, f) / f**0.5, normal(e, 2 * f) if full else None,
+        normal(e, d) if full else None, normal(e).float() / 9 if full else None,
+    )  # fmt: skip
+    return op.Call(normal(t, d), normal(t, e).float(), w, routing, normal(t, d) if full else None, limit)
+
+
+def some(call: op.Call, rows: Any) -> op.Call:
+    """The call of some of its tokens."""
+    shared = None if call.shared_TD is None else call.shared_TD[rows].contiguous()
+    return call._replace(x_TD=call.x_TD[rows].contiguous(), logits_TE=call.logits_TE[rows].contiguous(),
+                         shared_TD=shared)  # fmt: skip
+
+
+def want(call: op.Call) -> Tensor:
+    return op.reference(*call)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("full", [True, False])
+def test_experts_by_kernels(dtype: torch.dtype, routing: op.Routing, full: bool):
+    close = 1e-5 if dtype == torch.float32 else 4e-3
+    for t, e, f, d, schedules in ((2, 8, 40, 64, (FLOAT32, FEW)), (30, 5, 64, 96, (FLOAT32,))):
+        call = case(t, e, f, d, dtype, routing, full, 0.0 if full else 1.0)
+        for s in schedules:
+            torch.testing.assert_close(op.run(call, s), want(call), rtol=close, atol=close)
+
+
+@interpreted
+def test_every_schedule_and_more_experts_than_compared_at_once():
+    call = case(3, 7, 33, 70, torch.float16, op.Routing(3), True)
+    for s in (REFERENCE, FEW, *(s for _, s in GROUPED)):
+        torch.testing.assert_close(op.run(call, s), want(call), rtol=4e-3, atol=4e-3)
+    call = case(2, 150, 8, 16, torch.float32, op.Routing(6), True)
+    for s in (FEW, FLOAT32):
+        torch.testing.assert_close(op.run(call, s), want(call), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_ties_and_nan():
+    call = case(3, 6, 16, 32, torch.float32, op.Routing(4), False)
+    logits = torch.tensor([[-0.0, 1.0, 0.0, 1.0, 0.0, 1.0], [1.0, 2.0, torch.nan, 0.0, 5.0, 4.0], [0.0] * 6])
+    call = call._replace(logits_TE=logits)
+    for s in (FEW, FLOAT32):
+        got = op.run(call, s)
+        assert got[1].isnan().all()
+        torch.testing.assert_close(got[[0, 2]], want(call)[[0, 2]], rtol=1e-5, atol=1e-5)
+
+
+# -- bits, on a device -------------------------------------------------------------------------------------------------
+
+
+def usable(call: op.Call) -> tuple[Schedule, ...]:
+    hopper = experts_hopper.usable(call.x_TD, call.weights.gate_up, call.weights.down)
+    return (*(s for _, s in GROUPED), MANY, *((HOPPER,) if hopper else ()))
+
+
+@gpu
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("e", "a", "f", "d"), [(16, 4, 192, 512), (60, 6, 88, 200), (128, 8, 768, 2048)])
+def test_bits_follow_no_schedule_and_no_neighbour(e: int, a: int, f: int, d: int, full: bool):
+    whole = case(700, e, f, d, torch.bfloat16, op.Routing(a), full, 7.0 if full else 0.0)
+    bits = op.run(whole, REFERENCE)
+    torch.testing.assert_close(bits.float(), want(some(whole, slice(0, 700))).float(), rtol=4e-2, atol=4e-2)
+    for rows in (slice(0, 1), slice(5, 7), slice(3, 20), slice(0, 129), slice(0, 700), torch.randperm(700)):
+        part = some(whole, rows)
+        few = (FEW,) if len(part.x_TD) < 20 else ()
+        for s in (*few, *usable(whole)):
+            assert op.run(part, s).equal(bits[rows]), s
+        assert captured(lambda part=part: op.run(part, usable(whole)[0])).equal(bits[rows])
+        assert op.experts(*part[:5], part.limit).equal(bits[rows])
+
+
+@gpu
+def test_grouped_is_ungrouped():
+    """Each expert's rows through `linear`'s own reference, added by ascending id, bit for bit. Controls: the order of
+    the router's choice, and a sum over F in two halves."""
+    e, a, f, d, t = 16, 4, 192, 512, 300
+    call = case(t, e, f, d, torch.bfloat16, op.Routing(a), False)
+    id_P, index_P = (torch.empty(t * a, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    weight_P, lists = torch.empty(t * a, device=DEVICE), torch.zeros(e, t, dtype=torch.int32, device=DEVICE)
+    op.kernels.route_kernel[(t,)](
+        call.logits_TE, None, id_P, weight_P, lists, lists, index_P, t, e, a, True, False, False, 1.0, False, 16,
+        num_warps=1, PDL=0
+    )  # fmt: skip
+    id_TA, weight_TA = id_P.view(t, a), weight_P.view(t, a)
+    parts, halves = (torch.zeros(e, t, d, device=DEVICE) for _ in range(2))
+    for expert in range(e):
+        token, slot = (id_TA == expert).nonzero(as_tuple=True)
+        weight, down = weight_TA[token, slot, None], call.weights.down[expert]
+        x = call.x_TD[token].contiguous()
+        h = silu_mul.launch(linear.run(x, call.weights.gate_up[expert], 2 * f, None, None, linear.REFERENCE))
+        parts[expert, token] = (
+            (linear.run(h, down, d, None, torch.float32, linear.REFERENCE) * weight).bfloat16().float()
+        )
+        two = [linear.run(h[:, k].contiguous(), down[:, k].contiguous(), d, None, torch.float32, linear.REFERENCE)
+               for k in (slice(f // 2), slice(f // 2, f))]  # fmt: skip
+        halves[expert, token] = (sum(two) * weight).bfloat16().float()
+
+    def added(parts: Tensor) -> Tensor:
+        total = torch.zeros(t, d, device=DEVICE)
+        for expert in range(e):
+            total = total + parts[expert]
+        return total.bfloat16()
+
+    bits = op.run(call, REFERENCE)
+    assert bits.equal(added(parts))
+    assert not bits.equal(added(halves))
+    by_choice = call.logits_TE.gather(1, id_TA.long()).argsort(descending=True)
+    total = torch.zeros(t, d, device=DEVICE)
+    for slot in range(a):
+        expert = id_TA.gather(1, by_choice[:, slot : slot + 1])[:, 0].long()
+        total = total + parts[expert, torch.arange(t, device=DEVICE)]
+    assert not bits.equal(total.bfloat16())
+
+
+@gpu
+def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatch):
+    """The negative control of the proof: one schedule adds its parts in another order."""
+    call = case(40, 16, 192, 512, torch.bfloat16, op.Routing(4), False)
+    assert op._compare(call, MANY)
+    run = op.run
+
+    def backwards(call: op.Call, s: Schedule) -> Tensor:
+        if s == REFERENCE:
+            return run(call, s)
+        w = call.weights  # the same experts under ids in reverse order
+        turned = w._replace(gate_up=w.gate_up.flip(0).contiguous(), down=w.down.flip(0).contiguous())
+        return run(call._replace(weights=turned, logits_TE=call.logits_TE.flip(1).contiguous()), s)
+
+    monkeypatch.setattr(op, "run", backwards)
+    assert not op._compare(call, MANY)
