@@ -38,7 +38,7 @@ def usable(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
         TensorDescriptor is not None
         and x_TD.is_cuda
         and x_TD.dtype in (torch.bfloat16, torch.float16)
-        and x_TD.shape[1] % 8 == 0
+        and x_TD.shape[1] % 16 == 0
         and down_EDF.shape[2] % 8 == 0
         and gate_up_EFD.data_ptr() % 16 == 0
         and down_EDF.data_ptr() % 16 == 0
