@@ -127,11 +127,10 @@ def few(call: Call, s: Schedule) -> Tensor:
         w.correction is not None, w.gate_up_bias is not None, call.limit > 0, *s.gate[:4], d % s.gate.block_k == 0,
         _power(e), **_options(x_TD, s.gate, 2), **dependent_launch(device, MIDDLE)
     )  # fmt: skip
-    ahead = f if f % 16 == 0 and f <= s.ahead else 0  # the copy engine wants pieces of 16 bytes
     launcher(kernels.few_down_kernel, (t * triton.cdiv(d, s.down.block_n),))(
         call.logits_TE, w.correction, h_PF, w.down, w.down_bias, call.shared_TD, y_TD, e, d, f, r.scale, a, _power(a),
         r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None, call.shared_TD is not None,
-        *s.down[:3], f % s.down.block_k == 0, _power(e), ahead, **_options(x_TD, s.down, _power(a)),
+        *s.down[:3], f % s.down.block_k == 0, _power(e), **_options(x_TD, s.down, _power(a)),
         **dependent_launch(device)
     )  # fmt: skip
     return y_TD

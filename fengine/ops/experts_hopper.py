@@ -122,6 +122,11 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
         if expert < E:
             row = tile // blocks * 128 + WHO * 64
             col = tile % blocks * BN
+            if not GATED:  # asked for now: one load waits for the other
+                at = gl.load(tile_ptr + tile // blocks * 2 + 1) + WHO * 64
+                at = at + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
+                at = gl.minimum(at, gl.load(count_ptr + expert) - 1)
+                weight = gl.load(weight_ptr + gl.load(rows_ptr + expert.to(gl.int64) * T + at))
             acc = gl.zeros([64, COLUMNS], gl.float32, SUMS)
             for k in range(0, K, BK):
                 slot = n % STAGES
@@ -151,10 +156,6 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
                     silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
                     y = (silu * up.to(gl.float32)).to(DTYPE)
             else:
-                at = gl.load(tile_ptr + tile // blocks * 2 + 1) + WHO * 64
-                at = at + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
-                pair = gl.load(rows_ptr + expert.to(gl.int64) * T + gl.minimum(at, gl.load(count_ptr + expert) - 1))
-                weight = gl.load(weight_ptr + pair)
                 y = (acc * weight[:, None]).to(DTYPE)
             store_wait(0)
             y_tile.store(y)

@@ -6,7 +6,6 @@ and programs behind the last tile end at once.
 """
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.linear import fetch
 from fengine.ops.registration import begin, tl, triton, wait
 from fengine.ops.silu_mul import silu_product
 
@@ -267,12 +266,11 @@ def few_gate_kernel(logits_ptr, correction_ptr, x_ptr, w_ptr, bias_ptr, h_ptr, E
 def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_ptr, y_ptr, E, N, K, scale,
                     A: tl.constexpr, AP: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
                     CORRECTED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, BM: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr, AHEAD: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
+                    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """BN columns of one token's result: all its experts side by side, one a warp, then their sum in order of ids.
 
-    The kernel in front, few_gate_kernel, lets this one start when the logits are there: so experts are chosen, and
-    AHEAD columns of their weights fetched, while that one runs.
+    The kernel in front, few_gate_kernel, lets this one start when the logits are there: experts are chosen while that
+    one runs.
     """
     begin(PDL)
     blocks = tl.cdiv(N, BN)
@@ -285,8 +283,6 @@ def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_p
     mine = place[None, :] == slot[:, None]
     expert = tl.sum(tl.where(mine, tl.arange(0, BE)[None, :], 0), 1)
     rows = w_ptr + (expert.to(tl.int64)[:, None] * N + (col % N)[None, :]) * K
-    if PDL and AHEAD:
-        fetch(tl.reshape(rows, (AP * BN,)), AHEAD, 2)
     weight = weigh(place, logit, E, RENORMALISE, SIGMOID, scale, BE)
     weight = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)  # of one number and zeros
     wait(PDL)

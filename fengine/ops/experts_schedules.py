@@ -24,7 +24,6 @@ class Schedule(NamedTuple):
     kind: str  # "few": no lists, a program a pair. "grouped": lists of each expert's pairs. "hopper": experts_hopper.py
     gate: Tiles
     down: Tiles
-    ahead: int = 0  # "few": columns of the down weights, at most, fetched while the product in front runs
 
 
 REFERENCE = Schedule("grouped", Tiles(64, 64, 64, False, 4, 3), Tiles(64, 64, 64, False, 4, 3))
