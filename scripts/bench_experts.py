@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fengine.ops import experts as op
 from fengine.ops.experts_schedules import REFERENCE, Schedule, Tiles
-from fengine.ops.linear import linear
+from fengine.ops.linear import Dense, linear
 
 BF16 = torch.bfloat16
+grouped_mm = getattr(torch, "_grouped_mm", None) or torch.nn.functional.grouped_mm
 BYTES_PER_S, FLOPS = 4.3e12, 790e12  # of a copy on the device, and of a large product
 ROUNDS = 7
 FIXED = Schedule("grouped", Tiles(64, 64, 32, False, 4, 3), Tiles(64, 64, 32, False, 4, 3))
@@ -70,8 +71,8 @@ def under(s: Schedule | None, shape: Shape) -> Callable[[Layer], Tensor]:
 
     def compute(layer: Layer) -> Tensor:
         if s is None:
-            return op.moe(layer.x_TD, layer.router_ED, layer.weights, routing)
-        logits_TE = linear(layer.x_TD, layer.router_ED, shape.experts, None, torch.float32)
+            return op.moe(layer.x_TD, Dense(layer.router_ED, shape.experts), layer.weights, routing)
+        logits_TE = linear(layer.x_TD, Dense(layer.router_ED, shape.experts), out_dtype=torch.float32)
         return op.run(op.Call(layer.x_TD, logits_TE, layer.weights, routing, None, 0.0), s)
 
     return compute
@@ -88,10 +89,10 @@ def torch_block(shape: Shape) -> Callable[[Layer], Tensor]:
             id_TA.flatten()[order_P], torch.arange(shape.experts, device="cuda"), right=True, out_int32=True
         )
         rows_PD = layer.x_TD[order_P // shape.top_k]
-        both_P2F = torch._grouped_mm(rows_PD, layer.weights.gate_up.transpose(1, 2), offs=ends_E)
+        both_P2F = grouped_mm(rows_PD, layer.weights.gate_up.transpose(1, 2), offs=ends_E)
         gate_PF, up_PF = both_P2F.chunk(2, -1)
         h_PF = torch.nn.functional.silu(gate_PF) * up_PF
-        y_PD = torch._grouped_mm(h_PF, layer.weights.down.transpose(1, 2), offs=ends_E)
+        y_PD = grouped_mm(h_PF, layer.weights.down.transpose(1, 2), offs=ends_E)
         y_PD = y_PD * value_TA.softmax(-1).flatten()[order_P, None].to(BF16)
         return torch.zeros_like(layer.x_TD).index_add_(0, order_P // shape.top_k, y_PD)
 
@@ -162,7 +163,7 @@ def measure(shape: Shape, tokens: int, weights: list[tuple[Tensor, op.Weights]])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--shapes", default="qwen3-30b-a3b")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192")
     parser.add_argument("--out", type=Path)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
 from fengine.ops import cpu_library, experts_schedules, linear
-from fengine.ops.experts import Routing, Weights, experts, moe, pack_experts, reference, route_reference
+from fengine.ops.experts import Routing, Weights, experts, moe, reference, route_reference
 
 ROUTINGS = [Routing(3), Routing(3, False), Routing(3, True, True, 2.5), Routing(3, False, True)]
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,19 +29,26 @@ def case(t: int, e: int, f: int, d: int, dtype: torch.dtype = torch.float32, bia
          ) -> tuple[Tensor, Tensor, Weights]:  # fmt: skip
     """(x, logits, unpacked weights)"""
     g = torch.Generator().manual_seed(t * e + f)
-    w = [torch.randn(*size, generator=g).to(dtype) / 8 for size in ((e, 2 * f, d), (e, d, f), (e, 2 * f), (e, d))]
-    correction = torch.randn(e, generator=g) / 9
-    return torch.randn(t, d, generator=g), torch.randn(t, e, generator=g), Weights(
-        *w[:2], *(w[2:] if biases else (None, None)), correction if biases else None
-    )  # fmt: skip
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g).to(dtype) / 8
+
+    w = Weights(normal(e, 2 * f, d), normal(e, d, f))
+    if biases:
+        w = w._replace(gate_up_bias=normal(e, 2 * f), down_bias=normal(e, d), correction=normal(e).float())
+    return torch.randn(t, d, generator=g), torch.randn(t, e, generator=g), w
+
+
+def stacked(w_ENK: Tensor) -> Tensor:
+    return linear.pack(w_ENK).packed
 
 
 def packed(w: Weights) -> Weights:
-    return w._replace(gate_up=pack_experts(w.gate_up), down=pack_experts(w.down))
+    return w._replace(gate_up=linear.pack(w.gate_up).packed, down=linear.pack(w.down).packed)
 
 
 def as_double(w: Weights) -> Weights:
-    return Weights(*(None if x is None else x.double() for x in w))
+    return w._replace(**{name: x.double() for name, x in w._asdict().items() if x is not None})
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -78,10 +85,10 @@ def test_grouped_is_ungrouped_in_order_of_ids():
     halves = torch.zeros(8, 60, 64)
     for expert in range(8):
         token, slot = (id_TA == expert).nonzero(as_tuple=True)
-        h = linear.gated_linear(x[token], linear.pack(w.gate_up[expert]), 96)
+        h = linear.gated_linear(x[token], linear.pack(w.gate_up[expert]))
         weight = weight_TA[token, slot, None]
-        parts[expert, token] = linear.linear(h, linear.pack(w.down[expert]), 64) * weight
-        left, right = (linear.linear(h[:, half], linear.pack(w.down[expert][:, half]), 64)
+        parts[expert, token] = linear.linear(h, linear.pack(w.down[expert])) * weight
+        left, right = (linear.linear(h[:, half], linear.pack(w.down[expert][:, half]))
                        for half in (slice(48), slice(48, 96)))  # fmt: skip
         halves[expert, token] = (left + right) * weight
 
@@ -95,7 +102,7 @@ def test_grouped_is_ungrouped_in_order_of_ids():
     same_weights = experts(x, logits.round(), packed(w), Routing(1))  # one expert: its weight is 1, nothing is added
     one = logits.round().argmax(-1)
     want = torch.stack([
-        linear.linear(linear.gated_linear(x[t : t + 1], linear.pack(w.gate_up[e]), 96), linear.pack(w.down[e]), 64)[0]
+        linear.linear(linear.gated_linear(x[t : t + 1], linear.pack(w.gate_up[e])), linear.pack(w.down[e]))[0]
         for t, e in enumerate(one.tolist())])  # fmt: skip
     assert same_weights.equal(want)
     assert not added(parts, range(8)).equal(added(parts, reversed(range(8))))
@@ -162,7 +169,7 @@ def test_qwen3_moe_and_olmoe_block(renormalise: bool):
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.2)
     x = torch.randn(30, 64)
-    w = Weights(pack_experts(block.experts.gate_up_proj.data), pack_experts(block.experts.down_proj.data))
+    w = Weights(stacked(block.experts.gate_up_proj.data), stacked(block.experts.down_proj.data))
     got = moe(x, linear.pack(block.gate.weight.data), w, Routing(4, renormalise))
     with torch.no_grad():
         close(got, block(x[None])[0])
@@ -178,7 +185,7 @@ def test_qwen2_moe_block_with_its_shared_expert():
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.2)
     x = torch.randn(20, 64)
-    w = Weights(pack_experts(block.experts.gate_up_proj.data), pack_experts(block.experts.down_proj.data))
+    w = Weights(stacked(block.experts.gate_up_proj.data), stacked(block.experts.down_proj.data))
     with torch.no_grad():
         shared = block.shared_expert(x) * block.shared_expert_gate(x).sigmoid()
         want = block(x[None])[0]
@@ -201,7 +208,7 @@ def test_gpt_oss_block():
         return torch.cat((w[..., ::2], w[..., 1::2]), -1)
 
     w = Weights(
-        pack_experts(apart(ours.gate_up_proj.data).transpose(1, 2)), pack_experts(ours.down_proj.data.transpose(1, 2)),
+        stacked(apart(ours.gate_up_proj.data).transpose(1, 2)), stacked(ours.down_proj.data.transpose(1, 2)),
         apart(ours.gate_up_proj_bias.data), ours.down_proj_bias.data,
     )  # fmt: skip
     got = moe(x, linear.pack(routed.weight.data), w, Routing(3), router_bias_E=routed.bias.data, limit=7.0)

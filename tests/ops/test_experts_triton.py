@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops import experts as op
-from fengine.ops import experts_hopper, linear, silu_mul
+from fengine.ops import experts_hopper, experts_routing, linear, silu_mul
 from fengine.ops.experts_schedules import FEW, FLOAT32, GROUPED, HOPPER, MANY, REFERENCE, Schedule
 from fengine.ops.proof import captured
 from fengine.ops.registration import triton
@@ -123,7 +123,7 @@ def ungrouped(call: op.Call) -> tuple[Tensor, Tensor, Tensor]:
     t, e, a, f, d = call.sizes
     id_P, index_P = (torch.empty(t * a, dtype=torch.int32, device=DEVICE) for _ in range(2))
     weight_P, lists = torch.empty(t * a, device=DEVICE), torch.zeros(e, t, dtype=torch.int32, device=DEVICE)
-    op.kernels.route_kernel[(t,)](
+    experts_routing.route_kernel[(t,)](
         call.logits_TE, None, id_P, weight_P, lists, lists, index_P, t, e, a, True, False, False, 1.0, False, e,
         num_warps=1, PDL=0
     )  # fmt: skip
