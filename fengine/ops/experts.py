@@ -159,8 +159,10 @@ def experts(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routing,
     )  # fmt: skip
 
 
-def moe(x_TD: Tensor, router: linear_op.Leaf, weights: Weights, routing: Routing,
-        router_bias_E: Tensor | None = None, shared_TD: Tensor | None = None, limit: float = 0.0) -> Tensor:  # fmt: skip
+def moe(
+    x_TD: Tensor, router: linear_op.Leaf, weights: Weights, routing: Routing, router_bias_E: Tensor | None = None,
+    shared_TD: Tensor | None = None, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
     """The whole block: `experts` of the logits x @ router.T + bias in float32. Pure."""
     logits_TE = linear_op.linear(x_TD, router, router_bias_E, out_dtype=torch.float32)
     return experts(x_TD, logits_TE, weights, routing, shared_TD, limit)
