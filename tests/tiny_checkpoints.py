@@ -10,7 +10,8 @@ import transformers
 NAMES = {  # family -> name of its classes in transformers
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "granite": "Granite",
     "olmo2": "Olmo2", "exaone4": "Exaone4", "smollm3": "SmolLM3", "glm4": "Glm4",
-    "gemma2": "Gemma2", "gemma3": "Gemma3",
+    "gemma2": "Gemma2", "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "mixtral": "Mixtral",
+    "olmoe": "Olmoe",
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
     family: (getattr(transformers, f"{name}ForCausalLM").config_class, getattr(transformers, f"{name}ForCausalLM"))
@@ -66,9 +67,9 @@ def write(
 def _fill(name: str, data: torch.Tensor, shift: float = 0.0) -> None:
     """Gains above a trained model's: attention is sharp, and a greedy text neither repeats itself nor has near-ties."""
     sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm"))
-    if data.dim() == 2:
+    if data.dim() > 1:
         gain = 1.5 if "embed" in name or "lm_head" in name else 1.7 if sharp else 1.6
-        data.normal_(0.0, gain * data.shape[1] ** -0.5)
+        data.normal_(0.0, gain * data.shape[-1] ** -0.5)
     elif "norm" in name:
         data.normal_((1.7 if sharp else 1.0) - shift, 0.3)
     else:

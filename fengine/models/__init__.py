@@ -4,7 +4,24 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fengine.errors import UnsupportedArchitectureError
-from fengine.models import exaone4, gemma2, gemma3, glm4, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from fengine.models import (
+    exaone4,
+    gemma2,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from fengine.models.family import Model
 
 FAMILIES = (
@@ -20,6 +37,10 @@ FAMILIES = (
     glm4.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
+    qwen3_moe.FAMILY,
+    qwen2_moe.FAMILY,
+    mixtral.FAMILY,
+    olmoe.FAMILY,
 )
 MODELS: Mapping[str, Model] = MappingProxyType({k: v for family in FAMILIES for k, v in family.models().items()})
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fengine.errors import ModelLoadError
 from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
 from fengine.models.spec import ModelSpec
-from fengine.ops import attention, linear, qkv, rms_norm, rope, soft_cap
+from fengine.ops import attention, experts, linear, qkv, rms_norm, rope, soft_cap
 
 LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
 LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor | None], LayerOut]
@@ -77,7 +78,8 @@ def decoder_layer(
     if (norm_D := layer.get("attn_post_norm_D")) is not None:
         delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps, spec.norm_shift)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, layer.get("mlp_norm_D"), spec)
-    delta_TD = gated_mlp(layer, spec, batch.adapters, normed_TD)
+    mlp = experts_mlp if "wrouter" in layer else gated_mlp
+    delta_TD = mlp(layer, spec, batch.adapters, normed_TD)
     if (norm_D := layer.get("mlp_post_norm_D")) is not None:
         delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps, spec.norm_shift)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm_D, spec)
@@ -118,6 +120,21 @@ def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_T
     """down(act(gate) * up). Pure."""
     product_TF = linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.gelu)
     return linear.linear(product_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
+
+
+def experts_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
+    """The sum of each token's experts and, where there is one, the shared expert behind a sigmoid gate. Pure."""
+    found, shared_TD = spec.experts, None
+    if found is None:
+        raise ModelLoadError("a layer has a router, and its spec no experts")
+    if "wshared_gate" in layer:
+        gate_T1 = linear.linear(x_TD, layer["wshared_gate"], out_dtype=torch.float32, exact=spec.exact).sigmoid()
+        product_TF = linear.gated_linear(x_TD, layer["wshared_gate_up"], None, adapters, spec.exact)
+        shared_TD = linear.linear(product_TF, layer["wshared_down"], None, adapters, exact=spec.exact)
+        shared_TD = (shared_TD.float() * gate_T1).to(x_TD.dtype)
+    weights = experts.Weights(layer["wexperts_gate_up"].packed, layer["wexperts_down"].packed)
+    return experts.moe(x_TD, layer["wrouter"], weights, experts.Routing(found.top_k, found.renormalise),
+                       shared_TD=shared_TD)  # fmt: skip
 
 
 def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:

@@ -33,6 +33,18 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
+class ExpertSpec:
+    """A mixture of experts in place of the MLP; ops/experts.py says how it is computed."""
+
+    count: int  # E
+    top_k: int  # A, the experts of a token
+    size: int  # F of one expert
+    renormalise: bool  # the weights of a token's experts sum to one
+    shared_size: int = 0  # F of the expert that every token uses; 0: there is none
+    dense_layers: tuple[int, ...] = ()  # layers with an ordinary MLP
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Shapes and switches of one decoder. Closed over by compiled code, never a run-time argument."""
 
@@ -66,6 +78,7 @@ class ModelSpec:
     attention_cap: float = 0.0  # scores and logits become cap * tanh(x / cap); 0: no cap
     logit_cap: float = 0.0
     embed_scale: float = 1.0
+    experts: ExpertSpec | None = None
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
     logit_scale: float = 1.0
 

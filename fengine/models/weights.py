@@ -66,6 +66,7 @@ class Weight(NamedTuple):
     fill: Fill = "unit"  # of dummy weights: keeps the variance, writes to the residual stream, is one, is near zero
     adapts: bool = False  # LoRA may change it
     optional: bool = False  # a checkpoint may do without; then Params has no such leaf
+    stack: int = 0  # so many matrices of equal shape, each of as many sources; 0: one
 
     @property
     def matrix(self) -> bool:
@@ -74,7 +75,8 @@ class Weight(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the joined leaf, before it is packed."""
-        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+        rows, columns = sum(source.shape[0] for source in self.sources), self.sources[0].shape[1:]
+        return (self.stack, rows // self.stack, *columns) if self.stack else (rows, *columns)
 
 
 Parts = list[tuple[str, int]]  # (module name, rows) of what is joined to one leaf

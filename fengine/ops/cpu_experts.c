@@ -3,11 +3,7 @@
  * Each expert's rows are copied beside each other and go through fengine_linear, whose rows know nothing of each other;
  * the experts are taken by ascending id, so a token's sum is in that order. Activations are float32: nothing is rounded.
  */
-#include "cpu_vector.h"
-
-API int fengine_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
-                       int kind, int bias_kind, int threads);
-API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int threads);
+#include "cpu_products.h"
 
 /* What orders as the number does: NaN first, -0 as +0. */
 INLINE int64_t order(float x) {
@@ -151,7 +147,7 @@ API int fengine_experts(const float *x, const float *logits, const void *gate_up
         if (limit > 0.0f)
             clamped(both, h, count, f, limit);
         else
-            fengine_silu_mul(both, h, count, f, silu_threads);
+            fengine_silu_mul(both, h, count, f, 0, silu_threads);
         failed |= fengine_linear(h, of_expert(down, i, (d + 31) / 32 * 32 * f, down_kind),
                                  down_bias ? of_expert(down_bias, i, d, down_bias_kind) : NULL, part, count, d, f,
                                  down_kind, down_bias_kind, threads);

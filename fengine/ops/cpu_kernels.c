@@ -5,7 +5,7 @@
  *   rms_norm    four 16-lane chains of fma over the row, (a+b)+(c+d), then the tree of vf_sum
  *   the others  elementwise
  */
-#include "cpu_vector.h"
+#include "cpu_products.h"
 
 enum { F32, BF16, F16 }; /* how weights are stored */
 

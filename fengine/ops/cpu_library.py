@@ -19,7 +19,7 @@ from fengine.ops import compiler
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / f"cpu_{name}.c" for name in ("kernels", "attention", "draw", "lora", "experts")]
-HEADERS = [FOLDER / "cpu_vector.h"]
+HEADERS = [FOLDER / "cpu_vector.h", FOLDER / "cpu_products.h"]
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHORT = 1 << 19
 """Work (multiply-adds or elements) below which a call stays in the calling thread and keeps the GIL: some 10 µs."""

@@ -69,7 +69,7 @@ def reference(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routin
 
 def _gated_reference(x_ET2F: Tensor, limit: float) -> Tensor:
     if not limit:
-        return silu_mul.reference(x_ET2F)
+        return rearrange(silu_mul.reference(rearrange(x_ET2F, "e t f -> (e t) f")), "(e t) f -> e t f", e=len(x_ET2F))
     gate, up = wide(x_ET2F).chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * (gate * (ALPHA * gate).sigmoid())).to(x_ET2F.dtype)

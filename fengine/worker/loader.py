@@ -244,7 +244,7 @@ def _place(weight: Weight, parts: list[Tensor], placement: Placement) -> Leaf:
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     if not weight.matrix:
         return _own(joined)
-    dense = linear.pack(joined)
+    dense = linear.pack(joined.view(weight.shape))
     return dense._replace(packed=_own(dense.packed))
 
 

@@ -87,8 +87,10 @@ def places_of(params: Params, weights: list[Weight]) -> dict[str, Place]:
         leaf, start = leaf_of(params, weight), 0
         if leaf is None:
             continue
+        lanes = weight.matrix and leaf.device.type == "cpu"
         for source in weight.sources:
-            found[source.name] = Place(leaf, start, source, weight.matrix and leaf.device.type == "cpu")
+            at, first = divmod(start, weight.shape[1]) if weight.stack else (0, start)
+            found[source.name] = Place(leaf[at] if weight.stack else leaf, first, source, lanes)
             start += source.shape[0]
     return found
 
@@ -97,7 +99,7 @@ def fused_names(weights: list[Weight]) -> dict[str, tuple[str, ...]]:
     """The names that SGLang gives to fused leaves, and the tensors that each holds, in order. Pure."""
     found = {}
     for weight in weights:
-        names = tuple(source.name for source in weight.sources)
+        names = tuple(source.name for source in weight.sources if not weight.stack)
         for part, fused in FUSED.items():
             if len(names) > 1 and f".{part}." in names[0]:
                 found[names[0].replace(part, fused)] = names

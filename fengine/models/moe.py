@@ -1,0 +1,106 @@
+"""What families with a mixture of experts share: their config's keys and the leaves of a layer."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fengine.models.fields import OUTPUTS, READ, TRAINING, Fields
+from fengine.models.reader import ConfigReader
+from fengine.models.spec import ExpertSpec, ModelSpec
+from fengine.models.weights import (
+    LayerLeaves,
+    LayerWeights,
+    Parts,
+    Weight,
+    attention_weights,
+    decoder_weights,
+    mlp_weights,
+)
+
+EXPERT_FIELDS: Fields = {
+    "num_experts_per_tok": READ, "num_experts": READ, "num_local_experts": READ, "output_router_logits": OUTPUTS,
+    "router_aux_loss_coef": TRAINING, "router_jitter_noise": TRAINING,
+}  # fmt: skip
+SPARSE_FIELDS: Fields = {
+    **EXPERT_FIELDS, "moe_intermediate_size": READ,
+    "norm_topk_prob": READ, "decoder_sparse_step": READ, "mlp_only_layers": READ,
+}  # fmt: skip
+COUNTS = ("num_experts", "num_local_experts")  # one number under two names, the older and the newer
+MOST = 1 << 12  # experts
+
+
+def with_experts(read: ConfigReader, spec: ModelSpec, size: str, renormalise: bool) -> ModelSpec:
+    """The spec with experts in every layer; `size` is the name of a key. Errors: ModelLoadError."""
+    counts = {name: read.config[name] for name in COUNTS if read.config.get(name) is not None}
+    if len(set(map(str, counts.values()))) > 1:
+        read.problems.append(f"{counts} contradict each other")
+    experts, top_k = read.size(next(iter(counts), COUNTS[0]), MOST), read.size("num_experts_per_tok", MOST)
+    if top_k > experts:
+        read.problems.append(f"num_experts_per_tok ({top_k}) is more than the experts ({experts})")
+    found = ExpertSpec(experts, top_k, read.size(size, 1 << 22), renormalise)
+    read.done(spec.architecture)
+    return replace(spec, experts=found)
+
+
+def with_sparse_layers(read: ConfigReader, spec: ModelSpec) -> ModelSpec:
+    """As `with_experts`, by Qwen's keys: every `decoder_sparse_step`th layer, but for `mlp_only_layers`. Pure."""
+    step, dense = read.size("decoder_sparse_step", 1 << 12, default=1), read.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        read.problems.append(f"mlp_only_layers must be a list of layers, got {dense!r}"[:200])
+        dense = []
+    renormalise = read.flag("norm_topk_prob")
+    spec = with_experts(read, spec, "moe_intermediate_size", renormalise)
+    layers = tuple(index for index in range(spec.num_layers) if index in dense or (index + 1) % step)
+    return replace(spec, experts=replace(spec.experts, dense_layers=layers)) if spec.experts else spec
+
+
+def expert_weights(found: ExpertSpec, hidden: int, layer: LayerWeights, block: str = "mlp",
+                   names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> list[Weight]:  # fmt: skip
+    """Router, each expert's gate above its up, and each one's down; no adapter changes them. Pure."""
+    gate, up, down = names
+    each = [f"{block}.experts.{index}" for index in range(found.count)]
+    gate_up: Parts = [(f"{name}.{part}", found.size) for name in each for part in (gate, up)]
+    facts = {"adapts": False, "stack": found.count}
+    return [
+        layer.matrix("wrouter", [(f"{block}.gate", found.count)], hidden, "ED", adapts=False, shard=""),
+        layer.matrix("wexperts_gate_up", gate_up, hidden, "EFD", shard="F", **facts),
+        layer.matrix(
+            "wexperts_down", [(f"{name}.{down}", hidden) for name in each], found.size, "EDF", shard="D",
+            fill="residual", **facts,
+        ),
+    ]  # fmt: skip
+
+
+def shared_weights(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
+    """The expert that every token uses, and its gate; no adapter changes them. Pure."""
+    parts: Parts = [(f"mlp.shared_expert.{name}_proj", found.shared_size) for name in ("gate", "up")]
+    down: Parts = [("mlp.shared_expert.down_proj", hidden)]
+    return [
+        layer.matrix("wshared_gate", [("mlp.shared_expert_gate", 1)], hidden, "CD", adapts=False, shard=""),
+        layer.matrix("wshared_gate_up", parts, hidden, "FD", adapts=False),
+        layer.matrix("wshared_down", down, found.shared_size, "DF", adapts=False, fill="residual"),
+    ]
+
+
+Experts = Callable[[ExpertSpec, int, LayerWeights], list[Weight]]
+
+
+def moe_layer(experts: Experts = expert_weights) -> LayerLeaves:
+    """Norm, attention, norm, and experts or a gated MLP."""
+
+    def leaves(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+        found = spec.experts
+        sparse = found is not None and layer.index not in found.dense_layers
+        return [
+            layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
+            *attention_weights(spec, layer),
+            layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size),
+            *(experts(found, spec.hidden_size, layer) if found and sparse else mlp_weights(spec, layer)),
+            *(shared_weights(found, spec.hidden_size, layer) if found and sparse and found.shared_size else []),
+        ]
+
+    return leaves
+
+
+def moe_weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    return decoder_weights(spec, moe_layer())
