@@ -133,7 +133,14 @@ class Grammar:
 
 
 def to_lark(source: Source, whitespace: Whitespace) -> str:
-    """The grammar in the matcher's words, checked. Errors: GrammarError. Pure."""
+    """The grammar in the matcher's words, checked. Errors: GrammarError. Pure.
+
+    `%json` converts schemas; `rewrites.py` says what it holds wrongly. The library's other converters are not used:
+    - gbnf_to_lark reads neither '…' nor \\/, fails on \\u0000, and lets a lexer take the longest match, so that
+      ("ab" | "abc") "c" never is abcc;
+    - its patterns take \\w, \\d and (?i:k) as Unicode and \\s as others do: what one reader of the output refuses;
+    - StructTag lets free text hold a trigger, and knows the old form alone.
+    """
     kind, text = source
     if kind == "json_schema":
         return schema.to_lark(text, whitespace)

@@ -1,6 +1,5 @@
 """The rules of an EBNF grammar: their nodes, whether they can be used, and how the matcher reads them. No torch."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from fengine.errors import GrammarError
@@ -58,37 +57,11 @@ def check(rules: Rules) -> None:
     missing = sorted({ref for node in rules.values() for ref in _refs(node)} - set(rules))
     if missing:
         raise GrammarError(f"ebnf uses rules that it does not define: {', '.join(missing)[:400]}")
-    empty = _closure(rules, lambda node, known: _can_be_empty(node, known))
-    finite = _closure(rules, lambda node, known: _can_end(node, known))
+    finite: set[str] = set()
+    while more := {name for name, node in rules.items() if name not in finite and _can_end(node, finite)}:
+        finite |= more
     if endless := sorted(set(rules) - finite):
         raise GrammarError(f"ebnf has rules that no finite text satisfies: {', '.join(endless)[:400]}")
-    leading = {name: _leading(node, empty) for name, node in rules.items()}
-    for name in rules:
-        if name in _reached(leading, name, strictly=True):
-            raise GrammarError(
-                f"ebnf rule {name!r:.80} is left-recursive: it can begin with itself. Write item (… item)* instead."
-            )
-
-
-def _closure(rules: Rules, holds: Callable[[Node, set[str]], bool]) -> set[str]:
-    """The least set of rules for which `holds` given the set itself. Pure."""
-    known: set[str] = set()
-    while more := {name for name, node in rules.items() if name not in known and holds(node, known)}:
-        known |= more
-    return known
-
-
-def _can_be_empty(node: Node, empty: set[str]) -> bool:
-    match node:
-        case Seq(items):
-            return all(_can_be_empty(item, empty) for item in items)
-        case Alt(items):
-            return any(_can_be_empty(item, empty) for item in items)
-        case Repeat(item, least, _):
-            return least == 0 or _can_be_empty(item, empty)
-        case Ref(name):
-            return name in empty
-    return False
 
 
 def _can_end(node: Node, finite: set[str]) -> bool:
@@ -113,25 +86,6 @@ def _refs(node: Node) -> list[str]:
             return [name for item in items for name in _refs(item)]
         case Repeat(item, _, _):
             return _refs(item)
-    return []
-
-
-def _leading(node: Node, empty: set[str]) -> list[str]:
-    """The rules that its text may begin with."""
-    match node:
-        case Seq(items):
-            out: list[str] = []
-            for item in items:
-                out += _leading(item, empty)
-                if not _can_be_empty(item, empty):
-                    break
-            return out
-        case Alt(items):
-            return [name for item in items for name in _leading(item, empty)]
-        case Repeat(item, _, _):
-            return _leading(item, empty)
-        case Ref(name):
-            return [name]
     return []
 
 
