@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import re
 import select
 
@@ -194,6 +195,41 @@ def test_a_body_that_is_answered_before_its_end_is_no_way_to_stay(engine: Engine
             while True:  # each byte would put off the end of an idle connection
                 link.sendall(b"x")
                 select.select([link], [], [], 0.02)
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    found = bytearray(data)
+    for _ in range(draw.randrange(6)):
+        at = draw.randrange(len(found) + 1)
+        change = draw.randrange(4)
+        if change == 0:
+            found[at : at + 1] = draw.randbytes(1)
+        elif change == 1:
+            del found[at : at + draw.randrange(30)]
+        elif change == 2:
+            found[at:at] = draw.choice([b"\r\n", b"\r\n\r\n", b": ", b"Content-Length: 3\r\n", b"Host: a\r\n", b"\0"])
+        else:
+            found += draw.choice([GET, POST, STREAMED])
+    return bytes(found)
+
+
+def test_mangled_requests_leave_nothing_behind(engine: Engine) -> None:
+    """Whatever comes, and in whatever pieces: no connection, task or row stays, and the next answer is whole."""
+    draw = random.Random(1)
+    seeds = [GET, POST, STREAMED, GET + POST, chunked(behind=b"X: y\r\n"), request("GET", "/health", **UPGRADE),
+             request("POST", "/v1/completions", GOOD, Expect="100-continue")]  # fmt: skip
+    with live(engine, read_seconds=1, write_seconds=1, keep_alive_seconds=1) as server:
+        state = server.server.server_state
+        for _ in range(10):
+            with contextlib.ExitStack() as stack:
+                for _ in range(40):
+                    link, data = stack.enter_context(server.connect()), mutated(draw.choice(seeds), draw)
+                    cut = draw.randrange(len(data) + 1)
+                    with contextlib.suppress(OSError):
+                        link.sendall(data[:cut])
+                        link.sendall(data[cut:])
+        until(lambda: not state.connections and not state.tasks and server.quiet())
+        assert server.ask("POST", "/v1/completions", GOOD).status == 200
 
 
 def test_a_target_may_be_a_whole_url(server: Live) -> None:
