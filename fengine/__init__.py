@@ -1,28 +1,26 @@
 """fengine: an LLM inference engine that is functional and exact. `from fengine import Engine`.
 
 Names are loaded on first use (PEP 562), so that `import fengine` and the command line's `--help` need no torch.
+`__init__.pyi` tells type checkers what they are.
 """
 
-from importlib import import_module
-from typing import Any
+from fengine.compat import find_moved, install_as_sglang, moved_names
 
 __version__ = "0.1.0"
 # pyright: reportUnsupportedDunderAll=false
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "ServerArgs", "__version__", "evaluate"]
+__all__ = ["Engine", "EngineConfig", "SamplingParams", "ServerArgs", "__version__", "evaluate", "install_as_sglang"]
 
 _HOME = {
     "Engine": "fengine.api.engine",
     "EngineConfig": "fengine.config",
-    "SamplingParams": "fengine.core.request",
+    "SamplingParams": "fengine.core.sampling_params",
     "ServerArgs": "fengine.api.server_args",
     "evaluate": "fengine.eval.evaluate",
 }
+find_moved()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fengine' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = moved_names(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,32 @@
-"""Helpers that SGLang's offline-engine examples import from `sglang.utils`."""
+"""Helpers that SGLang's documents and examples import from `sglang.utils` and `sglang.srt.utils`."""
 
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
-__all__ = ["async_stream_and_merge", "stream_and_merge", "trim_overlap"]
+from fengine.errors import ConfigError, EngineDeadError
+
+__all__ = [
+    "async_stream_and_merge",
+    "execute_shell_command",
+    "kill_process_tree",
+    "launch_server_cmd",
+    "print_highlight",
+    "stream_and_merge",
+    "terminate_process",
+    "trim_overlap",
+    "wait_for_server",
+]
+__path__: list[str] = []  # SGLang's is a package: compat.py finds the modules below it
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 10
 
 
 def trim_overlap(existing: str, new: str) -> str:
@@ -45,3 +68,72 @@ async def async_stream_and_merge(llm: Any, prompt: str, sampling_params: dict[st
         delta = _delta(text, chunk)
         text += delta
         yield delta
+
+
+# -- notebooks that start servers --------------------------------------------------------------------------------------
+
+
+def print_highlight(html_content: str) -> None:
+    """Prints a text as it is."""
+    print(html_content)
+
+
+def execute_shell_command(command: str) -> subprocess.Popen[bytes]:
+    """Starts a command in a process group of its own, without a shell. A backslash at a line's end goes on with it."""
+    words = shlex.split(command.replace("\\\n", " "))
+    if not words:
+        raise ConfigError("the command is empty")
+    return subprocess.Popen(words, start_new_session=True)
+
+
+def launch_server_cmd(
+    command: str, host: str = "127.0.0.1", port: int | None = None
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a server's command with `--port`. Returns the process and the port; None takes a free one."""
+    return execute_shell_command(f"{command} --port {(chosen := port or _free_port(host))}"), chosen
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return free.getsockname()[1]
+
+
+def wait_for_server(
+    base_url: str, timeout: float | None = None, process: subprocess.Popen[bytes] | None = None
+) -> None:
+    """Returns once GET `base_url`/health answers. `timeout`: the most seconds to wait; None: for ever.
+
+    Errors: TimeoutError; EngineDeadError if `process` has ended.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        with suppress(OSError, ValueError):  # not there yet
+            with urllib.request.urlopen(f"{base_url.rstrip('/')}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        if process is not None and process.poll() is not None:
+            raise EngineDeadError(f"the server ended with status {process.returncode} before it answered")
+        if end is not None and time.monotonic() > end:
+            raise TimeoutError(f"the server at {base_url} did not answer within {timeout:g} seconds")
+        time.sleep(POLL_SECONDS)
+
+
+def terminate_process(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process of `execute_shell_command` and its group: asks first, and kills what is left after ten seconds."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    kill_process_tree(process.pid)
+    process.wait()
+
+
+def kill_process_tree(parent_pid: int | None, include_parent: bool = True) -> None:
+    """Kills the group of a process that leads one; no other process is touched. SGLang's name.
+
+    `include_parent=False`, for the children of an engine, has no effect: there are none.
+    """
+    with suppress(ProcessLookupError):
+        if parent_pid and include_parent and os.getpgid(parent_pid) == parent_pid != os.getpgid(0):
+            os.killpg(parent_pid, signal.SIGKILL)

@@ -126,8 +126,9 @@ class Engine:
         self._finalizer()
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._parts.tokenizer
+    def tokenizer(self) -> Tokenizer:
+        """None with skip_tokenizer_init, which type checkers are spared."""
+        return cast(Tokenizer, self._parts.tokenizer)
 
     # -- generate ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ from typing import Any
 from fengine.core.scalars import exact_int
 from fengine.errors import ChatTemplateError, InvalidRequestError
 from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.hub import resolve_model
+
+NO_LIMIT = int(1e30)  # transformers' own number for it
 
 
 class Encoding(dict[str, Any]):
@@ -23,11 +26,14 @@ class Encoding(dict[str, Any]):
 
 
 class HFTokenizer:
-    """Immutable, thread-safe."""
+    """Thread-safe. What programs set before they pad (`pad_token`, `pad_token_id`, `padding_side`) may be set; nothing
+    here pads."""
 
     def __init__(self, tokenizer: Tokenizer, context_length: int) -> None:
         self._tokenizer = tokenizer
         self.model_max_length = context_length
+        self.padding_side = "right"
+        self._pad_token = tokenizer.special_tokens.get("pad_token")
 
     def __call__(
         self,
@@ -94,7 +100,14 @@ class HFTokenizer:
 
     @property
     def pad_token(self) -> str | None:
-        return self._tokenizer.special_tokens.get("pad_token")
+        return self._pad_token
+
+    @pad_token.setter
+    def pad_token(self, token: str | None) -> None:
+        """Errors: InvalidRequestError for a text that is no token of the vocabulary."""
+        if token is not None and self._id(token) is None:
+            raise InvalidRequestError(f"pad_token must be a token of the vocabulary, got {token!r:.80}.")
+        self._pad_token = token
 
     @property
     def bos_token_id(self) -> int | None:
@@ -107,6 +120,14 @@ class HFTokenizer:
     @property
     def pad_token_id(self) -> int | None:
         return self._id(self.pad_token)
+
+    @pad_token_id.setter
+    def pad_token_id(self, token_id: int | None) -> None:
+        """Errors: InvalidRequestError for an id that the vocabulary has not."""
+        token = None if token_id is None else self._tokenizer.backend.id_to_token(token_id)
+        if token is None and token_id is not None:
+            raise InvalidRequestError(f"pad_token_id must be an id of the vocabulary, got {token_id!r:.80}.")
+        self._pad_token = token
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.backend.token_to_id(token)
@@ -156,3 +177,18 @@ class HFTokenizer:
             )
         kept = content.lstrip()
         return text[: at + len(kept if text[at:].startswith(kept) else content.strip())]
+
+
+def get_tokenizer(
+    tokenizer_name: str,
+    *,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    tokenizer_revision: str | None = None,
+) -> HFTokenizer:
+    """SGLang's helper: the tokenizer of a directory or hub id. Errors: ModelLoadError and its kinds.
+
+    `trust_remote_code` is a permission, and code of a checkpoint is never run; `tokenizer_mode` has no effect.
+    """
+    directory = resolve_model(tokenizer_name, tokenizer_revision, weights=False)
+    return HFTokenizer(Tokenizer.from_directory(directory), NO_LIMIT)

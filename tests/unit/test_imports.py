@@ -10,7 +10,7 @@ FILES = sorted(p for p in ROOT.rglob("*.py"))
 
 # Packages in order: each may import those before it, and itself.
 ORDER = (
-    "errors config utils test ops models core worker engine tokenizer structured_output lora speculative "
+    "errors compat config utils test ops models core worker engine tokenizer structured_output lora speculative "
     "api server eval run __main__"
 ).split()
 
