@@ -18,7 +18,7 @@ MOVED = {  # the longest name that fits counts; what lies below it is looked for
     "fengine.server_args": "fengine.api.server_args",
     "fengine.request": "fengine.core.request",
     "fengine.sampling_params": "fengine.core.sampling_params",
-    "fengine.evaluate": "fengine.eval.evaluate",
+    "fengine.evaluate": "fengine.eval.commands.evaluate",
     "fengine.harness": "fengine.eval.harness",
     "fengine.srt": "fengine.api",
     "fengine.srt.entrypoints": "fengine.api",
