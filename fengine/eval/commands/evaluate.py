@@ -58,3 +58,7 @@ def run_alone(words: Sequence[str], point: Point) -> int:
     screen = view.QuietView() if point.config.view.value == "quiet" else view.PlainView()
     with EngineCache() as engines:
         return guarded(point, engines, partial(run_point, argv=words), screen)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
