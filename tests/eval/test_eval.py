@@ -443,6 +443,22 @@ def test_help(capfd: pytest.CaptureFixture[str]) -> None:
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_named_pipe_is_never_waited_for(
+    engines: list[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=p"]
+    assert run.main(words) == run.OK
+    for name in ("manifest.json", "journal.log", "outputs.jsonl", "metrics.json", "trace.json"):
+        kept = Path("p", name).read_bytes()
+        Path("p", name).unlink()
+        os.mkfifo(Path("p", name))
+        codes = {run.main(words), run.main(["report", "p"]), run.main(["diff", "p", "p"])}
+        assert codes <= {run.OK, run.FAILED, run.USAGE}, name
+        assert name not in ("manifest.json", "journal.log") or f"{name} is no" in capsys.readouterr().err
+        Path("p", name).unlink()
+        Path("p", name).write_bytes(kept)
+
+
 def test_another_config_is_refused_with_the_keys(whole: tuple[Point, Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = f"out={whole[1]}"
     assert cli(folder, "sampling.temperature=0.5", "seed=3") == run.USAGE

@@ -23,7 +23,7 @@ from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.runs import manifest
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs.config import EVAL
-from fengine.eval.runs.sweep import Told, markdown
+from fengine.eval.runs.sweep import PointStatus, markdown
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none"]
 ROWS = 6
@@ -178,7 +178,8 @@ def test_folders_of_others_are_refused(engines: list[FakeEngine], capsys: pytest
 
 def test_the_table_is_told_plainly() -> None:
     metric = {"value": 0.5, "stderr": None, "n": 1}
-    text = markdown([Told("a|b", "0", "ok", None, 1000, 0, {"acc": metric}), Told("c", "1", "refused", "no\nway")])
+    good = PointStatus("a|b", "0", "ok", None, 1000, 0, {"acc": metric})
+    text = markdown([good, PointStatus("c", "1", "refused", "no\nway")])
     assert text.splitlines()[2].replace(" ", "") == "|a\\|b|ok|1,000|0|0.5000|0|" and text.endswith("\nc: no\nway\n")
 
 

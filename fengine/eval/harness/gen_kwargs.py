@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.core.request import derive_seed
+from fengine.core.sampling_params import PARAMETERS
 from fengine.core.scalars import flag, integer, number
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.eval.runs.manifest import row_seed
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given holds
-SAME = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # other backends' words for fengine's
+# Other backends' words for fengine's.
+SAME = {"min_tokens": "min_new_tokens"} | {row.openai: name for name, row in PARAMETERS.items() if row.openai}
 # Words of transformers without an effect on what is drawn, and those that only one value is built of.
 WITHOUT_EFFECT = ("use_cache", "early_stopping", "pad_token_id", "length_penalty")
 ONLY = {"num_beams": 1, "num_return_sequences": 1, "n": 1}

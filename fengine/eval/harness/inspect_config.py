@@ -2,20 +2,12 @@
 
 from typing import Any
 
+from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 
 DEFAULT_MAX_TOKENS = 2048  # as inspect-ai's other local providers
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "stop_seqs": "stop",
-    "seed": "sampling_seed",
-    "num_choices": "n",
-    "logit_bias": "logit_bias",
-}
+SAMPLING = {row.openai: name for name, row in PARAMETERS.items() if row.openai and name != "max_new_tokens"}
+SAMPLING |= {"top_k": "top_k", "stop_seqs": SAMPLING.pop("stop"), "num_choices": SAMPLING.pop("n")}  # its own words
 READ = {"max_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "extra_body"}
 # What inspect-ai does itself around a provider, and hints that no bit of an output depends on.
 OUTSIDE = {

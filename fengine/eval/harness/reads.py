@@ -14,7 +14,7 @@ NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Continuation:
     """The continuation of request `index`: the fed tokens from `start` on, and `last`."""
 
     index: int
@@ -23,29 +23,29 @@ class Part:
 
 
 @dataclass(slots=True)
-class Read:
+class PromptRead:
     """Token ids to be fed, and whose continuations end behind them."""
 
     ids: tuple[int, ...]
-    parts: list[Part] = field(default_factory=list)
+    continuations: list[Continuation] = field(default_factory=list)
 
     @property
     def start(self) -> int:
         """The first fed position whose logprob is wanted; the number of fed tokens if none is."""
-        return min(part.start for part in self.parts)
+        return min(one.start for one in self.continuations)
 
     @property
     def lasts(self) -> list[int]:
-        return sorted({part.last for part in self.parts})
+        return sorted({one.last for one in self.continuations})
 
 
-def plan(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> tuple[list[Read], int]:
+def plan(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> tuple[list[PromptRead], int]:
     """The reads that score each (context, continuation), in order, and how many contexts were cut from the left.
 
     At most `window` tokens are fed, as lm-eval's own backend for transformers does. A continuation of no tokens needs
     no read. Pure. Errors: InvalidRequestError (no context, a continuation that the window does not hold).
     """
-    reads: dict[tuple[int, ...], Read] = {}
+    reads: dict[tuple[int, ...], PromptRead] = {}
     cut = 0
     for index, (context, continuation) in enumerate(pairs):
         if not continuation:
@@ -59,12 +59,12 @@ def plan(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], window: int) -> t
             )
         whole = (*context, *continuation)[-(window + 1) :]
         cut += len(whole) < len(context) + len(continuation)
-        read = reads.setdefault(whole[:-1], Read(whole[:-1]))
-        read.parts.append(Part(index, len(whole) - len(continuation), whole[-1]))
+        read = reads.setdefault(whole[:-1], PromptRead(whole[:-1]))
+        read.continuations.append(Continuation(index, len(whole) - len(continuation), whole[-1]))
     return list(reads.values()), cut
 
 
-def arguments(reads: Sequence[Read]) -> dict[str, Any]:
+def arguments(reads: Sequence[PromptRead]) -> dict[str, Any]:
     """What `Engine.generate` is called with. Pure."""
     return {
         "input_ids": [list(read.ids) for read in reads],
@@ -76,7 +76,7 @@ def arguments(reads: Sequence[Read]) -> dict[str, Any]:
     }
 
 
-def scores(read: Read, meta: dict[str, Any]) -> Iterator[tuple[int, tuple[float, bool]]]:
+def scores(read: PromptRead, meta: dict[str, Any]) -> Iterator[tuple[int, tuple[float, bool]]]:
     """(index, (sum of the continuation's logprobs, whether greedy decoding gives it)) of a read's `meta_info`. Pure.
 
     A sum goes left to right in float64, so that it has the same bits in whatever company it was read.
@@ -85,8 +85,8 @@ def scores(read: Read, meta: dict[str, Any]) -> Iterator[tuple[int, tuple[float,
     likeliest = [top[0][1] for top in meta.get("input_top_logprobs", [])[1:]]
     behind = {token: logprob for logprob, token, _ in meta["output_token_ids_logprobs"][0]}
     drawn = meta["output_top_logprobs"][0][0][1]
-    for part in read.parts:
-        skipped = part.start - read.start
-        total = sum(inside[skipped:]) + behind[part.last]
-        greedy = drawn == part.last and likeliest[skipped:] == list(read.ids[part.start :])
-        yield part.index, (total, greedy)
+    for one in read.continuations:
+        skipped = one.start - read.start
+        total = sum(inside[skipped:]) + behind[one.last]
+        greedy = drawn == one.last and likeliest[skipped:] == list(read.ids[one.start :])
+        yield one.index, (total, greedy)

@@ -1,5 +1,6 @@
 """Folders → the data of a page: plain values, in which every text is data. No torch; nothing is written."""
 
+import io
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ def report_data(places: Sequence[Path], *, most_rows: int = 1000, megabytes: flo
 
 def _one(folder: Path, most_rows: int, budget: int) -> dict[str, Any]:
     with Records(folder) as records:
-        seen = rows.survey(records)
+        seen = rows.row_kinds(records)
         about = facts.overview(records, seen)
         kept = rows.chosen(seen.kinds, most_rows)
         found = rows.items(records, seen, kept, int(budget * ROWS))
@@ -56,7 +57,7 @@ def _two(a: Path, b: Path, budget: int) -> dict[str, Any]:
                 f"{path} is a sweep; a difference is of two runs: give one of its points, such as {those[0]}"
             )
     with Records(a) as mine, Records(b) as its:
-        about = [facts.overview(records, rows.survey(records)) for records in (mine, its)]
+        about = [facts.overview(records, rows.row_kinds(records)) for records in (mine, its)]
         found = comparison.compared(mine, its, int(budget * PAIRS))
         shown = [one for first in found["firsts"] for one in first["pair"] or ()]
         ids, in_force = rows.token_ids(shown), mine.manifest.get("in_force")
@@ -94,7 +95,7 @@ def _seconds(path: Path, wanted: set[int]) -> dict[int, float | None]:
     """How long rows took, as far as the file tells."""
     found: dict[int, float | None] = {}
     try:
-        with path.open("rb") as lines:
+        with path.open("rb") if path.is_file() else io.BytesIO() as lines:
             for line in lines:
                 line_of = json.loads(line)
                 if line_of["row"] in wanted:

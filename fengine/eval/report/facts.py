@@ -9,7 +9,7 @@ from fengine.errors import StorageError
 from fengine.eval.cli.figures import place
 from fengine.eval.records.records import Records
 from fengine.eval.report.plain import cut, mapping, number, plain, scalar, told
-from fengine.eval.report.rows import Seen
+from fengine.eval.report.rows import RowKinds
 from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import read_object
 from fengine.eval.tasks.statistics import CONFIDENT
@@ -18,7 +18,7 @@ GROUPS = ("task", "input", "model", "config", "seeds", "versions", "code_sha256"
 HIDDEN = ("config.task.name", "config.task.version", "config.seed")  # told elsewhere in the same list
 
 
-def overview(records: Records, seen: Seen) -> dict[str, Any]:
+def overview(records: Records, seen: RowKinds) -> dict[str, Any]:
     """The run without its rows."""
     identity, manifest = records.identity, records.manifest
     result, notes = manifest.get("result"), list(records.notes)

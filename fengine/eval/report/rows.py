@@ -28,7 +28,7 @@ STRANGE = (TypeError, ValueError, KeyError, IndexError, AttributeError)  # a rec
 
 
 @dataclass(frozen=True)
-class Seen:
+class RowKinds:
     """Every row's kind and the bytes of its line; `score` is the name of what says right or wrong, if anything does."""
 
     kinds: bytearray
@@ -53,7 +53,7 @@ def kind_of(record: dict[str, Any]) -> int:
     return SCORED if name is None else RIGHT if record["scores"][name] >= 1 else WRONG
 
 
-def survey(records: Records, each: Callable[[dict[str, Any]], None] | None = None) -> Seen:
+def row_kinds(records: Records, each: Callable[[dict[str, Any]], None] | None = None) -> RowKinds:
     """One pass over all rows, one in memory at a time; `each` gets every record. Errors: StorageError."""
     kinds, sizes, score = bytearray(), array("q"), None
     for place in range(len(records)):
@@ -65,7 +65,7 @@ def survey(records: Records, each: Callable[[dict[str, Any]], None] | None = Non
             score = score or primary(record["scores"])
             if each is not None:
                 each(record)
-    return Seen(kinds, sizes, score)
+    return RowKinds(kinds, sizes, score)
 
 
 # -- which -------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def why(kinds: Sequence[int], kept: Sequence[int]) -> str | None:
 # -- what of each ------------------------------------------------------------------------------------------------------
 
 
-def items(records: Records, seen: Seen, kept: Sequence[int], budget: int) -> list[dict[str, Any]]:
+def items(records: Records, seen: RowKinds, kept: Sequence[int], budget: int) -> list[dict[str, Any]]:
     """The kept rows, in all of at most about `budget` bytes: the largest ones are cut, all to the same size. Errors:
     StorageError."""
     weights = []
@@ -128,7 +128,7 @@ def items(records: Records, seen: Seen, kept: Sequence[int], budget: int) -> lis
     return found
 
 
-def _small(records: Records, seen: Seen, place: int) -> dict[str, Any] | None:
+def _small(records: Records, seen: RowKinds, place: int) -> dict[str, Any] | None:
     """The record, unless its line is too long to be parsed. Errors: StorageError; ValueError if the line is none."""
     if seen.sizes[place] > MAX_LINE:
         return None

@@ -23,7 +23,7 @@ PHASES = ("queue", "prefill", "decode")
 
 
 @dataclass
-class Session:
+class TraceSession:
     """One process of a run."""
 
     number: int
@@ -75,7 +75,7 @@ class _Reader:
 
     def __init__(self, budget: int) -> None:
         self.left, self.damaged, self.full = budget, 0, False
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, TraceSession] = {}
 
     def read(self, found: Iterable[dict[str, Any] | None]) -> None:
         for event in found:
@@ -84,7 +84,7 @@ class _Reader:
                     raise ValueError
                 kind = event.get("cat") if event.get("ph") == "X" else None
                 if kind in ("step", "request"):
-                    session = self.sessions.setdefault(int(event["pid"]), Session(int(event["pid"])))
+                    session = self.sessions.setdefault(int(event["pid"]), TraceSession(int(event["pid"])))
                     (self.step if kind == "step" else self.span)(session, event, event["args"])
             except (ValueError, KeyError, TypeError, OverflowError, AttributeError):
                 self.damaged += 1
@@ -92,7 +92,7 @@ class _Reader:
             for place in list(session.open):
                 _release(session, place, len(session.steps["n"]))
 
-    def step(self, session: Session, event: dict[str, Any], args: dict[str, Any]) -> None:
+    def step(self, session: TraceSession, event: dict[str, Any], args: dict[str, Any]) -> None:
         steps = session.steps
         if self.full or len(steps["n"]) >= MAX_STEPS:
             self.full = True
@@ -121,7 +121,7 @@ class _Reader:
 
     def _pages(
         self,
-        session: Session,
+        session: TraceSession,
         now: int,
         released: list[int],
         preempted: list[int],
@@ -141,7 +141,7 @@ class _Reader:
                     session.open.setdefault(place, []).append(len(session.holds))
                     session.holds.append([page, count, now, now + 1, place, hit])
 
-    def span(self, session: Session, event: dict[str, Any], args: dict[str, Any]) -> None:
+    def span(self, session: TraceSession, event: dict[str, Any], args: dict[str, Any]) -> None:
         name, start, took = event["name"], float(event["ts"]), float(event["dur"])
         row, row_id, line = int(args["row"]), str(args["id"])[:200], int(event["tid"])
         if name not in PHASES:
@@ -160,7 +160,7 @@ class _Reader:
         last[name] = [round(start - session.origin), round(took)]
 
 
-def _place(session: Session, number: int) -> int:
+def _place(session: TraceSession, number: int) -> int:
     """Modifies: session, if the request is new."""
     if number not in session.places:
         session.places[number] = len(session.requests)
@@ -168,7 +168,7 @@ def _place(session: Session, number: int) -> int:
     return session.places[number]
 
 
-def _segment(session: Session, now: int, row: tuple[int, int, int], decodes: bool) -> bool:
+def _segment(session: TraceSession, now: int, row: tuple[int, int, int], decodes: bool) -> bool:
     """Whether the request got a new segment, rather than a longer one."""
     number, start, count = row
     request = session.requests[_place(session, number)]
@@ -187,7 +187,7 @@ def _segment(session: Session, now: int, row: tuple[int, int, int], decodes: boo
     return True
 
 
-def _release(session: Session, place: int, now: int) -> None:
+def _release(session: TraceSession, place: int, now: int) -> None:
     for hold in session.open.pop(place, ()):
         session.holds[hold][3] = max(now, session.holds[hold][2] + 1)
 

@@ -12,7 +12,7 @@ from fengine.eval.records.lines import id_key
 from fengine.eval.records.records import Records
 from fengine.eval.report.facts import figures
 from fengine.eval.report.plain import cut, mapping, number, scalar, told
-from fengine.eval.report.rows import Seen, survey
+from fengine.eval.report.rows import RowKinds, row_kinds
 from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import read_object
 from fengine.eval.tasks.statistics import paired
@@ -24,7 +24,7 @@ NAN = float("nan")
 
 
 @dataclass
-class Point:
+class SweptRun:
     """One run of a sweep: what it has of every row, in numbers; `problem` if it cannot be read."""
 
     folder: Path
@@ -34,7 +34,7 @@ class Point:
     finished: bool = False
     rows: int = 0
     notes: list[str] = field(default_factory=list)
-    seen: Seen = field(default_factory=lambda: Seen(bytearray(), array("q"), None))
+    seen: RowKinds = field(default_factory=lambda: RowKinds(bytearray(), array("q"), None))
     keys: array = field(default_factory=lambda: array("Q"))  # of the ids of the rows that have scores
     columns: dict[str, array] = field(default_factory=dict)  # score -> value, nan where a row lacks it
 
@@ -43,20 +43,20 @@ class Point:
         return self.identity.get("config", {})
 
 
-def read_point(folder: Path) -> Point:
+def read_point(folder: Path) -> SweptRun:
     """Memory: 8 bytes for each row and score."""
-    point = Point(folder)
+    point = SweptRun(folder)
     try:
         with Records(folder) as records:
             point.identity, point.manifest, point.rows = records.identity, records.manifest, records.rows
             point.finished, point.notes = records.finished, records.notes
-            point.seen = survey(records, lambda record: _add(point, record))
+            point.seen = row_kinds(records, lambda record: _add(point, record))
     except FengineError as error:
         point.problem = str(error)
     return point
 
 
-def _add(point: Point, record: dict[str, Any]) -> None:
+def _add(point: SweptRun, record: dict[str, Any]) -> None:
     """The scores of one more row. Modifies: point."""
     before = len(point.keys)
     point.keys.append(id_key(record["id"]))
@@ -69,14 +69,14 @@ def _add(point: Point, record: dict[str, Any]) -> None:
             column.append(NAN)
 
 
-def swept(points: Sequence[Point]) -> list[str]:
+def swept(points: Sequence[SweptRun]) -> list[str]:
     """The keys of the config in which points differ, in its order. Pure."""
     good = [point.config for point in points if point.problem is None]
     keys = list(dict.fromkeys(key for config in good for key in config))
     return [key for key in keys if len({told(config.get(key)) for config in good}) > 1]
 
 
-def assembled(folder: Path, points: Sequence[Point], names: dict[str, str]) -> dict[str, Any]:
+def assembled(folder: Path, points: Sequence[SweptRun], names: dict[str, str]) -> dict[str, Any]:
     """`names`: the sweep's own words for points, by folder."""
     keys = swept(points)
     short = [key for key in keys if not key.startswith("task.")] or keys
@@ -118,7 +118,7 @@ def _word(key: str) -> str:
 # -- paired differences ------------------------------------------------------------------------------------------------
 
 
-def _deltas(points: Sequence[Point]) -> dict[str, Any]:
+def _deltas(points: Sequence[SweptRun]) -> dict[str, Any]:
     """`deltas`: [a, b, score, value, stderr, low, high, n, up, down] of b - a over the rows that both have. Every
     pair of points of one input, where they are not too many; then each with the first of its input."""
     good = [i for i, point in enumerate(points) if point.problem is None and len(point.keys)]
@@ -136,11 +136,11 @@ def _deltas(points: Sequence[Point]) -> dict[str, Any]:
     return {"deltas": found, "complete": complete}
 
 
-def _input(point: Point) -> tuple[str, str]:
+def _input(point: SweptRun) -> tuple[str, str]:
     return told(point.identity.get("task")), told(point.identity.get("input"))
 
 
-def _both(a: Point, b: Point) -> Iterator[tuple[Scores, Scores]]:
+def _both(a: SweptRun, b: SweptRun) -> Iterator[tuple[Scores, Scores]]:
     """Scores of the rows that both have."""
     others = {key: place for place, key in enumerate(b.keys)}
     names = [name for name in a.columns if name in b.columns]
@@ -152,7 +152,7 @@ def _both(a: Point, b: Point) -> Iterator[tuple[Scores, Scores]]:
             yield {name: mine[name] for name in there}, {name: its[name] for name in there}
 
 
-def _grid(points: Sequence[Point]) -> list[dict[str, Any]]:
+def _grid(points: Sequence[SweptRun]) -> list[dict[str, Any]]:
     """For each input that several points have: their rows' kinds as digits, a text a point, if all have all rows."""
     found: dict[tuple[str, str], list[int]] = {}
     for i, point in enumerate(points):

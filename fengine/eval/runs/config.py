@@ -81,7 +81,7 @@ class JournalConfig:
 
 
 @dataclass(frozen=True)
-class PartConfig:
+class ShardConfig:
     """Which of the rows are this run's."""
 
     shard: str | None = None  # "2/4": every fourth row from the second on; None: all of them
@@ -124,7 +124,7 @@ class EvalConfig:
     adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
     top_logprobs: int = 0
     out: str | None = None
-    run: PartConfig = field(default_factory=PartConfig)
+    run: ShardConfig = field(default_factory=ShardConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
     trace: Trace = Trace.requests

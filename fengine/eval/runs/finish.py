@@ -36,10 +36,11 @@ def is_finished(folder: RunFolder, manifest: dict[str, Any], table: RowTable) ->
 
 def read_metrics(folder: RunFolder, manifest: dict[str, Any]) -> dict[str, Any] | None:
     """metrics.json's content, if it is the very file that the manifest tells. Errors: StorageError."""
-    try:
-        content = (folder.path / METRICS).read_bytes()
-    except FileNotFoundError:
+    path = folder.path / METRICS
+    if not path.is_file():
         return None
+    try:
+        content = path.read_bytes()
     except OSError as error:
         raise folder.failed(error) from error
     wanted = (manifest.get("result") or {}).get("metrics_sha256")

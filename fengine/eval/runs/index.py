@@ -123,7 +123,7 @@ def reopen(
     lost. Errors: ResumeMismatchError if it is another run's; StorageError.
     """
     path = folder.path / JOURNAL
-    if not path.exists() or path.stat().st_size == 0:
+    if not path.exists() or path.is_file() and path.stat().st_size == 0:
         folder.write(JOURNAL, header(identity))
         return RowTable(rows.rows)
     table, damage = _read(path, rows, identity)

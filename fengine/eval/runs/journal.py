@@ -70,6 +70,8 @@ def header(identity: str) -> bytes:
 
 def scan(path: Path) -> Iterator[Entry | Damage]:
     """Every line in order, one in memory at a time. Errors: StorageError if the file cannot be read."""
+    if path.exists() and not path.is_file():  # a named pipe would be waited for
+        raise StorageError(f"journal {path} is no file; restore it, or choose another out=DIR")
     try:
         with path.open("rb", buffering=1 << 20) as file:
             offset = 0

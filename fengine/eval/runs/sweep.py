@@ -31,7 +31,7 @@ STATUS = {0: "ok", 1: "failed", 2: "refused", 130: "interrupted", 143: "terminat
 
 
 @dataclass
-class Told:
+class PointStatus:
     """What `sweep.json` says of one point. `status`: waiting, ok, rows failed, failed, refused, interrupted,
     terminated, or died (the process that computed it). `metrics` is that of the point's metrics.json."""
 
@@ -125,11 +125,11 @@ class Sweep:
         self.folder.write_several(files, durable=False)  # all of it is in the points' folders
 
 
-def _begin(job: Point | BadPoint, number: int, home: Path) -> Told:
+def _begin(job: Point | BadPoint, number: int, home: Path) -> PointStatus:
     name = "  ".join(job.swept) or f"point {number}"
     if isinstance(job, BadPoint):
-        return Told(name, None, "refused", job.message)
-    return Told(name, os.path.relpath(job.directory, home))
+        return PointStatus(name, None, "refused", job.message)
+    return PointStatus(name, os.path.relpath(job.directory, home))
 
 
 def home_of(jobs: Sequence[Point | BadPoint]) -> Path | None:
@@ -146,7 +146,7 @@ def figure(metric: dict[str, Any] | None) -> str:
     return f"{metric['value']:.4f}{error}"
 
 
-def markdown(told: Sequence[Told]) -> str:
+def markdown(told: Sequence[PointStatus]) -> str:
     """The points as a table, aligned for the eye. Pure."""
     names = list(dict.fromkeys(name for one in told for name in one.metrics or {}))
     lines = [["point", "status", "rows", "failed", *names, "folder"]]

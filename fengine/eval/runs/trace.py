@@ -22,6 +22,7 @@ number of its request. The span's arguments are numbers and short texts:
     preempted  "4"                    of these, the ones that will be computed again
 """
 
+import errno
 import json
 import os
 import threading
@@ -226,6 +227,8 @@ def runs_text(pages: Sequence[int]) -> str:
 def events(path: Path) -> Iterator[dict[str, Any] | None]:
     """The events of a trace in the order of the file, one in memory at a time; None for a line that is none. A last
     line that was torn off is left out. Errors: OSError."""
+    if path.exists() and not path.is_file():  # a named pipe would be waited for
+        raise OSError(errno.EINVAL, "it is no file")
     with path.open("rb", buffering=1 << 20) as file:
         while line := file.readline(MAX_LINE):
             text = line.strip().rstrip(b",")
@@ -244,6 +247,8 @@ def events(path: Path) -> Iterator[dict[str, Any] | None]:
 def _reopen(path: Path) -> BinaryIO | None:
     """The file, ready for one more event: cut behind its last whole one. None if it cannot be written."""
     try:
+        if path.exists() and not path.is_file():
+            return None
         file = path.open("r+b" if path.exists() else "w+b")
         size, reach = file.seek(0, os.SEEK_END), TAIL
         while True:
