@@ -73,6 +73,8 @@ def library_errors(kind: type[Exception], what: str) -> Iterator[None]:
 
 def _is_plain(files: TokenizerFiles) -> bool:
     """Whether transformers takes tokenizer.json as it is."""
+    if files.config.get("fix_mistral_regex"):
+        return False
     if files.tokenizer_class is None and files.model_type is None:
         return True
     return files.tokenizer_class in PLAIN and not (files.model_type and _has_own_class(files.model_type))
@@ -88,6 +90,7 @@ def _has_own_class(model_type: str) -> bool:
 
 def _plain(files: TokenizerFiles) -> Backend:
     backend = Backend.from_str(files.tokenizer_json)
+    backend.encode_special_tokens = files.config.get("split_special_tokens") is True
     known = backend.get_added_tokens_decoder()
     same = {repr(token) for token in known.values()}
     contents = {token.content for token in known.values()}
