@@ -12,6 +12,7 @@ NAMES = {  # family -> name of its classes in transformers
     "olmo2": "Olmo2", "exaone4": "Exaone4", "smollm3": "SmolLM3", "glm4": "Glm4",
     "gemma2": "Gemma2", "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "mixtral": "Mixtral",
     "olmoe": "Olmoe",
+    "cohere2": "Cohere2",
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
     family: (getattr(transformers, f"{name}ForCausalLM").config_class, getattr(transformers, f"{name}ForCausalLM"))

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import (
+    cohere2,
     exaone4,
     gemma2,
     gemma3,
@@ -37,6 +38,7 @@ FAMILIES = (
     glm4.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
+    cohere2.FAMILY,
     qwen3_moe.FAMILY,
     qwen2_moe.FAMILY,
     mixtral.FAMILY,

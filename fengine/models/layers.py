@@ -15,7 +15,7 @@ from torch import Tensor
 from fengine.errors import ModelLoadError
 from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
 from fengine.models.spec import ModelSpec
-from fengine.ops import attention, experts, linear, qkv, rms_norm, rope, soft_cap
+from fengine.ops import attention, experts, layer_norm, linear, qkv, rms_norm, rope, soft_cap
 
 LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
 LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor | None], LayerOut]
@@ -52,17 +52,25 @@ def embed(params: Params, spec: ModelSpec, token_T: Tensor, norm_D: Tensor | Non
     normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, *how)
     if spec.embed_scale != 1.0:
         residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
-        normed_TD = rms_norm.rms_norm(residual_TD, *how)
+    if spec.embed_scale != 1.0 or spec.layer_norm:
+        normed_TD = norm(residual_TD, first_D, spec)
     return residual_TD if norm_D is None else normed_TD, residual_TD
+
+
+def norm(x_TD: Tensor, norm_D: Tensor, spec: ModelSpec) -> Tensor:
+    """The rows under the model's kind of norm. Pure."""
+    if spec.layer_norm:
+        return layer_norm.layer_norm(x_TD, norm_D, spec.rms_eps)
+    return rms_norm.rms_norm(x_TD, norm_D, spec.rms_eps, spec.norm_shift)
 
 
 def add_norm(delta_TD: Tensor, residual_TD: Tensor, norm_D: Tensor | None, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     """(normed, residual) after the scaled delta is added; without a norm both are the stream. Pure."""
     if spec.residual_scale != 1.0:
         delta_TD = delta_TD * spec.residual_scale
-    if norm_D is None:
+    if norm_D is None or spec.layer_norm:
         residual_TD = residual_TD + delta_TD
-        return residual_TD, residual_TD
+        return residual_TD if norm_D is None else norm(residual_TD, norm_D, spec), residual_TD
     return rms_norm.add_rms_norm(delta_TD, residual_TD, norm_D, spec.rms_eps, spec.norm_shift)
 
 
@@ -76,12 +84,12 @@ def decoder_layer(
     """
     delta_TD, k_PSGK, v_PSGK = attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
     if (norm_D := layer.get("attn_post_norm_D")) is not None:
-        delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps, spec.norm_shift)
+        delta_TD = norm(delta_TD, norm_D, spec)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, layer.get("mlp_norm_D"), spec)
     mlp = experts_mlp if "wrouter" in layer else gated_mlp
     delta_TD = mlp(layer, spec, batch.adapters, normed_TD)
     if (norm_D := layer.get("mlp_post_norm_D")) is not None:
-        delta_TD = rms_norm.rms_norm(delta_TD, norm_D, spec.rms_eps, spec.norm_shift)
+        delta_TD = norm(delta_TD, norm_D, spec)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm_D, spec)
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 

@@ -73,6 +73,7 @@ class ModelSpec:
     interleaved: bool = False  # a checkpoint's rotary pairs are neighbours, not halves
     attention_scale: float | None = None  # None: head_dim ** -0.5
     rope_local: RopeSpec | None = None  # of layers of kind "rope_local_MK"
+    layer_norm: bool = False  # norms subtract the mean
     norm_shift: float = 0.0  # norms multiply by this plus their weight
     gelu: bool = False  # the gate's activation is the tanh form of gelu, not silu
     attention_cap: float = 0.0  # scores and logits become cap * tanh(x / cap); 0: no cap

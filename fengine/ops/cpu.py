@@ -70,6 +70,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
     return y
 
 
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, D] -> weight * (x - mean(x)) / deviation(x)."""
+    x, weight = plain(x, "layer_norm's x"), readable(weight, "layer_norm's weight")
+    d = x.shape[-1]
+    y = torch.empty_like(x)
+    library, threads = schedule(12 * x.numel())
+    library.fengine_layer_norm(
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // max(d, 1), d, KIND[weight.dtype], eps, threads
+    )
+    return y
+
+
 def rows_rms_norm(
     packed: Tensor, index: Tensor, weight: Tensor, eps: float, shift: float = 0.0
 ) -> tuple[Tensor, Tensor]:

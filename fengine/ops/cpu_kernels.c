@@ -310,6 +310,41 @@ API void fengine_rms_norm(const float *x, const float *residual, const void *wei
     run_tasks(norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
+/* Sum of (x - mean)^power over a row, in the chains of inverse_rms. */
+INLINE float centred_sum(const float *x, int64_t d, float mean, const int squares) {
+    vf acc[4] = {{0}};
+    for (int64_t i = 0, j = 0; i < d; i += 16, j++) {
+        vf v = vf_load_upto(x + i, d - i) - vf_set(mean);
+        if (d - i < 16)
+            for (int64_t lane = d - i; lane < 16; lane++)
+                v[lane] = 0.0f;
+        acc[j & 3] = squares ? vf_fma(v, v, acc[j & 3]) : acc[j & 3] + v;
+    }
+    return vf_sum((acc[0] + acc[1]) + (acc[2] + acc[3]));
+}
+
+static void layer_norm_task(const void *context, int64_t task) {
+    const norm_job *job = context;
+    int64_t d = job->d;
+    int64_t end = (task + 1) * job->rows_per_task < job->rows ? (task + 1) * job->rows_per_task : job->rows;
+    for (int64_t row = task * job->rows_per_task; row < end; row++) {
+        const float *x = job->x + row * d;
+        float *y = job->y + row * d, mean = centred_sum(x, d, 0.0f, 0) / (float)d;
+        vf scale = vf_set(1.0f / sqrtf(centred_sum(x, d, mean, 1) / (float)d + job->eps));
+        for (int64_t i = 0; i < d; i += 16) {
+            vf centred = vf_load_upto(x + i, d - i) - vf_set(mean);
+            vf_store_upto(y + i, vf_widen(job->weight, i, d, job->kind) * (centred * scale), d - i);
+        }
+    }
+}
+
+/* y = weight * ((x - mean(x)) / deviation(x)), both [rows, d]. */
+API void fengine_layer_norm(const float *x, const void *weight, float *y, int64_t rows, int64_t d, int kind, float eps,
+                            int threads) {
+    norm_job job = {x, NULL, weight, y, NULL, rows, d, rows_per_task(d), kind, eps, 0.0f};
+    run_tasks(layer_norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
+}
+
 /* -- rows of a packed weight: embeddings --------------------------------------------------------------------------- */
 
 typedef struct {

@@ -28,6 +28,7 @@ _P, _I, _T, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 SIGNATURES = {
     "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
     "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _F, _T],
+    "fengine_layer_norm": [_P] * 3 + [_I] * 2 + [_T, _F, _T],
     "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _F, _T],
     "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _F, _T],
     "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],

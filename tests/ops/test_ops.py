@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from fengine.models.reader import ConfigReader, rope_spec
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
-from fengine.ops import attention, edges, linear, qkv, rms_norm, rope, sampling, silu_mul, soft_cap
+from fengine.ops import attention, edges, layer_norm, linear, qkv, rms_norm, rope, sampling, silu_mul, soft_cap
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -212,6 +212,15 @@ def test_gelu_mul_and_soft_cap():
     assert soft_cap.soft_cap(wide, 30.0).equal(parts)
 
 
+@pytest.mark.parametrize("width", [16, 37, 100, 256])
+def test_layer_norm(width: int):
+    x, weight = normal(7, width) + 3, normal(width)
+    want = torch.nn.functional.layer_norm(x, (width,), weight, None, 1e-5)
+    torch.testing.assert_close(layer_norm.reference(x, weight, 1e-5), want, **CLOSE)
+    torch.testing.assert_close(layer_norm.layer_norm(x, weight, 1e-5), want, **CLOSE)
+    assert layer_norm.layer_norm(x[3:4], weight, 1e-5).equal(layer_norm.layer_norm(x, weight, 1e-5)[3:4])
+
+
 def test_norms_with_a_shift():
     x, weight = normal(5, 37), normal(37)
     want = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight)
@@ -339,6 +348,7 @@ def op_samples() -> dict[str, tuple]:
         "rows_rms_norm": (linear.pack(normal(40, 32)).packed, slot, normal(32), 1e-5),
         "silu_mul": (x, True),
         "soft_cap": (x, 3.0),
+        "layer_norm": (x, normal(32), 1e-5),
         "gated_linear": (x, linear.pack(normal(40, 32)).packed, 20, None),
         "rope_kv_write_": (*write, normal(16), normal(16), 1e-5),
         "qkv_rope_write_": (x, linear.pack(normal(128, 32)).packed, None, *write[1:], normal(16), normal(16), 1e-5),

@@ -23,6 +23,7 @@ from fengine.ops import (
     attention,
     attention_tiles,
     edges,
+    layer_norm,
     linear,
     linear_hopper,
     lora,
@@ -100,6 +101,7 @@ def test_gated_linear(dtype: torch.dtype, rows: int, n: int, k: int):
 @pytest.mark.parametrize("width", [8, 36, 896])
 def test_norms(dtype: torch.dtype, width: int):
     x, delta, weight = put((normal(7, width), normal(7, width, seed=1), normal(width)), dtype)
+    assert_close(layer_norm.launch(x, weight, 1e-6), layer_norm.reference(x, weight, 1e-6), dtype)
     for shift in (0.0, 1.0):
         assert_close(rms_norm.launch(x, weight, 1e-6, shift), rms_norm.reference(x, weight, 1e-6, shift), dtype)
     assert_close(rms_norm.add_launch(delta, x, weight, 1e-6), rms_norm.add_reference(delta, x, weight, 1e-6), dtype)

@@ -27,6 +27,7 @@ EXTRA: dict[
     "qwen2": {"sliding_window": 10, "use_sliding_window": True, "max_window_layers": 1},
     "qwen3": {"sliding_window": 10, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 16},
     "glm4": {"head_dim": 16},
+    "cohere2": {"sliding_window": 10},
     "gemma2": {"sliding_window": 10, "head_dim": 16},
     "gemma3": {"sliding_window": 10, "head_dim": 16},
 }

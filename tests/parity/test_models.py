@@ -187,6 +187,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mixtral-window": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 33, "head_dim": 24},
     "olmoe-gqa2": {"num_experts": 8, "num_experts_per_tok": 4, "pad_token_id": 0, "norm_topk_prob": True},
+    "cohere2-mixed": {"sliding_window": 13, "num_hidden_layers": 5, "logit_scale": 0.7, "tie_word_embeddings": False},
+    "cohere2-biases": {
+        "sliding_window": 40,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
     "qwen3-gqa2-biases": {"num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 16, "attention_bias": True},
 }
 

@@ -1,0 +1,58 @@
+"""Layer norm without a bias: y = weight * ((x - mean(x)) * rsqrt(var(x) + eps)), fp32 inside, one rounding.
+
+Reduction trees: the row's sum, then the sum of squares of what the mean leaves; one row is one program, whose block is
+the next power of two of D and whose number of warps follows from D alone, so each has one fixed thread layout.
+"""
+# pyright: reportInvalidTypeForm=false
+
+import torch
+from torch import Tensor
+
+from fengine.ops.ahead import launcher
+from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
+
+
+def reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The math, in fp32 (fp64 where x is). Pure."""
+    x32_TD = wide(x_TD)
+    centred_TD = x32_TD - x32_TD.mean(-1, keepdim=True)
+    scale_T1 = torch.rsqrt(centred_TD.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide(weight_D) * (centred_TD * scale_T1)).to(x_TD.dtype)
+
+
+@triton.jit
+def layer_norm_kernel(x_ptr, weight_ptr, y_ptr, D, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One row."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64) * D
+    col = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + col, mask=col < D, other=0.0).to(tl.float32)
+    wait(PDL)
+    x = tl.load(x_ptr + row + col, mask=col < D, other=0.0).to(tl.float32)
+    centred = tl.where(col < D, x - tl.sum(x, 0) / D, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
+    tl.store(y_ptr + row + col, (weight * (centred * scale)).to(y_ptr.dtype.element_ty), mask=col < D)
+
+
+def launch(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    x_TD = plain(x_TD)
+    y_TD = torch.empty_like(x_TD)
+    block = triton.next_power_of_2(x_TD.shape[1])
+    if len(x_TD):
+        launcher(layer_norm_kernel, (len(x_TD),))(
+            x_TD, plain(weight_D), y_TD, x_TD.shape[1], eps, block, num_warps=min(max(block // 512, 1), 16),
+            **dependent_launch(x_TD.device.index),
+        )  # fmt: skip
+    return y_TD
+
+
+def fake(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)
+
+
+_op = register("layer_norm(Tensor x, Tensor weight, float eps) -> Tensor", launch, fake)
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The normalized rows, in x's dtype. Pure."""
+    return _op(x_TD, weight_D, eps)
