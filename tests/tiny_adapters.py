@@ -14,7 +14,7 @@ from fengine.models.spec import ModelSpec
 from fengine.worker.loader import read_config, spec_from_config
 
 CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_alpha": 16, "lora_dropout": 0.05}
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 def modules_of(model: str | Path | ModelSpec, kinds: Iterable[str] = ALL) -> list[Module]:

@@ -113,9 +113,9 @@ def merge(model: Path, adapter: Path, folder: Path, alpha: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "glm4", "phi3", "olmo2"])
 def test_an_adapter_is_what_its_merged_weights_are(family: str, tmp_path: Path) -> None:
-    model = tiny_checkpoints.write(tmp_path / "model", family)
+    model = tiny_checkpoints.write(tmp_path / "model", family, pad_token_id=0, head_dim=16)
     adapter = tiny_adapters.random_adapter(tmp_path / "adapter", model, 8, lora_alpha=12)
     merged = merge(model, adapter, tmp_path / "merged", 12)
     requests = [(ids, params | {"temperature": 0}, "x") for ids, params, _ in work(3, 6)]

@@ -438,17 +438,22 @@ def some_batches() -> list[StepBatch]:
     return [prefill, batch_of([(rows[0], 1)], PAGE_SIZE, padding=0)]
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Params, ModelSpec]:
-    directory = tiny_checkpoints.write(
-        tmp_path_factory.mktemp("compiled"), "qwen3", head_dim=24, attention_bias=True, tie_word_embeddings=True
-    )
+COMPILED: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True},
+    "gemma3": {"head_dim": 24, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.fixture(scope="module", params=COMPILED)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Params, ModelSpec]:
+    directory = tiny_checkpoints.write(tmp_path_factory.mktemp("compiled"), request.param, **COMPILED[request.param])
     spec = spec_from_config(read_config(directory))
     return load_params(directory, spec), spec
 
 
-def test_compiled_step_copies_no_pages_and_gives_the_same_bits(qwen: tuple[Params, ModelSpec]) -> None:
-    params, spec = qwen
+def test_compiled_step_copies_no_pages_and_gives_the_same_bits(tiny: tuple[Params, ModelSpec]) -> None:
+    params, spec = tiny
     code, compiled_logits = compiled_code(params, spec, some_batches())
     assert kv_sized(code, spec) == []
     kv, model = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu"), models.lookup(spec.architecture)
@@ -458,9 +463,9 @@ def test_compiled_step_copies_no_pages_and_gives_the_same_bits(qwen: tuple[Param
         assert torch.equal(actual, expected)
 
 
-def test_the_search_for_page_copies_finds_them(qwen: tuple[Params, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_page_copies_finds_them(tiny: tuple[Params, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a KV write that is pure in the naive way, into copies."""
-    params, spec = qwen
+    params, spec = tiny
     write = layers.qkv.qkv_rope_write
 
     def copying(*args: Any, **options: Any) -> Any:
