@@ -144,12 +144,12 @@ def rope_kv_write_(
 
 def qkv_rope_write_(
     x: Tensor, packed: Tensor, bias: Tensor | None, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor,
-    v_pages: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, shift: float = 0.0,
+    v_pages: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """`linear` to the (H + 2G) K channels of q, k and v, then `rope_kv_write_`."""
     groups, width = k_pages.shape[2:]
     qkv = linear(x, packed, (num_heads + 2 * groups) * width, bias, None)
-    return rope_kv_write_(qkv, rope, pos, slot, k_pages, v_pages, num_heads, q_norm, k_norm, eps, shift)
+    return rope_kv_write_(qkv, rope, pos, slot, k_pages, v_pages, num_heads, q_norm, k_norm, eps)
 
 
 def attention(
@@ -332,3 +332,9 @@ def hand_on_(token: Tensor, logprob: Tensor, last_token: Tensor, out: Tensor) ->
     """Modifies: the first R of last_token; out [2, R]: tokens and the bits of the logprobs."""
     last_token[: token.shape[0]] = token
     out.copy_(torch.stack((token, logprob.view(torch.int32))))
+
+
+# The same functions under the names of the ops that pass their last arguments.
+bounded_attention = attention
+shifted_rms_norm, shifted_add_rms_norm, shifted_rows_rms_norm = rms_norm, add_rms_norm, rows_rms_norm
+shifted_rope_kv_write_ = rope_kv_write_

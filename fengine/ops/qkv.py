@@ -141,7 +141,6 @@ def _compare(
 def launch(
     x_TD: Tensor, w_CD: Tensor, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
-    shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """One kernel or two. Modifies: the pages at slot_T."""
     x_TD = plain(x_TD)
@@ -150,21 +149,19 @@ def launch(
         return run(x_TD, w_CD, bias_C, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, s)
     groups, width = k_PSGK.shape[2:]
     qkv_TC = linear.launch(x_TD, w_CD, (num_heads + 2 * groups) * width, bias_C, None)
-    return rope.launch(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps, shift)
+    return rope.launch(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
 
 
 def fake(
     x_TD: Tensor, packed: Tensor, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
-    shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
     return x_TD.new_empty((x_TD.shape[0], num_heads, k_PSGK.shape[3]))
 
 
 _op = register(
     "qkv_rope_write_(Tensor x, Tensor packed, Tensor? bias, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, "
-    "Tensor(b!) v_pages, int num_heads, Tensor? q_norm, Tensor? k_norm, float eps, "
-    "float shift=0.0) -> Tensor",
+    "Tensor(b!) v_pages, int num_heads, Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor",
     launch, fake,
 )  # fmt: skip
 
@@ -178,8 +175,8 @@ def qkv_rope_write(
 
     `w`: (H + 2G) K outputs in the order q, k, v, as for `linear`; the rest as for `rope_kv_write`.
     """
-    where = (rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps, shift)
-    dense = w.plain(adapters) if exact else None
+    where = (rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
+    dense = w.plain(adapters) if exact and not shift else None
     if dense is None:  # the same bits in two ops
-        return rope.rope_kv_write(linear.linear(x_TD, w, bias_C, adapters, exact=exact), *where)
+        return rope.rope_kv_write(linear.linear(x_TD, w, bias_C, adapters, exact=exact), *where, shift)
     return _op(x_TD, dense.packed, bias_C, *where), k_PSGK, v_PSGK

@@ -132,11 +132,12 @@ def fake(
     return qkv_TC.new_empty((qkv_TC.shape[0], num_heads, k_PSGK.shape[3]))
 
 
-_op = register(
-    "rope_kv_write_(Tensor qkv, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, "
-    "int num_heads, Tensor? q_norm, Tensor? k_norm, float eps, float shift=0.0) -> Tensor",
-    launch, fake,
-)  # fmt: skip
+ARGUMENTS = (
+    "Tensor qkv, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, int num_heads, "
+    "Tensor? q_norm, Tensor? k_norm, float eps"
+)
+_op = register(f"rope_kv_write_({ARGUMENTS}) -> Tensor", launch, fake)
+_shifted_op = register(f"shifted_rope_kv_write_({ARGUMENTS}, float shift) -> Tensor", launch, fake)
 
 
 def rope_kv_write(
@@ -148,5 +149,5 @@ def rope_kv_write(
 
     C = (H + 2G) K in the order q, k, v; both norm weights or neither; pos_T and slot_T int32, slot = page * S + offset.
     """
-    q_THK = _op(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps, shift)
-    return q_THK, k_PSGK, v_PSGK
+    arguments = (qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
+    return _shifted_op(*arguments, shift) if shift else _op(*arguments), k_PSGK, v_PSGK

@@ -356,6 +356,11 @@ def op_samples() -> dict[str, tuple]:
         "take": (x, slot % 5),
         "hand_on_": (slot, normal(5), torch.zeros(8).int(), torch.zeros(2, 5).int()),
         "attention": paged_case([7, 4], [3, 1], 4, 2, 16, 4),
+        "bounded_attention": (*paged_case([7, 4], [3, 1], 4, 2, 16, 4), True, 2, 3.0),
+        "shifted_rms_norm": (x, normal(32), 1e-5, 1.0),
+        "shifted_add_rms_norm": (x, normal(5, 32), normal(32), 1e-5, 1.0),
+        "shifted_rows_rms_norm": (linear.pack(normal(40, 32)).packed, slot, normal(32), 1e-5, 1.0),
+        "shifted_rope_kv_write_": (*write, normal(16), normal(16), 1e-5, 1.0),
         "draw": tuple(draw_case(3, 50).values()),
     }
 
