@@ -131,7 +131,7 @@ def pytest(folder: Path, arguments: list[str], timeout: float, environment: dict
 
 
 def copy_tree(target: Path) -> Path:
-    skip = shutil.ignore_patterns(".git", "__pycache__", ".venv", "results", "outputs", "runs")
+    skip = shutil.ignore_patterns(".git", "__pycache__", ".venv", "outputs")
     return Path(shutil.copytree(ROOT, target, ignore=skip))
 
 
