@@ -6,6 +6,7 @@ None means "auto" everywhere; `resolve` replaces it before anything is loaded.
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from fengine.errors import ConfigError
 
@@ -277,31 +278,29 @@ def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
     device = config.model.device or hardware.device
     if device == "cuda" and config.model.gpu_id:
         device = f"cuda:{config.model.gpu_id}"
-    gpu = device.startswith("cuda")
-    compile_step = config.compile.enabled
-    cache, scheduler = config.cache, config.scheduler
-    page_size = cache.page_size or (64 if gpu else 16)  # on a CPU as fast as larger ones, with more prefix hits
-    rows = scheduler.max_running_requests or (512 if gpu else 64)
-    tokens = scheduler.max_step_tokens or max(rows, 8192 if gpu else 512)
-    if scheduler.max_running_requests is None:
-        rows = min(rows, tokens)
-    drafts = config.speculation
     return replace(
         config,
         model=replace(config.model, device=device),
-        cache=replace(cache, page_size=page_size),
-        scheduler=replace(
-            scheduler,
-            max_running_requests=rows,
-            max_step_tokens=tokens,
-            overlap=gpu if scheduler.overlap is None else scheduler.overlap,
-        ),
-        compile=replace(
-            config.compile, enabled=gpu and not config.compile.cuda_graph if compile_step is None else compile_step
-        ),
-        speculation=replace(
+        **_resolved(config, gpu=device.startswith("cuda")),
+    )
+
+
+def _resolved(config: EngineConfig, *, gpu: bool) -> dict[str, Any]:
+    """The groups whose defaults depend on the device. Pure."""
+    cache, scheduler, drafts, compiling = config.cache, config.scheduler, config.speculation, config.compile
+    rows = scheduler.max_running_requests or (512 if gpu else 64)
+    tokens = scheduler.max_step_tokens or max(rows, 8192 if gpu else 512)
+    rows = rows if scheduler.max_running_requests else min(rows, tokens)
+    overlap = gpu if scheduler.overlap is None else scheduler.overlap
+    compiled = gpu and not compiling.cuda_graph if compiling.enabled is None else compiling.enabled
+    return {
+        # pages of 16 tokens on a CPU: as fast as larger ones, with more prefix hits
+        "cache": replace(cache, page_size=cache.page_size or (64 if gpu else 16)),
+        "scheduler": replace(scheduler, max_running_requests=rows, max_step_tokens=tokens, overlap=overlap),
+        "compile": replace(compiling, enabled=compiled),
+        "speculation": replace(
             drafts,
             num_draft_tokens=drafts.num_draft_tokens or 16,
             step_tokens=min(drafts.step_tokens or (64 if gpu else 16), tokens),
         ),
-    )
+    }

@@ -84,7 +84,8 @@ def figures() -> dict[str, Any]:
     for path, tree in files.items():
         lines[room(path)] += len(path.read_text().splitlines())
         count[room(path)] += 1
-        edges[room(path)] |= imported(tree) - {room(path)}
+        if path.name != "__main__.py":  # what `python -m` runs, and nobody imports
+            edges[room(path)] |= imported(tree) - {room(path)}
     rooms = {name for name in lines if not name.startswith("__")}
     arrows = {name: edges[name] & rooms for name in rooms}
     upward = [

@@ -47,9 +47,8 @@ def prepare(
     values = _template_values(chat, facts)
     ids = encode(chat.messages, chat.tools, chat.add_generation_prompt, values)
     sampling = dict(request.arguments["sampling_params"])
-    constrained = chat.forced or any(name in sampling for name in GRAMMARS)
-    channels = facts.form is not None and facts.form.name == "harmony" and not constrained
-    form = facts.form if channels or chat.tools is not None and not chat.forced else None
+    constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
+    form = _form_read(chat, facts, constrained)
     if form is not None and facts.hidden:
         sampling.setdefault("skip_special_tokens", False)
     thinks = facts.thinks and chat.separate_reasoning and not constrained
@@ -65,6 +64,12 @@ def prepare(
         return OutputParser(form, thinks=thinks, opened=opened, forced=bool(chat.forced))
 
     return request.arguments | {"input_ids": ids, "sampling_params": sampling}, ChatForm(tokenizer, request, new_parser)
+
+
+def _form_read(chat: ChatOptions, facts: TemplateFacts, constrained: bool) -> Format | None:
+    """The form of calls that outputs are searched for: with tools that none forces, and harmony's channels. Pure."""
+    channels = facts.form is not None and facts.form.name == "harmony" and not constrained
+    return facts.form if channels or (chat.tools is not None and not chat.forced) else None
 
 
 def _template_values(chat: ChatOptions, facts: TemplateFacts) -> dict[str, Any]:

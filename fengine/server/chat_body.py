@@ -90,27 +90,31 @@ def messages_of(messages: Any) -> Any:
 
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    content, calls, older = (message.get(name) for name in ("content", "tool_calls", "function_call"))
+    content = message.get("content")
     if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not texts or any(not isinstance(text, str) for text in texts):
-            raise invalid("messages", f'{where}.content must be a string or {{"type": "text", "text": …}} parts; '
-                          "images and other media are not built.")  # fmt: skip
-        message = {**message, "content": "\n".join(text for text in texts if text is not None)}
-    if older is not None and calls is not None:
-        raise invalid("messages", f"{where} has tool_calls and function_call; give one.")
-    if older is not None:
+        message = {**message, "content": _joined(content, where)}
+    calls = message.get("tool_calls")
+    if message.get("function_call") is not None:
+        if calls is not None:
+            raise invalid("messages", f"{where} has tool_calls and function_call; give one.")
+        calls = [{"type": "function", "function": message["function_call"]}]
         message = {key: value for key, value in message.items() if key != "function_call"}
-        calls = [{"type": "function", "function": older}]
-    if calls is not None:
-        if not isinstance(calls, list):
-            raise invalid("messages", f"{where}.tool_calls must be a list, got {calls!r:.80}.")
-        message = {**message, "tool_calls": [_tool_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(calls)]}
-        if not calls:
-            del message["tool_calls"]
-    return message
+    if calls is None:
+        return message
+    if not isinstance(calls, list):
+        raise invalid("messages", f"{where}.tool_calls must be a list, got {calls!r:.80}.")
+    read = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "tool_calls": read} if read else rest
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """The texts of a message's parts, a line each. Errors: ApiError for any other part."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise invalid("messages", f'{where}.content must be a string or {{"type": "text", "text": …}} parts; '
+                      "images and other media are not built.")  # fmt: skip
+    return "\n".join(map(str, texts))
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -139,20 +143,25 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Any, bool]:
     """(tools, the choice: auto, none, required or {"name": …}, whether the body has OpenAI's older words)."""
     tools, choice = body.get("tools"), body.get("tool_choice")
-    functions, older = body.get("functions"), body.get("function_call")
-    legacy = functions is not None or older is not None
-    if legacy and (tools is not None or choice is not None):
-        raise invalid("functions", "functions and function_call are the older form of tools and tool_choice; give one.")
-    if legacy:
-        if functions is not None and not isinstance(functions, list):
-            raise invalid("functions", f"functions must be a list, got {functions!r:.80}.")
-        tools, choice = [{"type": "function", "function": one} for one in functions or ()], older
+    legacy = any(body.get(word) is not None for word in ("functions", "function_call"))
     name = "functions" if legacy else "tools"
-    if not isinstance(tools, list | None) or len(tools or ()) > MAX_TOOLS:
+    if legacy:
+        if tools is not None or choice is not None:
+            raise invalid(name, "functions and function_call are the older form of tools and tool_choice; give one.")
+        tools, choice = _older(body.get("functions")), body.get("function_call")
+    tools = [] if tools is None else tools
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise invalid(name, f"{name} must be a list of at most {MAX_TOOLS}, got {tools!r:.80}.")
-    for i, tool in enumerate(tools or ()):
+    for i, tool in enumerate(tools):
         _check_tool(tool, f"{name}[{i}]", name)
-    return list(tools or ()), _choice(choice, legacy), legacy
+    return list(tools), _choice(choice, legacy), legacy
+
+
+def _older(functions: Any) -> list[dict[str, Any]]:
+    """OpenAI's older `functions` as tools. Errors: ApiError."""
+    if functions is not None and not isinstance(functions, list):
+        raise invalid("functions", f"functions must be a list, got {functions!r:.80}.")
+    return [{"type": "function", "function": one} for one in functions or ()]
 
 
 def _check_tool(tool: Any, where: str, name: str) -> None:
