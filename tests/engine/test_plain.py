@@ -1,0 +1,129 @@
+"""Commands and steps are plain data: an engine whose every command and step goes through JSON draws the same bits."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fengine.api.engine import Engine
+from fengine.core.plain import Handles, from_plain, to_plain
+from fengine.core.request import Adapter, Request
+from fengine.core.sampling_params import SamplingParams
+from fengine.core.scheduler_output import SchedulerOutput
+from fengine.engine import commands
+from fengine.errors import UnsupportedFeatureError
+from fengine.structured_output.backend import Source
+
+PROMPTS = ["What is the capital of France?", "Tell me a story about a fox.", "hello", "1 2 3 4 5 6 7"] * 2
+SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
+SAMPLING: list[dict[str, Any]] = [
+    {"max_new_tokens": 20, "temperature": 0.8, "top_p": 0.9},
+    {"max_new_tokens": 20, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {"5": 2.0}},
+    {"max_new_tokens": 30, "json_schema": SCHEMA},
+    {"max_new_tokens": 12, "min_new_tokens": 6, "ignore_eos": True, "stop": ["zzz"]},
+] * 2
+
+
+def push(logits: Any, params: Any) -> Any:
+    logits[:, 11] += params[0]["much"]
+    logits[:, len(params[0]["__req__"].output_ids)] -= 2
+    return logits
+
+
+def ask(engine: Engine) -> list[Any]:
+    engine.register_logit_processor("push", push)
+    outputs: Any = engine.generate(
+        PROMPTS, SAMPLING, return_logprob=True, top_logprobs_num=[0, 2] * 4, logprob_start_len=[0, -1, 2, 1] * 2
+    )
+    params = {"max_new_tokens": 12, "custom_params": {"much": 3.0}}
+    outputs += engine.generate(PROMPTS, params, custom_logit_processor="push", return_hidden_states="last")
+    keys = (
+        "output_token_logprobs",
+        "input_token_logprobs",
+        "input_top_logprobs",
+        "output_top_logprobs",
+        "finish_reason",
+    )
+    return [[o["output_ids"], *(o["meta_info"].get(key) for key in keys)] for o in outputs]
+
+
+def start(**options: Any) -> Engine:
+    return Engine(
+        model_path="box", device="cpu", enable_torch_compile=False, random_seed=3, max_total_tokens=320,
+        enable_custom_logit_processor=True, enable_return_hidden_states=True, chunked_prefill_size=24, **options,
+    )  # fmt: skip
+
+
+def handles_of(engine: Engine) -> Handles:
+    def adapter(name: str, number: int) -> Adapter:
+        raise AssertionError("no adapters here")
+
+    grammars = engine._context.grammars
+    return Handles(engine._context.processors, lambda kind, text: grammars.compile(Source(kind, text)), adapter)
+
+
+def sent(value: Any, handles: Handles) -> Any:
+    """What another process would read."""
+    return from_plain(type(value), json.loads(json.dumps(to_plain(value, handles))), handles)
+
+
+@pytest.fixture(params=[{}, {"disable_overlap_schedule": True}, {"speculative_algorithm": "NGRAM"}], ids=str)
+def options(request: Any) -> Iterator[dict[str, Any]]:
+    yield request.param
+
+
+def test_steps_that_went_through_json_have_the_same_bits(options: dict[str, Any]) -> None:
+    with start(**options) as engine:
+        want, preempted = ask(engine), engine.stats()["preemptions"]
+    with start(**options) as engine:
+        handles, core, steps = handles_of(engine), engine._parts.core, []
+        stage, put = core.stepper.input_batch.stage, core.inbox.put
+
+        def staged(output: SchedulerOutput) -> Any:
+            steps.append(sent(output, handles))
+            return stage(steps[-1])
+
+        def putting(command: commands.Command, attached: Any = None, reply: Any = None) -> None:
+            there = sent(command, handles)
+            if isinstance(there, commands.Add):
+                assert isinstance(command, commands.Add)
+                for request, state in zip(there.requests, attached, strict=True):
+                    assert to_plain(request, handles) == to_plain(state.request, handles)
+            else:
+                assert there == command
+            put(there, attached, reply)
+
+        core.stepper.input_batch.stage = staged  # type: ignore[method-assign]
+        core.inbox.put = putting  # type: ignore[method-assign]
+        assert ask(engine) == want
+        assert len(steps) > 30 and engine.stats()["preemptions"] == preempted
+
+
+COMMANDS = [
+    commands.Abort(None), commands.Abort(("a", "b")), commands.Pause("retract"), commands.Resume(),
+    commands.FlushCache(), commands.GetStats(), commands.Ping(), commands.WatchSteps("k"), commands.UnwatchSteps("k"),
+    commands.LabelWeights("v1"), commands.UpdateWeights(("a", "b"), None), commands.ReadWeights("a", 3),
+    commands.ReleaseMemory(("kv_cache",), everything=True), commands.ResumeMemory((), everything=False),
+    commands.StartProfile("/tmp/x", 3, None, ("CPU",), False, True), commands.StopProfile(),
+]  # fmt: skip
+
+
+def test_every_command_comes_back_as_it_went(options: dict[str, Any]) -> None:
+    kinds = {kind for kind in vars(commands).values() if isinstance(kind, type) and issubclass(kind, commands.Command)}
+    assert {type(command) for command in COMMANDS} == kinds - {commands.Command, commands.Add}
+    loads = {("a", 3): Adapter("a", 3, None)}
+    handles = Handles({}, lambda kind, text: (kind, text), lambda name, number: loads[name, number])
+    for command in COMMANDS:
+        assert sent(command, handles) == command
+    request = Request("r", 2, [1, 2], SamplingParams(regex="a+", grammar=("regex", "a+")), 7, 9, frozenset({5}))
+    request.adapter = loads["a", 3]
+    (back,) = sent(commands.Add((request,)), handles).requests
+    assert back.adapter is request.adapter and back.params == request.params and back.stop_ids == {5}
+
+
+def test_a_processor_without_a_name_stays_in_its_process() -> None:
+    handles = Handles({"push": push}, lambda kind, text: None, lambda name, number: Adapter(name, number, None))
+    assert to_plain(SamplingParams(processor=push), handles) == {"processor": "push"}
+    with pytest.raises(UnsupportedFeatureError, match="not registered by name"):
+        to_plain(SamplingParams(processor=lambda logits, params: logits), handles)
