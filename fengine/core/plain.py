@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from fengine.core.request import Adapter
 from fengine.core.sampling_params import SamplingParams
@@ -69,8 +69,8 @@ def from_plain(kind: Any, data: Any, handles: Handles) -> Any:
     if origin in (Union, UnionType):
         return None if data is None else from_plain(next(one for one in args if one is not type(None)), data, handles)
     if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        made: Any = kind(**{name: from_plain(hints[name], item, handles) for name, item in data.items()})
+        hints, make = get_type_hints(kind), cast(Callable[..., Any], kind)
+        made = make(**{name: from_plain(hints[name], item, handles) for name, item in data.items()})
         return _with_handles(made, handles) if isinstance(made, SamplingParams) else made
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(data)

@@ -109,7 +109,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-def test_every_command_comes_back_as_it_went(options: dict[str, Any]) -> None:
+def test_every_command_comes_back_as_it_went() -> None:
     kinds = {kind for kind in vars(commands).values() if isinstance(kind, type) and issubclass(kind, commands.Command)}
     assert {type(command) for command in COMMANDS} == kinds - {commands.Command, commands.Add}
     loads = {("a", 3): Adapter("a", 3, None)}

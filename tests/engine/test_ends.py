@@ -1,0 +1,235 @@
+"""Whatever ends an engine's thread, everybody who waits is answered; its own callbacks cannot hang it."""
+
+import asyncio
+import ctypes
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from checksum import checksum_engine
+from test_lifecycle import run
+
+from fengine.api.engine import Engine
+from fengine.engine import engine_core
+from fengine.engine.output_processor import StepTokens
+from fengine.errors import EngineBusyError, EngineClosedError, EngineDeadError, FengineError
+
+LONG = {"max_new_tokens": 200, "ignore_eos": True}
+SOON = 20  # seconds: an answer is due within one; this is how long a test waits before it calls it none
+
+
+class Gone(BaseException):
+    """No Exception: nothing that handles errors catches it."""
+
+
+def throw_into(thread: threading.Thread, error: type[BaseException]) -> None:
+    """As an asynchronous exception, wherever the thread is."""
+    assert thread.ident is not None
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error)) == 1
+
+
+def all_waiting(engine: Engine, kill: Callable[[], None]) -> list[BaseException | None]:
+    """What callers of every kind get when the engine is killed while they wait: a call, a stream, an async one."""
+    engine.pause_generation("in_place")
+
+    async def ask() -> None:
+        await engine.async_generate(input_ids=[3], sampling_params=LONG)
+
+    waits = [
+        lambda: engine.generate(input_ids=[1], sampling_params=LONG),
+        lambda: next(iter(engine.generate(input_ids=[2], sampling_params=LONG, stream=True))),
+        lambda: asyncio.run(ask()),
+    ]
+    with ThreadPoolExecutor(len(waits)) as pool:
+        futures = [pool.submit(wait) for wait in waits]
+        while len(engine._parts.core.requests.states) < len(waits):
+            threading.Event().wait(0.01)
+        kill()
+        return [future.exception(SOON) for future in futures]
+
+
+def finish(engine: Engine) -> None:
+    """The books are not balanced any more."""
+    engine._parts.core.call = lambda command, attached=None: None
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["loop", "text"])
+@pytest.mark.parametrize("error", [Gone, MemoryError, SystemExit])
+def test_an_exception_thrown_into_a_thread_answers_everybody(which: int, error: type[BaseException]) -> None:
+    with checksum_engine() as engine:
+        core = engine._parts.core
+
+        def kill() -> None:
+            throw_into(core.threads[which], error)
+            core.inbox.ring() if which == 0 else core.text.steps.put(StepTokens([], []))
+
+        assert all(isinstance(found, EngineDeadError) for found in all_waiting(engine, kill))
+        with pytest.raises(EngineDeadError):
+            engine.generate(input_ids=[1])
+        with pytest.raises(EngineDeadError):
+            engine.flush_cache()
+        finish(engine)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["loop", "text"])
+def test_a_thread_that_cannot_even_tell_of_its_end(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its guard fails, too: what watches the threads answers."""
+    monkeypatch.setattr(engine_core.EngineCore, "_guard", lambda core, body: body())
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with checksum_engine() as engine:
+        core = engine._parts.core
+
+        def kill() -> None:
+            throw_into(core.threads[which], Gone)
+            core.inbox.ring() if which == 0 else core.text.steps.put(StepTokens([], []))
+
+        assert all(isinstance(found, EngineDeadError) for found in all_waiting(engine, kill))
+        finish(engine)
+
+
+def test_a_call_that_waits_for_a_loop_that_dies_is_answered() -> None:
+    with checksum_engine() as engine:
+        core = engine._parts.core
+
+        def die(command: Any, attached: Any) -> None:
+            raise Gone
+
+        core.handle(engine_core.commands.FlushCache, die)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(EngineDeadError):
+            pool.submit(engine.flush_cache).result(SOON)
+        finish(engine)
+
+
+# -- a logit processor that asks its own engine ------------------------------------------------------------------------
+
+
+def during_a_step(engine: Engine, ask: Callable[[], Any]) -> Any:
+    """What a logit processor gets when it does this: the answer, or the error."""
+    found: list[Any] = []
+
+    def processor(logits: Any, params: Any) -> Any:
+        try:
+            found.append(ask())
+        except FengineError as error:
+            found.append(error)
+        return logits
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            engine.generate, input_ids=[1], sampling_params={"max_new_tokens": 2}, custom_logit_processor=processor
+        )
+        call.exception(SOON)
+    return found[0]
+
+
+def test_a_processor_that_asks_its_engine_is_answered_or_refused() -> None:
+    with checksum_engine() as engine:
+        assert during_a_step(engine, engine.get_load)[0]["num_reqs"] == 1
+        assert during_a_step(engine, engine.get_server_info)["status"] == "ready"
+        assert during_a_step(engine, engine.stats)["running"] == 1
+        assert during_a_step(engine, engine.ping) is None
+        refused = (
+            engine.flush_cache, engine.pause_generation, engine.release_memory_occupation, engine.start_profile,
+            lambda: engine.update_weights_from_tensor([]),
+        )  # fmt: skip
+        for ask in refused:
+            assert isinstance(during_a_step(engine, ask), EngineBusyError), ask
+        assert engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})["meta_info"]
+
+
+def test_a_processor_may_shut_its_engine_down() -> None:
+    done = run(
+        "from checksum import *\n"
+        "from fengine.errors import *\n"
+        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
+        "engine = Engine.from_parts(checksum_parts())\n"
+        "def processor(logits, params):\n"
+        "    engine.shutdown()\n"
+        "    return logits\n"
+        "try:\n"
+        "    engine.generate(input_ids=[1], sampling_params={'max_new_tokens': 9}, custom_logit_processor=processor)\n"
+        "except EngineClosedError:\n"
+        "    print('closed')\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+
+
+def test_a_processor_that_never_returns_does_not_hold_up_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "GRACE", 0.5)
+    with checksum_engine() as engine:
+        inside, leave = threading.Event(), threading.Event()
+
+        def processor(logits: Any, params: Any) -> Any:
+            inside.set()
+            leave.wait(60)
+            return logits
+
+        with ThreadPoolExecutor(2) as pool:
+            call = pool.submit(engine.generate, input_ids=[1], custom_logit_processor=processor)
+            assert inside.wait(SOON)
+            pool.submit(engine.shutdown).result(SOON)
+            assert isinstance(call.exception(SOON), EngineClosedError)
+        leave.set()
+        for thread in engine._parts.core.threads:
+            thread.join(SOON)
+            assert not thread.is_alive()
+        finish(engine)
+
+
+# -- engines that nobody holds, and forks ------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_dropped_is_collected_with_its_threads() -> None:
+    with checksum_engine() as other:
+        engine = Engine.from_parts(other._parts, owned=True)
+        core, gone = other._parts.core, weakref.ref(engine)
+        engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 3})
+        del engine
+        gc.collect()
+        assert gone() is None
+        for thread in core.threads:
+            thread.join(SOON)
+            assert not thread.is_alive()
+        finish(other)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_in_a_forked_child_every_call_refuses() -> None:
+    done = run(
+        "import os, inspect\n"
+        "from checksum import *\n"
+        "from fengine.errors import *\n"
+        "models.MODELS = {SPEC.architecture: Model(lambda _: SPEC, forward, unembed, lambda _: [])}\n"
+        "with Engine.from_parts(checksum_parts()) as engine:\n"
+        "    session = engine.open_session(10)\n"
+        "    calls = {\n"
+        "        'generate': dict(input_ids=[1]), 'open_session': dict(capacity_of_str_len=1), 'stats': {},\n"
+        "        'close_session': dict(session_id=session), 'abort': dict(rid='a'), 'flush_cache': {},\n"
+        "        'get_load': {}, 'get_server_info': {}, 'get_model_info': {}, 'pause_generation': {},\n"
+        "        'continue_generation': {}, 'release_memory_occupation': {}, 'resume_memory_occupation': {},\n"
+        "        'start_profile': {}, 'ping': {},\n"
+        "        'stop_profile': {}, 'update_weights_from_tensor': dict(named_tensors=[]), 'begin_weight_update': {},\n"
+        "        'get_weights_by_name': dict(name='a'), 'unload_lora_adapter': dict(lora_name='a'),\n"
+        "        'destroy_weights_update_group': dict(group_name='g'), 'encode': dict(prompt=[1]),\n"
+        "    }\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        wrong = []\n"
+        "        for name, arguments in calls.items():\n"
+        "            try:\n"
+        "                getattr(engine, name)(**arguments)\n"
+        "                wrong.append(name)\n"
+        "            except EngineClosedError as error:\n"
+        "                if 'fork' not in str(error): wrong.append(name)\n"
+        "            except Exception as error:\n"
+        "                wrong.append((name, repr(error)))\n"
+        "        os.write(1, repr(wrong).encode() + b'\\n')\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
