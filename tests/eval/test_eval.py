@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -197,6 +198,15 @@ def test_every_prefix_of_the_journal_resumes(whole: tuple[Point, Path], tmp_path
             assert len(engine.prompts) == ROWS - max(0, number - 1), "what is there is not computed again"
             assert all(isinstance(found, Entry) for found in scan(folder / "journal.log")), "the torn tail is gone"
             shutil.rmtree(folder)
+
+
+def test_the_example_in_the_yaml_is_what_it_says(engines: list[FakeEngine]) -> None:
+    """`task.prompt='"{question}\\nAnswer:"'` as it stands in conf/task/jsonl.yaml, its \\n being a newline."""
+    text = (conf_dir() / "task" / "jsonl.yaml").read_text()
+    (word,) = (shlex.split(line.strip("# \n"))[0] for line in text.splitlines() if "task.prompt=" in line)
+    Path("q.jsonl").write_text('{"question": "Why?"}\n')
+    assert run.main(["eval", "task=jsonl", "task.data=q.jsonl", word, "view=quiet", "out=q"]) == run.OK
+    assert engines[0].prompts == ["Why?\nAnswer:"]
 
 
 def test_nothing_scored_is_told(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:

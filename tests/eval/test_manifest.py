@@ -184,3 +184,13 @@ def test_every_problem_of_a_config_is_told() -> None:
 def test_a_package_that_computes_nothing_may_change() -> None:
     old, new = ({"versions": {"torch": "2", "transformers": version}} for version in ("5.0", None))
     assert differences(old, new) == [] != differences(old, {"versions": {"torch": "3"}})
+
+
+def test_settings_that_came_later_have_their_defaults() -> None:
+    """A run goes on although its manifest is older than a key, as long as the key says what was so before."""
+    now = settings(EvalConfig())
+    old = {"config": {key: value for key, value in now.items() if key != "model.is_embedding"}}
+    known = manifest.completed(old, "config", now)
+    assert differences(old, {"config": now}) and differences(known, {"config": now}) == []
+    assert differences(known, {"config": now | {"model.is_embedding": True}}) == ["model.is_embedding: false → true"]
+    assert manifest.completed({"engine": None}, "engine", now) == {"engine": None}

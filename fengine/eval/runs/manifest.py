@@ -91,6 +91,12 @@ def refuse_differences(
         )
 
 
+def completed(known: dict[str, Any], config: str, defaults: dict[str, Any]) -> dict[str, Any]:
+    """What was recorded, with the keys that settings have got since: its mapping `config` lacks them. Pure."""
+    recorded = known.get(config)
+    return known | {config: defaults | recorded} if isinstance(recorded, dict) else known
+
+
 def differences(found: Any, wanted: Any, name: str = "") -> list[str]:
     """Lines "key: old → new", for every leaf in which two mappings differ, but the digest of the config and
     versions of packages that compute nothing. Pure."""

@@ -103,6 +103,7 @@ def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Pat
     record = folder.read(MANIFEST)
     if record is not None:
         known, allow = manifest.recorded(record, folder.path), point.config.resume.allow_code_change
+        known = manifest.completed(known, "config", manifest.settings(EvalConfig()))
         manifest.refuse_differences(known, what, folder.path, allow_code_change=allow)
         return record
     record = manifest.record(what, manifest.origin(point, base))
@@ -149,6 +150,7 @@ class Run:
             found["model_files"] = digests.file_digests(model_directory(model))
         known = self.record["in_force"]
         if known is not None:
+            known = manifest.completed(known, "engine", found["engine"])
             manifest.refuse_differences({"in_force": known}, {"in_force": found}, self.folder.path)
         self.record["in_force"] = found
 
