@@ -73,7 +73,7 @@ def under(s: Schedule | None, shape: Shape) -> Callable[[Layer], Tensor]:
         if s is None:
             return op.moe(layer.x_TD, Dense(layer.router_ED, shape.experts), layer.weights, routing)
         logits_TE = linear(layer.x_TD, Dense(layer.router_ED, shape.experts), out_dtype=torch.float32)
-        return op.run(op.Call(layer.x_TD, logits_TE, layer.weights, routing, None, 0.0), s)
+        return op.run(op.Call(layer.x_TD, logits_TE, layer.weights, routing, None, None, 0.0), s)
 
     return compute
 

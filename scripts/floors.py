@@ -1,7 +1,7 @@
 """The least seconds a GPU needs for a workload: prefill FLOPs over the rate of its matrix units, plus, per decode step,
 the larger of weight bytes over its memory rate and GEMM FLOPs over the matrix rate, plus KV bytes over the memory rate.
 
-Every request is taken to start at once. A prompt token counts the output head too, as if all of its logits were made.
+A mixture of experts reads, per step, the experts that its rows choose if they choose evenly. Every request is taken to start at once. A prompt token counts the output head too, as if all of its logits were made.
 """
 
 import json
@@ -52,14 +52,17 @@ def floor(config: dict[str, Any], work: Work) -> Floor:
     """Of all requests of `work`, in bf16. Pure."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads, width = config["num_key_value_heads"], config.get("head_dim") or hidden // heads
-    per_layer = (2 * heads + 2 * kv_heads) * width * hidden + 3 * hidden * config["intermediate_size"]
-    weights = layers * per_layer + hidden * config["vocab_size"]
+    experts, chosen = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
+    expert = 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"])
+    shared = layers * (2 * heads + 2 * kv_heads) * width * hidden + hidden * config["vocab_size"]
+    weights = shared + layers * chosen * expert
     prefill = sum(
         2 * weights * (n - c) + 2 * layers * heads * width * (n * n - c * c) for n, c in cached_prefixes(work)
     )
     decode = 0.0
     for step in range(1, max(n for _, n in work)):
         rows = sum(n > step for _, n in work)
-        decode += max(weights * ITEM / BYTES, 2 * weights * rows / FLOPS)
+        read = shared + layers * experts * (1 - (1 - chosen / experts) ** rows) * expert
+        decode += max(read * ITEM / BYTES, 2 * weights * rows / FLOPS)
     keys = sum(sum(len(ids) + step for step in range(1, n)) for ids, n in work)
     return Floor(prefill / FLOPS, decode, keys * 2 * layers * kv_heads * width * ITEM / BYTES)

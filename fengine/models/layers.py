@@ -132,17 +132,16 @@ def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_T
 
 def experts_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
     """The sum of each token's experts and, where there is one, the shared expert behind a sigmoid gate. Pure."""
-    found, shared_TD = spec.experts, None
+    found, shared_TD, gate_T1 = spec.experts, None, None
     if found is None:
         raise ModelLoadError("a layer has a router, and its spec no experts")
     if "wshared_gate" in layer:
-        gate_T1 = linear.linear(x_TD, layer["wshared_gate"], out_dtype=torch.float32, exact=spec.exact).sigmoid()
+        gate_T1 = linear.linear(x_TD, layer["wshared_gate"], out_dtype=torch.float32, exact=spec.exact)
         product_TF = linear.gated_linear(x_TD, layer["wshared_gate_up"], None, adapters, spec.exact)
         shared_TD = linear.linear(product_TF, layer["wshared_down"], None, adapters, exact=spec.exact)
-        shared_TD = (shared_TD.float() * gate_T1).to(x_TD.dtype)
     weights = experts.Weights(layer["wexperts_gate_up"].packed, layer["wexperts_down"].packed)
     return experts.moe(x_TD, layer["wrouter"], weights, experts.Routing(found.top_k, found.renormalise),
-                       shared_TD=shared_TD)  # fmt: skip
+                       shared_TD=shared_TD, gate_T1=gate_T1)  # fmt: skip
 
 
 def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:

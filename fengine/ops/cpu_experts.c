@@ -107,9 +107,9 @@ INLINE const void *of_expert(const void *w, int64_t expert, int64_t numbers, int
 }
 
 /* y[t, d] = the weighted sum of t's experts + shared; gate_up packed [e, ceil(2f/32), d, 32], down [e, ceil(d/32), f,
- * 32]. shared, correction and the biases may be null. */
+ * 32]. shared, its gate [t], correction and the biases may be null. */
 API int fengine_experts(const float *x, const float *logits, const void *gate_up, const void *down, const float *shared,
-                        const float *correction, const void *gate_up_bias, const void *down_bias, float *y, int64_t t,
+                        const float *gate, const float *correction, const void *gate_up_bias, const void *down_bias, float *y, int64_t t,
                         int64_t e, int64_t top, int64_t f, int64_t d, int gate_kind, int down_kind, int gate_bias_kind,
                         int down_bias_kind, int renormalise, int sigmoid, int threads, float scale, float limit,
                         int silu_threads) {
@@ -154,8 +154,11 @@ API int fengine_experts(const float *x, const float *logits, const void *gate_up
         if (!failed)
             add_parts(y, part, weight, pair + first, count, top, d);
     }
-    for (int64_t i = 0; shared && i < t * d; i++)
-        y[i] += shared[i];
+    for (int64_t row = 0; shared && row < t; row++) {
+        vf scale = vf_set(gate ? 1.0f / (1.0f + exp_of(-gate[row])) : 1.0f);
+        for (int64_t i = row * d, left = d; left > 0; i += 16, left -= 16)
+            vf_store_upto(y + i, vf_load_upto(y + i, left) + vf_load_upto(shared + i, left) * scale, left);
+    }
     free(start);
     free(pair);
     free(weight);

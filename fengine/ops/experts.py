@@ -8,7 +8,8 @@ Reduction tree, for each token by itself, whatever the other tokens are:
            exp(-logit)), chosen by that + correction, over the sum of the chosen + 1e-20 or as it is. Then times `scale`
   expert   the trees of `gated_linear` and `linear` over its own weights; biases are added in fp32 after the sums
   parts    weight * fp32 sum of the down product, rounded to the output dtype once
-  result   0 + the parts by ascending expert id in fp32, the shared expert's output last; one rounding
+  result   0 + the parts by ascending expert id in fp32, the shared expert's output last; one rounding. The output is
+           first multiplied by 1 / (1 + exp(-gate)) and rounded, where there is a gate
 
 Grouping, tile heights, sorting or none are schedules: no sum contains another token's term. Softmax over the chosen
 logits is softmax over all, renormalised. Families: Qwen3-MoE (norm_topk_prob), Mixtral, Granite-MoE and gpt-oss
@@ -47,7 +48,7 @@ def route_reference(logits_TE: Tensor, routing: Routing, correction_E: Tensor | 
 
 
 def reference(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routing, shared_TD: Tensor | None = None,
-              limit: float = 0.0) -> Tensor:  # fmt: skip
+              gate_T1: Tensor | None = None, limit: float = 0.0) -> Tensor:  # fmt: skip
     """The math, over all experts of unpacked weights, in fp32 (fp64 where x is). Pure."""
     dtype = x_TD.dtype
     id_TA, weight_TA = route_reference(wide(logits_TE), routing, weights.correction)
@@ -64,6 +65,8 @@ def reference(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routin
         chosen_TA = id_TA == expert
         part_TD = (y_TD * rearrange(torch.where(chosen_TA, weight_TA, 0).sum(-1), "t -> t 1")).to(dtype)
         total_TD = torch.where(rearrange(chosen_TA.any(-1), "t -> t 1"), total_TD + part_TD, total_TD)
+    if shared_TD is not None and gate_T1 is not None:
+        shared_TD = (wide(shared_TD) * wide(gate_T1).sigmoid()).to(dtype)
     return (total_TD if shared_TD is None else total_TD + shared_TD).to(dtype)
 
 
@@ -83,7 +86,7 @@ def proved(call: Call, s: Schedule) -> bool:
     if s == REFERENCE or not call.x_TD.is_cuda:
         return True
     known = proofs(call.x_TD.device.index)
-    there = [x is not None for x in (*call.weights[2:], call.shared_TD)]
+    there = [x is not None for x in (*call.weights[2:], call.shared_TD, call.gate_T1)]
     key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {there} {call.limit > 0} {s}"
     if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
         return known.known.get(key, False)
@@ -122,15 +125,16 @@ def _compare(call: Call, s: Schedule) -> bool:
 
 
 def launch(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, shared: Tensor | None, correction: Tensor | None,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, top_k: int, renormalise: bool, sigmoid: bool, scale: float,
-    limit: float,
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, shared: Tensor | None, gate: Tensor | None,
+    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, top_k: int, renormalise: bool,
+    sigmoid: bool, scale: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    x, logits, shared = plain(x), plain(logits), None if shared is None else plain(shared)
+    x, logits = plain(x), plain(logits)
+    shared, gate = (None if t is None else plain(t) for t in (shared, gate))
     if x.shape[0] == 0:
         return torch.empty_like(x)
     weights = Weights(gate_up, down, gate_up_bias, down_bias, correction)
-    call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, limit)
+    call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit)
     candidates = schedules(*call.sizes, x.dtype, experts_hopper.usable(x, gate_up, down))
     return run(call, next((s for s in candidates if proved(call, s)), REFERENCE))
 
@@ -140,7 +144,7 @@ def fake(x: Tensor, *_: Any) -> Tensor:
 
 
 _op = register(
-    "experts(Tensor x, Tensor logits, Tensor gate_up, Tensor down, Tensor? shared, Tensor? correction, "
+    "experts(Tensor x, Tensor logits, Tensor gate_up, Tensor down, Tensor? shared, Tensor? gate, Tensor? correction, "
     "Tensor? gate_up_bias, Tensor? down_bias, int top_k, bool renormalise, bool sigmoid, float scale, float limit)"
     " -> Tensor",
     launch, fake, cpu_experts.experts,
@@ -148,21 +152,22 @@ _op = register(
 
 
 def experts(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routing, shared_TD: Tensor | None = None,
-            limit: float = 0.0) -> Tensor:  # fmt: skip
-    """The chosen experts' sum as [T, D], in x's dtype, plus `shared_TD`. Pure.
+            gate_T1: Tensor | None = None, limit: float = 0.0) -> Tensor:  # fmt: skip
+    """The chosen experts' sum as [T, D], in x's dtype, plus `shared_TD` times the sigmoid of `gate_T1`. Pure.
 
-    logits: float32. `limit` > 0: gate and up are clamped, and the product is (up + 1) * gate * sigmoid(1.702 gate).
+    logits and gate: float32. `limit` > 0: an expert's gate and up are clamped, and their product is (up + 1) * gate *
+    sigmoid(1.702 gate).
     """
     return _op(
-        x_TD, logits_TE, weights.gate_up, weights.down, shared_TD, weights.correction, weights.gate_up_bias,
+        x_TD, logits_TE, weights.gate_up, weights.down, shared_TD, gate_T1, weights.correction, weights.gate_up_bias,
         weights.down_bias, *routing, limit
     )  # fmt: skip
 
 
 def moe(
     x_TD: Tensor, router: linear_op.Leaf, weights: Weights, routing: Routing, router_bias_E: Tensor | None = None,
-    shared_TD: Tensor | None = None, limit: float = 0.0,
+    shared_TD: Tensor | None = None, gate_T1: Tensor | None = None, limit: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The whole block: `experts` of the logits x @ router.T + bias in float32. Pure."""
     logits_TE = linear_op.linear(x_TD, router, router_bias_E, out_dtype=torch.float32)
-    return experts(x_TD, logits_TE, weights, routing, shared_TD, limit)
+    return experts(x_TD, logits_TE, weights, routing, shared_TD, gate_T1, limit)

@@ -94,8 +94,19 @@ def grouped_kernel(x_ptr, w_ptr, bias_ptr, rows_ptr, count_ptr, weight_ptr, y_pt
 
 
 @triton.jit
-def combine_kernel(part_ptr, id_ptr, index_ptr, base_ptr, shared_ptr, y_ptr, D, A: tl.constexpr, SORTED: tl.constexpr,
-                   SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def shared_part(rows, mask, gate_ptr, GATE: tl.constexpr):
+    """The shared expert's output for one token; GATE: times the sigmoid of its gate, rounded."""
+    part = tl.load(rows, mask=mask, other=0.0)
+    if GATE:
+        sigmoid = 1.0 / (1.0 + tl.exp(-tl.load(gate_ptr)))
+        part = (part.to(tl.float32) * sigmoid).to(part.dtype)
+    return part.to(tl.float32)
+
+
+@triton.jit
+def combine_kernel(part_ptr, id_ptr, index_ptr, base_ptr, shared_ptr, gate_ptr, y_ptr, D, A: tl.constexpr,
+                   SORTED: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """BLOCK columns of one token: its pairs' parts in order, the shared expert last. SORTED: parts of an expert lie
     together, from its base."""
     begin(PDL)
@@ -109,7 +120,7 @@ def combine_kernel(part_ptr, id_ptr, index_ptr, base_ptr, shared_ptr, y_ptr, D, 
             row = (tl.load(base_ptr + tl.load(id_ptr + row)) + tl.load(index_ptr + row)).to(tl.int64)
         total += tl.load(part_ptr + row * D + col, mask=col < D, other=0.0).to(tl.float32)
     if SHARED:
-        total += tl.load(shared_ptr + token * D + col, mask=col < D, other=0.0).to(tl.float32)
+        total += shared_part(shared_ptr + token * D + col, col < D, gate_ptr + token, GATE)
     tl.store(y_ptr + token * D + col, total.to(y_ptr.dtype.element_ty), mask=col < D)
 
 
@@ -145,10 +156,10 @@ def few_gate_kernel(logits_ptr, correction_ptr, x_ptr, w_ptr, bias_ptr, h_ptr, E
 
 
 @triton.jit
-def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_ptr, y_ptr, E, N, K, scale,
+def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_ptr, gate_ptr, y_ptr, E, N, K, scale,
                     A: tl.constexpr, AP: tl.constexpr, RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
-                    CORRECTED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, BM: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr,
+                    CORRECTED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, BE: tl.constexpr,
                     PDL: tl.constexpr):  # fmt: skip
     """BN columns of one token's result: all its experts side by side, one a warp, then their sum in order of ids.
 
@@ -192,5 +203,5 @@ def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_p
     for one in tl.static_range(A):
         total += tl.sum(tl.where((slot == one)[:, None], part, 0.0), 0)
     if SHARED:
-        total += tl.load(shared_ptr + token.to(tl.int64) * N + col, mask=col < N, other=0.0).to(tl.float32)
+        total += shared_part(shared_ptr + token.to(tl.int64) * N + col, col < N, gate_ptr + token, GATE)
     tl.store(y_ptr + token.to(tl.int64) * N + col, total.to(y_ptr.dtype.element_ty), mask=col < N)

@@ -40,6 +40,7 @@ class Call(NamedTuple):
     weights: Weights
     routing: Routing
     shared_TD: Tensor | None
+    gate_T1: Tensor | None  # float32
     limit: float
 
     @property
@@ -65,8 +66,8 @@ def few(call: Call, s: Schedule) -> Tensor:
         _power(e), **_options(x_TD, s.gate, 2), **dependent_launch(device, MIDDLE)
     )  # fmt: skip
     launcher(kernels.few_down_kernel, (t * triton.cdiv(d, s.down.block_n),))(
-        call.logits_TE, w.correction, h_PF, w.down, w.down_bias, call.shared_TD, y_TD, e, d, f, r.scale, a, _power(a),
-        r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None, call.shared_TD is not None,
+        call.logits_TE, w.correction, h_PF, w.down, w.down_bias, call.shared_TD, call.gate_T1, y_TD, e, d, f, r.scale, a, _power(a),
+        r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None, call.shared_TD is not None, call.gate_T1 is not None,
         *s.down[:3], f % s.down.block_k == 0, _power(e), **_options(x_TD, s.down, _power(a)),
         **dependent_launch(device)
     )  # fmt: skip
@@ -97,7 +98,8 @@ def many(call: Call, s: Schedule) -> Tensor:
         _grouped(call, s.down, h_PF, w.down, w.down_bias, rows_ET, count_E, weight_P, parts)
     y_TD = torch.empty_like(x_TD)
     launcher(kernels.combine_kernel, (t, triton.cdiv(d, 1024)))(
-        parts, id_P, index_P, base_E, call.shared_TD, y_TD, d, a, at_once, call.shared_TD is not None, 1024,
+        parts, id_P, index_P, base_E, call.shared_TD, call.gate_T1, y_TD, d, a, at_once, call.shared_TD is not None,
+        call.gate_T1 is not None, 1024,
         num_warps=4, **pdl
     )  # fmt: skip
     return y_TD

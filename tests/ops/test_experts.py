@@ -55,10 +55,11 @@ def as_double(w: Weights) -> Weights:
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 @pytest.mark.parametrize(("t", "e", "f", "d"), [(1, 3, 40, 64), (13, 16, 33, 70), (40, 5, 64, 96)])
 def test_experts_are_the_math(threads: int, dtype: torch.dtype, routing: Routing, t: int, e: int, f: int, d: int):
-    for limit, biases, shared in ((0.0, True, torch.randn(t, d)), (1.0, False, None)):
+    both = torch.randn(t, d), torch.randn(t, 1)
+    for limit, biases, shared, gate in ((0.0, True, *both), (1.0, False, None, None), (0.0, False, both[0], None)):
         x, logits, w = case(t, e, f, d, dtype, biases)
-        exact = reference(x.double(), logits.double(), as_double(w), routing, shared, limit)
-        got = experts(x, logits, packed(w), routing, shared, limit)
+        exact = reference(x.double(), logits.double(), as_double(w), routing, shared, gate, limit)
+        got = experts(x, logits, packed(w), routing, shared, gate, limit)
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=5e-5)
 
 
@@ -66,13 +67,13 @@ def test_experts_are_the_math(threads: int, dtype: torch.dtype, routing: Routing
 def test_a_token_alone_has_the_bits_of_the_batch(threads: int, routing: Routing):
     """In any company and any order of rows: grouping is no part of the sum."""
     x, logits, w = case(50, 8, 40, 64, torch.bfloat16, biases=True)
-    w, shared = packed(w), torch.randn(50, 64)
-    whole = experts(x, logits, w, routing, shared)
-    assert whole.equal(torch.cat([experts(x[i : i + 1], logits[i : i + 1], w, routing, shared[i : i + 1])
-                                  for i in range(50)]))  # fmt: skip
+    w, shared, gate = packed(w), torch.randn(50, 64), torch.randn(50, 1)
+    whole = experts(x, logits, w, routing, shared, gate)
+    alone = [experts(x[t], logits[t], w, routing, shared[t], gate[t]) for t in torch.arange(50).split(1)]
+    assert whole.equal(torch.cat(alone))
     order = torch.randperm(50)
-    assert whole[order].equal(experts(x[order], logits[order], w, routing, shared[order]))
-    assert whole[3:20].equal(experts(x[3:20], logits[3:20], w, routing, shared[3:20]))
+    assert whole[order].equal(experts(x[order], logits[order], w, routing, shared[order], gate[order]))
+    assert whole[3:20].equal(experts(x[3:20], logits[3:20], w, routing, shared[3:20], gate[3:20]))
 
 
 def test_grouped_is_ungrouped_in_order_of_ids():
@@ -187,9 +188,9 @@ def test_qwen2_moe_block_with_its_shared_expert():
     x = torch.randn(20, 64)
     w = Weights(stacked(block.experts.gate_up_proj.data), stacked(block.experts.down_proj.data))
     with torch.no_grad():
-        shared = block.shared_expert(x) * block.shared_expert_gate(x).sigmoid()
+        shared, gate = block.shared_expert(x), block.shared_expert_gate(x)
         want = block(x[None])[0]
-    close(moe(x, linear.pack(block.gate.weight.data), w, Routing(2, False), shared_TD=shared), want)
+    close(moe(x, linear.pack(block.gate.weight.data), w, Routing(2, False), shared_TD=shared, gate_T1=gate), want)
 
 
 def test_gpt_oss_block():

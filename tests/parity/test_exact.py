@@ -35,6 +35,9 @@ SHAPES = {
     "llama": BASE,
     "qwen2": BASE | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True} | SEVEN_HEADS,
     "qwen3": BASE | {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 3, "num_key_value_heads": 3},
+    "qwen2_moe": BASE
+    | {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 3}
+    | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 48},
 }
 Result = list[tuple[list[int], list[float]]]
 
