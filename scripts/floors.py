@@ -1,7 +1,8 @@
 """The least seconds a GPU needs for a workload: prefill FLOPs over the rate of its matrix units, plus, per decode step,
 the larger of weight bytes over its memory rate and GEMM FLOPs over the matrix rate, plus KV bytes over the memory rate.
 
-A mixture of experts reads, per step, the experts that its rows choose if they choose evenly. Every request is taken to start at once. A prompt token counts the output head too, as if all of its logits were made.
+A mixture of experts reads, per step, the experts that its rows choose if they choose evenly. Every request is taken to
+start at once. A prompt token counts the output head too, as if all of its logits were made.
 """
 
 import json

@@ -66,10 +66,10 @@ def few(call: Call, s: Schedule) -> Tensor:
         _power(e), **_options(x_TD, s.gate, 2), **dependent_launch(device, MIDDLE)
     )  # fmt: skip
     launcher(kernels.few_down_kernel, (t * triton.cdiv(d, s.down.block_n),))(
-        call.logits_TE, w.correction, h_PF, w.down, w.down_bias, call.shared_TD, call.gate_T1, y_TD, e, d, f, r.scale, a, _power(a),
-        r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None, call.shared_TD is not None, call.gate_T1 is not None,
-        *s.down[:3], f % s.down.block_k == 0, _power(e), **_options(x_TD, s.down, _power(a)),
-        **dependent_launch(device)
+        call.logits_TE, w.correction, h_PF, w.down, w.down_bias, call.shared_TD, call.gate_T1, y_TD, e, d, f, r.scale,
+        a, _power(a), r.renormalise, r.sigmoid, w.correction is not None, w.down_bias is not None,
+        call.shared_TD is not None, call.gate_T1 is not None, *s.down[:3], f % s.down.block_k == 0, _power(e),
+        **_options(x_TD, s.down, _power(a)), **dependent_launch(device)
     )  # fmt: skip
     return y_TD
 
