@@ -112,7 +112,7 @@ def _add_prompt(request: Request, record: Record, span: Span, scores: Scores) ->
 def _add_outputs(requests: Sequence[Request], drawn: Sequence[bool], scores: Scores) -> None:
     """Of the rows that have drawn. All arrays become lists at once: row by row that takes ten times as long."""
     tops, ids = scores.top_logprob_PX.tolist(), scores.top_id_PX.tolist()
-    asked = scores.logprob_PK.tolist()
+    asked = scores.logprob_PK.tolist() if any(request.params.logprob_ids for request in requests) else []
     for row, request in enumerate(requests):
         found = _open(request) if drawn[row] else None
         if found is None:

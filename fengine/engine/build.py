@@ -37,7 +37,7 @@ from fengine.worker.logits.stage import LogitsStage
 from fengine.worker.model_runner import CpuRunner
 from fengine.worker.pooling import Pooling, read_pooling
 from fengine.worker.sampler import logits_stages
-from fengine.worker.step import make_forward, make_unembed
+from fengine.worker.step import ForwardFn, make_forward, make_unembed
 
 
 class AdapterSlots(Protocol):
@@ -195,7 +195,8 @@ def ready(
     with _faults_of_start(config):
         if isinstance(runner, CudaRunner):
             small = init_kv(spec, 1, page_size, kv_dtype, device)
-            activations = prepare(runner, small, ahead=not config.compile.enabled)
+            eager = make_forward(replace(spec, exact=config.numerics is Numerics.exact))
+            activations = prepare(runner, small, eager)
         pages = pool_pages(config, spec, kv_dtype, rows, loaded.context_length, activations)
         return pages, runner.warm_up(new_pool(spec, pages, page_size, kv_dtype, device), page_size)
 
@@ -239,14 +240,15 @@ def make_scheduler(
     )
 
 
-def prepare(runner: CudaRunner, kv: KVState, *, ahead: bool) -> int:
+def prepare(runner: CudaRunner, kv: KVState, eager: ForwardFn) -> int:
     """Compiles and proves every kernel of the engine, with any small KV state. Returns as `CudaRunner.prepare`.
 
-    With `ahead` the kernels are compiled beside each other first; not so under torch.compile, whose kernels would run.
+    First our own kernels are compiled beside each other, through `eager`: those of torch.compile would run meanwhile.
     """
-    if ahead:
-        with compiling():
-            runner.prepare(kv)
+    forward, runner.forward = runner.forward, eager
+    with compiling():
+        runner.prepare(kv)
+    runner.forward = forward
     return runner.prepare(kv)
 
 

@@ -26,6 +26,7 @@ class Model(NamedTuple):
     forward: Forward
     unembed: Unembed
     weights: Weights
+    layer: layers.LayerFn | None = None  # of which `forward` is made, if it is made of one
 
 
 class Family(NamedTuple):
@@ -46,7 +47,8 @@ class Family(NamedTuple):
         base = self.base or self.architecture.removesuffix("ForCausalLM")
         names = (self.architecture, f"{base}Model", f"{base}ForSequenceClassification")
         forward = layers.decoder(self.layer)
-        return {name: Model(partial(self._read, name), forward, self.unembed, self.weights) for name in names}
+        shared = (forward, self.unembed, self.weights, self.layer)
+        return {name: Model(partial(self._read, name), *shared) for name in names}
 
     def _read(self, architecture: str, config: Config) -> ModelSpec:
         check_model_type(config, self.model_type, architecture)

@@ -23,14 +23,15 @@ from fengine.models.spec import ModelSpec
 Params = dict[str, Any]  # nested dicts and lists; leaf keys carry the shape: params["layers"][3]["wqkv"]
 
 
+def layer_kind(layer: Params) -> tuple[Any, ...]:
+    """What layers of one kind have in common: parameters, their shapes and dtypes, the LayerKind. Pure."""
+    facts = ((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in tree_leaves(layer))
+    return (*sorted(layer), *facts)
+
+
 def layer_kinds(layers: list[Params]) -> list[int]:
-    """The first layer of each kind: same parameters, shapes, dtypes and LayerKind. Pure."""
-
-    def kind(layer: Params) -> tuple[Any, ...]:
-        facts = ((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in tree_leaves(layer))
-        return (*sorted(layer), *facts)
-
-    kinds = [kind(layer) for layer in layers]
+    """The first layer of each kind. Pure."""
+    kinds = [layer_kind(layer) for layer in layers]
     return [kinds.index(each) for each in dict.fromkeys(kinds)]
 
 

@@ -34,7 +34,6 @@ from fengine.worker.step import (
     Result,
     UnembedFn,
     batches,
-    mark_sizes,
     read_out,
     sample_rows,
     scores_of,
@@ -125,7 +124,8 @@ class CudaRunner:
         return kv
 
     def _warm(self, bucket: Bucket) -> None:
-        self._stage(StepInput(warm_arrays(bucket.tokens, self._sizes(bucket))), bucket, 0)
+        blank = StepInput(warm_arrays(bucket.tokens, self._sizes(bucket)))
+        self._stage(blank, bucket, 0, torch.cuda.current_stream())
         self._run_sampler(bucket, 0, self._run_forward(bucket, 0), (), None)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -135,8 +135,9 @@ class CudaRunner:
         assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
         bucket = self.buckets.of(step.tokens, step.rows, step.adapters)
         which = self.turn if bucket.inputs == 2 else 0
-        self._stage(step, bucket, which)
-        torch.cuda.current_stream().wait_event(self.sent[which])
+        stream = torch.cuda.current_stream()
+        self._stage(step, bucket, which, stream)
+        stream.wait_event(self.sent[which])
         masks = start_masks(step, self.drawn, beside=False)
         if bucket.graph and self.graphs.replay(("forward", bucket, which)):
             hidden_TD = self.hidden_TD
@@ -155,17 +156,17 @@ class CudaRunner:
             return found["draw_2R"][:, : step.rows] if step.draws else np.zeros((2, step.rows), np.int32)
 
         result = read_out(self.params, self.unembed, hidden_TD, step, draws, likeliest)
-        self.ended[which].record()
+        self.ended[which].record(stream)
         self.going.wait_event(self.ended[which])
         with torch.cuda.stream(self.going):
             self.found.fetch(self.turn, which, sizes)
-            self.sent[which].record()
-            done.record()
+            self.sent[which].record(self.going)
+            done.record(self.going)
         self.turn ^= 1
         self.drawn = lambda: draws()[0].tolist()
         return kv, result
 
-    def _stage(self, step: StepInput, bucket: Bucket, which: int) -> None:
+    def _stage(self, step: StepInput, bucket: Bucket, which: int, stream: torch.cuda.Stream) -> None:
         """Packs a step into this turn's pinned buffers, padded, and starts their copies to the device's `which`."""
         sizes, edits = self._sizes(bucket), bool(step.stages) or step.top is not None
         self.inputs.fill(step.arrays, sizes, self.turn)
@@ -177,13 +178,12 @@ class CudaRunner:
             self.inputs.send(self.turn, which, sizes)
             if edits:
                 self.edits.send(self.turn, which, edit_sizes(bucket.rows))
-        torch.cuda.current_stream().wait_stream(self.coming)
+        stream.wait_stream(self.coming)
 
     # -- its parts over static buffers, run or captured ----------------------------------------------------------------
 
     def _run_forward(self, bucket: Bucket, which: int) -> Tensor:
         batch, feed = batches(self.inputs.tensors(which, self._sizes(bucket)), self.last_token_R)
-        mark_sizes(batch, feed)
         return self.forward(self.params, self.kv[0], batch, feed)[1]
 
     def _capture_forward(self, bucket: Bucket, which: int) -> None:

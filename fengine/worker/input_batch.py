@@ -100,7 +100,7 @@ class InputBatch:
         self.seed[row] = new.seed
         self.adapter[row] = self.adapter_slots if new.adapter_slot is None else new.adapter_slot
         if not params.bare:
-            self.states[row] = RowState(new, list(new.token_ids))
+            self.states[row] = RowState(new)
             for stage in self.stages:
                 stage.admit(row, self.states[row])
 
@@ -209,15 +209,16 @@ class InputBatch:
         draws_R[pooled] = False
         drawing = [c for c in chunks if draws_R[c.row]]
         rows = DrawRows(slot_R, arrays["pos_R"], draws_R, drawing)
-        step = StepInput(arrays, bool(draws_R.any()), pooled=pooled, prompts=prompt_rows(chunks))
+        step = StepInput(arrays, bool(draws_R.any()), pooled=pooled)
+        step.prompts = prompt_rows([c for c in chunks if c.start < c.state.prompt_len])
         if step.draws:
             step.stages = tuple(stage for stage in self.stages if stage.stage(rows, arrays))
-            asked = [c for c in drawing if c.state.params.top_logprobs or c.state.params.logprob_ids]
+            asked = [c for c in drawing if c.state.asks_draws]
             if asked:
                 step.top = max(c.state.params.top_logprobs for c in asked)
                 arrays[ASKED.name] = asked_ids(asked, len(slot_R))
         index, at = [np.zeros(0, np.int64)], 0
-        for chunk in chunks:
+        for chunk in [c for c in chunks if c.state.asks_hidden]:
             for first, last in _hidden_due(chunk):
                 index.append(np.arange(first, last) - chunk.start + chunk.at)
                 step.hidden.append(Span(chunk.row, first, last - first, at))
@@ -234,8 +235,6 @@ def _hidden_due(chunk: Chunk) -> list[tuple[int, int]]:
         return last
     if params.pool == "cls":
         return [(0, 1)] if start == 0 == chunk.state.new.first_seen else []
-    if not (params.hidden or params.pool):
-        return []
     first, behind = max(start, chunk.state.new.first_seen), min(end, chunk.state.prompt_len)
     return ([(first, behind)] if first < behind else []) + (last if params.hidden and end > behind else [])
 

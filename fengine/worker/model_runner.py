@@ -24,7 +24,6 @@ from fengine.worker.step import (
     Result,
     UnembedFn,
     batches,
-    mark_sizes,
     read_out,
     sample_rows,
     scores_of,
@@ -47,7 +46,6 @@ class CpuRunner:
             sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": max(width, -(-tokens // page_size))}
             arrays = warm_arrays(tokens, sizes | ({"A": tokens, "S": slots + 1} if slots else {}))
             batch, feed = batches(on_cpu(arrays), self.last_token_R)
-            mark_sizes(batch, feed)
             kv, _ = self.forward(self.params, kv, batch, feed)
         return kv
 

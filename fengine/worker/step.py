@@ -5,10 +5,9 @@
 On CUDA each is a captured graph; between them the host computes the masks of grammars, if there are any.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +16,11 @@ from torch import Tensor
 from fengine.core.step_output import Scores, StepOutput
 from fengine.models import lookup
 from fengine.models.kv_state import AdapterBatch, KVState, Params, SamplingBatch, StepBatch
+from fengine.models.layers import decoder
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
 from fengine.ops.linear import linear
+from fengine.worker.compiled import compiled_layers
 from fengine.worker.fields import Arrays, Tensors, built
 from fengine.worker.input_batch import StepInput
 from fengine.worker.logits.logprobs import put, score_prompts, to_host
@@ -31,22 +32,6 @@ from fengine.worker.sampler import Sampled, sample
 ForwardFn = Callable[[Params, KVState, StepBatch, "Feed"], tuple[KVState, Tensor]]
 UnembedFn = Callable[[Params, Tensor], Tensor]
 Result = Callable[[], StepOutput]  # waits for the step
-
-
-# What is left for Inductor between our ops is small: a second thread would cost more than it brings, and checking the
-# size of every intermediate costs as much as a small layer. `vec_isa_ok` takes the vector width from the CPU's flags
-# instead of from three test programs, which would be half of a warm start.
-INDUCTOR = {"cpp.threads": 1, "size_asserts": False, "cpp.vec_isa_ok": True}
-
-
-def guards(found: Sequence[Any]) -> list[bool]:
-    """Which of torch.compile's guards (its `GuardFilterEntry`s) are checked before every step. Pure.
-
-    What may differ between two calls of one engine's step: whether some row has an adapter, and how many layers there
-    are (a start tries one of each kind). All else is fixed when it is built, and to compare some 200 facts of it (every
-    weight's shape, every constant) would take a fifth of a short step.
-    """
-    return ["adapters" in guard.name or guard.guard_type == "SEQUENCE_LENGTH" for guard in found]
 
 
 class Feed(NamedTuple):
@@ -69,23 +54,18 @@ def batches(tensors: Tensors, last_token_R: Tensor) -> tuple[StepBatch, Feed]:
 
 
 def make_forward(spec: ModelSpec, *, compiled: bool = False) -> ForwardFn:
-    """The forward pass with `spec` closed over, fed tokens filled in; under `torch.compile(fullgraph=True)` if asked.
+    """The forward pass with `spec` closed over, fed tokens filled in; its layers under torch.compile if asked.
 
     It modifies the storage of the KV state, which is dead after the call; the returned state is the only live one.
-    The sizes T, R and N are unbacked symbols: one graph serves every batch, so no request can trigger a compile.
     """
     model = lookup(spec.architecture)
+    forward = decoder(compiled_layers(model.layer)) if compiled and model.layer is not None else model.forward
 
     def run(params: Params, kv: KVState, batch: StepBatch, feed: Feed) -> tuple[KVState, Tensor]:
         token_T = edges.feed(batch.token_T, feed.last_token_R, feed.feed_index_T, feed.feed_from_T)
-        return model.forward(params, spec, kv, batch._replace(token_T=token_T))
+        return forward(params, spec, kv, batch._replace(token_T=token_T))
 
-    if not compiled:
-        return run
-    # A code object of its own: Dynamo keeps its graphs, and counts recompilations against a limit, per code object, and
-    # every engine of this process would share this one.
-    run.__code__ = run.__code__.replace()
-    return torch.compile(run, fullgraph=True, options={**INDUCTOR, "guard_filter_fn": guards})
+    return run
 
 
 def make_unembed(spec: ModelSpec) -> UnembedFn:
@@ -115,20 +95,6 @@ def step(
     kv, hidden_TD = model.forward(params, spec, kv, batch)
     logits_RV = model.unembed(params, spec, edges.take(hidden_TD, batch.logit_index_R))
     return kv, sample(logits_RV, sampling, tensors or {}, stages)
-
-
-def mark_sizes(batch: StepBatch, feed: Feed) -> None:
-    """Marks T, R, B, N and A as sizes that the compiler must not specialise on, each of them one size wherever it
-    stands in a name. Call before the first compiled call."""
-    if "torch._dynamo" not in sys.modules:
-        return  # nothing is compiled, and importing the compiler would take longer than importing torch
-    adapters = {} if batch.adapters is None else {"token_A": batch.adapters.token_A}
-    fields = batch._asdict() | feed._asdict() | adapters
-    for name, tensor in fields.items():
-        if name != "adapters":
-            sizes = ["R before"] if name == "last_token_R" else name.rsplit("_", 1)[1]
-            for dim, size in enumerate(sizes):
-                torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)
 
 
 def start_masks(step: StepInput, drawn: Drawn, beside: bool) -> Callable[[], Arrays]:

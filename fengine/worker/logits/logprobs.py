@@ -54,7 +54,7 @@ def rounded_top(top: int) -> int:
 
 def asked_ids(chunks: Sequence[Chunk], rows: int) -> np.ndarray:
     """ids [R, K] whose logprobs the draws of these rows are to come with; 0 where none is asked."""
-    asked = [(chunk.row, chunk.state.params.logprob_ids) for chunk in chunks]
+    asked = [(chunk.row, ids) for chunk in chunks if (ids := chunk.state.params.logprob_ids)]
     id_RK = np.zeros((rows, max((len(ids) for _, ids in asked), default=0)), np.int32)
     for row, ids in asked:
         id_RK[row, : len(ids)] = ids
@@ -65,7 +65,7 @@ def asked_ids(chunks: Sequence[Chunk], rows: int) -> np.ndarray:
 
 
 def prompt_rows(chunks: Sequence[Chunk]) -> list[PromptRows]:
-    """What the chunks of a step give, apart by how many ids each wants: none makes its neighbours' arrays wide."""
+    """What chunks of prompts give, apart by how many ids each wants: none makes its neighbours' arrays wide."""
     groups: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
         if _is_scored(chunk):
@@ -76,8 +76,8 @@ def prompt_rows(chunks: Sequence[Chunk]) -> list[PromptRows]:
 
 def _is_scored(chunk: Chunk) -> bool:
     """Whether input logprobs land with this chunk; with the last one also where only the first entry, None, does."""
-    first, prompt_len = chunk.state.new.first_scored, chunk.state.prompt_len
-    return chunk.start < prompt_len and first < prompt_len and (chunk.draws or first < chunk.end)
+    first = chunk.state.new.first_scored
+    return first < chunk.state.prompt_len and (chunk.draws or first < chunk.end)
 
 
 def _group(chunks: list[Chunk], top: int) -> PromptRows:

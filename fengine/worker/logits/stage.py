@@ -1,37 +1,33 @@
 """`LogitsStage`: what edits logits, and what it may know of a step; `Table`: what a row slot keeps on the device."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.sampling_params import SamplingParams
 from fengine.core.scheduler_output import NewRow
 from fengine.errors import FengineError
 from fengine.worker.fields import Arrays, Field, Tensors
 
 
-@dataclass(slots=True, eq=False)
 class RowState:
-    """What the worker keeps of a running request that wants more than a drawn token. Modifies: itself."""
+    """What the worker keeps of a running request that wants more than a drawn token. Modifies: itself.
 
-    new: NewRow
-    tokens: list[int]  # prompt and drawn tokens, as far as none was fed on the device
-    cursor: Any = None  # where the output stands in its grammar
+    `tokens` are prompt and drawn tokens, as far as none was fed on the device.
+    """
 
-    @property
-    def params(self) -> SamplingParams:
-        return self.new.params
+    __slots__ = ("new", "params", "prompt_len", "tokens", "cursor", "asks_draws", "asks_hidden")
 
-    @property
-    def prompt_len(self) -> int:
-        return self.new.prompt_len
+    def __init__(self, new: NewRow) -> None:
+        self.new, self.params, self.prompt_len, self.tokens = new, new.params, new.prompt_len, list(new.token_ids)
+        self.cursor: Any = None  # where the output stands in its grammar
+        self.asks_draws = bool(new.params.top_logprobs or new.params.logprob_ids)  # logprobs of other ids
+        self.asks_hidden = bool(new.params.hidden or new.params.pool)
 
     @property
     def output_ids(self) -> list[int]:
-        return self.tokens[self.new.prompt_len :]
+        return self.tokens[self.prompt_len :]
 
 
 class Chunk(NamedTuple):

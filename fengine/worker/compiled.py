@@ -1,0 +1,70 @@
+"""torch.compile over one layer of each kind, used for all layers of that kind, as JAX scans over layers.
+
+What is left for the compiler between our ops, which are opaque to it, is elementwise: with a rounding to the tensors'
+dtype behind each operation its bits are those of the eager layer. Nothing but the sizes of a step differs between two
+calls of a compiled layer: so it checks nothing when it is called, and no request makes anything compile.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine.models.kv_state import Params, StepBatch, layer_kind
+from fengine.models.layers import LayerFn, LayerOut
+from fengine.models.spec import ModelSpec
+
+# A second thread would cost more than it brings, and checking the size of every intermediate costs as much as a small
+# layer. `vec_isa_ok` takes the vector width from the CPU's flags instead of from three test programs, which would be
+# half of a warm start.
+OPTIONS: dict[str, Any] = {
+    "cpp.threads": 1,
+    "size_asserts": False,
+    "cpp.vec_isa_ok": True,
+    "emulate_precision_casts": True,
+    "guard_filter_fn": lambda guards: [False] * len(guards),
+}
+SIZES = "TRBNAP"  # a graph serves every one of them
+
+
+def compiled_layers(layer_fn: LayerFn) -> LayerFn:
+    """`layer_fn`, compiled at the first call with each kind of layer, with adapters and without."""
+    kinds: dict[int, tuple[Params, Any]] = {}  # by identity: to tell a kind takes as long as a short layer
+    made: dict[Any, LayerFn] = {}
+
+    def run(
+        layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
+        normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
+    ) -> LayerOut:  # fmt: skip
+        if id(layer) not in kinds:
+            kinds[id(layer)] = layer, layer_kind(layer)
+        key = kinds[id(layer)][1], next_norm_D is None, batch.adapters is None, normed_TD is residual_TD
+        if key not in made:
+            made[key] = _compiled(layer_fn)
+            mark_sizes(batch, k_PSGK=k_PSGK, v_PSGK=v_PSGK, normed_TD=normed_TD, residual_TD=residual_TD)
+        return made[key](layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD, next_norm_D)
+
+    return run
+
+
+def _compiled(layer_fn: LayerFn) -> LayerFn:
+    def layer(*arguments: Any) -> LayerOut:
+        return layer_fn(*arguments)
+
+    # A code object of its own: Dynamo keeps its graphs, and counts recompilations against a limit, per code object, and
+    # every kind of layer of every engine of this process would share this one.
+    layer.__code__ = layer.__code__.replace()
+    compiled: Callable[..., LayerOut] = torch.compile(layer, fullgraph=True, options=OPTIONS)
+    return compiled
+
+
+def mark_sizes(batch: StepBatch, **others: Tensor) -> None:
+    """Marks SIZES as what the compiler must not specialise on, each of them one size wherever its letter stands in a
+    name. Call before the first compiled call."""
+    adapters = {} if batch.adapters is None else {"token_A": batch.adapters.token_A}
+    tensors = {name: value for name, value in batch._asdict().items() if name != "adapters"} | adapters | others
+    for name, tensor in tensors.items():
+        for dim, letter in enumerate(name.rpartition("_")[2]):
+            if letter in SIZES:
+                torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=letter)
