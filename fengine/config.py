@@ -77,13 +77,15 @@ class CacheConfig:
 class SchedulerConfig:
     """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size).
 
-    `overlap` schedules the next step while the device computes this one; None: on a GPU.
+    `max_queued_requests` may wait beyond those that have a row to come to; None: all. `overlap` schedules the next step
+    while the device computes this one; None: on a GPU.
     """
 
     max_running_requests: int | None = None
     max_step_tokens: int | None = None
     policy: Policy = Policy.fcfs
     overlap: bool | None = None
+    max_queued_requests: int | None = None
 
 
 class Algorithm(Enum):
@@ -191,6 +193,7 @@ BOUNDS: dict[str, tuple[int, int | None]] = {
     "cache.page_size": (1, MAX_PAGE_SIZE),
     "cache.max_total_tokens": (1, None),
     "scheduler.max_running_requests": (1, MAX_ROWS),  # tables are made for every row
+    "scheduler.max_queued_requests": (1, None),
     "scheduler.max_step_tokens": (1, None),
     "speculation.step_tokens": (1, MAX_ROWS),
     "speculation.num_draft_tokens": (2, MAX_DRAFTS),  # a row's own token and a draft

@@ -111,6 +111,10 @@ class EngineBusyError(FengineError, RuntimeError):
     """The call needs an idle engine, and requests are running or waiting."""
 
 
+class QueueFullError(FengineError, RuntimeError):
+    """As many requests wait already as `max_queued_requests` lets wait; a later call may find room."""
+
+
 class ProfileError(FengineError, RuntimeError):
     """Profiling is on already, or off, or its trace cannot be written."""
 

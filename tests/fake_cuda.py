@@ -115,6 +115,9 @@ class Cuda:
         yield
 
     @staticmethod
+    def set_device(device: Any) -> None: ...
+
+    @staticmethod
     def synchronize(device: Any) -> None: ...
 
     @staticmethod

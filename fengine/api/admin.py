@@ -12,6 +12,7 @@ from fengine.api.options import EngineContext
 from fengine.core.step_trace import StepRecord
 from fengine.engine.commands import FlushCache, GetStats, Pause, Ping, Resume, UnwatchSteps, WatchSteps
 from fengine.engine.parts import Parts
+from fengine.engine.weights.save import save_weights
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, UnsupportedFeatureError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -181,13 +182,23 @@ def start_expert_distribution_record(engine: HasContext) -> None:
     raise UnsupportedFeatureError("expert distributions are not recorded: no model with experts is built.")
 
 
+RPC = ("save_sharded_model", "flush_cache", "release_memory_occupation", "resume_memory_occupation", "freeze_gc")
+
+
 def collective_rpc(engine: HasContext, method: str, **kwargs: Any) -> None:
-    raise UnsupportedFeatureError(f"collective_rpc({method!r}) is not built: there are no scheduler processes.")
+    """Calls one of RPC: there is one rank, and it is this engine. Errors: UnsupportedFeatureError for other names."""
+    if method not in RPC:
+        raise UnsupportedFeatureError(f"collective_rpc({method!r:.80}) is not built; there are {', '.join(RPC)}.")
+    getattr(engine, method)(**kwargs)
 
 
-def save_sharded_model(engine: HasContext, **kwargs: Any) -> None:
-    raise UnsupportedFeatureError("save_sharded_model is not built: save from the trainer, as safetensors.")
+def save_sharded_model(engine: HasContext, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+    """Writes the live weights, with config and tokenizer, as a folder that `model_path` takes; shards of `max_size`
+    bytes at most. Errors: InvalidRequestError, StorageError, MemoryReleasedError."""
+    parts = engine._parts
+    with parts.updates.alone():
+        save_weights(parts.weights, parts.model_dir, parts.config.model.json_overrides, path, pattern, max_size)
 
 
 def save_remote_model(engine: HasContext, **kwargs: Any) -> None:
-    raise UnsupportedFeatureError("save_remote_model is not built: save from the trainer, as safetensors.")
+    raise UnsupportedFeatureError("save_remote_model is not built: save_sharded_model writes a folder.")

@@ -14,7 +14,7 @@ from fengine.api.options import EngineContext
 from fengine.api.outputs import Output, Shown, output_of
 from fengine.core.request import Finish
 from fengine.engine.output_processor import RequestState
-from fengine.errors import InvalidRequestError, NumericsError
+from fengine.errors import EngineDeadError, InvalidRequestError, NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
 
@@ -101,6 +101,8 @@ class OutputCollector:
         except BaseException:
             self.abort()
             raise
+        if self.context.log is not None:
+            self.context.log.received([one.request for one in self.requests])
 
     def _notifier(self, index: int) -> Callable[[RequestState], None]:
         def notify(state: RequestState) -> None:
@@ -145,9 +147,13 @@ class OutputCollector:
         done = state.done  # read before `seen`: what is seen after it is complete
         if state.error is not None and not self._ends_with_chunk(state):
             self.open.discard(index)
+            if self.context.log is not None and isinstance(state.error, EngineDeadError):
+                self.context.log.died(state.error)
             raise state.error
         if done:
             self.open.discard(index)
+            if self.context.log is not None and state.finish is not None:
+                self.context.log.finished(state.request, state.finish.as_dict())
         elif state.seen == self.sent[index] or not self._due(index, state):
             return None
         output = self._output(index, state, done)

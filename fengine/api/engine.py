@@ -15,6 +15,7 @@ from fengine.api.features import FEATURES
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.options import EngineContext, grammars_in
+from fengine.api.request_log import RequestLog
 from fengine.api.score import ScoreReqInput, ScoreResult, Scoring
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
@@ -103,7 +104,9 @@ class Engine:
     def _start(self, parts: Parts, args: ServerArgs, *, owned: bool) -> None:
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), args.whitespace)
         self._parts, self.server_args, self.config = parts, args, parts.config
-        self._context = EngineContext(parts, args, Sessions(parts.core.abort), grammars, args.preferred())
+        log = RequestLog(args, parts.tokenizer) if args.log_requests or args.crash_dump_folder else None
+        self._context = EngineContext(parts, args, Sessions(parts.core.abort), grammars, args.preferred(), log=log)
+        parts.memory.keeps_weights = args.enable_weights_cpu_backup
         self._pid = os.getpid()
         parts.core.call(LabelWeights(args.weight_version))
         self.tokenizer_manager = TokenizerManager(self)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fengine.api.io_struct import PromptInput
+from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
 from fengine.core.parameters import json_like
@@ -50,6 +51,7 @@ class EngineContext:
     preferred: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters where a call gives none
     processors: dict[str, Callable[..., Any]] = field(default_factory=dict)  # custom logit processors by name
     indices: Indices = field(default_factory=Indices)
+    log: RequestLog | None = None
 
 
 def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:

@@ -146,7 +146,7 @@ class ServerArgs:
                 path=str(self.model_path),
                 tokenizer_path=self.tokenizer_path,
                 revision=self.revision,
-                load_format=_choice(LoadFormat, "load_format", self.load_format),
+                load_format=_choice(LoadFormat, "load_format", _LOAD_WORDS.get(self.load_format, self.load_format)),
                 dtype=_choice(Dtype, "dtype", _DTYPE_WORDS.get(self._dtype, self._dtype)),
                 device=self.device,
                 gpu_id=self._gpu_id,
@@ -166,6 +166,7 @@ class ServerArgs:
                 max_step_tokens=chunk,
                 policy=_choice(Policy, "schedule_policy", self.schedule_policy),
                 overlap=overlap,
+                max_queued_requests=self.max_queued_requests,
             ),
             compile=CompileConfig(enabled=self.enable_torch_compile, cuda_graph=not self.disable_cuda_graph),
             speculation=self._speculation(),
@@ -302,9 +303,8 @@ class ServerArgs:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
         if not 0 <= self.log_requests_level <= 3:
             raise ConfigError(f"log_requests_level must be 0, 1, 2 or 3, got {self.log_requests_level}")
-        for name, least in (("base_gpu_id", 0), ("max_queued_requests", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        if self.base_gpu_id < 0:
+            raise ConfigError(f"base_gpu_id must be at least 0, got {self.base_gpu_id}")
         if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
             raise ConfigError("constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern exclude "
                               "each other; leave one out")  # fmt: skip
@@ -329,6 +329,7 @@ def set_log_level(level: str | None) -> None:
         logger.addHandler(handler)
 
 
+_LOAD_WORDS = {"sharded_state": "safetensors"}  # what save_sharded_model writes
 _DTYPE_WORDS = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"}
 
 

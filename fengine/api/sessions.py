@@ -119,6 +119,7 @@ class Turn:
 class _Session:
     timeout: float | None
     used: float
+    streaming: bool = False  # each turn continues the last one
     turns: dict[str, Turn] = field(default_factory=dict)  # by rid, in the order of arrival
     running: list[Turn] = field(default_factory=list)  # of these, those whose outcome is not known yet
 
@@ -147,14 +148,12 @@ class Sessions:
     ) -> str | None:
         """A new session's id; None if that id is in use. It closes after `timeout` seconds without a request.
 
-        `capacity_of_str_len` is checked and bounds nothing, as in SGLang: the model's context length does.
+        `capacity_of_str_len` is checked and bounds nothing, as in SGLang: the model's context length does. A
+        `streaming` session is append-only; its KV lies in the prefix cache, as any session's does.
         Errors: InvalidRequestError.
         """
-        if streaming:
-            raise InvalidRequestError(
-                "Streaming sessions are disabled. Please relaunch with --enable-streaming-session. fengine has none: "
-                "the prefix cache keeps an ordinary session's KV, too. Leave streaming out."
-            )
+        if not isinstance(streaming, bool):
+            raise InvalidRequestError(f"streaming must be True or False, got {streaming!r:.80}.")
         capacity = exact_int(capacity_of_str_len)
         if capacity is None or capacity < 0:
             raise InvalidRequestError(
@@ -170,7 +169,7 @@ class Sessions:
             if session_id in self._sessions:
                 return None
             name = session_id or uuid.uuid4().hex
-            self._sessions[name] = _Session(seconds, self._clock())
+            self._sessions[name] = _Session(seconds, self._clock(), streaming)
             return name
 
     def close(self, session_id: Any) -> None:
@@ -190,6 +189,11 @@ class Sessions:
             session = self._find(params.id)
             if rid in session.turns:
                 raise SessionError(f"rid {rid!r} is a turn of session {params.id!r} already; choose another.")
+            if session.streaming and params != SessionParams(params.id):
+                raise SessionError(
+                    f"session {params.id!r} is streaming, so append-only: leave rid, offset, replace and "
+                    "drop_previous_output out of session_params."
+                )
             parent, replaced = self._place(session, params)
             if parent is None:
                 return Turn(rid, params.id, None, 0, list(new_ids), replaced)

@@ -31,7 +31,7 @@ from fengine.core.running import Rows, draws_last, is_lockstep, prefix_limit, ve
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Speculation, drafting_of, schedule_drafts, take_drafts
 from fengine.core.waiting_queue import WaitingQueue
-from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError
+from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError, QueueFullError
 
 
 class Scheduler:
@@ -40,11 +40,12 @@ class Scheduler:
     def __init__(
         self, pool: PagePool, cache: PrefixCache | None, *, page_size: int, max_running_requests: int,
         max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
-        adapter_slots: int = 0, whole_prompts: bool = False,
+        adapter_slots: int = 0, whole_prompts: bool = False, max_queued: int | None = None,
     ) -> None:  # fmt: skip
         """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts. Errors: ConfigError.
 
-        `whole_prompts`: a prompt is computed in one step, because its tokens see those that follow.
+        `whole_prompts`: a prompt is computed in one step, because its tokens see those that follow. `max_queued`: so
+        many requests may wait beyond those that have a row to come to.
         """
         limits = {"max_running_requests": max_running_requests, "max_step_tokens": max_step_tokens}
         for name, value in {"page_size": page_size, **limits}.items():
@@ -52,6 +53,7 @@ class Scheduler:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         self.pool, self.cache, self.speculation = pool, cache, speculation
         self.page_size, self.max_step_tokens, self.whole_prompts = page_size, max_step_tokens, whole_prompts
+        self.max_queued = max_queued
         self.num_preemptions = self.num_hit_tokens = self.num_computed_tokens = self.num_finished = 0
         self._rows = Rows(pool, cache, page_size, max_running_requests, adapter_slots)
         self._waiting = WaitingQueue(policy, cache)
@@ -84,7 +86,15 @@ class Scheduler:
         }
 
     def add(self, request: Request) -> None:
-        """Queues a request, or changes nothing. Errors: CapacityError if it could never fit, InvalidRequestError."""
+        """Queues a request, or changes nothing.
+
+        Errors: CapacityError if it could never fit, QueueFullError, InvalidRequestError.
+        """
+        if self.max_queued is not None and len(self._waiting) >= self.max_queued + self._rows.num_free:
+            raise QueueFullError(
+                f"The request queue is full: {len(self._waiting)} requests wait, and max_queued_requests is "
+                f"{self.max_queued}. Try again later."
+            )
         need, capacity = self._rows.pages_for(request.prompt_len + request.max_new_tokens), self.pool.capacity
         if need > capacity:
             raise CapacityError(

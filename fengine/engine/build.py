@@ -28,7 +28,13 @@ from fengine.models.spec import ModelSpec, embedding_spec
 from fengine.ops.ahead import compiling
 from fengine.ops.compiler import private_cache_dir
 from fengine.worker.cuda_runner import CudaRunner
-from fengine.worker.device import detect_hardware, device_of, refuse_default_device, refuse_unbuilt_shape
+from fengine.worker.device import (
+    current_device,
+    detect_hardware,
+    device_of,
+    refuse_default_device,
+    refuse_unbuilt_shape,
+)
 from fengine.worker.hub import resolve_model
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import new_pool, pool_pages
@@ -86,7 +92,8 @@ def build(config: EngineConfig, features: Features) -> Parts:
     device_of(config)  # refused before anything is read
     refuse_default_device()
     use_private_caches()
-    return assemble(config, load(config, features), features, started=started)
+    with current_device(device_of(config)):
+        return assemble(config, load(config, features), features, started=started)
 
 
 def load(config: EngineConfig, features: Features) -> Loaded:
@@ -237,6 +244,7 @@ def make_scheduler(
         speculation=speculation,
         adapter_slots=slots,
         whole_prompts=not spec.causal,
+        max_queued=config.scheduler.max_queued_requests,
     )
 
 

@@ -42,7 +42,9 @@ class Memory:
         self, core: EngineCore, runner: Runner, weights: LiveWeights, new_kv: Callable[[], KVState], page_size: int
     ) -> None:
         self.core, self.runner, self.weights, self.new_kv, self.page_size = core, runner, weights, new_kv, page_size
+        self.keeps_weights = False  # released weights are kept in CPU memory
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []  # of released weights, in bytes
+        self._kept: list[torch.UntypedStorage] = []  # their copies
         core.handle(ReleaseMemory, self._release)
         core.handle(ResumeMemory, self._resume)
 
@@ -86,6 +88,8 @@ class Memory:
             storages = [place.leaf.untyped_storage() for place in self.weights.places.values()]
             own = {s.data_ptr(): s for s in storages if s.resizable()}  # not what is somebody else's memory
             self._sizes = [(s, s.nbytes()) for s in own.values()]
+            if self.keeps_weights:
+                self._kept = [s.cpu() if s.is_cuda else s.clone() for s in own.values()]
             self._free_weights()
         trim()
 
@@ -121,7 +125,7 @@ class Memory:
             raise
 
     def _resume_weights(self) -> None:
-        """Storage for every parameter, and its values where the checkpoint that they came from is unchanged."""
+        """Storage for every parameter, and its values: kept ones, or those of a checkpoint that is unchanged."""
         weights = self.weights
         try:
             for storage, size in self._sizes:
@@ -132,7 +136,12 @@ class Memory:
             raise OutOfMemoryError(
                 f"no memory for weights of {size:.0f} MiB: {str(error).partition('.')[0]}. Free some and resume again"
             ) from None
-        self._sizes = []
+        sizes, self._sizes = self._sizes, []
+        if self._kept:
+            for (storage, _), kept in zip(sizes, self._kept, strict=True):
+                storage.copy_(kept, non_blocking=False)
+            self._kept = []
+            return
         weights.lose(set(weights.places))
         origin = weights.origin
         try:

@@ -14,10 +14,11 @@ from fengine.errors import (
     LogitProcessorError,
     MemoryReleasedError,
     NumericsError,
+    QueueFullError,
     UnsupportedFeatureError,
 )
 
-UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError)
+UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedError, QueueFullError)
 OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools", "functions")

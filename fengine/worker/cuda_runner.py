@@ -1,5 +1,6 @@
 """Runs steps on CUDA: captured graphs over static buffers, one of the forward pass and one of the sampler."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,6 +60,7 @@ class CudaRunner:
         self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
         self.width, self.vocab, self.adapter_slots = width, vocab, adapter_slots
         self.device = torch.device(device)
+        self.thread: int | None = None  # whose current device is this runner's
         self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0)
         self.graphs = Graphs(self.device)
         self.tables = 0  # the versions of the stages' tables that graphs hold
@@ -107,8 +109,15 @@ class CudaRunner:
         torch.cuda.empty_cache()
         return most
 
+    def _enter(self) -> None:
+        """Makes this runner's GPU the current one of the calling thread: the loop's, or the one that builds it."""
+        if self.thread != threading.get_ident():
+            torch.cuda.set_device(self.device)
+            self.thread = threading.get_ident()
+
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
         """Captures every bucket's graphs over `kv`; `prepare` has run once before."""
+        self._enter()
         self.kv = [kv]
         self.graphs.clear()
         buckets = self.buckets.all()
@@ -132,6 +141,7 @@ class CudaRunner:
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on."""
+        self._enter()
         assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
         bucket = self.buckets.of(step.tokens, step.rows, step.adapters)
         which = self.turn if bucket.inputs == 2 else 0

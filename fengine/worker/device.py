@@ -1,5 +1,8 @@
 """The device an engine runs on: what is there, what the configuration asks for, and what cannot be had."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 
 from fengine.config import EngineConfig, Hardware
@@ -21,12 +24,19 @@ def device_of(config: EngineConfig) -> str:
         raise ConfigError(f"model.device is {device!r} but torch sees no CUDA device; use device=cpu")
     if device.partition(":")[2] and not device.partition(":")[2].isdigit():
         raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
-    if device.startswith("cuda:") and int(device[5:]) > 0:  # streams and launches are those of the current device
-        raise ConfigError(
-            f"model.device is {device!r}, and an engine runs on the first device that it sees: set "
-            f"CUDA_VISIBLE_DEVICES={int(device[5:])} and use device=cuda"
-        )
+    if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device is {device!r}, and torch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+@contextmanager
+def current_device(device: str) -> Iterator[None]:
+    """Inside, a GPU is the current one of this thread: launches and streams that name no device are on the current one.
+
+    Modifies: torch's current device, in this thread.
+    """
+    with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+        yield
 
 
 def refuse_default_device() -> None:

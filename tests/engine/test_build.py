@@ -74,12 +74,15 @@ def test_what_cannot_be_built_says_why(model: ModelConfig, kind: type, message: 
         build(EngineConfig(model=model), FEATURES)
 
 
-def test_a_second_gpu_is_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert device_of(EngineConfig(model=ModelConfig(path="box", device="cuda:0"))) == "cuda:0"
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=1 and use device=cuda"):
-        device_of(EngineConfig(model=ModelConfig(path="box", device="cuda:1")))
+    numbered = resolve(EngineConfig(model=ModelConfig(path="box", gpu_id=1)), Hardware("cuda"))
+    assert device_of(numbered) == "cuda:1" and numbered.compile.cuda_graph
+    assert resolve(EngineConfig(model=ModelConfig(path="box", gpu_id=1)), Hardware("cpu")).model.device == "cpu"
+    with pytest.raises(ConfigError, match="'cuda:2', and torch sees 2"):
+        device_of(EngineConfig(model=ModelConfig(path="box", device="cuda:2")))
 
 
 def test_head_widths_that_the_cuda_kernels_do_not_take_are_refused_there_only() -> None:

@@ -137,7 +137,6 @@ def test_calls_without_a_counterpart_are_refused_by_name(engine: Engine) -> None
         engine.stop_expert_distribution_record,
         engine.dump_expert_distribution_record,
         lambda: engine.collective_rpc("save_remote_model", url="x"),
-        lambda: engine.save_sharded_model(path="x"),
         lambda: engine.save_remote_model(url="x"),
     ]
     for call in calls:

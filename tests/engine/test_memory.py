@@ -256,3 +256,17 @@ def test_graphs_are_captured_again_on_a_gpu(tmp_path: Path) -> None:
         new = ask(engine)
     with Engine(model_path=str(other), skip_tokenizer_init=True, chunked_prefill_size=64, **options) as engine:
         assert ask(engine) == new != before
+
+
+def test_kept_weights_come_back_whatever_they_were(checkpoint: Path) -> None:
+    """Also those of an update, which no checkpoint holds."""
+    with start(checkpoint, enable_weights_cpu_backup=True) as engine:
+        norm = load_file(checkpoint / "model.safetensors")["model.norm.weight"]
+        assert engine.update_weights_from_tensor([("model.norm.weight", norm.flip(0) * 2)]).success
+        before = ask(engine)
+        for tags in (["weights"], None):
+            engine.release_memory_occupation(tags)
+            with pytest.raises(MemoryReleasedError):
+                ask(engine)
+            engine.resume_memory_occupation(tags)
+            assert ask(engine) == before

@@ -35,6 +35,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "mem_fraction_static": (0.5, lambda c: c.cache.mem_fraction_static == 0.5),
     "max_total_tokens": (100, lambda c: c.cache.max_total_tokens == 100),
     "max_running_requests": (7, lambda c: c.scheduler.max_running_requests == 7),
+    "max_queued_requests": (3, lambda c: c.scheduler.max_queued_requests == 3),
     "chunked_prefill_size": (33, lambda c: c.scheduler.max_step_tokens == 33),
     "page_size": (4, lambda c: c.cache.page_size == 4),
     "schedule_policy": ("lpm", lambda c: c.scheduler.policy.name == "lpm"),
@@ -62,7 +63,7 @@ BY_THE_ENGINE = set(  # they shape calls, outputs and logs, not the config
     "enable_priority_scheduling schedule_low_priority_values_first default_priority_value weight_version chat_template "
     "hf_chat_template_name default_chat_template_kwargs grammar_backend constrained_json_whitespace_pattern "
     "constrained_json_disable_any_whitespace return_hidden_states log_level log_requests log_requests_level "
-    "crash_dump_folder served_model_name max_queued_requests enable_weights_cpu_backup".split()
+    "crash_dump_folder served_model_name enable_weights_cpu_backup".split()
 )
 
 

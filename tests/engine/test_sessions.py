@@ -227,7 +227,7 @@ def test_bad_params_leave_the_session_as_it_was(world: World, params: Any, messa
         ({"capacity_of_str_len": "5"}, "capacity_of_str_len"),
         ({"session_id": ""}, "session_id must be a string that is not empty"),
         ({"session_id": 5}, "session_id must be a string"),
-        ({"streaming": True}, "Streaming sessions are disabled"),
+        ({"streaming": 1}, "streaming must be True or False"),
         ({"timeout": 0}, "timeout must be a number of seconds above 0"),
         ({"timeout": float("nan")}, "timeout"),
         ({"timeout": float("inf")}, "timeout"),
@@ -395,3 +395,19 @@ def test_random_trees_equal_contexts_kept_whole(world: World, seed: int) -> None
     for name, (before, output) in contexts.items():
         probe = world.sessions.prepare({"id": sid, "rid": name}, [1000], "probe", BOS)
         assert probe.prompt_ids() == [*before, *output, 1000]
+
+
+def test_a_streaming_session_is_append_only_with_the_bits_of_any(engine: Engine) -> None:
+    plain, streaming = (engine.open_session(1000, streaming=value) for value in (False, True))
+    for turn in ([5, 6], [7], [8, 9, 10]):
+        outputs = [
+            engine.generate(input_ids=turn, sampling_params=GREEDY, session_params={"id": sid}, return_logprob=True)
+            for sid in (plain, streaming)
+        ]
+        for key in ("output_ids", "prompt_tokens", "output_token_logprobs"):
+            one, other = ((o | o["meta_info"])[key] for o in outputs)
+            assert one == other
+    last = outputs[1]["meta_info"]["id"]
+    for more in ({"rid": last}, {"replace": True}, {"offset": 1}, {"drop_previous_output": True}):
+        with pytest.raises(SessionError, match="append-only"):
+            engine.generate(input_ids=[1], sampling_params=GREEDY, session_params={"id": streaming, **more})

@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from fengine.errors import (
     EngineClosedError,
     InvalidRequestError,
     MemoryReleasedError,
+    StorageError,
     UnsupportedFeatureError,
 )
 from fengine.models.weights import Source
@@ -310,6 +312,69 @@ def test_sessions_begin_and_end_once(shared: Engine) -> None:
         shared.begin_weight_update("both")
 
 
+def bucket(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """SGLang's flattened bucket: bytes, or elements of one dtype."""
+    parts = [t.flatten().view(torch.uint8) if dtype is None else t.flatten().to(dtype) for t in tensors.values()]
+    facts = [{"name": n, "shape": tuple(t.shape), "dtype": str(dtype or t.dtype)} for n, t in tensors.items()]
+    return {"flattened_tensor": torch.cat(parts), "metadata": facts}
+
+
+def test_flattened_buckets_are_their_tensors(two: tuple[Path, Path]) -> None:
+    tensors = tensors_of(two[1])
+    with start(two[0]) as engine:
+        names = list(tensors)
+        halves = [bucket({n: tensors[n] for n in names[k::2]}, torch.float32 if k else None) for k in range(2)]
+        halves[0]["metadata"] = [SimpleNamespace(**entry) for entry in halves[0]["metadata"]]
+        result = engine.update_weights_from_tensor([SimpleNamespace(**halves[0]), halves[1]], "flattened_bucket")
+        assert result.success, result.message
+        assert ask(engine) == fresh(two[1])
+        whole = bucket(tensors)
+        for change, words in (
+            ({"flattened_tensor": whole["flattened_tensor"][:-1]}, "ends within"),
+            ({"metadata": whole["metadata"][:-1]}, "the metadata names"),
+            ({"metadata": [*whole["metadata"][:-1], {"name": "x"}]}, "needs 'shape'"),
+            ({"metadata": [*whole["metadata"][:-1], {"name": "x", "shape": (1,), "dtype": "int3"}]}, "int3"),
+            ({"flattened_tensor": None}, "needs 'flattened_tensor'"),
+            ({"flattened_tensor": torch.ones(3, 3)}, "one axis"),
+        ):  # fmt: skip
+            with pytest.raises(InvalidRequestError, match=words):
+                engine.update_weights_from_tensor(whole | change, "flattened_bucket")
+        assert ask(engine) == fresh(two[1])
+
+
+def test_nested_tensors_are_refused(shared: Engine, two: tuple[Path, Path]) -> None:
+    parts = [torch.ones(2), torch.ones(3)]
+    for layout in (torch.strided, torch.jagged):
+        result = shared.update_weights_from_tensor([(NORM, torch.nested.nested_tensor(parts, layout=layout))])
+        assert not result.success and NORM in result.message
+    assert ask(shared) == fresh(two[0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_weights_load_again(name: str, tmp_path: Path) -> None:
+    directory = tiny_checkpoints.write(tmp_path / "a", **KINDS[name])
+    scaled = {n: t * 0.5 for n, t in tensors_of(directory).items() if n == NORM}
+    with start(directory) as engine:
+        assert engine.update_weights_from_tensor(scaled).success
+        wanted = ask(engine)
+        engine.save_sharded_model(path=str(tmp_path / "one"))
+        engine.collective_rpc(
+            "save_sharded_model", path=tmp_path / "many", max_size=4000, pattern="m-{part}.safetensors"
+        )
+        with pytest.raises(InvalidRequestError, match="holds weights already"):
+            engine.save_sharded_model(path=str(tmp_path / "one"))
+        with pytest.raises(StorageError, match="cannot be written"):
+            engine.save_sharded_model(path=str(directory / "config.json" / "x"))
+        for bad in ({"path": 3}, {"path": "x", "max_size": 0}, {"path": "x", "pattern": "same.safetensors"}):
+            with pytest.raises(InvalidRequestError):
+                engine.save_sharded_model(**bad)  # type: ignore[arg-type]
+    assert len(list((tmp_path / "many").glob("m-*.safetensors"))) > 2
+    for folder in ("one", "many"):
+        with start(tmp_path / folder, load_format="sharded_state") as again:
+            assert ask(again) == wanted
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "many").num_parameters() > 0
+
+
 def test_pickles_and_code_are_refused_by_name(shared: Engine, two: tuple[Path, Path]) -> None:
     for bad in (b"\x80", "gASV", ["gASV"], {NORM: b"\x80"}):
         with pytest.raises(UnsupportedFeatureError, match="pickle"):
@@ -317,9 +382,11 @@ def test_pickles_and_code_are_refused_by_name(shared: Engine, two: tuple[Path, P
     for bad in (3, [3], [("a", 1, 2)], [(1, torch.ones(1))]):
         with pytest.raises(InvalidRequestError):
             shared.update_weights_from_tensor(bad)
-    for load_format in ("flattened_bucket", "pkg.custom_loader"):
-        with pytest.raises(UnsupportedFeatureError, match="load_format"):
-            shared.update_weights_from_tensor({}, load_format)
+    with pytest.raises(UnsupportedFeatureError, match="load_format"):
+        shared.update_weights_from_tensor({}, "pkg.custom_loader")
+    for bad in (b"\x80", ["gASV"]):
+        with pytest.raises(UnsupportedFeatureError, match="pickle"):
+            shared.update_weights_from_tensor(bad, "flattened_bucket")
     with pytest.raises(UnsupportedFeatureError, match="load_format"):
         shared.update_weights_from_disk(str(two[1]), "pt")
     with pytest.raises(UnsupportedFeatureError, match="pickles"):
@@ -550,7 +617,7 @@ def test_spans_of_versions() -> None:
 def test_the_loop_does_not_wait_for_an_update_that_waits_for_it(shared: Engine) -> None:
     """As if a logit processor, which the loop calls, changed weights while another thread does."""
     updates = shared._parts.updates
-    with updates._alone(), pytest.raises(EngineBusyError, match="from outside"):
+    with updates.alone(), pytest.raises(EngineBusyError, match="from outside"):
         in_loop(shared._parts.core, lambda: updates.begin("all"))
     assert in_loop(shared._parts.core, lambda: updates.begin("all")).success and updates.end().success
 

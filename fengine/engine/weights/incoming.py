@@ -76,6 +76,59 @@ def pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in items]
 
 
+def unflattened(buckets: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of SGLang's flattened buckets: {"flattened_tensor", "metadata"} or objects of these attributes.
+
+    A flat tensor holds bytes (uint8), or elements of one dtype; metadata says name, shape and dtype of each tensor, in
+    order. Errors: InvalidRequestError; UnsupportedFeatureError for serialized buckets, which are pickles.
+    """
+    found: list[tuple[str, Tensor]] = []
+    for bucket in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
+        if isinstance(bucket, (str, bytes, bytearray)):
+            raise UnsupportedFeatureError(
+                "a flattened bucket that is serialized is a pickle, which is never opened. Pass its flattened_tensor "
+                "and metadata; everything runs in one process."
+            )
+        flat, entries = _entry(bucket, "flattened_tensor"), _entry(bucket, "metadata")
+        if fault := _unreadable(flat):
+            raise InvalidRequestError(f"flattened_tensor {fault}.")
+        if flat.dim() != 1 or not isinstance(entries, (list, tuple)):
+            raise InvalidRequestError(
+                "a flattened bucket needs a flattened_tensor of one axis, and a list as metadata."
+            )
+        found += _parts(flat, entries)
+    return found
+
+
+def _parts(flat: Tensor, entries: Any) -> list[tuple[str, Tensor]]:
+    found, at = [], 0
+    for entry in entries:
+        name, shape, dtype = (_entry(entry, key) for key in ("name", "shape", "dtype"))
+        kind = {str(known): known for known in FLOATS}.get(f"torch.{str(dtype).removeprefix('torch.')}")
+        if not isinstance(name, str) or kind is None or not all(type(size) is int and size >= 0 for size in shape):
+            raise InvalidRequestError(
+                f"metadata of a flattened bucket: got name {name!r:.80}, {shape!r:.80}, {dtype!r}."
+            )
+        if flat.dtype not in (torch.uint8, kind):
+            raise InvalidRequestError(f"tensor {name!r} is {kind}, but the flattened_tensor is {flat.dtype}.")
+        count = math.prod(shape) * (kind.itemsize if flat.dtype == torch.uint8 else 1)
+        if at + count > len(flat):
+            raise InvalidRequestError(f"the flattened_tensor ends within tensor {name!r}, at {len(flat)} elements.")
+        part = flat[at : at + count].clone() if flat.dtype == torch.uint8 else flat[at : at + count]
+        found.append((name, part.view(kind).reshape(tuple(shape))))
+        at += count
+    if at != len(flat):
+        raise InvalidRequestError(f"the flattened_tensor has {len(flat)} elements, and the metadata names {at}.")
+    return found
+
+
+def _entry(values: Any, name: str) -> Any:
+    found = values.get(name) if isinstance(values, dict) else getattr(values, name, None)
+    if found is None:
+        raise InvalidRequestError(f"a flattened bucket needs {name!r}, got {type(values).__name__}.")
+    return found
+
+
 def check(
     spec: ModelSpec, places: dict[str, Place], fused: dict[str, tuple[str, ...]],
     tensors: Iterable[tuple[str, Tensor]], seen: set[str],
@@ -132,6 +185,8 @@ def _unreadable(tensor: Any) -> str | None:
         return f"must be a torch.Tensor, got {type(tensor).__name__}" + (
             " (give full_tensor())" if hasattr(tensor, "full_tensor") else ""
         )
+    if tensor.is_nested:
+        return "must be one dense tensor, got a nested one (give its parts by their names)"
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return f"must be a dense tensor with values, got layout {tensor.layout} on {tensor.device}"
     if tensor.numel() and not tensor.untyped_storage().nbytes():

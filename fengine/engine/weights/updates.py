@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fengine.engine.commands import Ping
 from fengine.engine.weights.group import GroupError, Groups, buffers
-from fengine.engine.weights.incoming import Change, Origin, pairs, settle_head
+from fengine.engine.weights.incoming import Change, Origin, pairs, settle_head, unflattened
 from fengine.engine.weights.live import LiveWeights
 from fengine.errors import (
     ConfigError,
@@ -31,7 +31,7 @@ from fengine.worker.hub import resolve_model
 
 Reader = Callable[[], list[tuple[str, Tensor]]]
 DISK_FORMATS = (None, "auto", "safetensors")
-TENSOR_FORMATS = (None, "direct")
+TENSOR_FORMATS = (None, "direct", "flattened_bucket")
 BROADCAST_FORMATS = (None, "direct", "flattened_bucket")
 SELECTORS = ("all", "target")
 
@@ -63,7 +63,7 @@ class WeightUpdates:
         self._session: Session | None = None
         device = next((str(place.leaf.device) for place in live.places.values()), "cpu")
         self.groups = Groups(device)
-        self._lock = threading.Lock()  # see `_alone`
+        self._lock = threading.Lock()  # see `alone`
 
     def close(self) -> None:
         """Leaves every group."""
@@ -90,10 +90,10 @@ class WeightUpdates:
         """Some or all tensors by name, from any device. They are copied before the call returns."""
         if load_format not in TENSOR_FORMATS:
             raise UnsupportedFeatureError(
-                f"load_format={load_format!r} is not built: flattened buckets are pickles, custom loaders are code. "
-                "Pass (name, tensor) pairs with load_format=None."
+                f"load_format={load_format!r} is not built: custom loaders are code. Pass (name, tensor) pairs with "
+                "load_format=None, or 'flattened_bucket'."
             )
-        given = pairs(named_tensors)
+        given = unflattened(named_tensors) if load_format == "flattened_bucket" else pairs(named_tensors)
         return self._update(lambda: given, version, abort)
 
     def update_from_distributed(
@@ -122,7 +122,7 @@ class WeightUpdates:
         """Reads, checks and commits; in a session: reads, checks and collects."""
         self._check_version(version)
         self.core.call(Ping())  # a closed engine is told before anything is read
-        with self._alone():
+        with self.alone():
             session = self._session
             seen = {change.name for change in session.changes} if session else set()
             try:
@@ -138,7 +138,7 @@ class WeightUpdates:
             return UpdateResult(True, f"{len(changes)} tensors wait for end_weight_update()")
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """One update at a time. A logit processor, called by the loop, must not wait: who is ahead waits for the loop.
 
         Errors: EngineBusyError.
@@ -164,7 +164,7 @@ class WeightUpdates:
         if selector not in SELECTORS:
             raise InvalidRequestError(f"selector must be 'all' or 'target', got {selector!r:.80}.")
         self.core.call(Ping())
-        with self._alone():
+        with self.alone():
             if self._session is not None:
                 return UpdateResult(False, "a weight update has begun already: end it with end_weight_update() first")
             self._session = Session()
@@ -174,7 +174,7 @@ class WeightUpdates:
         """All that was collected takes effect, or, if one part of it was refused, nothing."""
         self._check_version(version)
         self.core.call(Ping())
-        with self._alone():
+        with self.alone():
             session, self._session = self._session, None
             if session is None:
                 return UpdateResult(False, "no weight update has begun: call begin_weight_update() first")

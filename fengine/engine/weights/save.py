@@ -1,0 +1,94 @@
+"""The live weights as a checkpoint directory: safetensors shards, their index, config and tokenizer files."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fengine.engine.commands import ReadWeights
+from fengine.engine.weights.live import LiveWeights
+from fengine.errors import InvalidRequestError, StorageError
+from fengine.worker.loader import read_config
+from fengine.worker.safetensors_file import INDEX
+
+SHARD_BYTES = 5 << 30
+PATTERN = "model-rank-{rank}-part-{part}.safetensors"  # SGLang's
+BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # files that belong to a model and hold no weights
+
+
+def save_weights(
+    live: LiveWeights, model_dir: Path, overrides: str, path: Any, pattern: Any = None, max_size: Any = None
+) -> Path:
+    """Writes every tensor under its checkpoint name, in shards of at most `max_size` bytes. Returns the folder.
+
+    `pattern` names a shard by `part` (and `rank`, which is 0). One shard at a time is in CPU memory.
+    Errors: InvalidRequestError, StorageError, MemoryReleasedError, EngineClosedError, EngineDeadError.
+    """
+    folder, most = _checked_folder(path), SHARD_BYTES if max_size is None else max_size
+    if type(most) is not int or most < 1:
+        raise InvalidRequestError(f"max_size must be a number of bytes of at least 1, got {max_size!r:.80}.")
+    index: dict[str, str] = {}
+    total = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for part, names in enumerate(_shards(live, most)):
+            file = _shard_name(PATTERN if pattern is None else pattern, part)
+            tensors: dict[str, Tensor] = {name: live.core.call(ReadWeights(name, None)) for name in names}
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
+            index |= dict.fromkeys(names, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        _copy_beside(model_dir, folder)
+        (folder / "config.json").write_text(json.dumps(read_config(model_dir, overrides), indent=2))
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
+    return folder
+
+
+def _checked_folder(path: Any) -> Path:
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise InvalidRequestError(f"path must be a folder, got {path!r:.80}.")
+    folder = Path(path)
+    if folder.is_dir() and any(folder.glob("*.safetensors*")):
+        raise InvalidRequestError(f"{folder} holds weights already; name an empty folder.")
+    return folder
+
+
+def _shard_name(pattern: Any, part: int) -> str:
+    """Errors: InvalidRequestError for a pattern that names no file, or one file for all parts."""
+    try:
+        name = pattern.format(rank=0, part=part)
+        again = pattern.format(rank=0, part=part + 1)
+    except (AttributeError, LookupError, ValueError) as error:
+        raise InvalidRequestError(f"pattern must be a text with {{part}}, got {pattern!r:.80}: {error}") from None
+    if name == again or Path(name).name != name or not name.endswith(".safetensors"):
+        raise InvalidRequestError(f"pattern must name .safetensors files by {{part}}, got {pattern!r:.80}.")
+    return name
+
+
+def _shards(live: LiveWeights, most: int) -> list[list[str]]:
+    """Tensor names in shards of at most `most` bytes; a larger tensor has one of its own."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, place in live.places.items():
+        count = place.leaf.itemsize
+        for length in place.shape:
+            count *= length
+        if shards[-1] and size + count > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += count
+    return shards
+
+
+def _copy_beside(model_dir: Path, folder: Path) -> None:
+    """Copies what a model directory holds besides its weights: config, tokenizer, templates, pooling."""
+    for source in sorted(model_dir.rglob("*")):
+        if source.suffix in BESIDE and not source.name.endswith(".index.json") and source.is_file():
+            target = folder / source.relative_to(model_dir)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)

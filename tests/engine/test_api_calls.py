@@ -1,0 +1,195 @@
+"""What an engine writes about its requests, how many may wait, and hostile arguments that change nothing."""
+
+import asyncio
+import gc
+import json
+import logging
+import stat
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checksum import checksum_engine, expected
+
+from fengine.api.engine import Engine
+from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.server_args import ServerArgs
+from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+
+GREEDY = {"temperature": 0, "max_new_tokens": 4}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_requests_are_logged_as_far_as_the_level_says(level: int, caplog: pytest.LogCaptureFixture) -> None:
+    with checksum_engine() as made:
+        args = ServerArgs("x", log_requests=True, log_requests_level=level)
+        with caplog.at_level(logging.INFO, logger="fengine"):
+            engine = Engine.from_parts(made._parts, args)
+            engine.generate(input_ids=[5, 6], sampling_params=GREEDY, rid="r", cache_salt="secret")
+    received, finished = (json.loads(line.partition(": ")[2]) for line in caplog.messages)
+    assert received["rid"] == finished["rid"] == "r" and received["prompt_tokens"] == 2
+    assert finished["completion_tokens"] == 4 and finished["finish_reason"]["type"] == "length"
+    assert ("sampling_params" in received) == (level >= 1) and ("text" in finished) == (level >= 2)
+    assert "secret" not in caplog.text
+    if level >= 2:
+        assert received["text"] == "[5, 6]" and finished["text"] == str(expected([5, 6], 4))
+
+
+def test_nothing_is_logged_unasked(caplog: pytest.LogCaptureFixture) -> None:
+    with checksum_engine() as engine, caplog.at_level(logging.DEBUG, logger="fengine"):
+        engine.generate(input_ids=[5], sampling_params=GREEDY)
+    assert not caplog.messages
+
+
+def test_the_last_requests_are_written_when_the_engine_dies(tmp_path: Path) -> None:
+    with checksum_engine() as made:
+        args = ServerArgs("x", crash_dump_folder=str(tmp_path / "dumps"), api_key="SECRET-key")  # type: ignore[call-arg]
+        engine = Engine.from_parts(made._parts, args)
+        engine.generate(input_ids=[5, 6], sampling_params=GREEDY, rid="good", cache_salt="SECRET-salt")
+        core = engine._parts.core
+
+        def broken(*_: Any) -> None:
+            raise MemoryError("none left")
+
+        core.stepper.scheduler.schedule = broken  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError, match="none left"):
+            engine.generate(input_ids=[7], sampling_params={"custom_params": {"a": "SECRET-param"}}, rid="last")
+        core.call = lambda *_: None  # type: ignore[method-assign]
+    (file,) = (tmp_path / "dumps").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    text = file.read_text()
+    found = json.loads(text)
+    assert [row["rid"] for row in found["requests"]] == ["good", "last"] and "none left" in found["error"]
+    assert found["requests"][0]["output_ids"] == expected([5, 6], 4) and found["requests"][0]["finished"]
+    assert "SECRET" not in text
+
+
+def test_as_many_requests_wait_as_may(tmp_path: Path) -> None:
+    with checksum_engine(rows=2) as engine:
+        engine._parts.core.stepper.scheduler.max_queued = 3
+        engine.pause_generation("in_place")
+        streams = [engine.generate(input_ids=[i], sampling_params=GREEDY, stream=True) for i in range(5)]
+        engine.get_load()
+        with pytest.raises(QueueFullError, match="max_queued_requests is 3"):
+            engine.generate(input_ids=[9], sampling_params=GREEDY)
+        engine.continue_generation()
+        assert [list(stream)[-1]["output_ids"] for stream in streams] == [expected([i], 4) for i in range(5)]
+        assert engine.generate(input_ids=[9], sampling_params=GREEDY)["output_ids"] == expected([9], 4)
+
+
+# -- hostile and wrong arguments ---------------------------------------------------------------------------------------
+
+
+def raising(base: type) -> type:
+    """A subclass whose methods all raise."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a method ran")
+
+    names = [n for n in dir(base) if callable(getattr(base, n)) and n not in (
+        "__class__", "__new__", "__init__", "__getattribute__", "__setattr__", "__init_subclass__",
+        "__subclasshook__", "__class_getitem__", "__del__",
+    )]  # fmt: skip
+    return type(f"Bad{base.__name__}", (base,), dict.fromkeys(names, fail))
+
+
+def test_subclasses_whose_methods_raise_are_read_as_their_bases() -> None:
+    text, items, pairs = raising(str), raising(list), raising(dict)
+    with checksum_engine() as engine:
+        good = engine.generate(input_ids=[5, 6], sampling_params=GREEDY)["output_ids"]
+        for given in (items([5, 6]), [items([5, 6])], items([items([5, 6])])):
+            output = engine.generate(input_ids=given, sampling_params=pairs(GREEDY), rid=None)
+            assert (output if isinstance(output, dict) else output[0])["output_ids"] == good
+        for bad in (
+            {"prompt": text("x")}, {"prompt": items([text("x")])}, {"input_ids": [5], "rid": items([5])},
+            {"input_ids": [5], "sampling_params": pairs({"temprature": 1})},
+            {"input_ids": [5], "sampling_params": {"stop": items([text("a")])}},
+            {"input_ids": [5], "session_params": pairs({"id": text("nobody")})},
+            {"input_ids": [5], "lora_path": text("nobody")}, {"input_ids": [5], "custom_logit_processor": text("no")},
+        ):  # fmt: skip
+            with pytest.raises(InvalidRequestError):
+                engine.generate(**bad)
+        assert engine.stats()["finished"] == 4 and engine.stats()["running"] == engine.stats()["waiting"] == 0
+        deep: Any = []
+        deep += [deep, deep]
+        shared: Any = []
+        for _ in range(60):
+            shared = [shared, shared]
+        for odd in (deep, shared):
+            with pytest.raises(InvalidRequestError):
+                engine.generate(input_ids=[5], sampling_params={"custom_params": {"x": odd}})
+
+
+def test_wrong_arguments_are_told_with_the_nearest_name() -> None:
+    with checksum_engine() as engine:
+        for call, words in (
+            (lambda: engine.generate(input_id=[1]), "unknown argument 'input_id'. Did you mean 'input_ids'"),
+            (lambda: engine.generate(text="x"), "unknown argument 'text'"),
+            (lambda: engine.score(querry="x"), "Did you mean 'query'"),
+            (lambda: engine.open_session(), "missing a required argument: 'capacity_of_str_len'"),
+            (lambda: engine.close_session(1, 2), "too many positional arguments"),
+            (lambda: engine.encode(), "missing a required argument: 'prompt'"),
+            (lambda: engine.load_lora_adapter("a"), "missing a required argument: 'lora_path'"),
+        ):
+            with pytest.raises(InvalidRequestError, match=words):
+                call()
+        assert engine.generate(input_ids=[5], sampling_params=GREEDY, kv_router_hint={"a": 1}, routed_dp_rank=0)
+
+
+def test_programs_reach_requests_through_the_tokenizer_manager() -> None:
+    async def ask(engine: Engine) -> list[Any]:
+        manager = engine.tokenizer_manager
+        one = GenerateReqInput(input_ids=[5, 6], sampling_params=GREEDY)
+        stream = GenerateReqInput(input_ids=[5, 6], sampling_params=GREEDY, stream=True)
+        found = [[chunk async for chunk in manager.generate_request(req, None)] for req in (one, stream)]
+        with pytest.raises(InvalidRequestError, match="embedding"):
+            [_ async for _ in manager.generate_request(EncodeReqInput([1, 2]))]
+        return [found, await manager.flush_cache(), manager.model_config]
+
+    with checksum_engine() as engine:
+        (single, chunks), flushed, config = asyncio.run(ask(engine))
+        assert [o["output_ids"] for o in single] == [expected([5, 6], 4)]
+        assert chunks[-1]["output_ids"] == expected([5, 6], 4) and flushed.success
+        assert (config.context_len, config.vocab_size, config.is_generation) == (256, 97, True)
+
+
+def test_an_engine_that_is_dropped_ends_by_itself() -> None:
+    engine = Engine(model_path="box")
+    threads, gone = engine._parts.core.threads, weakref.ref(engine)
+    stream = engine.generate("Hello", {"max_new_tokens": 400, "ignore_eos": True}, stream=True)
+    next(stream)
+    del engine
+    gc.collect()
+    assert gone() is not None and next(stream)  # its stream holds it
+    stream.close()  # type: ignore[attr-defined]
+    del stream
+    gc.collect()
+    assert gone() is None
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_hidden_states_in_every_output_where_the_engine_says_so() -> None:
+    with Engine(model_path="box", return_hidden_states=True) as engine:
+        first, *rest = engine.generate("Hello", GREEDY)["meta_info"]["hidden_states"]
+        assert first.ndim == 2 and all(state.shape == first.shape[1:] for state in rest) and len(rest) == 3
+
+
+def test_chats_are_encoded_through_the_template() -> None:
+    chat = [{"role": "user", "content": "What is 2 + 2?"}]
+    with Engine(model_path="box", is_embedding=True) as engine:
+        ids = engine.chat_ids(chat)
+        wanted = engine.encode(ids)["embedding"]
+        assert engine.encode(chat)["embedding"] == wanted  # type: ignore[arg-type]
+        assert [o["embedding"] for o in engine.encode([chat, chat])] == [wanted] * 2  # type: ignore[arg-type]
+
+
+def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with checksum_engine() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("fengine.api.arguments.os.getpid", lambda: 1)
+            for call in (engine.stats, lambda: engine.open_session(1), lambda: engine.abort("x"), engine.get_load):
+                with pytest.raises(EngineClosedError, match="after a fork"):
+                    call()
