@@ -14,7 +14,7 @@ from fengine.eval.runs import digests, manifest
 from fengine.eval.runs.config import EvalConfig, SamplingConfig, View
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows, reopen
-from fengine.eval.runs.run import INTERRUPTED, TERMINATED, Run, open_record
+from fengine.eval.runs.run import INTERRUPTED, TERMINATED, Ended, Run, open_record
 from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import Match, TaskConfig
 
@@ -36,41 +36,37 @@ def evaluate(
     `task` brings rows, what is asked of each, scores and metrics (`fengine.eval.tasks.task.Task`). `out` is the run
     folder, a new one below runs/ if None: the same call goes on where it was interrupted. The manifest has the SHA-256
     of the task's source. `fengine diff` and `report` read the folder; `verify` and `rerun` need the task, and say so.
-    Errors: FengineError and its kinds; KeyboardInterrupt, with what has finished journaled.
+    Errors: FengineError and its kinds; KeyboardInterrupt.
     """
-    kind = View.plain if show else View.quiet
+    shared = {"seed": seed, "adapter": adapter, "top_logprobs": top_logprobs, "max_errors": max_errors, "show": show}
     config = EvalConfig(
         engine=engine.config,
         sampling=SamplingConfig(**{"temperature": 0.0} | (sampling or {})),
         task=TaskConfig(task.name, task.version, target=None, match=Match.none),
-        seed=seed,
-        adapter=adapter,
-        top_logprobs=top_logprobs,
-        max_errors=max_errors,
-        show=show,
-        view=kind,
+        view=View.plain if show else View.quiet,
+        **shared,
     )
-    screen = view.choose(kind)
-    rows = index_rows(task)
-    now = f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}"
-    point = Point(config, Path(f"runs/{now}" if out is None else out).absolute())
+    screen, rows = view.choose(config.view), index_rows(task)
+    point = Point(config, Path(f"runs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}" if out is None else out).absolute())
     with RunFolder(point.directory) as folder:
         what = manifest.identity(config, task, rows)
         what["task"]["source_sha256"] = source_digest(task)
         record = open_record(folder, point, what, Path.cwd())
         table = reopen(folder, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
-        run = Run(config, folder, record, rows, table)
-        if not table.left:
-            code, metrics = run.end(task, screen, [], 0.0)
-        else:
-            run.check_engine(engine)
-            code, metrics = run.compute(engine, task, screen, ["evaluate"])
+        code, metrics = _complete(Run(config, folder, record, rows, table), task, engine, screen)
     if metrics is not None:
         return metrics
     if code in (INTERRUPTED, TERMINATED):
         raise KeyboardInterrupt
-    where = place(str(point.directory))
-    raise FengineError(f"the run in {where} ended early: {record['sessions'][-1]['how']}; the same call goes on")
+    how = record["sessions"][-1]["how"]
+    raise FengineError(f"the run in {place(str(point.directory))} ended early: {how}; the same call goes on")
+
+
+def _complete(run: Run, task: Task, engine: Any, screen: view.QuietView) -> Ended:
+    if not run.table.left:
+        return run.end(task, screen, [], 0.0)
+    run.check_engine(engine)
+    return run.compute(engine, task, screen, ["evaluate"])
 
 
 def source_digest(task: Task) -> str | None:

@@ -231,18 +231,7 @@ def _sweep(
     known = {o.get_key_element() for o in given}
     axes = [o for o in parsed([f"{k}={v}" for k, v in params.items()], schema) if o.get_key_element() not in known]
     axes += given
-    number = 1
-    for axis in axes:
-        if axis.is_sweep_override():
-            if not axis.is_discrete_sweep():
-                key = axis.get_key_element()
-                raise ConfigError(f"{axis.input_line}: an interval has no grid; list its values: {key}=1,2,3")
-            try:
-                number *= sum(1 for _ in islice(axis.sweep_string_iterator(), 10**6))
-            except ValueError as error:
-                raise ConfigError(f"{axis.input_line}: {error}") from error
-    if number > MAX_POINTS:
-        raise ConfigError(f"the sweep has {number:,} points, at most {MAX_POINTS:,} are allowed; split it")
+    _check_size(axes)
     plain = [o.input_line or "" for o in axes if not o.is_sweep_override()]
     several = [o for o in axes if o.is_sweep_override()]
     directory, found = _select(master, "hydra.sweep.dir"), []
@@ -265,6 +254,22 @@ def _sweep(
             "own directory, or put the swept key in: out='seed-${seed}.jsonl'"
         )
     return found
+
+
+def _check_size(axes: Sequence[Override]) -> None:
+    """Errors: ConfigError for what has no grid, or too many points."""
+    number = 1
+    for axis in axes:
+        if axis.is_sweep_override():
+            if not axis.is_discrete_sweep():
+                key = axis.get_key_element()
+                raise ConfigError(f"{axis.input_line}: an interval has no grid; list its values: {key}=1,2,3")
+            try:
+                number *= sum(1 for _ in islice(axis.sweep_string_iterator(), 10**6))
+            except ValueError as error:
+                raise ConfigError(f"{axis.input_line}: {error}") from error
+    if number > MAX_POINTS:
+        raise ConfigError(f"the sweep has {number:,} points, at most {MAX_POINTS:,} are allowed; split it")
 
 
 def _select(config: DictConfig, key: str) -> str:

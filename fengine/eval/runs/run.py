@@ -59,11 +59,7 @@ def run_point(
         base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
     task = open_task(config.task, base)
     rows = index_rows(task).shard(parse_shard(config.run.shard))
-    if export is not None and not export.device and export.path.exists():
-        if not (point.directory / MANIFEST).exists():
-            raise StorageError(
-                f"{export.path} is there already, and not of this run; choose another out=, or remove it"
-            )
+    _refuse_overwriting(export, point.directory)
     remedy = "another out=DIR" if export is None else "hydra.run.dir=DIR or another out="
     with RunFolder(point.directory, remedy) as folder:
         record = open_record(folder, point, manifest.identity(config, task, rows), base)
@@ -85,6 +81,12 @@ def run_point(
         finally:
             if export is not None:
                 export.close()
+
+
+def _refuse_overwriting(export: Export | None, folder: Path) -> None:
+    """Errors: StorageError if the output file is there, and of no run in its folder."""
+    if export is not None and not export.device and export.path.exists() and not (folder / MANIFEST).exists():
+        raise StorageError(f"{export.path} is there already, of another run; choose another out=, or remove it")
 
 
 def load(config: EngineConfig, engines: EngineCache, screen: QuietView) -> Any:
