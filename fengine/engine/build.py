@@ -144,8 +144,14 @@ def assemble(config: EngineConfig, loaded: Loaded, features: Features, *, starte
     pages, kv = ready(config, loaded, runner, kv_dtype)
     compile_seconds = time.perf_counter() - before
     scheduler = make_scheduler(config, spec, pages, speculation, slots)
-    width = -(-loaded.context_length // page_size)
-    input_batch = InputBatch(rows, width, page_size, stages, slots, None if adapters is None else adapters.write)
+    input_batch = InputBatch(
+        rows,
+        -(-loaded.context_length // page_size),
+        page_size,
+        stages,
+        slots,
+        None if adapters is None else adapters.write,
+    )
     core = EngineCore(scheduler, input_batch, runner, kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk)
     return Parts(
