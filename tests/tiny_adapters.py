@@ -14,16 +14,17 @@ from fengine.models.spec import ModelSpec
 from fengine.worker.loader import read_config, spec_from_config
 
 CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_alpha": 16, "lora_dropout": 0.05}
-ALL = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+JOINED = ("qkv_proj", "gate_up_proj")
 
 
-def modules_of(model: str | Path | ModelSpec, kinds: Iterable[str] = ALL) -> list[Module]:
+def modules_of(model: str | Path | ModelSpec, kinds: Iterable[str] = ALL + JOINED) -> list[Module]:
     spec = model if isinstance(model, ModelSpec) else spec_from_config(read_config(Path(model)))
     return [module for site in all_sites(spec) for module in site.modules if module.kind in kinds]
 
 
 def tensors(
-    model: str | Path | ModelSpec, rank: int, kinds: Iterable[str] = ALL, seed: int = 0, gain: float = 1.0,
+    model: str | Path | ModelSpec, rank: int, kinds: Iterable[str] = ALL + JOINED, seed: int = 0, gain: float = 1.0,
     ranks: Mapping[str, int] | None = None, dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:  # fmt: skip
     """By PEFT's names. An update of gain 1 is about as large as the layer's own output, if alpha is the rank."""

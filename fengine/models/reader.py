@@ -87,18 +87,7 @@ def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpe
     """
     refuse_activation(config, *switches.pop("activation", ("hidden_act", SILU)))
     read = ConfigReader(config)
-    hidden = read.size("hidden_size", 1 << 20)
-    heads = read.size("num_attention_heads", 1 << 14)
-    kv_heads = read.size("num_key_value_heads", 1 << 14, default=heads)
-    head_dim = read.size("head_dim", 1 << 12, default=max(hidden // heads, 1))
-    if config.get("head_dim") is None and hidden % heads:
-        read.problems.append(
-            f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}); head_dim is absent"
-        )
-    if kv_heads > heads or heads % kv_heads:
-        read.problems.append(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
-    if head_dim % 2:
-        read.problems.append(f"head_dim ({head_dim}) must be even: rotary embedding turns pairs")
+    hidden, heads, kv_heads, head_dim = _heads(read)
     facts: dict[str, Any] = {
         "vocab_size": read.size("vocab_size", 1 << 24),
         "hidden_size": hidden,
@@ -118,6 +107,24 @@ def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpe
     facts["rope"] = rope_spec(read, head_dim, facts["max_position"], partial)
     read.done(architecture)
     return ModelSpec(architecture, **facts | switches)
+
+
+def _heads(read: ConfigReader) -> tuple[int, int, int, int]:
+    """Hidden size, query heads, kv heads, and their width."""
+    config = read.config
+    hidden = read.size("hidden_size", 1 << 20)
+    heads = read.size("num_attention_heads", 1 << 14)
+    kv_heads = read.size("num_key_value_heads", 1 << 14, default=heads)
+    head_dim = read.size("head_dim", 1 << 12, default=max(hidden // heads, 1))
+    if config.get("head_dim") is None and hidden % heads:
+        read.problems.append(
+            f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}); head_dim is absent"
+        )
+    if kv_heads > heads or heads % kv_heads:
+        read.problems.append(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
+    if head_dim % 2:
+        read.problems.append(f"head_dim ({head_dim}) must be even: rotary embedding turns pairs")
+    return hidden, heads, kv_heads, head_dim
 
 
 def refuse_activation(config: Config, name: str, known: tuple[str, ...]) -> None:

@@ -121,6 +121,7 @@ def run(
     bound = (*bounds, scale if bounds.cap else 0.0)
     per_tile = s.rows.tile // padded
     limit = 0 if s.tiles is None else per_tile
+    tensors = (q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK)
     lines = (rows * per_tile if limit else tokens) * heads * chunks
     fits = lines * (padded_width + 2) <= MAX_PARTIALS
     fits &= (rows + (0 if limit else tokens // per_tile)) * groups <= ARRIVALS
@@ -130,24 +131,20 @@ def run(
         q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width)
     )
     launcher(rows_kernel, (groups, rows, splits))(
-        q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, m_part, sum_part, acc_part,
-        kv_len_R if arrived is None else arrived, c, tokens, rows, table_width, chunks, limit, heads, groups, width,
-        padded_width, size, padded, s.rows.tile, CHUNK, block, splits > 1, MERGE_AHEAD, *bound,
-        num_warps=s.rows.warps, num_stages=s.rows.stages,
+        *tensors, m_part, sum_part, acc_part, kv_len_R if arrived is None else arrived, c, tokens, rows, table_width,
+        chunks, limit, heads, groups, width, padded_width, size, padded, s.rows.tile, CHUNK, block, splits > 1,
+        MERGE_AHEAD, *bound, num_warps=s.rows.warps, num_stages=s.rows.stages,
         **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
     )  # fmt: skip
     if s.tiles is None:
         return o_THK
     if s.tiles.hopper:
-        attention_hopper.launch(
-            q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, c, limit, CHUNK, block
-        )
+        attention_hopper.launch(*tensors, c, limit, CHUNK, block)
         return o_THK
     grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
     launcher(tiles_kernel, grid)(
-        q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK, c, tokens, rows, table_width, limit, heads,
-        groups, width, padded_width, size, padded, s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps,
-        num_stages=s.tiles.stages
+        *tensors, c, tokens, rows, table_width, limit, heads, groups, width, padded_width, size, padded, s.tiles.tile,
+        CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
     )  # fmt: skip
     return o_THK
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fengine.ops import linear, rope
 from fengine.ops.ahead import launcher
-from fengine.ops.linear import Leaf, fetch
+from fengine.ops.linear import Leaf
+from fengine.ops.linear_kernels import fetch
 from fengine.ops.linear_schedules import FEW, REFERENCE, Schedule, schedules
 from fengine.ops.proof import proofs
 from fengine.ops.registration import begin, dependent_launch, end, plain, register, tl, triton, wait

@@ -19,7 +19,6 @@ from fengine.config import Dtype, LoadFormat
 from fengine.core.sampling_params import SamplingParams
 from fengine.errors import (
     ConfigError,
-    CorruptCheckpointError,
     FengineError,
     ModelLoadError,
     OutOfMemoryError,
@@ -31,11 +30,11 @@ from fengine.models.rope import rope_tables
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD, Weight
 from fengine.ops import linear
+from fengine.worker.checkpoint_checks import check_entries, check_tied, full_names
 from fengine.worker.safetensors_file import (
     DTYPES,
     INDEX,
     SINGLE,
-    TensorEntry,
     listing,
     open_file,
     read_json,
@@ -45,8 +44,6 @@ from fengine.worker.safetensors_file import (
 )
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
-BARE_EMBEDDING = "embed_tokens.weight"
-HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours is computed
 
 
 class GenerationConfig(NamedTuple):
@@ -192,15 +189,19 @@ def load_params(
             params = _build(spec, needed, lambda weight: _random(weight, spec, placement, seed))
         else:
             params = _load(directory, spec, weights, device, wanted)
-        params |= {name: table.to(device) for name, table in rope_tables(spec, length).items()}
-        if spec.embed_scale != 1.0:
-            params["embed_scale"] = params["final_norm_D"].new_tensor(spec.embed_scale)
+        params |= _constants(spec, length, params["final_norm_D"])
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"the weights do not fit on {device}: {str(error).partition('.')[0]}. Free the device, set "
             "model.dtype=bfloat16, or use a smaller model."
         ) from None
     return params
+
+
+def _constants(spec: ModelSpec, length: int, like: Tensor) -> Params:
+    """What a forward pass reads beside the checkpoint's tensors, on the device of `like`; the scale in its dtype."""
+    tables: Params = {name: table.to(like.device) for name, table in rope_tables(spec, length).items()}
+    return tables if spec.embed_scale == 1.0 else tables | {"embed_scale": like.new_tensor(spec.embed_scale)}
 
 
 Leaf = Tensor | linear.Dense
@@ -268,58 +269,3 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
         std /= (2 * spec.num_layers) ** 0.5
     tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
     return linear.pack(tensor) if weight.matrix else tensor
-
-
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
-def full_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors of a decoder that was saved alone ("layers.0…") under the names it has inside a model. Pure."""
-    if BARE_EMBEDDING not in entries or EMBEDDING in entries:
-        return entries
-    bare = ("embed_tokens.", "layers.", "norm.")
-    names = {name: f"model.{name}" if name.startswith(bare) else name for name in entries}
-    return {new: entries[old]._replace(name=new) for old, new in names.items()}
-
-
-def check_entries(
-    directory: Path, spec: ModelSpec, weights: list[Weight], entries: dict[str, TensorEntry], mixed: bool
-) -> None:
-    """Names, shapes and dtypes against the architecture. `mixed` allows matrices of several dtypes."""
-    needed = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
-    expected = {source.name: source.shape for weight in needed for source in weight.sources}
-    spare_head = spec.tie_embeddings or not spec.generates
-    allowed = expected | ({HEAD: expected[EMBEDDING]} if spare_head else {})
-    absent = [name for name in expected if name not in entries]
-    problems = [f"tensor {name!r} of shape {list(expected[name])} is missing" for name in absent]
-    if HEAD in absent:
-        problems.append(f"without {HEAD!r} config.json should say tie_word_embeddings = true")
-    for name in sorted(entries.keys() - allowed.keys()):
-        if not name.endswith(HARMLESS):
-            problems.append(f"tensor {name!r} is not part of {spec.architecture} with this config.json")
-    used = [entries[name] for name in allowed if name in entries]
-    for entry in used:
-        if entry.shape != allowed[entry.name]:
-            wanted = list(allowed[entry.name])
-            problems.append(f"tensor {entry.name!r}: expected shape {wanted}, got {list(entry.shape)}")
-        if entry.dtype not in DTYPES:
-            raise UnsupportedFormatError(
-                f"{entry.path}: tensor {entry.name!r} is {entry.dtype}; supported: {', '.join(DTYPES)}."
-            )
-    matrices = {source.name for weight in needed if weight.matrix for source in weight.sources}
-    kinds = {entry.dtype: entry.name for entry in used if entry.name in matrices}
-    if len(kinds) > 1 and not mixed:
-        examples = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(kinds.items()))
-        problems.append(f"matrices have several dtypes: {examples}; set model.dtype to convert them to one")
-    if problems:
-        shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
-        raise CorruptCheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(shown))
-
-
-def check_tied(head: Tensor, embedding: Tensor) -> None:
-    """A stored output head of a tied model must be the embedding, or the two of them contradict each other."""
-    if head.dtype != embedding.dtype or not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
-        raise CorruptCheckpointError(
-            f"config.json ties the embeddings, but {HEAD!r} is stored and differs from {EMBEDDING!r}; set "
-            "tie_word_embeddings to false in config.json if the head is meant."
-        )

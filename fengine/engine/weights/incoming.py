@@ -15,14 +15,8 @@ from fengine.engine.weights.places import Place
 from fengine.errors import CorruptCheckpointError, InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD
-from fengine.worker.loader import (
-    HARMLESS,
-    check_entries,
-    check_tied,
-    full_names,
-    read_config,
-    spec_from_config,
-)
+from fengine.worker.checkpoint_checks import HARMLESS, check_entries, check_tied, full_names
+from fengine.worker.loader import read_config, spec_from_config
 from fengine.worker.safetensors_file import DTYPES, open_file, read_shards, read_tensor
 
 FLOATS = tuple(DTYPES.values())
