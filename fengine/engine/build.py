@@ -155,27 +155,15 @@ def assemble(config: EngineConfig, loaded: Loaded, features: Features, *, starte
     core = EngineCore(scheduler, input_batch, runner, kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk)
     return Parts(
-        config=config,
-        spec=spec,
-        tokenizer=loaded.tokenizer,
-        context_length=loaded.context_length,
-        pool_tokens=(pages - 1) * page_size,
-        eos_ids=loaded.eos_ids,
-        core=core,
-        model_dir=loaded.model_dir,
-        start_seconds=time.perf_counter() - started,
-        compile_seconds=compile_seconds,
-        compiles_at_start=compiles,
-        weights=weights,
-        updates=WeightUpdates(weights),
+        config=config, spec=spec, tokenizer=loaded.tokenizer, context_length=loaded.context_length,
+        pool_tokens=(pages - 1) * page_size, eos_ids=loaded.eos_ids, core=core, model_dir=loaded.model_dir,
+        start_seconds=time.perf_counter() - started, compile_seconds=compile_seconds, compiles_at_start=compiles,
+        weights=weights, updates=WeightUpdates(weights), profile=Profile(core), kv_dtype=kv_dtype, adapters=adapters,
         memory=Memory(
             core, runner, weights, lambda: new_pool(spec, pages, page_size, kv_dtype, device_of(config)), page_size
         ),
-        profile=Profile(core),
-        kv_dtype=kv_dtype,
-        adapters=adapters,
         pooling=loaded.pooling,
-    )
+    )  # fmt: skip
 
 
 def make_runner(
