@@ -7,11 +7,12 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
 from fengine.errors import GrammarError
+from fengine.structured_output import keywords
 
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LEAST, MOST = -(2**63), 2**63 - 1
@@ -26,19 +27,25 @@ def fractions(objects: Iterable[dict[str, Any]]) -> set[float]:
 
 def hold(node: dict[str, Any], among: set[float], at: str) -> None:
     """`among`: the document's `fractions`. Modifies: node. Errors: GrammarError."""
-    for key in [key for key in LOWER + UPPER if key in node]:
-        if not _is_held(node[key], key in LOWER, node.get("type")):
+    _check_held(node, at)
+    for sign, key, bound, tighter in ((1, *LOWER[::-1], max), (-1, *UPPER[::-1], min)):
+        value = node.get(key)
+        if value is None or sign * value < 0 or value != int(value):
+            continue
+        whole = sign * int(value)
+        if any(whole < sign * fraction < whole + 1 for fraction in among):
+            del node[key]
+            node[bound] = tighter(node.get(bound, value), sign * _behind(whole, at))
+
+
+def _check_held(node: dict[str, Any], at: str) -> None:
+    """Errors: GrammarError if the matcher would read a number of it otherwise. Pure."""
+    for key in LOWER + UPPER:
+        if key in node and not _is_held(node[key], key in LOWER, node.get("type")):
             raise GrammarError(f"json_schema: {key} at {at} is {UNHELD}")
-    for key in [key for key in ("const", "enum") if key in node]:  # to the matcher, a number is a range of one
-        if not all(map(_is_exact, _numbers(node[key]))):
+    for key in ("const", "enum"):  # to the matcher, a number is a range of one
+        if key in node and not all(map(_is_exact, filter(keywords.is_number, keywords.parts(node[key])))):
             raise GrammarError(f"json_schema: a number of {key} at {at} is {UNHELD}")
-    low, high = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
-    if low is not None and low >= 0 and low == int(low) and any(low < value < low + 1 for value in among):
-        del node["exclusiveMinimum"]
-        node["minimum"] = max(node.get("minimum", low), _behind(int(low), at))
-    if high is not None and high <= 0 and high == int(high) and any(high - 1 < value < high for value in among):
-        del node["exclusiveMaximum"]
-        node["maximum"] = min(node.get("maximum", high), -_behind(-int(high), at))
 
 
 def _behind(whole: int, at: str) -> float:
@@ -56,15 +63,6 @@ def _is_exact(value: float) -> bool:
         return float(value) == int(value)
     _, digits, exponent = Decimal(repr(value)).as_tuple()
     return int("".join(map(str, digits))) < 2**53 and int(exponent) >= -22
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    """The numbers in a JSON value. Pure."""
-    if isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(item)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield value
 
 
 def _is_held(value: float, lower: bool, kind: Any) -> bool:

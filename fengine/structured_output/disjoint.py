@@ -19,17 +19,20 @@ def _disjoint(a: Any, b: Any, resolve: Resolve, depth: int) -> bool:
         return True
     if not isinstance(a, dict) or not isinstance(b, dict) or depth > MAX_DEPTH:
         return False
-    for one, other in ((a, b), (b, a)):
-        for key in ("anyOf", "oneOf"):
-            if isinstance(one.get(key), list) and all(_disjoint(x, other, resolve, depth + 1) for x in one[key]):
-                return True
-        if isinstance(one.get("allOf"), list) and any(_disjoint(x, other, resolve, depth + 1) for x in one["allOf"]):
-            return True
-    kinds = _kinds(a) & _kinds(b)
-    values = _values(a), _values(b)
-    if not kinds or (values[0] is not None and values[1] is not None and not values[0] & values[1]):
+    if _parts_disjoint(a, b, resolve, depth) or _parts_disjoint(b, a, resolve, depth):
+        return True
+    kinds, mine, theirs = _kinds(a) & _kinds(b), _values(a), _values(b)
+    if not kinds or (mine is not None and theirs is not None and not mine & theirs):
         return True
     return kinds == {"object"} and _objects_disjoint(a, b, resolve, depth)
+
+
+def _parts_disjoint(one: Any, other: Any, resolve: Resolve, depth: int) -> bool:
+    """Whether `other` excludes all options of `one`, or a schema that holds with it."""
+    return any(
+        isinstance(one.get(key), list) and enough(_disjoint(part, other, resolve, depth + 1) for part in one[key])
+        for key, enough in (("anyOf", all), ("oneOf", all), ("allOf", any))
+    )
 
 
 def _objects_disjoint(a: Any, b: Any, resolve: Resolve, depth: int) -> bool:

@@ -3,7 +3,7 @@
 import difflib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -25,9 +25,10 @@ _ANNOTATIONS = {"title", "description", "default", "examples", "example", "$comm
 ONE = {"items", "additionalItems", "additionalProperties"}  # a schema
 LISTS = {"anyOf", "allOf", "prefixItems"}  # of schemas
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by name
-_VALUES = {"type", "enum", "const", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minLength",
-           "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-           "$ref", "$schema", "$id"}  # fmt: skip
+_COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_TEXTS = ("pattern", "format", "$ref", "$schema", "$id")
+_VALUES = {*_COUNTS, *_BOUNDS, *_TEXTS, "type", "enum", "const", "required", "multipleOf"}
 _HELD_SOMETIMES = {  # by rewriting; what could not be rewritten is refused
     "oneOf": "its options cannot be shown to exclude one another; give them a required property with different consts, "
              "or use anyOf",
@@ -77,40 +78,73 @@ def _bare(word: str) -> str:
     return re.sub("[^a-z]", "", word.lower()).removesuffix("s")
 
 
+def parts(value: Any) -> Iterator[Any]:
+    """Every value in a JSON value, itself and keys included. Pure."""
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        yield value
+        if isinstance(value, (dict, list)):
+            todo += [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LENGTH
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_small_multiple(value: Any) -> bool:
+    try:
+        number = Decimal(repr(value)) if is_number(value) else Decimal(0)
+        return 0 < number and int(number.scaleb(-int(number.normalize().as_tuple().exponent))) <= MAX_MULTIPLE
+    except (InvalidOperation, OverflowError, ValueError):
+        return False
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, str) or (_is_names(value) and len(value) > 0)
+
+
+_VALUE_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # by keyword; the words of its error
+    **dict.fromkeys(_COUNTS, (_is_count, f"an integer in [0, {MAX_LENGTH}]")),
+    **dict.fromkeys(_BOUNDS, (is_number, "a number")),
+    **dict.fromkeys(_TEXTS, (_is_text, "a string")),
+    "multipleOf": (_is_small_multiple, f"a number above 0 with at most {MAX_MULTIPLE} as its digits"),
+    "required": (_is_names, "a list of names"),
+    "type": (_is_type, "a type or a list of types"),
+}
+
+
 def check_value(key: str, value: Any, at: str) -> None:
     """That the value of a keyword is one the matcher takes as it is meant. Errors: GrammarError. Pure."""
+    if key in ("const", "enum"):
+        _check_listed(key, value, at)
+        return
+    is_right, needed = _VALUE_CHECKS[key]
+    if not is_right(value):
+        raise GrammarError(f"json_schema at {at} must be {needed}, got {value!r:.80}")
+    _check_word(key, value, at)
 
-    def wrong(needed: str) -> GrammarError:
-        return GrammarError(f"json_schema at {at} must be {needed}, got {value!r:.80}")
 
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    if key in ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"):
-        if not integer or not 0 <= value <= MAX_LENGTH:
-            raise wrong(f"an integer in [0, {MAX_LENGTH}]")
-    elif key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-        if not integer and not isinstance(value, float):
-            raise wrong("a number")
-    elif key == "multipleOf":
-        if isinstance(value, bool) or not _is_small_multiple(value):
-            raise wrong(f"a number above 0 with at most {MAX_MULTIPLE} as its digits")
-    elif key in ("pattern", "format", "$ref", "$schema", "$id"):
-        if not isinstance(value, str):
-            raise wrong("a string")
-        _check_word(key, value, at)
-    elif key in ("const", "enum") and _CONTROL.search("".join(_texts(value))):
+def _check_listed(key: str, value: Any, at: str) -> None:
+    if _CONTROL.search("".join(part for part in parts(value) if isinstance(part, str))):
         raise GrammarError(f"json_schema: {key} at {at} holds {CONTROLS}")
-    elif key == "enum":
-        if not isinstance(value, list) or not 1 <= len(value) <= MAX_ENUM:
-            raise GrammarError(f"json_schema at {at} must be a list of 1 to {MAX_ENUM} values")
-    elif key == "required":
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise wrong("a list of names")
-    elif key == "type" and not isinstance(value, str):
-        if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
-            raise wrong("a type or a list of types")
+    if key == "enum" and (not isinstance(value, list) or not 1 <= len(value) <= MAX_ENUM):
+        raise GrammarError(f"json_schema at {at} must be a list of 1 to {MAX_ENUM} values")
 
 
-def _check_word(key: str, value: str, at: str) -> None:
+def _check_word(key: str, value: Any, at: str) -> None:
     if key == "format" and value not in formats.HELD:
         known = ", ".join(formats.FORMATS)
         raise GrammarError(f"json_schema: format {value!r:.80} at {at} is not supported; {known} are")
@@ -123,23 +157,6 @@ def _check_word(key: str, value: str, at: str) -> None:
         raise GrammarError(f"json_schema: $schema {value!r:.80} is unknown; known are {', '.join(DRAFTS)}")
     if key == "$id" and at != "#/$id" and not value.startswith("#"):
         raise GrammarError(f"json_schema: $id at {at} changes what $ref means; only the whole schema may have one")
-
-
-def _is_small_multiple(value: Any) -> bool:
-    try:
-        number = Decimal(repr(value)) if isinstance(value, (int, float)) else Decimal(0)
-        return 0 < number and int(number.scaleb(-int(number.normalize().as_tuple().exponent))) <= MAX_MULTIPLE
-    except (InvalidOperation, OverflowError, ValueError):
-        return False
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts in a JSON value, keys included. Pure."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for item in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _texts(item)
 
 
 def check_pattern(written: str, at: str) -> None:

@@ -44,23 +44,28 @@ def _taken(rows: Sequence[MaskRow], drawn: Sequence[int]) -> list[Cursor]:
 
 def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> Filled:
     """What the matchers allow, with the ends of each row. Modifies: mask_MW; the cursors of rows that are stuck."""
+    drawable_M = _with_ends(rows, mask_MW, complete_M)
+    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
+        if not drawable and row.cursor.error is None:
+            row.cursor.fail(_why_stuck(row, complete))
+    errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
+    return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
+
+
+def _with_ends(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> list[bool]:
+    """Allows the ends of the rows whose text may end, alone, and bars what is barred; whether a row allows anything.
+    Modifies: mask_MW."""
     _change(mask_MW, [(i, row.cursor.early if row.early else row.cursor.ends) for i, row in enumerate(rows)], False)
-    drawable_M = goes_on_M = _any(mask_MW)
+    goes_on_M = _any(mask_MW)
     ending = [
         (i, row.cursor.ends)
         for i, row in enumerate(rows)
         if complete_M[i] and not row.early and (row.cursor.eager or not goes_on_M[i])
     ]
     barred = [(i, row.cursor.barred) for i, row in enumerate(rows) if len(row.cursor.barred.word)]
-    if ending or barred:
-        _change(mask_MW, ending, True)
-        _change(mask_MW, barred, False)
-        drawable_M = _any(mask_MW)
-    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
-        if not drawable and row.cursor.error is None:
-            row.cursor.fail(_why_stuck(row, complete))
-    errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
-    return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
+    _change(mask_MW, ending, True)
+    _change(mask_MW, barred, False)
+    return _any(mask_MW) if ending or barred else goes_on_M
 
 
 def _any(mask_MW: np.ndarray) -> list[bool]:

@@ -16,6 +16,7 @@ from fengine.structured_output import disjoint, formats
 
 Node = dict[str, Any]
 OPENING = ("allOf", "if", "dependentSchemas", "dependencies")  # put objects together: none of them is the whole one
+EVALUATING = {*OPENING, "$ref", "anyOf", "oneOf", "not", "contains"}  # other properties, or items
 COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
 MAX_ARRAYS = 400  # that an array of few values without repetition comes to
 TYPES = ("object", "array", "string", "number", "boolean", "null")
@@ -78,27 +79,48 @@ class Rewriter:
         if not isinstance(value, dict):
             return None
         out: list[Any] = []
-        domain = self.values(among)
         for key, item in value.items():
-            if key in ("const", "enum") and domain is not None:
-                barred = [item] if key == "const" else item
-                out.append({"enum": [v for v in domain if not any(equal(v, b) for b in barred)]})
-            elif key == "type" and (kinds := {item} if isinstance(item, str) else set(item)) <= set(TYPES):
-                out.append({"type": [kind for kind in TYPES if kind not in kinds]})
-            elif key == "required" and isinstance(item, list):
-                out += [self.without(name) for name in item]
-            elif key == "properties" and isinstance(item, dict):
-                known = self.resolved(among).get("properties", {}) if isinstance(self.resolved(among), dict) else {}
-                for name, inner in item.items():
-                    others = self.complement(inner, known.get(name, {}))
-                    if others is None:
-                        return None
-                    out += [self.having(name, other) for other in others]
-            elif key == "not":
-                out.append(item)
-            elif not is_annotation(key):
+            others = [] if is_annotation(key) else self.broken(key, item, among)
+            if others is None:
                 return None
-        return [part for part in out if part != {"enum": []} and part != {"type": []}]
+            out += others
+        return [part for part in out if part not in ({"enum": []}, {"type": []})]
+
+    def broken(self, key: str, item: Any, among: Any) -> list[Any] | None:
+        """`complement` of one keyword. Pure."""
+        match key, item:
+            case "not", _:
+                return [item]
+            case "const", _:
+                return self.other_values([item], among)
+            case "enum", list():
+                return self.other_values(item, among)
+            case "type", str() | list():
+                kinds = [item] if isinstance(item, str) else item
+                others = [kind for kind in TYPES if kind not in kinds]
+                return [{"type": others}] if all(kind in TYPES for kind in kinds) else None
+            case "required", list() if all(isinstance(name, str) for name in item):
+                return [self.without(name) for name in item]
+            case "properties", dict():
+                return self.other_properties(item, among)
+        return None
+
+    def other_values(self, barred: list[Any], among: Any) -> list[Any] | None:
+        """The values of `among` but these, if they are listed. Pure."""
+        domain = self.values(among)
+        return domain and [{"enum": [v for v in domain if not any(equal(v, b) for b in barred)]}]
+
+    def other_properties(self, properties: Node, among: Any) -> list[Any] | None:
+        """Objects with a property that is not as it is here. Pure."""
+        around = self.resolved(among)
+        known = around.get("properties", {}) if isinstance(around, dict) else {}
+        out: list[Any] = []
+        for name, inner in properties.items():
+            others = self.complement(inner, known.get(name, {}))
+            if others is None:
+                return None
+            out += [self.having(name, other) for other in others]
+        return out
 
     @staticmethod
     def without(name: str) -> Node:
@@ -236,41 +258,34 @@ def dependencies(_: Rewriter, node: Node) -> None:
 
 def property_names(rewriter: Rewriter, node: Node) -> None:
     """Unknown to the matcher: names become properties, or a pattern of them."""
-    names = rewriter.resolved(node.get("propertyNames"))
     if "propertyNames" not in node or "patternProperties" in node:
         return
-    if names is True or (
-        isinstance(names, dict) and set(names) <= {"type"} and names.get("type", "string") == "string"
-    ):
+    names = rewriter.resolved(node["propertyNames"])
+    if names is True:
+        names = {}
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return
+    if not names.keys() - {"type"} or _named(rewriter, node, names):
         del node["propertyNames"]
-        return
-    if not isinstance(names, dict) or not set(names) - {"type"} or names.get("type", "string") != "string":
-        return
+
+
+def _named(rewriter: Rewriter, node: Node, names: Node) -> bool:
+    """Whether properties of the node, or a pattern of them, now say what `names` does. Modifies: node."""
     known, rest = node.get("properties", {}), node.get("additionalProperties", True)
     listed = rewriter.values(names)
     if listed is not None and not set(known) - set(map(str, listed)):
         node["properties"] = {name: rest for name in listed if isinstance(name, str)} | known
-        node["additionalProperties"] = False
-    elif set(names) - {"type"} == {"pattern"} and all(re.search(names["pattern"], name) for name in known):
-        node["patternProperties"], node["additionalProperties"] = {names["pattern"]: rest}, False
+    elif names.keys() - {"type"} == {"pattern"} and all(re.search(names["pattern"], name) for name in known):
+        node["patternProperties"] = {names["pattern"]: rest}
     else:
-        return
-    del node["propertyNames"]
+        return False
+    node["additionalProperties"] = False
+    return True
 
 
 def unevaluated(_: Rewriter, node: Node) -> None:
     """Unknown to the matcher; the same as additional ones where nothing else could have evaluated any."""
-    others = {
-        "$ref",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "if",
-        "dependentSchemas",
-        "dependencies",
-        "not",
-        "contains",
-    } & node.keys()
+    others = EVALUATING & node.keys()
     for key, same in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
         if key in node and not others and (key == "unevaluatedProperties" or "items" not in node):
             node.setdefault(same, node[key])

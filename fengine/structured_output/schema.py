@@ -188,10 +188,4 @@ class _Checker:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict):
-            yield value
-        if isinstance(value, (dict, list)):
-            todo += value.values() if isinstance(value, dict) else value
+    return (part for part in keywords.parts(value) if isinstance(part, dict))

@@ -136,22 +136,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def check_growth(self, name: str, given: list[Any]) -> None:
         """Stops the filter, or method of a string, `name` before it makes something huge of what it is given."""
-        texts = [x for x in given if isinstance(x, str)]
-        numbers = [abs(x) for x in given if isinstance(x, int)]
-        size = 0
-        if name in WIDENING:
-            size = max(numbers, default=0)
-        if name in ("indent", "expandtabs") and texts:
-            size *= texts[0].count("\n" if name == "indent" else "\t") + 1
-        if name == "replace" and len(texts) > 2:
-            text, old, new = texts[:3]
-            size = (text.count(old) if old else len(text) + 1) * len(new)
-        if name in ("format", "format_map") and texts:
-            size = len(re.findall("[{%]", texts[0])) * self.weight(given[1:], {}) // WRITTEN
-        if name == "round" and any(isinstance(x, int) and abs(x) > MAX_DIGITS for x in given[1:]):
-            size = self.max_chars + 1
-        if name in SLOW_METHODS or size > self.max_chars:
+        if name in SLOW_METHODS or self.growth(name, given) > self.max_chars:
             raise ChatTemplateError(f"the chat template asks {name} for a value longer than {self.max_chars}.")
+
+    def growth(self, name: str, given: list[Any]) -> int:
+        """About the characters that `name` makes of what it is given; 0 where no argument can make them many."""
+        texts = [x for x in given if isinstance(x, str)]
+        width = max((abs(x) for x in given if isinstance(x, int)), default=0) if name in WIDENING else 0
+        match name:
+            case "indent" | "expandtabs" if texts:
+                return width * (texts[0].count("\n" if name == "indent" else "\t") + 1)
+            case "replace" if len(texts) > 2:
+                text, old, new = texts[:3]
+                return (text.count(old) if old else len(text) + 1) * len(new)
+            case "format" | "format_map" if texts:
+                return len(re.findall("[{%]", texts[0])) * self.weight(given[1:], {}) // WRITTEN
+            case "round" if any(isinstance(x, int) and abs(x) > MAX_DIGITS for x in given[1:]):
+                return self.max_chars + 1
+        return width
 
     def check_format(self, style: str, form: str) -> None:
         """Stops a format, of style "%" or "{", with a width that is huge or an argument."""

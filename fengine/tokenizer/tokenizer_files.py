@@ -86,22 +86,23 @@ def _added(value: Any, where: str) -> AddedToken:
     raise ModelLoadError(f'{where} must be a string or an object with a string "content", got {value!r:.80}.')
 
 
-def _tokens(config: dict[str, Any], where: str) -> tuple[dict[str, str], list[AddedToken]]:
-    """(named special tokens, tokens to add where missing, in transformers' order)."""
-    listed: list[tuple[int, AddedToken]] = []
-    decoder = config.get("added_tokens_decoder") or {}
-    for index, token in decoder.items() if isinstance(decoder, dict) else ():
+def _listed(config: dict[str, Any], where: str) -> list[AddedToken]:
+    """The tokens of added_tokens_decoder, in the order of their ids."""
+    decoder = config.get("added_tokens_decoder")
+    decoder = decoder if isinstance(decoder, dict) else {}
+    for index, token in decoder.items():
         if not (index.isdecimal() and isinstance(token, dict)):
             raise ModelLoadError(f"{where}: added_tokens_decoder[{index!r}] is malformed.")
-        listed.append((int(index), _added({"special": False, **token}, where)))
-    extra = [token for _, token in sorted(listed, key=lambda item: item[0])]
-    named: dict[str, str] = {}
-    for key in [*NAMED, *(k for k in config if k.endswith("_token") and k not in NAMED)]:
-        if isinstance(config.get(key), (str, dict)):
-            token = _added(config[key], f"{where}: {key}")
-            extra.append(token)
-            if key in NAMED:
-                named[key] = token.content
+    return [_added({"special": False, **decoder[index]}, where) for index in sorted(decoder, key=int)]
+
+
+def _tokens(config: dict[str, Any], where: str) -> tuple[dict[str, str], list[AddedToken]]:
+    """(named special tokens, tokens to add where missing, in transformers' order)."""
+    extra = _listed(config, where)
+    keys = [*NAMED, *(key for key in config if key.endswith("_token") and key not in NAMED)]
+    found = {key: _added(config[key], f"{where}: {key}") for key in keys if isinstance(config.get(key), (str, dict))}
+    extra += found.values()
+    named = {key: token.content for key, token in found.items() if key in NAMED}
     for token in extra:
         token.special = token.special or token.content in named.values()
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
