@@ -105,7 +105,7 @@ class _Reader:
             self.at += 1
             return inner
         if kind == "literal":
-            node: Node = Seq(tuple(Chars(ranges) for ranges in self.escaped(value[1:-1])))
+            node: Node = Seq(tuple(Chars(ranges) for ranges, _ in self.members(value[1:-1])))
         elif kind == "class":
             node = Chars(self.in_class(value[1:-1]))
         else:
@@ -122,10 +122,6 @@ class _Reader:
         if least > MAX_REPEAT or (most or 0) > MAX_REPEAT or (most is not None and most < least):
             raise self.fail(f"{value} must be {{m,n}} with m <= n <= {MAX_REPEAT}")
         return Repeat(item, least, most)
-
-    def escaped(self, text: str) -> list[Ranges]:
-        """The characters of a literal, one set for each."""
-        return [ranges for ranges, _ in self.members(text)]
 
     def in_class(self, text: str) -> Ranges:
         negated = text.startswith("^")

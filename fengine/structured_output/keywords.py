@@ -88,10 +88,6 @@ def parts(value: Any) -> Iterator[Any]:
             todo += [*value, *value.values()] if isinstance(value, dict) else value
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LENGTH
-
-
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -104,25 +100,19 @@ def _is_small_multiple(value: Any) -> bool:
         return False
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, str) or (_is_names(value) and len(value) > 0)
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 _VALUE_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # by keyword; the words of its error
-    **dict.fromkeys(_COUNTS, (_is_count, f"an integer in [0, {MAX_LENGTH}]")),
+    **dict.fromkeys(
+        _COUNTS, (lambda value: type(value) is int and 0 <= value <= MAX_LENGTH, f"an integer in [0, {MAX_LENGTH}]")
+    ),
     **dict.fromkeys(_BOUNDS, (is_number, "a number")),
-    **dict.fromkeys(_TEXTS, (_is_text, "a string")),
+    **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "a string")),
     "multipleOf": (_is_small_multiple, f"a number above 0 with at most {MAX_MULTIPLE} as its digits"),
     "required": (_is_names, "a list of names"),
-    "type": (_is_type, "a type or a list of types"),
+    "type": (lambda value: isinstance(value, str) or (value != [] and _is_names(value)), "a type or a list of types"),
 }
 
 

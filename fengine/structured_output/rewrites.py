@@ -18,6 +18,7 @@ Node = dict[str, Any]
 OPENING = ("allOf", "if", "dependentSchemas", "dependencies")  # put objects together: none of them is the whole one
 EVALUATING = {*OPENING, "$ref", "anyOf", "oneOf", "not", "contains"}  # other properties, or items
 COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
+ANNOTATIONS = ("title", "description", "default", "examples", "$comment")
 MAX_ARRAYS = 400  # that an array of few values without repetition comes to
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 
@@ -56,9 +57,8 @@ class Rewriter:
                     found = found[int(name)]
                 else:
                     found = found.get(name) if isinstance(found, dict) else None
-            value = (
-                {key: item for key, item in value.items() if key != "$ref"} | found if isinstance(found, dict) else {}
-            )
+            beside = {key: item for key, item in value.items() if key != "$ref"}
+            value = beside | found if isinstance(found, dict) else {}
         return value
 
     def values(self, value: Any) -> list[Any] | None:
@@ -80,7 +80,7 @@ class Rewriter:
             return None
         out: list[Any] = []
         for key, item in value.items():
-            others = [] if is_annotation(key) else self.broken(key, item, among)
+            others = [] if key in ANNOTATIONS else self.broken(key, item, among)
             if others is None:
                 return None
             out += others
@@ -133,10 +133,6 @@ class Rewriter:
         return {"type": "object", "required": [name], "properties": {name: schema}, "additionalProperties": True}
 
 
-def is_annotation(key: str) -> bool:
-    return key in ("title", "description", "default", "examples", "$comment")
-
-
 def equal(a: Any, b: Any) -> bool:
     """Whether two JSON values are: 1 is 1.0, and no true. Pure."""
     if isinstance(a, bool) or isinstance(b, bool):
@@ -148,10 +144,8 @@ def equal(a: Any, b: Any) -> bool:
 
 def also(node: Node, *schemas: Any) -> None:
     """Modifies: node, which must satisfy these, too."""
-    if len(schemas) == 1:
-        node["allOf"] = [*node.get("allOf", ()), schemas[0]]
-    else:
-        node["allOf"] = [*node.get("allOf", ()), {"anyOf": list(schemas)} if schemas else False]
+    one = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)} if schemas else False
+    node["allOf"] = [*node.get("allOf", ()), one]
 
 
 # -- rules: each modifies its node -------------------------------------------------------------------------------------
@@ -160,10 +154,8 @@ def also(node: Node, *schemas: Any) -> None:
 def old_bounds(_: Rewriter, node: Node) -> None:
     """Draft 4 has exclusive bounds as switches; counts may be written as 2.0."""
     for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(node.get(key), bool):
-            exclusive = node.pop(key)
-            if exclusive and bound in node:
-                node[key] = node.pop(bound)
+        if isinstance(node.get(key), bool) and node.pop(key) and bound in node:
+            node[key] = node.pop(bound)
     for key in COUNTS:
         if isinstance(node.get(key), float) and node[key].is_integer():
             node[key] = int(node[key])
@@ -261,8 +253,7 @@ def property_names(rewriter: Rewriter, node: Node) -> None:
     if "propertyNames" not in node or "patternProperties" in node:
         return
     names = rewriter.resolved(node["propertyNames"])
-    if names is True:
-        names = {}
+    names = {} if names is True else names
     if not isinstance(names, dict) or names.get("type", "string") != "string":
         return
     if not names.keys() - {"type"} or _named(rewriter, node, names):

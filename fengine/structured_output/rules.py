@@ -113,42 +113,31 @@ def to_lark(rules: Rules) -> str:
     refs = {name: _refs(node) for name, node in rules.items()}
     names = {name: f"r{i}" for i, name in enumerate(_reached(refs, "root"))}
     flat = not any(name in _reached(refs, name, strictly=True) for name in names)
-    write = _as_terminal if flat else _as_rule
     word = {name: short.upper() if flat else short for name, short in names.items()}
-    lines = [f"{word[name]}: {write(rules[name], word)}" for name in names]
+    lines = [f"{word[name]}: {_written(rules[name], word, flat)}" for name in names]
     return "\n".join([f"text: {word['root']}", *lines])
 
 
-def _count(least: int, most: int | None) -> str:
-    return f"{{{least},{'' if most is None else most}}}"
-
-
-def _as_rule(node: Node, word: dict[str, str]) -> str:
-    """As a rule of lexemes that are one character each."""
+def _written(node: Node, word: dict[str, str], flat: bool) -> str:
+    """As a rule of lexemes that are one character each, or (`flat`) as a terminal: then all text of one place is one
+    regular expression."""
     match node:
         case Chars(ranges):
             return f"/{characters.written(ranges)}/"
         case Ref(name):
             return word[name]
         case Seq(items):
-            return " ".join(_as_rule(item, word) for item in items) or '""'
+            return _sequence(items, word, flat)
         case Alt(items):
-            return f"({' | '.join(_as_rule(item, word) for item in items)})"
+            return f"({' | '.join(_written(item, word, flat) for item in items)})"
         case Repeat(_, _, 0):
             return '""'
         case Repeat(item, least, most):
-            return f"({_as_rule(item, word)}){_count(least, most)}"
+            return f"({_written(item, word, flat)}){{{least},{'' if most is None else most}}}"
 
 
-def _as_terminal(node: Node, word: dict[str, str]) -> str:
-    """As a terminal, where all text of one place is one regular expression."""
-    match node:
-        case Seq(items) if items and all(isinstance(item, Chars) for item in items):
-            return f"/{''.join(characters.written(item.ranges) for item in items if isinstance(item, Chars))}/"
-        case Seq(items):
-            return " ".join(_as_terminal(item, word) for item in items) or '""'
-        case Alt(items):
-            return f"({' | '.join(_as_terminal(item, word) for item in items)})"
-        case Repeat(item, least, most) if most != 0:
-            return f"({_as_terminal(item, word)}){_count(least, most)}"
-    return _as_rule(node, word)
+def _sequence(items: tuple[Node, ...], word: dict[str, str], flat: bool) -> str:
+    chars = [characters.written(item.ranges) for item in items if isinstance(item, Chars)]
+    if flat and 0 < len(chars) == len(items):
+        return f"/{''.join(chars)}/"
+    return " ".join(_written(item, word, flat) for item in items) or '""'

@@ -154,18 +154,11 @@ class HFTokenizer:
             if add_generation_prompt:
                 raise InvalidRequestError("continue_final_message and add_generation_prompt cannot both be set.")
             text = self._open_ended(conversation, values)
-            ids = self._tokenizer.encode(text, add_special_tokens=False) if tokenize else []
-        elif tokenize:
-            text = ""
-            ids = self._tokenizer.encode_chat(conversation, add_generation_prompt=add_generation_prompt, **values)
+            found = self._tokenizer.encode(text, add_special_tokens=False) if tokenize else text
         else:
-            text = self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=add_generation_prompt, **values
-            )
-            ids = []
-        if not tokenize:
-            return text
-        return Encoding(input_ids=ids, attention_mask=[1] * len(ids)) if return_dict else ids
+            read = self._tokenizer.encode_chat if tokenize else self._tokenizer.apply_chat_template
+            found = read(conversation, add_generation_prompt=add_generation_prompt, **values)
+        return Encoding(input_ids=found, attention_mask=[1] * len(found)) if tokenize and return_dict else found
 
     def _open_ended(self, conversation: Sequence[dict[str, Any]], values: dict[str, Any]) -> str:
         text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=False, **values)

@@ -16,11 +16,8 @@ from fengine.errors import ChatTemplateError, ConfigError, ContextLengthError, I
 from fengine.tokenizer.chat import ChatTemplate, check_messages, plain
 from fengine.tokenizer.chat_ids import Marks, SpecialText
 from fengine.tokenizer.decoding import Decoding, clean_up
-from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.pipeline import library_errors, load_pipeline
 from fengine.tokenizer.tokenizer_files import read_files, read_template
-
-__all__ = ["Detokenizer", "Tokenizer"]
 
 CHARS_PER_TOKEN = 8  # cap on text before tokenizing, which can be slow on text made to be slow
 SLACK_CHARS = 4096
@@ -74,12 +71,8 @@ class Tokenizer:
         """Number of ids with a text, added tokens included; the logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def decoding(self) -> Decoding:
-        return self._decoding
-
     @cached_property
-    def _decoding(self) -> Decoding:
+    def decoding(self) -> Decoding:
         return Decoding(self.backend, self.cleanup)
 
     # -- text to ids and back -----------------------------------------------------------------------------------------
