@@ -64,12 +64,12 @@ def flag(name: str, value: Any) -> bool:
 # -- containers --------------------------------------------------------------------------------------------------------
 
 _ATOMS = frozenset((int, float, bool, str, bytes, type(None)))
-_OWN: tuple[tuple[type, Callable[[Any], Any]], ...] = (  # the base classes' own methods: overridden ones do not run
-    (str, lambda text: str.__add__(text, "")),
-    (dict, lambda values: dict(dict.items(values))),
-    (list, lambda values: list.__getitem__(values, slice(None))),
-    (tuple, lambda values: tuple.__getitem__(values, slice(None))),
-)
+_OWN: dict[type, Callable[[Any], Any]] = {  # the base classes' own methods: overridden ones do not run
+    str: lambda text: str.__add__(text, ""),
+    dict: lambda values: dict(dict.items(values)),
+    list: lambda values: list.__getitem__(values, slice(None)),
+    tuple: lambda values: tuple.__getitem__(values, slice(None)),
+}
 _DEEPEST = 200  # what is nested deeper is left to those who read it
 
 
@@ -81,19 +81,19 @@ def plain(value: Any) -> Any:
     return _plain(value, {}, 0)
 
 
+def _own(value: Any) -> Any:
+    """A copy in Python's own class of what is of a subclass; its entries stay as they are. Pure."""
+    if type(value) in _OWN or hasattr(type(value), "_fields"):
+        return value
+    return next((copy(value) for kind, copy in _OWN.items() if isinstance(value, kind)), value)
+
+
 def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if type(value) in _ATOMS or depth > _DEEPEST:
         return value
     if id(value) in seen:  # shared parts are walked once; a part that holds itself ends here
         return seen[id(value)]
-    own = value
-    for kind, copy in _OWN:
-        if type(value) is kind:
-            break
-        if isinstance(value, kind) and not hasattr(type(value), "_fields"):
-            own = copy(value)
-            break
-    seen[id(value)] = own
+    seen[id(value)] = own = _own(value)
     if type(own) is dict and not (_ATOMS.issuperset(map(type, own)) and _ATOMS.issuperset(map(type, own.values()))):
         own = {_plain(key, seen, depth + 1): _plain(entry, seen, depth + 1) for key, entry in own.items()}
     elif type(own) in (list, tuple) and not _ATOMS.issuperset(map(type, own)):
