@@ -129,6 +129,14 @@ def _token_ids(parameter: Parameter, value: Any, vocab_size: int | None) -> tupl
     return tuple(sorted(set(ids)))
 
 
+def _biased_token(key: Any, vocab_size: int | None) -> int:
+    text = key.strip() if isinstance(key, str) else ""
+    token = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else exact_int(key)
+    if token is None or token < 0 or (vocab_size is not None and token >= vocab_size):
+        raise InvalidRequestError(f"logit_bias must has keys in [0, {(vocab_size or 2**31) - 1}], got {key!r:.80}.")
+    return token
+
+
 def _biases(parameter: Parameter, value: Any, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
     """(token id, bias) in order of id; keys are ids as text or int."""
     if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):  # stored form
@@ -139,11 +147,7 @@ def _biases(parameter: Parameter, value: Any, vocab_size: int | None) -> tuple[t
         raise InvalidRequestError(f"logit_bias may have at most {MAX_BIASES} entries, got {len(value)}.")
     out: dict[int, float] = {}
     for key, bias in value.items():
-        text = key.strip() if isinstance(key, str) else ""
-        token = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else exact_int(key)
-        if token is None or token < 0 or (vocab_size is not None and token >= vocab_size):
-            most = (vocab_size or 2**31) - 1
-            raise InvalidRequestError(f"logit_bias must has keys in [0, {most}], got {key!r:.80}.")
+        token = _biased_token(key, vocab_size)
         if token in out:
             raise InvalidRequestError(f"logit_bias has token {token} twice.")
         out[token] = number(f"logit_bias[{key!r}]", bias)
