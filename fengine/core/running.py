@@ -123,18 +123,12 @@ class Rows:
     def check(self, waiting: Iterable[Request]) -> None:
         """Page identity over running requests, cache and pool; row slots; lists. Errors: InvariantError."""
         running = self.prompting + self.decoding + list(self.draining.values())
-        slots = [request.row for request in running if request.row is not None] + self._free
         if self.num_lockstep != sum(map(is_lockstep, running)):
             raise InvariantError(f"{self.num_lockstep} lockstep rows are counted, not those that run")
-        if sorted(slots) != list(range(self.capacity)) or len({r.rid for r in running}) != self.num_running:
-            raise InvariantError(f"row slots are taken twice or lost: {slots}")
+        self._check_running(running)
         for ordered in (self.prompting, self.decoding):
             if any(a.arrival >= b.arrival for a, b in zip(ordered, ordered[1:], strict=False)):
                 raise InvariantError("running requests are out of order")
-        for request in running:
-            held = request.num_computed + (0 if request.drafting is None else request.drafting.in_flight)
-            if len(request.pages) != self.pages_for(held) or request.status is not Status.RUNNING:
-                raise InvariantError(f"request {request.rid!r}: {request.num_computed} tokens in pages {request.pages}")
         for request in waiting:
             if request.row is not None or request.pages or request.num_computed or request.status is not Status.WAITING:
                 raise InvariantError(f"request {request.rid!r} waits, with row {request.row}, pages {request.pages}")
@@ -142,6 +136,15 @@ class Rows:
         self.pool.check([request.pages for request in running], () if self.cache is None else self.cache.pages())
         if self.cache is not None:
             self.cache.check()
+
+    def _check_running(self, running: list[Request]) -> None:
+        slots = [request.row for request in running if request.row is not None] + self._free
+        if sorted(slots) != list(range(self.capacity)) or len({r.rid for r in running}) != self.num_running:
+            raise InvariantError(f"row slots are taken twice or lost: {slots}")
+        for request in running:
+            held = request.num_computed + (0 if request.drafting is None else request.drafting.in_flight)
+            if len(request.pages) != self.pages_for(held) or request.status is not Status.RUNNING:
+                raise InvariantError(f"request {request.rid!r}: {request.num_computed} tokens in pages {request.pages}")
 
 
 def draws_last(request: Request) -> bool:
