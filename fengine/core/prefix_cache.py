@@ -79,30 +79,28 @@ class PrefixCache:
 
     def match(self, token_ids: Sequence[int], limit: int, salt: Hashable | None = None) -> list[int]:
         """The pages of the longest cached prefix within `limit` tokens; the caller becomes a holder of them."""
-        node = self._root
-        pages: list[int] = []
-        for tokens in self._path(token_ids, limit, salt):
-            child = node.children.get(tokens)
-            if child is None:
-                break
-            pages.append(child.page)
-            node = child
+        nodes = self._longest(token_ids, limit, salt)
+        pages = [node.page for node in nodes]
         self.lookups += 1
         if pages:
             self.hit_tokens += len(pages) * self.page_size
-            self._touch(node)
+            self._touch(nodes[-1])
             self.pool.retain(pages)
         return pages
 
     def match_length(self, token_ids: Sequence[int], limit: int, salt: Hashable | None = None) -> int:
         """Tokens that `match` would find. Pure."""
-        node, count = self._root, 0
+        return len(self._longest(token_ids, limit, salt)) * self.page_size
+
+    def _longest(self, token_ids: Sequence[int], limit: int, salt: Hashable | None) -> list[_Node]:
+        """The nodes of the longest cached prefix, from the root's child on."""
+        nodes, node = [], self._root
         for tokens in self._path(token_ids, limit, salt):
-            child = node.children.get(tokens)
-            if child is None:
+            node = node.children.get(tokens)
+            if node is None:
                 break
-            node, count = child, count + 1
-        return count * self.page_size
+            nodes.append(node)
+        return nodes
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salt: Hashable | None = None,
@@ -185,15 +183,18 @@ class PrefixCache:
         if len(nodes) != self.num_pages or len({id(node) for node in queued}) != len(queued):
             raise InvariantError(f"prefix cache: {len(nodes)} pages, {self.num_pages} counted; or one queued twice")
         for node in nodes:
-            parent = node.parent
-            size = sum(type(token) is int for token in node.tokens)
-            if parent is None or parent.children.get(node.tokens) is not node or size != self.page_size:
-                raise InvariantError(f"prefix cache: the node of page {node.page} is not linked to its parent")
-            if not node.children and not node.queued:
-                raise InvariantError(f"prefix cache: leaf page {node.page} could never be evicted")
-            held, above = self.pool.num_holders(node.page), self.pool.num_holders(parent.page)
-            if parent is not self._root and held > 1 and above == 1:
-                raise InvariantError(f"prefix cache: page {node.page} is held but its ancestor {parent.page} is not")
+            self._check_node(node)
+
+    def _check_node(self, node: _Node) -> None:
+        parent = node.parent
+        size = sum(type(token) is int for token in node.tokens)
+        if parent is None or parent.children.get(node.tokens) is not node or size != self.page_size:
+            raise InvariantError(f"prefix cache: the node of page {node.page} is not linked to its parent")
+        if not node.children and not node.queued:
+            raise InvariantError(f"prefix cache: leaf page {node.page} could never be evicted")
+        held, above = self.pool.num_holders(node.page), self.pool.num_holders(parent.page)
+        if parent is not self._root and held > 1 and above == 1:
+            raise InvariantError(f"prefix cache: page {node.page} is held but its ancestor {parent.page} is not")
 
     def _nodes(self) -> Iterator[_Node]:
         stack = list(self._root.children.values())
