@@ -71,9 +71,9 @@ class StepTrace:
         requests = self._scheduler.requests_of(output)
         rid_of = {request.row: request.rid for request in requests}
         drafted = {draft.index: len(draft.token_ids) for draft in output.drafts}
-        first_new = {rid_of[new.row]: new.first for new in output.new_pages}
+        new_pages = self._new_pages(output, rid_of)
+        first_new = {new.rid: new.first for new in new_pages}
         kept = {rid: min(first_new.get(rid, count), count) for rid, count in held.items()}
-        start_of = dict(zip(output.rows, output.starts, strict=True))
         self._scheduled[output.step] = {
             "step": output.step,
             "launched": time.perf_counter(),
@@ -84,13 +84,7 @@ class StepTrace:
                 sample and start >= request.prompt_len
                 for request, start, sample in zip(requests, output.starts, output.samples, strict=True)
             ),
-            "new_pages": tuple(
-                NewPages(
-                    rid_of[new.row], new.first, 0 if new.first else start_of[new.row] // self._page_size,
-                    tuple(new.pages),
-                )
-                for new in output.new_pages
-            ),
+            "new_pages": new_pages,
             "drafted": tuple(drafted.get(i, 0) for i in range(len(requests))) if drafted else (),
             "shrunk": tuple((rid, count) for rid, count in kept.items() if count < self._held.get(rid, 0)),
             "preempted": tuple(output.preempted),
@@ -100,8 +94,15 @@ class StepTrace:
             "held": counters["used_pages"],
             "cached": counters["pages"] - counters["used_pages"] - counters["free_pages"],
             "pages": counters["pages"],
-        }  # fmt: skip
+        }
         self._held = held
+
+    def _new_pages(self, output: SchedulerOutput, rid_of: dict[int | None, str]) -> tuple[NewPages, ...]:
+        hits = {row: start // self._page_size for row, start in zip(output.rows, output.starts, strict=True)}
+        return tuple(
+            NewPages(rid_of[new.row], new.first, 0 if new.first else hits[new.row], tuple(new.pages))
+            for new in output.new_pages
+        )
 
     def launched(self, output: SchedulerOutput) -> None:
         """Nothing to note."""
