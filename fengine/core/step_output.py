@@ -67,13 +67,9 @@ def record(requests: Sequence[Request], samples: Sequence[bool], out: StepOutput
             if (found := _open(requests[span.row])) is not None:
                 _add_prompt(*found, span, scores)
     if out.outputs is not None:
-        _add_outputs(
-            requests, [sample and x == x for sample, x in zip(samples, out.logprobs, strict=False)], out.outputs
-        )
-    for span in out.hidden:
-        if (found := _open(requests[span.row])) is not None and out.hidden_HD is not None:
-            if not _add_hidden(*found, span.first, out.hidden_HD[span.at : span.at + span.count]):
-                out.logprobs[span.row] = float("nan")
+        drawn = [sample and x == x for sample, x in zip(samples, out.logprobs, strict=False)]
+        _add_outputs(requests, drawn, out.outputs)
+    _add_hidden_states(requests, out)
     for row in out.pooled:
         if (found := _open(requests[row])) is not None:
             _finish_pool(*found, head)
@@ -122,6 +118,16 @@ def _add_outputs(requests: Sequence[Request], drawn: Sequence[bool], scores: Sco
             record.output_top.append(list(zip(tops[row][:k], ids[row][:k], strict=True)))
         if params.logprob_ids:
             record.output_ids.append(list(zip(asked[row], params.logprob_ids, strict=False)))
+
+
+def _add_hidden_states(requests: Sequence[Request], out: StepOutput) -> None:
+    """Modifies: the records, and `out.logprobs` as `record` tells."""
+    if out.hidden_HD is None:
+        return
+    for span in out.hidden:
+        found, rows = _open(requests[span.row]), out.hidden_HD[span.at : span.at + span.count]
+        if found is not None and not _add_hidden(*found, span.first, rows):
+            out.logprobs[span.row] = float("nan")
 
 
 def _add_hidden(request: Request, record: Record, first: int, rows: np.ndarray) -> bool:
