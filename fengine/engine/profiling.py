@@ -37,14 +37,8 @@ def checked_start(
     **others: Any,
 ) -> StartProfile:
     """SGLang's arguments of start_profile. Errors: InvalidRequestError, UnsupportedFeatureError, ProfileError."""
-    unknown = sorted(others.keys() - NOT_BUILT.keys())
-    if unknown:
-        raise InvalidRequestError(f"start_profile has no argument {unknown[0]!r}.")
-    for name, value in others.items():
-        if value not in (None, NOT_BUILT[name]):
-            raise UnsupportedFeatureError(f"start_profile: {name}={value!r} is not built; leave it out.")
-    steps = {"start_step": (start_step, 0), "num_steps": (num_steps, 1)}
-    for name, (value, least) in steps.items():
+    _refuse(others)
+    for name, value, least in (("start_step", start_step, 0), ("num_steps", num_steps, 1)):
         if value is not None and (type(value) is not int or value < least):
             raise InvalidRequestError(f"{name} must be a whole number of at least {least}, got {value!r:.80}.")
     for name, value in {"profile_id": profile_id, "profile_prefix": profile_prefix}.items():
@@ -55,6 +49,15 @@ def checked_start(
     return StartProfile(
         str(path), start_step or 0, num_steps, _activities(activities), bool(with_stack), bool(record_shapes)
     )
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    unknown = sorted(others.keys() - NOT_BUILT.keys())
+    if unknown:
+        raise InvalidRequestError(f"start_profile has no argument {unknown[0]!r}.")
+    for name, value in others.items():
+        if value not in (None, NOT_BUILT[name]):
+            raise UnsupportedFeatureError(f"start_profile: {name}={value!r} is not built; leave it out.")
 
 
 def _activities(asked: Any) -> tuple[str, ...]:
