@@ -60,7 +60,7 @@ def check_arguments(
         raise UnsupportedFeatureError(f"backend {backend!r} is not supported; use {' or '.join(BACKENDS)}.")
     if backend == "nccl" and not device.startswith("cuda"):
         raise InvalidRequestError(f"backend 'nccl' needs weights on a CUDA device, they are on {device}; use 'gloo'.")
-    if not isinstance(address, str) or not address or not isinstance(name, str) or not name:
+    if not all(isinstance(text, str) and text for text in (address, name)):
         raise InvalidRequestError("master_address and group_name must be strings that are not empty.")
     if type(port) is not int or not 0 < port < 65536:
         raise InvalidRequestError(f"master_port must be from 1 to 65535, got {port!r:.80}.")
@@ -107,27 +107,32 @@ def buffers(
     """
     if not all(isinstance(values, (list, tuple)) and len(values) == count for values in (dtypes, shapes)):
         raise InvalidRequestError(f"names, dtypes and shapes must be lists of equal length; there are {count} names.")
-    kinds = [d if isinstance(d, torch.dtype) else getattr(torch, str(d).removeprefix("torch."), None) for d in dtypes]
-    bad = next((d for d, kind in zip(dtypes, kinds, strict=True) if not isinstance(kind, torch.dtype)), None)
-    if bad is not None:
-        raise InvalidRequestError(f"dtypes has {bad!r:.80}, which is no dtype of torch.")
+    kinds = [_dtype(name) for name in dtypes]
     for shape in shapes:
         if not isinstance(shape, (list, tuple)) or not all(type(size) is int and size > 0 for size in shape):
             raise InvalidRequestError(f"shapes has {shape!r:.80}; a shape is a list of whole numbers above 0.")
-    if flat and len(set(kinds)) > 1:
-        raise InvalidRequestError(f"a flattened bucket has one dtype, got {sorted({str(k) for k in kinds})}.")
     try:
-        if not flat:
-            tensors = [
-                torch.empty(tuple(shape), dtype=kind, device=device) for shape, kind in zip(shapes, kinds, strict=True)
-            ]
-            return tensors, tensors
-        counts = [math.prod(shape) for shape in shapes]
-        bucket = torch.empty(sum(counts), dtype=kinds[0] if kinds else torch.float32, device=device)
+        if flat:
+            return _bucket(shapes, kinds, device)
+        tensors = [torch.empty(tuple(s), dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)]
+        return tensors, tensors
     except (RuntimeError, TypeError, OverflowError) as error:  # more than there is memory, or than torch can count
-        raise InvalidRequestError(
-            f"no tensors of these shapes can be made: {str(error).partition(chr(10))[0]}"
-        ) from None
+        reason = str(error).partition("\n")[0]
+        raise InvalidRequestError(f"no tensors of these shapes can be made: {reason}") from None
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidRequestError(f"dtypes has {name!r:.80}, which is no dtype of torch.")
+    return found
+
+
+def _bucket(shapes: Any, dtypes: list[torch.dtype], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    if len(set(dtypes)) > 1:
+        raise InvalidRequestError(f"a flattened bucket has one dtype, got {sorted(map(str, set(dtypes)))}.")
+    counts = [math.prod(shape) for shape in shapes]
+    bucket = torch.empty(sum(counts), dtype=dtypes[0] if dtypes else torch.float32, device=device)
     return [bucket], [part.view(tuple(shape)) for part, shape in zip(bucket.split(counts), shapes, strict=True)]
 
 
