@@ -25,36 +25,52 @@ def full_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 def check_entries(
     directory: Path, spec: ModelSpec, weights: list[Weight], entries: dict[str, TensorEntry], mixed: bool
-) -> None:
-    """Names, shapes and dtypes against the architecture. `mixed` allows matrices of several dtypes."""
+) -> list[Weight]:
+    """Checks names, shapes and dtypes against the architecture; `mixed` allows matrices of several dtypes.
+
+    Returns the weights to read: optional ones where they are stored. Errors: CorruptCheckpointError with every problem,
+    UnsupportedFormatError.
+    """
     needed = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
     expected = {source.name: source.shape for weight in needed for source in weight.sources}
-    spare_head = spec.tie_embeddings or not spec.generates
-    allowed = expected | ({HEAD: expected[EMBEDDING]} if spare_head else {})
-    absent = [name for name in expected if name not in entries]
-    problems = [f"tensor {name!r} of shape {list(expected[name])} is missing" for name in absent]
-    if HEAD in absent:
+    problems = [f"tensor {n!r} of shape {list(s)} is missing" for n, s in expected.items() if n not in entries]
+    if HEAD in expected.keys() - entries.keys():
         problems.append(f"without {HEAD!r} config.json should say tie_word_embeddings = true")
-    for name in sorted(entries.keys() - allowed.keys()):
-        if not name.endswith(HARMLESS):
-            problems.append(f"tensor {name!r} is not part of {spec.architecture} with this config.json")
-    used = [entries[name] for name in allowed if name in entries]
-    for entry in used:
-        if entry.shape != allowed[entry.name]:
-            wanted = list(allowed[entry.name])
-            problems.append(f"tensor {entry.name!r}: expected shape {wanted}, got {list(entry.shape)}")
-        if entry.dtype not in DTYPES:
-            raise UnsupportedFormatError(
-                f"{entry.path}: tensor {entry.name!r} is {entry.dtype}; supported: {', '.join(DTYPES)}."
-            )
-    matrices = {source.name for weight in needed if weight.matrix for source in weight.sources}
-    kinds = {entry.dtype: entry.name for entry in used if entry.name in matrices}
-    if len(kinds) > 1 and not mixed:
-        examples = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(kinds.items()))
-        problems.append(f"matrices have several dtypes: {examples}; set model.dtype to convert them to one")
+    if spec.tie_embeddings or not spec.generates:  # a head may be stored all the same
+        expected[HEAD] = expected[EMBEDDING]
+    problems += [
+        f"tensor {name!r} is not part of {spec.architecture} with this config.json"
+        for name in sorted(entries.keys() - expected.keys())
+        if not name.endswith(HARMLESS)
+    ]
+    problems += _misshapen(expected, entries)
+    problems += [] if mixed else _several_dtypes(needed, entries)
     if problems:
         shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
         raise CorruptCheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(shown))
+    return needed
+
+
+def _misshapen(expected: dict[str, tuple[int, ...]], entries: dict[str, TensorEntry]) -> list[str]:
+    """Errors: UnsupportedFormatError for a dtype."""
+    problems = []
+    for entry in (entries[name] for name in expected if name in entries):
+        name, wanted = entry.name, expected[entry.name]
+        if entry.shape != wanted:
+            problems.append(f"tensor {name!r}: expected shape {list(wanted)}, got {list(entry.shape)}")
+        if entry.dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise UnsupportedFormatError(f"{entry.path}: tensor {name!r} is {entry.dtype}; supported: {known}.")
+    return problems
+
+
+def _several_dtypes(weights: list[Weight], entries: dict[str, TensorEntry]) -> list[str]:
+    names = [source.name for weight in weights if weight.matrix for source in weight.sources]
+    kinds = {entries[name].dtype: name for name in names if name in entries}
+    if len(kinds) < 2:
+        return []
+    examples = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(kinds.items()))
+    return [f"matrices have several dtypes: {examples}; set model.dtype to convert them to one"]
 
 
 def check_tied(head: Tensor, embedding: Tensor) -> None:

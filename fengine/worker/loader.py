@@ -175,10 +175,8 @@ def load_params(
     """
     length = spec.max_position if context_length is None else context_length
     if not 1 <= length <= spec.max_position:
-        raise ConfigError(
-            f"model.context_length must be from 1 to {spec.max_position}, the checkpoint's max_position_embeddings, "
-            f"got {length}."
-        )
+        limit = f"{spec.max_position}, the checkpoint's max_position_embeddings"
+        raise ConfigError(f"model.context_length must be from 1 to {limit}, got {length}.")
     device = torch.device(device)
     wanted = None if dtype is Dtype.auto else getattr(torch, dtype.value)
     weights = models.lookup(spec.architecture).weights(spec)
@@ -224,8 +222,7 @@ def _load(
     directory: Path, spec: ModelSpec, weights: list[Weight], device: torch.device, wanted: torch.dtype | None
 ) -> Params:
     entries = full_names(read_shards(directory))
-    weights = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
-    check_entries(directory, spec, weights, entries, mixed=wanted is not None)
+    weights = check_entries(directory, spec, weights, entries, mixed=wanted is not None)
     placement = Placement(device, wanted or DTYPES[entries[EMBEDDING].dtype])
     with ExitStack() as stack:
         files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
