@@ -194,20 +194,23 @@ def rope_spec(read: ConfigReader, width: int, max_position: int, partial: bool =
     if new and any(new.get(key) != value for key, value in said.items()):
         read.problems.append(f"rope_scaling {old!r} contradicts rope_parameters {new!r}; remove one")
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **old, **new}
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise UnsupportedArchitectureError(f"rope_parameters per layer type are not supported (got {sorted(rope)}).")
-    if unknown := sorted(key for key in rope.keys() - ROPE_KEYS if rope[key] is not None):
-        raise UnsupportedArchitectureError(f"rope_parameters has {unknown[0]} = {rope[unknown[0]]!r:.80}: not built.")
-    for source in (rope, config):
-        if not partial and source.get("partial_rotary_factor", 1.0) not in (1, None):
-            raise UnsupportedArchitectureError(
-                f"partial_rotary_factor = {source['partial_rotary_factor']!r} is not supported; only 1.0 is."
-            )
+    _refuse_rope(rope, config, partial)
     rope.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     part = ConfigReader(rope)
     found = _rope_of(part, width, max_position)
     read.problems += part.problems
     return found
+
+
+def _refuse_rope(rope: Config, config: Config, partial: bool) -> None:
+    """Errors: UnsupportedArchitectureError for what is not built."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UnsupportedArchitectureError(f"rope_parameters per layer type are not supported (got {sorted(rope)}).")
+    if unknown := sorted(key for key in rope.keys() - ROPE_KEYS if rope[key] is not None):
+        raise UnsupportedArchitectureError(f"rope_parameters has {unknown[0]} = {rope[unknown[0]]!r:.80}: not built.")
+    for part in (source.get("partial_rotary_factor") for source in (rope, config)):
+        if not partial and part not in (1, None):
+            raise UnsupportedArchitectureError(f"partial_rotary_factor = {part!r} is not supported; only 1.0 is.")
 
 
 def _rope_of(read: ConfigReader, width: int, max_position: int) -> RopeSpec:
@@ -263,10 +266,7 @@ def classifier_spec(spec: ModelSpec, architecture: str, config: Config) -> Model
     """
     read = ConfigReader(config)
     labels = config.get("id2label")
-    if isinstance(labels, dict) and labels:
-        count = len(labels)
-    else:
-        count = read.size("num_labels", 1 << 20, default=2)
+    count = len(labels) if isinstance(labels, dict) and labels else read.size("num_labels", 1 << 20, default=2)
     if labels is not None and not isinstance(labels, dict):
         read.problems.append(f"id2label must be an object or null, got {labels!r}"[:200])
     read.done(architecture)
