@@ -4,7 +4,16 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from pathlib import Path
+
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fresh_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Code that torch compiled for other states of the ops is not found: it would call them by other arguments."""
+    folder: Path = tmp_path_factory.mktemp("inductor")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ from fengine.models.kv_state import KVState, Params, init_kv
 from fengine.models.spec import ModelSpec, embedding_spec
 from fengine.ops.ahead import compiling
 from fengine.ops.compiler import private_cache_dir
+from fengine.ops.proof import sources_digest
 from fengine.worker.cuda_runner import CudaRunner
 from fengine.worker.device import (
     current_device,
@@ -276,5 +277,6 @@ def use_private_caches() -> None:
     where they look; a value that the user has set stays, torch's own default in the shared /tmp does not."""
     root, shared = private_cache_dir(), os.path.join(tempfile.gettempdir(), "torchinductor_")
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared).startswith(shared):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / "inductor")
+        name = f"inductor-{sources_digest()[:16]}"  # compiled code calls our ops by their arguments of that state
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(root / name)
     os.environ.setdefault("TRITON_CACHE_DIR", str(root / "triton"))

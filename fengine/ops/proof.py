@@ -100,13 +100,19 @@ def _driver() -> str:
 
 
 @cache
+def sources_digest() -> str:
+    """SHA-256 of the ops' Python sources. What was compiled or proved with others may not fit these."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+@cache
 def proofs(device: int) -> Proofs:
     """What is known about CUDA device `device`: a fact about the machine, learned once."""
     found = environment(device)
     if found["driver"] == "unknown":
         return Proofs(None)
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    found["ops"] = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    found["ops"] = sources_digest()
     name = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
     try:
         return Proofs(private_cache_dir() / f"proofs-{name}.jsonl")

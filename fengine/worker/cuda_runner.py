@@ -59,7 +59,7 @@ class CudaRunner:
     ) -> None:  # fmt: skip
         self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
         self.width, self.vocab, self.adapter_slots = width, vocab, adapter_slots
-        self.device = torch.device(device)
+        self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         self.thread: int | None = None  # whose current device is this runner's
         self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0)
         self.graphs = Graphs(self.device)

@@ -8,6 +8,7 @@ import pytest
 
 from fengine import Engine
 from fengine.engine.build import use_private_caches
+from fengine.ops.proof import sources_digest
 
 
 @pytest.mark.parametrize("given", [None, os.path.join(tempfile.gettempdir(), "torchinductor_somebody")])
@@ -22,7 +23,8 @@ def test_compiled_code_goes_to_the_private_directory(
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.delenv("TRITON_CACHE_DIR")
     use_private_caches()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "fengine" / "inductor")
+    found = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # one for each state of the ops, whose arguments the code knows
+    assert found == str(tmp_path / "fengine" / f"inductor-{sources_digest()[:16]}")
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "fengine" / "triton")
     assert (tmp_path / "fengine").stat().st_mode & 0o777 == 0o700
 
