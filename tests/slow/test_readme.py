@@ -22,7 +22,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_front_door_commands_are_there_word_for_word() -> None:
     shell = "".join(blocks(PAGES[0], "sh"))
     assert "pip install -e . && python -m fengine.run model=llama sampling.temperature=0.8\n" in shell
-    command = "pip install -e '.[dev]' && pytest\n"
+    command = "pip install -e '.[dev]' && pytest -n auto\n"
     assert command in shell and command in (ROOT / ".ci" / "run").read_text()
 
 
