@@ -1,8 +1,11 @@
 """Shared by all tests: no network, and GPU tests only where there is a GPU."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; some tests send themselves one
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 
