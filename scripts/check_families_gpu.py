@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from measure import environment
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 DEVICE = "cuda"
 SIZES = {
@@ -111,7 +113,8 @@ def main() -> None:
         results.append(json.loads(told[-1]) if told else {"family": family, "error": err.decode()[-600:]})
         print(results[-1], flush=True)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        told = {"environment": environment(), "settings": {"sizes": SIZES, "cases": CASES}, "rows": results}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":
