@@ -42,7 +42,9 @@ OPS = (  # the first that matches a kernel's name
     ("silu", r"silu"),
     ("feed, take, hand on", r"^(feed|take|hand_on)_kernel"),
     ("adapters", r"^(shrink|expand)_kernel"),
-    ("logit edits and masks", r"^(edit|bitmask)_kernel"),
+    ("experts", r"^(grouped|combine|few_gate|few_down|route|members|experts)_kernel"),
+    ("logit edits and masks", r"^(edit|bitmask|penalize|add|count|soft_cap)_kernel"),
+    ("likeliest tokens", r"^top_(block|row)_kernel"),
     ("copies", r"memcpy|memset|copy|catarray|fill"),
     ("other glue", r"elementwise|index|gather|where"),
 )
