@@ -11,7 +11,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import bench_extended
 import bench_gpu
 import profile_gpu
 from floors import cached_prefixes, floor, shape
@@ -116,7 +115,7 @@ def test_a_budget_leaves_out_what_would_not_end_in_time(monkeypatch: pytest.Monk
     assert Budget(None).allows("anything", 1e9) and Budget(None).left() is None
 
 
-@pytest.mark.parametrize("script", [bench_extended, bench_gpu, profile_gpu], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [bench_gpu, profile_gpu], ids=lambda script: script.__name__)
 def test_without_a_gpu_there_is_no_measurement(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -236,7 +236,7 @@ def test_limits_leave_ordinary_templates_alone(made, tmp_path, name):
 def test_variables(made, tmp_path, caplog):
     """One that the template does not read is ignored, as transformers does; a name with a meaning is refused."""
     ours, theirs = chat_tokenizer(made, tmp_path, LLAMA3)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="fengine"):
         for name in ("chat_template_", "messages_", "mood"):
             expected = theirs.apply_chat_template(CHATS[0], tokenize=False, add_generation_prompt=True, **{name: "x"})
             assert ours.apply_chat_template(CHATS[0], **{name: "x"}) == expected
