@@ -11,6 +11,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"hydra-core": "hydra", "PyYAML": "yaml", "Jinja2": "jinja2", "inspect-ai": "inspect_ai"}
 WITH_TORCH = {"triton"}  # torch pins it where it computes on CUDA; without it the CPU computes
 UNIMPORTED = {
+    "pytest_xdist",
     "ruff",
     "pyright",
     "hydra_joblib_launcher",
