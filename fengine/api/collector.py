@@ -1,9 +1,6 @@
 """`OutputCollector`: the requests of one call and their outputs, collected in any thread or event loop."""
 
 import asyncio
-import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -69,7 +66,7 @@ class OutputCollector:
         self.incremental = (
             self.brief or stream and (context.args.incremental_streaming_output or context.args.stream_output)
         )
-        self.ready: Any = IndexQueue() if loop else queue.SimpleQueue()
+        self.ready: Any = IndexQueue() if loop else self.core.system.queue()
         self.post, self.pace = loop and loop.call_soon_threadsafe, pace
         self.not_before = [0.0] * len(requests)
         self.dirty = [False] * len(requests)
@@ -81,12 +78,16 @@ class OutputCollector:
 
     def _state(self, index: int, one: CheckedRequest) -> RequestState:
         params, tokenizer = one.request.params, self.context.parts.tokenizer
+        clock = self.core.system
         if params.stop_regex not in self.patterns:
             self.patterns[params.stop_regex] = compile_patterns(params.stop_regex)
         patterns = self.patterns[params.stop_regex]
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, patterns=patterns)
         live = self.stream or bool(params.stop) or bool(params.stop_regex)
-        state = RequestState(one.request, detokenizer, live, self._notifier(index))
+        state = RequestState(
+            one.request, detokenizer, live, self._notifier(index), clock.now, received=clock.wall(),
+            submitted=clock.now(),
+        )  # fmt: skip
         if one.turn is not None:
             one.turn.state = state
         return state
@@ -124,7 +125,7 @@ class OutputCollector:
         """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k; and whether it is
         time for it."""
         every, had = state.request.params.stream_interval or self.context.args.stream_interval, self.sent[index][1]
-        if had and self.pace is not None and time.perf_counter() < self.not_before[index]:
+        if had and self.pace is not None and self.core.system.now() < self.not_before[index]:
             return False  # the next news, or the last, brings these tokens along
         return had == 0 or every == 1 or state.num_tokens - had >= every
 
@@ -213,7 +214,7 @@ class Stream:
 
     def __init__(self, collector: OutputCollector, owner: object) -> None:
         self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
-        self._reading = threading.Lock()  # or a second reader would wait for news behind the last
+        self._reading = collector.core.system.lock()  # or a second reader would wait for news behind the last
 
     def __iter__(self) -> "Stream":
         return self

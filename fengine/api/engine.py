@@ -105,7 +105,9 @@ class Engine:
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), args.whitespace)
         self._parts, self.server_args, self.config = parts, args, parts.config
         log = RequestLog(args, parts.tokenizer) if args.log_requests or args.crash_dump_folder else None
-        self._context = EngineContext(parts, args, Sessions(parts.core.abort), grammars, args.preferred(), log=log)
+        self._context = EngineContext(
+            parts, args, Sessions(parts.core.abort, parts.core.system), grammars, args.preferred(), log=log
+        )
         parts.memory.keeps_weights = args.enable_weights_cpu_backup
         self._pid = os.getpid()
         parts.core.call(LabelWeights(args.weight_version))

@@ -15,8 +15,6 @@ pages are ordinary entries of the prefix cache: a turn that continues or forks i
   itself: the new one takes its place under the last turn that finished. Without rid everything is.
 """
 
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from typing import Any
 
 from fengine.core.scalars import exact_float, exact_int
 from fengine.engine.output_processor import RequestState
+from fengine.engine.threads import REAL, Threads
 from fengine.errors import InvalidRequestError, SessionError
 
 KEYS = ("id", "rid", "offset", "replace", "drop_previous_output")
@@ -134,13 +133,10 @@ class _Session:
 
 
 class Sessions:
-    """All sessions of an engine. Thread-safe. `abort` ends the requests of states; `clock` is that of their times."""
+    """All sessions of an engine. Thread-safe. `abort` ends the requests of states; `system` has their clock."""
 
-    def __init__(
-        self, abort: Callable[[Sequence[RequestState]], None], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._abort, self._clock = abort, clock
-        self._lock = threading.RLock()
+    def __init__(self, abort: Callable[[Sequence[RequestState]], None], system: Threads = REAL) -> None:
+        self._abort, self._clock, self._lock = abort, system.now, system.lock()
         self._sessions: dict[str, _Session] = {}
 
     def open(

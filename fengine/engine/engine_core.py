@@ -5,7 +5,6 @@ Everything from outside enters through one inbox of commands, so no lock guards 
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,6 +17,7 @@ from fengine.engine.inbox import Inbox, Item
 from fengine.engine.open_requests import OpenRequests
 from fengine.engine.output_processor import OutputProcessor, RequestState
 from fengine.engine.stepper import Runner, Stepper
+from fengine.engine.threads import REAL, Threads
 from fengine.engine.weights.versions import relabel
 from fengine.errors import (
     EngineBusyError,
@@ -43,10 +43,12 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: Scheduler, input_batch: InputBatch, runner: Runner, kv: KVState, *, overlap: bool
-    ) -> None:
-        self.inbox = Inbox()
-        self.text = OutputProcessor(self.abort, lambda state: self.requests.untold.discard(state))
+        self, scheduler: Scheduler, input_batch: InputBatch, runner: Runner, kv: KVState, *, overlap: bool,
+        system: Threads = REAL,
+    ) -> None:  # fmt: skip
+        self.system = system
+        self.inbox = Inbox(system)
+        self.text = OutputProcessor(self.abort, lambda state: self.requests.untold.discard(state), system)
         self.requests = OpenRequests(scheduler, self.text)
         self.stepper = Stepper(scheduler, input_batch, runner, kv, self.requests, overlap)
         self.traces: dict[str, StepTrace] = {}  # by the key of who asked
@@ -64,11 +66,11 @@ class EngineCore:
             commands.GetStats: lambda command, attached: self.stats(),
             commands.Ping: lambda command, attached: None,
         }
-        self.ended: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()  # threads that have reached their end
+        self.ended: queue.SimpleQueue[threading.Thread] = system.queue()  # threads that have reached their end
         self.threads = [
-            threading.Thread(target=self._guard, args=(self._run,), name="fengine-steps", daemon=True),
-            threading.Thread(target=self._guard, args=(self.text.run,), name="fengine-text", daemon=True),
-            threading.Thread(target=self._watch, name="fengine-watch", daemon=True),
+            system.thread(target=self._guard, args=(self._run,), name="fengine-steps", daemon=True),
+            system.thread(target=self._guard, args=(self.text.run,), name="fengine-text", daemon=True),
+            system.thread(target=self._watch, name="fengine-watch", daemon=True),
         ]
         for thread in self.threads:
             thread.start()
@@ -103,7 +105,7 @@ class EngineCore:
         Inside a step, where only a logit processor can ask, commands that need a step's end are refused.
         Errors: EngineClosedError, EngineDeadError, EngineBusyError.
         """
-        if threading.current_thread() is not self.threads[0]:
+        if self.system.current() is not self.threads[0]:
             return self.inbox.call(command, attached, self.threads[0].is_alive)
         self.inbox.check()
         if self.stepper.in_step and not command.in_step:
@@ -115,7 +117,7 @@ class EngineCore:
 
     def owns_thread(self) -> bool:
         """Whether the calling thread is one of the engine's own."""
-        return threading.current_thread() in self.threads
+        return self.system.current() in self.threads
 
     def check_process(self) -> None:
         """Errors: EngineClosedError in a forked child."""
@@ -149,9 +151,9 @@ class EngineCore:
         self.inbox.close(EngineClosedError("the engine was shut down; create a new Engine"))
         if self.owns_thread():
             return
-        deadline = time.monotonic() + GRACE
+        deadline = self.system.now() + GRACE
         for thread in self.threads:
-            thread.join(max(deadline - time.monotonic(), 0.1))
+            thread.join(max(deadline - self.system.now(), 0.1))
         self._fail(self._reason())
 
     # -- the ends of threads -------------------------------------------------------------------------------------------
@@ -161,12 +163,12 @@ class EngineCore:
         try:
             body()
         except BaseException as error:  # also what another thread has thrown in
-            name = "loop" if threading.current_thread() is self.threads[0] else "text thread"
+            name = "loop" if self.system.current() is self.threads[0] else "text thread"
             dead = EngineDeadError(f"the engine's {name} failed: {type(error).__name__}: {error}")
             dead.__cause__ = error
             self.inbox.close(dead)
         finally:
-            self.ended.put(threading.current_thread())
+            self.ended.put(self.system.current())
 
     def _watch(self) -> None:
         """Answers everybody when a thread has ended for whatever reason: also one that could not tell."""

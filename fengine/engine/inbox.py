@@ -2,11 +2,11 @@
 
 import os
 import queue
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fengine.engine.commands import Command
+from fengine.engine.threads import Threads
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError
 
 PATIENCE = 0.5  # seconds between two looks whether the loop still lives
@@ -26,12 +26,13 @@ class Item(NamedTuple):
 class Inbox:
     """Thread-safe. Modifies: itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, system: Threads) -> None:
+        self.system = system
         # Orders submissions against the end. Reentrant: the garbage collector may drop a stream at any moment, also in
         # a thread that holds this lock, and a dropped stream aborts its requests.
-        self.lock = threading.RLock()
+        self.lock = system.lock()
         self.end: EngineClosedError | EngineDeadError | None = None  # why no command is taken any more
-        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Item | None] = system.queue()
         self._waiting: set[Reply] = set()
         self._pid = os.getpid()
 
@@ -55,7 +56,7 @@ class Inbox:
 
     def call(self, command: Command, attached: Any, alive: Callable[[], bool]) -> Any:
         """The loop's answer. `alive`: whether one may still come. Errors: as `check`, and what the handler raises."""
-        reply: Reply = queue.SimpleQueue()
+        reply: Reply = self.system.queue()
         self._waiting.add(reply)
         try:
             self.put(command, attached, reply)

@@ -1,6 +1,5 @@
 """`OpenRequests`: the requests that are open, from submission until their callers have been told of the end."""
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -21,7 +20,7 @@ class OpenRequests:
         self.states: dict[str, RequestState] = {}  # of requests that have not finished, by rid
         self.untold: set[RequestState] = set()  # those whose callers have not been told of the end
         self.live: dict[str, RequestState] = {}  # those that are told of each step
-        self.times = RequestTimes(scheduler)
+        self.times = RequestTimes(scheduler, text.system.now)
 
     def enter(self, states: Sequence[RequestState]) -> None:
         """Takes their rids. Errors: InvalidRequestError for one that is in use."""
@@ -61,7 +60,7 @@ class OpenRequests:
 
     def landed(self, finished: Sequence[Request]) -> None:
         """Tells the text thread of the tokens that a step has brought."""
-        now = time.perf_counter()
+        now = self.times.now()
         live = [
             (state, state.request.num_output)
             for state in self.live.values()

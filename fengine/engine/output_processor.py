@@ -1,15 +1,16 @@
 """`RequestState`: a request as its caller sees it; `OutputProcessor`: the thread that turns tokens into text."""
 
-import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Protocol
 
 from fengine.core.record import Record
 from fengine.core.request import Finish, Request
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
+from fengine.engine.threads import REAL, Threads
 from fengine.errors import EngineDeadError, FengineError, NumericsError
 
 
@@ -42,11 +43,12 @@ class RequestState:
     detokenizer: Detokenizer | None
     live: bool
     notify: Callable[["RequestState"], None]
-    quiet_until: float = 0.0  # perf_counter: nobody wants to know of its tokens before, unless it has ended
+    now: Callable[[], float] = time.perf_counter  # the clock of its moments
+    quiet_until: float = 0.0  # nobody wants to know of its tokens before, unless it has ended
     seen: tuple[str, int] = ("", 0)  # text, and number of output tokens, that the caller may see; replaced as one
     finish: Finish | None = None
     error: FengineError | None = None
-    received: float = field(default_factory=time.time)  # the moment of `submitted`; the others are of perf_counter
+    received: float = field(default_factory=time.time)  # the moment of `submitted`; the others are of `now`
     submitted: float = field(default_factory=time.perf_counter)
     started: float | None = None  # its first step was scheduled
     first_token: float | None = None
@@ -78,7 +80,7 @@ class RequestState:
     def fail(self, error: FengineError) -> None:
         """Ends it, unless it has ended. Modifies: itself."""
         if not self.done:
-            self.finished = time.perf_counter()
+            self.finished = self.now()
             self.error = error
 
     def tell(self) -> None:
@@ -106,8 +108,8 @@ class StepTokens:
 class RequestTimes:
     """A watcher of steps that notes when requests have their first step and their first token."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, now: Callable[[], float]) -> None:
+        self.scheduler, self.now = scheduler, now
         self.unscheduled: dict[str, RequestState] = {}  # waiting for their first step
         self.unstarted: dict[str, RequestState] = {}  # waiting for their first token
 
@@ -120,7 +122,7 @@ class RequestTimes:
 
     def scheduled(self, output: SchedulerOutput) -> None:
         if self.unscheduled:
-            now = time.perf_counter()
+            now = self.now()
             for new in output.new_rows:
                 if new.rid in self.unscheduled:
                     self.unscheduled.pop(new.rid).started = now
@@ -130,7 +132,7 @@ class RequestTimes:
 
     def landed(self, output: SchedulerOutput) -> None:
         if self.unstarted:
-            now = time.perf_counter()
+            now = self.now()
             requests = self.scheduler.requests_of(output)
             for request, sampled in zip(requests, output.samples, strict=True):
                 if sampled and request.rid in self.unstarted:
@@ -145,10 +147,13 @@ class OutputProcessor:
     request: that one ends, the thread goes on.
     """
 
-    def __init__(self, abort: Callable[[Sequence[RequestState]], None], ended: Callable[[RequestState], None]) -> None:
+    def __init__(
+        self, abort: Callable[[Sequence[RequestState]], None], ended: Callable[[RequestState], None],
+        system: Threads = REAL,
+    ) -> None:  # fmt: skip
         """`ended` learns of each request whose caller has been told of its end."""
-        self.abort, self.ended = abort, ended
-        self.steps: queue.SimpleQueue[StepTokens | None] = queue.SimpleQueue()
+        self.abort, self.ended, self.system = abort, ended, system
+        self.steps: SimpleQueue[StepTokens | None] = system.queue()
 
     def run(self) -> None:
         """The thread's body: until None comes."""
@@ -196,7 +201,7 @@ class OutputProcessor:
             self.ended(state)
 
     def _stop(self, state: RequestState, finish: Finish) -> None:
-        state.finished = time.perf_counter()
+        state.finished = state.now()
         state.finish = finish  # last: the caller may look at any moment
         self.abort([state])
         self._tell(state)
@@ -204,7 +209,7 @@ class OutputProcessor:
     def _finish(self, state: RequestState) -> None:
         """The last word on a request that the scheduler, or its caller, has ended."""
         request = state.request
-        state.finished = time.perf_counter()
+        state.finished = state.now()
         if state.error is None and request.finish is not None:
             if state.record is not None and state.record.error is not None:
                 state.error = state.record.error

@@ -12,6 +12,7 @@ from fengine.api.engine import Engine
 from fengine.api.sessions import Sessions, Turn
 from fengine.core.request import Finish, Request
 from fengine.engine.output_processor import RequestState
+from fengine.engine.threads import Threads
 from fengine.errors import FengineError, InvalidRequestError, SessionError
 
 BOS = 1
@@ -23,7 +24,7 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.aborted: list[str] = []
-        self.sessions = Sessions(self.abort, lambda: self.now)
+        self.sessions = Sessions(self.abort, Threads(now=lambda: self.now))
         self.count = 0
 
     def abort(self, states: Any) -> None:
