@@ -1,5 +1,6 @@
 """Shared by all tests: no network, and GPU tests only where there is a GPU."""
 
+import gc
 import os
 import signal
 
@@ -28,3 +29,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now is no garbage: an engine that ends collects, and need not walk through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end Triton's bindings report what the collector cannot take."""
+    gc.unfreeze()

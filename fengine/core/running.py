@@ -149,7 +149,7 @@ class Rows:
 
 def draws_last(request: Request) -> bool:
     """Whether the token drawn after `num_computed` tokens is the last that was asked for."""
-    return request.num_computed + 1 >= request.prompt_len + request.max_new_tokens
+    return request.num_computed + 1 >= request.full
 
 
 def is_lockstep(request: Request) -> bool:

@@ -95,7 +95,8 @@ class Scheduler:
                 f"The request queue is full: {len(self._waiting)} requests wait, and max_queued_requests is "
                 f"{self.max_queued}. Try again later."
             )
-        need, capacity = self._rows.pages_for(request.prompt_len + request.max_new_tokens), self.pool.capacity
+        request.full = request.prompt_len + request.max_new_tokens
+        need, capacity = self._rows.pages_for(request.full), self.pool.capacity
         if need > capacity:
             raise CapacityError(
                 f"request {request.rid!r} needs {need} pages of {self._rows.page_size} tokens for {request.prompt_len} "
@@ -140,8 +141,9 @@ class Scheduler:
             schedule_drafts(batch, self._rows, self.speculation)
         self._steps_scheduled += 1
         self.num_computed_tokens += sum(batch.counts)
+        before = self._in_flight[-1] if self._in_flight else None
         self._in_flight.append(batch)
-        return batch.output(self.released())
+        return batch.output(self.released(), before)
 
     def released(self) -> list[int]:
         """Row slots given back since this was last asked. Modifies: itself."""
@@ -179,7 +181,7 @@ class Scheduler:
             request.num_pending += 1
             if not start % page_size:
                 unpaged.append(request)
-            if start + 2 >= request.prompt_len + request.max_new_tokens:
+            if start + 2 >= request.full:
                 last.append(request)
         count = len(starts)
         batch.requests, batch.starts, batch.counts, batch.samples = requests, starts, [1] * count, [True] * count
@@ -307,8 +309,7 @@ class Scheduler:
             ids = request.token_ids
             ids.append(token)
             request.logprobs.append(logprob)
-            full = len(ids) >= request.prompt_len + request.max_new_tokens
-            if full or token in request.stop_ids or logprob != logprob:
+            if len(ids) >= request.full or token in request.stop_ids or logprob != logprob:
                 self._end_drawn(request, token, logprob, faults.get(request.rid) if faults else None)
                 finished.append(request)
         if batch.drafts:

@@ -98,7 +98,7 @@ def _asks(batch: Batch, most: int) -> list[Ask]:
             continue
         if start < request.prompt_len or batch.counts[i] > 1 or not batch.samples[i]:
             continue  # it does not decode
-        room = request.prompt_len + request.max_new_tokens - 2 - start  # the last token is drawn, not computed
+        room = request.full - 2 - start  # the last token is drawn, not computed
         if room < least or request.num_output < request.params.min_new_tokens:
             continue  # at its end, or its stop ids are banned
         asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(most, room)))
@@ -130,7 +130,7 @@ def take_drafts(
         runs = request.row is not None
         rows.num_lockstep -= runs
         drafting.in_flight = 0
-        ids, full = request.token_ids, request.prompt_len + request.max_new_tokens
+        ids, full = request.token_ids, request.full
         while request.finish is None and correct < len(draft) and ids[-1] == draft[correct]:
             token, logprob = tokens[at + correct], logprobs[at + correct]
             correct += 1

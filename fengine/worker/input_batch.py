@@ -82,22 +82,23 @@ class InputBatch:
         self.stages = stages
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
         self.page_table = np.zeros((rows, width), np.int32)
-        self.temperature = np.ones(rows, np.float32)
-        self.top_k = np.ones(rows, np.int32)
-        self.top_p = np.ones(rows, np.float32)
-        self.min_p = np.zeros(rows, np.float32)
-        self.seed = np.zeros(rows, np.int64)
+        ones_S, zeros_S = np.ones(rows, np.float32), np.zeros(rows, np.float32)
+        self.sampling = {
+            "temperature_R": ones_S.copy(), "top_k_R": np.ones(rows, np.int32), "top_p_R": ones_S, "min_p_R": zeros_S,
+            "seed_R": np.zeros(rows, np.int64),
+        }  # fmt: skip
+        self.gathered_rows: list[int] = []  # row slots of the step before
+        self.slot_R, self.gathered = np.zeros(0, np.int32), {}  # and what was gathered for them
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
         self.states: dict[int, RowState] = {}  # by row slot, of requests that want more than a drawn token
 
     def admit(self, new: NewRow) -> None:
         """Writes what a request that has just got its row slot keeps there."""
         row, params = new.row, new.params
-        self.temperature[row] = min(params.temperature, HOTTEST)
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.seed[row] = new.seed
+        values = (min(params.temperature, HOTTEST), params.top_k, params.top_p, params.min_p, new.seed)
+        for table, value in zip(self.sampling.values(), values, strict=True):
+            table[row] = value
+        self.gathered_rows = []
         self.adapter[row] = self.adapter_slots if new.adapter_slot is None else new.adapter_slot
         if not params.bare:
             self.states[row] = RowState(new)
@@ -134,23 +135,18 @@ class InputBatch:
             behind = [i for i, draft in output.drafts for _ in draft]  # the row of each draw behind a draft
             none = [0] * len(behind)
             rows, starts, counts = rows + [rows[i] for i in behind], starts + none, counts + none
-        slot_R = np.array(rows, np.int32)
-        start_R = np.array(starts, np.int32)
-        count_R = np.array(counts, np.int32)
-        kv_len_R = start_R + count_R
-        q_start_B = np.zeros(len(rows) + 1, np.int32)
-        np.add.accumulate(count_R, out=q_start_B[1:])
-        if int(q_start_B[-1]) == count:  # one token a row: no expansion needed
+        sampling = self._sampling(rows)
+        slot_R, start_R = self.slot_R, np.array(starts, np.int32)
+        if len(output.token_ids) == count:  # one token a row: no expansion needed
+            kv_len_R, q_start_B = start_R + 1, np.arange(count + 1, dtype=np.int32)
             pos_T, row_T = start_R, slot_R
         else:
+            count_R = np.array(counts, np.int32)
+            kv_len_R, q_start_B = start_R + count_R, np.zeros(len(rows) + 1, np.int32)
+            np.add.accumulate(count_R, out=q_start_B[1:])
             pos_T = np.arange(q_start_B[-1], dtype=np.int32) + np.repeat(start_R - q_start_B[:-1], count_R)
             row_T = np.repeat(slot_R, count_R)
-        width = -(-int(kv_len_R.max()) // size)
-        feed_index_T, feed_from_T = np.zeros(len(pos_T), np.int32), np.zeros(len(pos_T), np.bool_)
-        if output.fed:
-            feed_from_T[output.fed] = True
-            feed_index_T[output.fed] = self.last_index[row_T[output.fed]]
-        self.last_index.put(slot_R[:count], np.arange(count, dtype=np.int32))
+        page_T, offset_T = np.divmod(pos_T, size)
         logit_index_R, pos_R = q_start_B[1:] - 1, kv_len_R
         if output.drafts:
             logit_index_R = draw_index(logit_index_R, output)
@@ -158,21 +154,33 @@ class InputBatch:
         return slot_R, {
             "token_T": np.array(output.token_ids, np.int32),
             "pos_T": pos_T,
-            "slot_T": self.page_table[row_T, pos_T // size] * size + pos_T % size,
+            "slot_T": self.page_table.take(row_T.astype(np.int64) * self.page_table.shape[1] + page_T) * size + offset_T,
             "q_start_B": q_start_B,
             "kv_len_R": kv_len_R,
-            "page_table_RN": self.page_table[slot_R, :width],
+            "page_table_RN": self.page_table[slot_R, : -(-int(kv_len_R.max()) // size)],
             "logit_index_R": logit_index_R,
-            "feed_index_T": feed_index_T,
-            "feed_from_T": feed_from_T,
-            "temperature_R": self.temperature.take(slot_R),
-            "top_k_R": self.top_k.take(slot_R),
-            "top_p_R": self.top_p.take(slot_R),
-            "min_p_R": self.min_p.take(slot_R),
-            "seed_R": self.seed.take(slot_R),
             "pos_R": pos_R,
+            **sampling,
+            **self._feed(output, row_T, slot_R[:count]),
             **self._adapters(row_T),
         }
+
+    def _sampling(self, rows: list[int]) -> Arrays:
+        """Sampling parameters of these row slots, gathered anew only if they are others, or of another request."""
+        if rows != self.gathered_rows:
+            self.gathered_rows, self.slot_R = rows, np.array(rows, np.int32)
+            self.gathered = {name: table.take(self.slot_R) for name, table in self.sampling.items()}
+        return self.gathered
+
+    def _feed(self, output: SchedulerOutput, row_T: np.ndarray, slot_R: np.ndarray) -> Arrays:
+        """Which tokens the step before has drawn, and in which of its rows. Modifies: the rows of the step before."""
+        index_T, from_T = np.zeros(len(row_T), np.int32), np.zeros(len(row_T), np.bool_)
+        if output.fed:
+            fed = np.array(output.fed)
+            from_T[fed] = True
+            index_T[fed] = self.last_index[row_T[fed]]
+        self.last_index[slot_R] = np.arange(len(slot_R), dtype=np.int32)
+        return {"feed_index_T": index_T, "feed_from_T": from_T}
 
     def _adapters(self, row_T: np.ndarray) -> Arrays:
         """The tokens of rows with an adapter, by slot; nothing if there are none."""

@@ -267,8 +267,8 @@ def test_a_stream_gets_every_token_once_and_an_abort_leaves_nothing_behind() -> 
         assert seen == expected(PROMPTS[0], 100)
         for taken in range(1, 4):
             stream = llm.generate(input_ids=PROMPTS[1], sampling_params=greedy(100), stream=True)
-            for _ in range(taken):
-                next(iter(stream))  # type: ignore[call-overload]
+            for _ in zip(range(taken), stream, strict=False):  # a slow reader finds fewer chunks
+                pass
             del stream
         after: Any = llm.generate(input_ids=PROMPTS[1], sampling_params=greedy(50))
         assert after["output_ids"] == expected(PROMPTS[1], 50)
