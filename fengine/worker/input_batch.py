@@ -147,6 +147,7 @@ class InputBatch:
             pos_T = np.arange(q_start_B[-1], dtype=np.int32) + np.repeat(start_R - q_start_B[:-1], count_R)
             row_T = np.repeat(slot_R, count_R)
         page_T, offset_T = np.divmod(pos_T, size)
+        entry_T = row_T.astype(np.int64) * self.page_table.shape[1] + page_T
         logit_index_R, pos_R = q_start_B[1:] - 1, kv_len_R
         if output.drafts:
             logit_index_R = draw_index(logit_index_R, output)
@@ -154,7 +155,7 @@ class InputBatch:
         return slot_R, {
             "token_T": np.array(output.token_ids, np.int32),
             "pos_T": pos_T,
-            "slot_T": self.page_table.take(row_T.astype(np.int64) * self.page_table.shape[1] + page_T) * size + offset_T,
+            "slot_T": self.page_table.take(entry_T) * size + offset_T,
             "q_start_B": q_start_B,
             "kv_len_R": kv_len_R,
             "page_table_RN": self.page_table[slot_R, : -(-int(kv_len_R.max()) // size)],
