@@ -11,8 +11,8 @@ NAMES = {  # family -> name of its classes in transformers
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "granite": "Granite",
     "olmo2": "Olmo2", "exaone4": "Exaone4", "smollm3": "SmolLM3", "glm4": "Glm4",
     "gemma2": "Gemma2", "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "mixtral": "Mixtral",
-    "olmoe": "Olmoe",
-    "cohere2": "Cohere2",
+    "olmoe": "Olmoe", "cohere2": "Cohere2", "cohere": "Cohere", "olmo3": "Olmo3", "granitemoe": "GraniteMoe",
+    "glm4_moe": "Glm4Moe",
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
     family: (getattr(transformers, f"{name}ForCausalLM").config_class, getattr(transformers, f"{name}ForCausalLM"))
@@ -59,6 +59,9 @@ def write(
         model = model_class(config_class(**(SIZES | overrides)))
         for name, parameter in model.named_parameters():
             _fill(name, parameter.data, shift=1.0 if family.startswith("gemma") else 0.0)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                _fill(name, buffer)
     model.to(dtype).save_pretrained(directory, max_shard_size="50KB" if shards else "5GB")
     if old_config:
         _as_transformers_4(directory / "config.json")

@@ -5,11 +5,12 @@ from types import MappingProxyType
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import (
-    cohere2,
+    cohere,
     exaone4,
     gemma2,
     gemma3,
     glm4,
+    glm4_moe,
     granite,
     llama,
     mistral,
@@ -33,16 +34,20 @@ FAMILIES = (
     phi3.FAMILY,
     granite.FAMILY,
     olmo2.FAMILY,
+    olmo2.FAMILY3,
     exaone4.FAMILY,
     smollm3.FAMILY,
     glm4.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
-    cohere2.FAMILY,
+    cohere.FAMILY,
+    cohere.FAMILY2,
     qwen3_moe.FAMILY,
     qwen2_moe.FAMILY,
     mixtral.FAMILY,
     olmoe.FAMILY,
+    granite.MOE,
+    glm4_moe.FAMILY,
 )
 MODELS: Mapping[str, Model] = MappingProxyType({k: v for family in FAMILIES for k, v in family.models().items()})
 

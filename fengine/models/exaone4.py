@@ -2,15 +2,13 @@
 window, which have rotary embedding, and layers that see all, which have none.
 """
 
-from dataclasses import replace
-
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
 from fengine.models.olmo2 import postnorm_layer
-from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, windowed
+from fengine.models.reader import FULL, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE
-from fengine.models.spec import Config, LayerKind, ModelSpec
+from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import Weight, decoder_weights
 
 FIELDS = {**DECODER, "sliding_window": READ, "sliding_window_pattern": READ, "layer_types": READ}
@@ -19,19 +17,15 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    spec, read = decoder_spec(config, FAMILY.architecture, qk_norm=True), ConfigReader(config)
+    spec, pattern = decoder_spec(config, qk_norm=True), config["sliding_window_pattern"]
     if config["sliding_window"] is None:
         return windowed(spec, None, config.get("layer_types") or [FULL] * spec.num_layers)
-    pattern = config["sliding_window_pattern"]
-    window = read.size("sliding_window", 1 << 27)
-    read.done(spec.architecture)
     types = config.get("layer_types")
     if types is None:
         if type(pattern) is not int or pattern < 1:
             raise UnsupportedArchitectureError(f"sliding_window_pattern = {pattern!r} is not supported; a number is.")
-        types = [FULL if (index + 1) % pattern == 0 else SLIDING for index in range(spec.num_layers)]
-    kinds = tuple(LayerKind(rope="rope_MK" if kind == SLIDING else NONE) for kind in types)
-    return windowed(replace(spec, kinds=kinds), window, types)
+        types = every(pattern, spec.num_layers)
+    return windowed(spec, sliding_window(config), types, far=NONE)
 
 
 def weights(spec: ModelSpec) -> list[Weight]:

@@ -53,7 +53,7 @@ class Family(NamedTuple):
     def _read(self, architecture: str, config: Config) -> ModelSpec:
         check_model_type(config, self.model_type, architecture)
         check_fields(config, self.fields, architecture)
-        spec = self.spec_from_hf({**self.defaults, **config})
+        spec = self.spec_from_hf({**self.defaults, **config, "architectures": [architecture]})
         if architecture.endswith("ForSequenceClassification"):
             return classifier_spec(spec, architecture, config)
         return spec if architecture == self.architecture else embedding_spec(spec, architecture)

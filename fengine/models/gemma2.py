@@ -8,7 +8,7 @@ from typing import Any
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, SPEED
-from fengine.models.reader import FULL, GELU, SLIDING, ConfigReader, decoder_spec, windowed
+from fengine.models.reader import GELU, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
 
@@ -26,18 +26,18 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def gemma_spec(config: Config, architecture: str, **switches: Any) -> ModelSpec:
+def gemma_spec(config: Config, **switches: Any) -> ModelSpec:
     """What Gemma 2 and 3 share, without windows. Pure. Errors: as `reader.decoder_spec`."""
     if config.get("use_bidirectional_attention"):
         raise UnsupportedArchitectureError("use_bidirectional_attention = true is not supported.")
     read = ConfigReader(config)
-    bias, hidden = read.flag("attention_bias"), read.size("hidden_size", 1 << 20)
+    hidden = read.size("hidden_size", 1 << 20)
     scale = read.number("query_pre_attn_scalar", 0.0, 1e9, default=256.0) ** -0.5
     cap = read.number("final_logit_softcapping", 0.0, 1e9) if config["final_logit_softcapping"] is not None else 0.0
-    read.done(architecture)
+    read.done(config["architectures"][0])
     return decoder_spec(
-        config, architecture, activation=("hidden_activation", GELU), gelu=True, qkv_bias=bias, o_bias=bias,
-        norm_shift=1.0, embed_scale=hidden**0.5, attention_scale=scale, logit_cap=cap, **switches,
+        config, activation=("hidden_activation", GELU), gelu=True, norm_shift=1.0, embed_scale=hidden**0.5,
+        attention_scale=scale, logit_cap=cap, **switches,
     )  # fmt: skip
 
 
@@ -45,11 +45,9 @@ def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     cap = read.number("attn_logit_softcapping", 0.0, 1e9) if config["attn_logit_softcapping"] is not None else 0.0
-    window = None if config["sliding_window"] is None else read.size("sliding_window", 1 << 27)
-    read.done(FAMILY.architecture)
-    spec = gemma_spec(config, FAMILY.architecture, attention_cap=cap)
-    types = [FULL if index % 2 else SLIDING for index in range(spec.num_layers)]
-    return windowed(spec, window, config.get("layer_types") or types)
+    spec = gemma_spec(config, attention_cap=cap)
+    read.done(spec.architecture)
+    return windowed(spec, sliding_window(config), config.get("layer_types") or every(2, spec.num_layers))
 
 
 def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:

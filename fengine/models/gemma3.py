@@ -3,16 +3,15 @@ rotary embedding has a base of its own.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import gemma2
 from fengine.models.family import Family
 from fengine.models.fields import READ
 from fengine.models.gemma2 import gemma_spec, weights
-from fengine.models.reader import FULL, SLIDING, ConfigReader, rope_spec, windowed
+from fengine.models.reader import FULL, SLIDING, ConfigReader, every, rope_spec, sliding_window, windowed
 from fengine.models.rope import LOCAL
-from fengine.models.spec import Config, LayerKind, ModelSpec
+from fengine.models.spec import Config, ModelSpec
 
 FIELDS = {
     **gemma2.FIELDS, "sliding_window_pattern": READ, "rope_local_base_freq": READ,
@@ -25,23 +24,23 @@ def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     if config["attn_logit_softcapping"] is not None:
         raise UnsupportedArchitectureError("attn_logit_softcapping is not one of Gemma 3.")
-    far, near = _ropes(config)
-    spec = gemma_spec(
-        config | {"rope_parameters": far, "rope_scaling": None, "rope_theta": None}, FAMILY.architecture, qk_norm=True
-    )
+    far, near = ropes_by_type(config, 1_000_000.0, 10_000.0)
+    spec = gemma_spec(config | {"rope_parameters": far, "rope_scaling": None, "rope_theta": None}, qk_norm=True)
+    return gemma_windows(config, spec, near, 6)
+
+
+def gemma_windows(config: Config, spec: ModelSpec, near: Config, interval: int) -> ModelSpec:
+    """The spec with windows in most layers, which have the rotary embedding `near`. Pure. Errors: ModelLoadError."""
     read, part = ConfigReader(config), ConfigReader({"rope_parameters": near})
     local = rope_spec(part, spec.head_dim, spec.max_position)
-    window = None if config["sliding_window"] is None else read.size("sliding_window", 1 << 27)
-    pattern = read.size("sliding_window_pattern", 1 << 12, default=6)
+    interval = read.size("sliding_window_pattern", 1 << 12, default=interval)
     read.problems += part.problems
-    read.done(FAMILY.architecture)
-    found = [FULL if (index + 1) % pattern == 0 else SLIDING for index in range(spec.num_layers)]
-    types = config.get("layer_types") or found
-    kinds = tuple(LayerKind(rope=LOCAL if kind == SLIDING else "rope_MK") for kind in types)
-    return windowed(replace(spec, rope_local=local, kinds=kinds), window, types)
+    read.done(spec.architecture)
+    types = config.get("layer_types") or every(interval, spec.num_layers)
+    return windowed(replace(spec, rope_local=local), sliding_window(config), types, near=LOCAL)
 
 
-def _ropes(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+def ropes_by_type(config: Config, far_theta: float, near_theta: float) -> tuple[Config, Config]:
     """Of full layers and of sliding ones, as in `rope_parameters` per layer type, or by the keys of transformers 4."""
     both = config.get("rope_parameters") or {}
     if not isinstance(both, dict) or any(key not in (FULL, SLIDING) for key in both):
@@ -49,8 +48,8 @@ def _ropes(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     scaling = config.get("rope_scaling") or {}
     if both and scaling:
         raise UnsupportedArchitectureError("rope_scaling beside rope_parameters: remove one.")
-    far = {"rope_theta": config.get("rope_theta", 1_000_000.0), **scaling, **(both.get(FULL) or {})}
-    near = {"rope_theta": config.get("rope_local_base_freq", 10_000.0), **(both.get(SLIDING) or {})}
+    far = {"rope_theta": config.get("rope_theta", far_theta), **scaling, **(both.get(FULL) or {})}
+    near = {"rope_theta": config.get("rope_local_base_freq", near_theta), **(both.get(SLIDING) or {})}
     return far, near
 
 

@@ -2,7 +2,7 @@
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.reader import decoder_spec, flag
+from fengine.models.reader import decoder_spec
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
 
@@ -15,8 +15,7 @@ DEFAULTS = {
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    bias = flag(config, "attention_bias")
-    return decoder_spec(config, FAMILY.architecture, qkv_bias=bias, partial_rotary=True, interleaved=True)
+    return decoder_spec(config, o_bias=False, partial_rotary=True, interleaved=True)
 
 
 def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:

@@ -1,11 +1,15 @@
-"""Granite 3: Llama's decoder whose embeddings, attention scores, residual additions and logits are scaled."""
+"""Granite 3: Llama's decoder whose embeddings, attention scores, residual additions and logits are scaled; dense, or
+with experts that renormalise, each kind of which is one tensor of the checkpoint.
+"""
 
 from dataclasses import replace
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
+from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import Weight, decoder_weights
 
 SCALES = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, **dict.fromkeys(SCALES, READ)}
@@ -14,13 +18,25 @@ FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, **dict.fromkeys(S
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    bias, mlp_bias = read.flag("attention_bias"), read.flag("mlp_bias")
     embed, logits, residual, attention = (read.number(name, 0.0, 1e6, default=1.0) for name in SCALES)
-    read.done(FAMILY.architecture)
-    spec = decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    spec = decoder_spec(config)
+    read.done(spec.architecture)
     return replace(
         spec, embed_scale=embed, logit_scale=1.0 / logits, residual_scale=residual, attention_scale=attention
     )
 
 
+def moe_spec(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    return with_experts(ConfigReader(config), spec_from_hf(config), "intermediate_size", renormalise=True)
+
+
+def moe_weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    block = "block_sparse_moe"
+    names = (f"{block}.router.layer", f"{block}.input_linear.weight", f"{block}.output_linear.weight")
+    return decoder_weights(spec, moe_layer(expert_stacks(*names)))
+
+
 FAMILY = Family("GraniteForCausalLM", "granite", FIELDS, spec_from_hf)
+MOE = Family("GraniteMoeForCausalLM", "granitemoe", {**FIELDS, **EXPERT_FIELDS}, moe_spec, weights=moe_weights)

@@ -99,7 +99,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one layer: what it adds to the residual stream, and the written pages."""
     where = (rope_MK, batch.pos_T, batch.slot_T, k_PSGK, v_PSGK, spec.num_heads)
-    if "q_norm_C" in layer:
+    if "q_norm_C" in layer or "q_norm_HK" in layer:
         qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), batch.adapters, exact=spec.exact)
         q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
     else:
@@ -116,12 +116,22 @@ def attend(
 
 
 def norm_qk(layer: Params, spec: ModelSpec, qkv_TC: Tensor) -> Tensor:
-    """q and k normed over all their heads at once. Pure."""
+    """q and k normed over all their heads at once, or each head by a layer norm with weights of its own. Pure."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     q_TC, k_TC, v_TC = qkv_TC.split((q, kv, kv), 1)
-    q_TC = rms_norm.rms_norm(q_TC.contiguous(), layer["q_norm_C"], spec.rms_eps)
-    k_TC = rms_norm.rms_norm(k_TC.contiguous(), layer["k_norm_C"], spec.rms_eps)
+    if "q_norm_HK" in layer:
+        q_TC, k_TC = norm_heads(q_TC, layer["q_norm_HK"], spec), norm_heads(k_TC, layer["k_norm_HK"], spec)
+    else:
+        q_TC = rms_norm.rms_norm(q_TC.contiguous(), layer["q_norm_C"], spec.rms_eps)
+        k_TC = rms_norm.rms_norm(k_TC.contiguous(), layer["k_norm_C"], spec.rms_eps)
     return torch.cat((q_TC, k_TC, v_TC), 1)
+
+
+def norm_heads(x_TC: Tensor, weight_HK: Tensor, spec: ModelSpec) -> Tensor:
+    """Each head of each token under a layer norm, times the head's own weights. Pure."""
+    x_NK = x_TC.reshape(-1, spec.head_dim)
+    normed_NK = layer_norm.layer_norm(x_NK, torch.ones_like(weight_HK[0]), spec.rms_eps)
+    return (normed_NK.unflatten(0, (-1, len(weight_HK))) * weight_HK).flatten(1)
 
 
 def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
@@ -137,11 +147,17 @@ def experts_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x
         raise ModelLoadError("a layer has a router, and its spec no experts")
     if "wshared_gate" in layer:
         gate_T1 = linear.linear(x_TD, layer["wshared_gate"], out_dtype=torch.float32, exact=spec.exact)
+    if "wshared_down" in layer:
         product_TF = linear.gated_linear(x_TD, layer["wshared_gate_up"], None, adapters, spec.exact)
         shared_TD = linear.linear(product_TF, layer["wshared_down"], None, adapters, exact=spec.exact)
-    weights = experts.Weights(layer["wexperts_gate_up"].packed, layer["wexperts_down"].packed)
-    return experts.moe(x_TD, layer["wrouter"], weights, experts.Routing(found.top_k, found.renormalise),
-                       shared_TD=shared_TD, gate_T1=gate_T1)  # fmt: skip
+    weights = experts.Weights(
+        layer["wexperts_gate_up"].packed, layer["wexperts_down"].packed, layer.get("bexperts_gate_up_EF"),
+        layer.get("bexperts_down_ED"), layer.get("correction_E"),
+    )  # fmt: skip
+    routing = experts.Routing(found.top_k, found.renormalise, found.sigmoid, found.scale)
+    return experts.moe(
+        x_TD, layer["wrouter"], weights, routing, layer.get("brouter_E"), shared_TD, gate_T1, found.limit
+    )
 
 
 def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:

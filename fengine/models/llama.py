@@ -9,7 +9,7 @@ Norm weights and biases carry the activations' dtype (float32 on the CPU, the mo
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.reader import decoder_spec, flag, refuse_layer_types
+from fengine.models.reader import decoder_spec, refuse_layer_types
 from fengine.models.spec import Config, ModelSpec
 
 FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, "layer_types": READ}
@@ -18,8 +18,7 @@ FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, "layer_types": RE
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     refuse_layer_types(config)
-    bias = flag(config, "attention_bias")
-    return decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias, mlp_bias=flag(config, "mlp_bias"))
+    return decoder_spec(config)
 
 
 FAMILY = Family("LlamaForCausalLM", "llama", FIELDS, spec_from_hf)

@@ -7,9 +7,12 @@ from fengine.models.fields import OUTPUTS, READ, TRAINING, Fields
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import ExpertSpec, ModelSpec
 from fengine.models.weights import (
+    ExpertOrder,
+    Fill,
     LayerLeaves,
     LayerWeights,
     Parts,
+    Source,
     Weight,
     attention_weights,
     decoder_weights,
@@ -70,18 +73,51 @@ def expert_weights(found: ExpertSpec, hidden: int, layer: LayerWeights, block: s
     ]  # fmt: skip
 
 
-def shared_weights(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
-    """The expert that every token uses, and its gate; no adapter changes them. Pure."""
-    parts: Parts = [(f"mlp.shared_expert.{name}_proj", found.shared_size) for name in ("gate", "up")]
-    down: Parts = [("mlp.shared_expert.down_proj", hidden)]
-    return [
-        layer.matrix("wshared_gate", [("mlp.shared_expert_gate", 1)], hidden, "CD", adapts=False, shard=""),
-        layer.matrix("wshared_gate_up", parts, hidden, "FD", adapts=False),
-        layer.matrix("wshared_down", down, found.shared_size, "DF", adapts=False, fill="residual"),
-    ]
-
-
 Experts = Callable[[ExpertSpec, int, LayerWeights], list[Weight]]
+
+
+def expert_stacks(router: str, gate_up: str, down: str, order: bool = False) -> Experts:
+    """As `expert_weights`, by the names in a layer of one tensor for all experts of each kind. Pure.
+
+    `order`: as gpt-oss stores them, with biases.
+    """
+
+    def leaves(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
+        def stack(key: str, name: str, shape: tuple[int, ...], letters: str, fill: Fill, paired: bool) -> Weight:
+            at = f"model.layers.{layer.index}.{name}"
+            source = Source(
+                at, (found.count, *(shape[::-1] if order else shape)), ExpertOrder(paired) if order else None
+            )
+            return Weight(("layers", layer.index, key), (source,), letters, letters[1], fill)
+
+        wide = 2 * found.size
+        biases = [
+            layer.bias("brouter_E", [(router, found.count)], shard=""),
+            stack("bexperts_gate_up_EF", f"{gate_up}_bias", (wide,), "EF", "small", True),
+            stack("bexperts_down_ED", f"{down}_bias", (hidden,), "ED", "small", False),
+        ]
+        return [
+            layer.matrix("wrouter", [(router, found.count)], hidden, "ED", adapts=False, shard=""),
+            stack("wexperts_gate_up", gate_up, (wide, hidden), "EFD", "unit", True),
+            stack("wexperts_down", down, (hidden, found.size), "EDF", "residual", False),
+            *(biases if order else []),
+        ]
+
+    return leaves
+
+
+def shared_weights(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
+    """The expert that every token uses, and its gate, if it has one; no adapter changes them. Pure."""
+    name = "mlp.shared_expert" if found.shared_gate else "mlp.shared_experts"
+    parts: Parts = [(f"{name}.{part}_proj", found.shared_size) for part in ("gate", "up")]
+    gate = [layer.matrix("wshared_gate", [(f"{name}_gate", 1)], hidden, "CD", adapts=False, shard="")]
+    return [
+        *(gate if found.shared_gate else []),
+        layer.matrix("wshared_gate_up", parts, hidden, "FD", adapts=False),
+        layer.matrix(
+            "wshared_down", [(f"{name}.down_proj", hidden)], found.shared_size, "DF", adapts=False, fill="residual"
+        ),
+    ]
 
 
 def moe_layer(experts: Experts = expert_weights) -> LayerLeaves:

@@ -1,19 +1,31 @@
-"""OLMo 2: norms stand behind attention and MLP, not before; q and k are normed over all their heads at once."""
+"""OLMo 2 and 3: norms stand behind attention and MLP, not before; q and k are normed over all their heads at once. In
+OLMo 3 three of four layers have a window, and may have a rotary embedding of their own.
+"""
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.reader import decoder_spec, flag
+from fengine.models.gemma3 import gemma_windows, ropes_by_type
+from fengine.models.reader import decoder_spec
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
 
 FIELDS = {**DECODER, "attention_bias": READ}
+FIELDS3 = {**FIELDS, "sliding_window": READ, "layer_types": READ}
 DEFAULTS = {"rms_norm_eps": 1e-5}
+DEFAULTS3 = {**DEFAULTS, "rope_theta": 500000.0, "sliding_window": 4096}
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    bias = flag(config, "attention_bias")
-    return decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias)
+    return decoder_spec(config)
+
+
+def spec3_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    theta = config["rope_theta"]
+    far, near = ropes_by_type(config, theta, theta)
+    spec = decoder_spec(config | {"rope_parameters": far, "rope_scaling": None})
+    return gemma_windows(config, spec, near, 4)
 
 
 def postnorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
@@ -40,3 +52,4 @@ def weights(spec: ModelSpec) -> list[Weight]:
 
 
 FAMILY = Family("Olmo2ForCausalLM", "olmo2", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
+FAMILY3 = Family("Olmo3ForCausalLM", "olmo3", FIELDS3, spec3_from_hf, DEFAULTS3, weights=weights)

@@ -14,9 +14,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5}
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    bias, renormalise = read.flag("attention_bias"), read.flag("norm_topk_prob")
-    spec = decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias)
-    return with_experts(read, spec, "intermediate_size", renormalise)
+    return with_experts(read, decoder_spec(config), "intermediate_size", read.flag("norm_topk_prob"))
 
 
 def weights(spec: ModelSpec) -> list[Weight]:

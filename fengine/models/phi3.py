@@ -6,7 +6,7 @@ each head.
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, TRAINING
-from fengine.models.reader import SLIDING, ConfigReader, decoder_spec, windowed
+from fengine.models.reader import SLIDING, decoder_spec, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
 
@@ -16,12 +16,10 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    spec, read = decoder_spec(config, FAMILY.architecture, partial_rotary=True), ConfigReader(config)
+    spec = decoder_spec(config, partial_rotary=True)
     if spec.rope.kind not in ("default", "longrope"):
         raise UnsupportedArchitectureError(f"rope_type = {spec.rope.kind!r} is not one of Phi-3; longrope is.")
-    window = None if config.get("sliding_window") is None else read.size("sliding_window", 1 << 27)
-    read.done(spec.architecture)
-    return windowed(spec, window, [SLIDING] * spec.num_layers)
+    return windowed(spec, sliding_window(config), [SLIDING] * spec.num_layers)
 
 
 def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:

@@ -11,7 +11,7 @@ FIELDS = {**DECODER, **dict.fromkeys(WINDOWED, READ)}
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
-    return qwen_windows(config, decoder_spec(config, FAMILY.architecture, qkv_bias=True))
+    return qwen_windows(config, decoder_spec(config, qkv_bias=True))
 
 
 FAMILY = Family("Qwen2ForCausalLM", "qwen2", FIELDS, spec_from_hf)

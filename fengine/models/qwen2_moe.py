@@ -15,7 +15,7 @@ FIELDS = {**qwen2.FIELDS, **SPARSE_FIELDS, "shared_expert_intermediate_size": RE
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    spec = decoder_spec(config, FAMILY.architecture, qkv_bias=read.flag("qkv_bias", default=True))
+    spec = decoder_spec(config, qkv_bias=read.flag("qkv_bias", default=True))
     shared = read.size("shared_expert_intermediate_size", 1 << 22)
     spec = qwen_windows(config, with_sparse_layers(read, spec))
     return replace(spec, experts=replace(spec.experts, shared_size=shared)) if spec.experts else spec

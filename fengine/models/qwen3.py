@@ -4,7 +4,7 @@ from fengine.errors import ModelLoadError
 from fengine.models import qwen2
 from fengine.models.family import Family
 from fengine.models.fields import READ
-from fengine.models.reader import decoder_spec, flag, qwen_windows
+from fengine.models.reader import decoder_spec, qwen_windows
 from fengine.models.spec import Config, ModelSpec
 
 FIELDS = {**qwen2.FIELDS, "attention_bias": READ}
@@ -14,9 +14,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     if config.get("head_dim") is None:
         raise ModelLoadError("config.json: head_dim is missing; Qwen3 does not derive it from hidden_size.")
-    bias = flag(config, "attention_bias")
-    spec = decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    return qwen_windows(config, spec)
+    return qwen_windows(config, decoder_spec(config, qk_norm=True))
 
 
 FAMILY = Family("Qwen3ForCausalLM", "qwen3", FIELDS, spec_from_hf)

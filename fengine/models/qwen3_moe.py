@@ -15,8 +15,7 @@ FIELDS = {
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    bias = read.flag("attention_bias")
-    spec = decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    spec = decoder_spec(config, qk_norm=True)
     window = read.size("sliding_window", 1 << 27, 4096) if read.flag("use_sliding_window") else None
     return windowed(with_sparse_layers(read, spec), window, [SLIDING] * spec.num_layers)
 

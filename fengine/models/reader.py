@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
-from fengine.models.spec import Config, ModelSpec, RopeSpec, embedding_spec
+from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec, embedding_spec
 
 SILU = ("silu", "swish")  # two names of one function
 GELU = ("gelu_pytorch_tanh", "gelu_new")
@@ -75,14 +75,14 @@ class ConfigReader:
             raise ModelLoadError(f"config.json does not describe a {architecture}:\n  {shown}")
 
 
-def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpec:
+def decoder_spec(config: Config, **switches: Any) -> ModelSpec:
     """The facts that all configs of decoders share; `switches` are the ModelSpec fields that differ. Pure.
 
     Two more: `partial_rotary`, where the family knows heads of which only the first columns turn, and `activation`: the
     key of the gate's and its names.
 
     Keys that are absent take transformers' default where it has one for every checkpoint (rms_norm_eps 1e-6, head_dim
-    hidden_size / heads, untied embeddings); sizes have none. Errors: ModelLoadError with every bad field, one a line;
+    hidden_size / heads, untied embeddings, no biases); sizes have none. Errors: ModelLoadError with every bad field;
     UnsupportedArchitectureError for a feature that is not built.
     """
     refuse_activation(config, *switches.pop("activation", ("hidden_act", SILU)))
@@ -100,11 +100,15 @@ def decoder_spec(config: Config, architecture: str, **switches: Any) -> ModelSpe
         "max_position": read.size("max_position_embeddings", 1 << 27),
         "tie_embeddings": read.flag("tie_word_embeddings"),
         "causal": read.flag("is_causal", default=True),
+        "qkv_bias": (bias := read.flag("attention_bias")),
+        "o_bias": bias,
+        "mlp_bias": read.flag("mlp_bias"),
     }
     partial = switches.pop("partial_rotary", False)
     if partial:
         facts["rotary_dim"] = head_dim = rotary_dim(read, head_dim)
     facts["rope"] = rope_spec(read, head_dim, facts["max_position"], partial)
+    architecture = config["architectures"][0]
     read.done(architecture)
     return ModelSpec(architecture, **facts | switches)
 
@@ -134,10 +138,26 @@ def refuse_activation(config: Config, name: str, known: tuple[str, ...]) -> None
         raise UnsupportedArchitectureError(f"{name} = {act!r} is not supported; supported: {known[0]!r}.")
 
 
-def windowed(spec: ModelSpec, window: int | None, types: list[str]) -> ModelSpec:
-    """The spec with a kind for each layer, from its type and the window of sliding ones. Pure.
+def sliding_window(config: Config) -> int | None:
+    """The key `sliding_window`; None if it is null. Errors: ModelLoadError."""
+    read = ConfigReader(config)
+    window = None if config.get("sliding_window") is None else read.size("sliding_window", 1 << 27)
+    read.done("model")
+    return window
 
-    A window as long as the context cuts nothing off. Errors: ModelLoadError, UnsupportedArchitectureError.
+
+def every(interval: int, count: int) -> list[str]:
+    """Types of `count` layers of which every `interval`th sees all. Pure."""
+    return [SLIDING if (index + 1) % interval else FULL for index in range(count)]
+
+
+def windowed(
+    spec: ModelSpec, window: int | None, types: Any, near: str | None = None, far: str | None = None
+) -> ModelSpec:
+    """The spec with `window` in the layers that `types` calls sliding; None: in none. Pure.
+
+    `near` and `far`: which rotary table sliding layers and the others take. A window as long as the context cuts
+    nothing off. Errors: ModelLoadError, UnsupportedArchitectureError.
     """
     if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
         raise UnsupportedArchitectureError(
@@ -145,12 +165,14 @@ def windowed(spec: ModelSpec, window: int | None, types: list[str]) -> ModelSpec
         )
     if len(types) != spec.num_layers:
         raise ModelLoadError(f"config.json: layer_types has {len(types)} entries for {spec.num_layers} layers.")
-    if SLIDING in types and window is not None and window < spec.max_position:
-        if not spec.causal:
-            raise UnsupportedArchitectureError("is_causal = false with sliding windows is not supported.")
-        kinds = [replace(spec.kind(at), window=window if kind == SLIDING else 0) for at, kind in enumerate(types)]
-        return replace(spec, kinds=tuple(kinds))
-    return spec
+    kinds = []
+    for index, kind in enumerate(types):
+        was, table = spec.kind(index), near if kind == SLIDING else far
+        cut = window if kind == SLIDING and window is not None and window < spec.max_position else 0
+        kinds.append(replace(was, window=cut, rope=table or was.rope))
+    if any(kind.window for kind in kinds) and not spec.causal:
+        raise UnsupportedArchitectureError("is_causal = false with sliding windows is not supported.")
+    return replace(spec, kinds=tuple(kinds) if any(kind != LayerKind() for kind in kinds) else ())
 
 
 def qwen_windows(config: Config, spec: ModelSpec) -> ModelSpec:
@@ -271,11 +293,3 @@ def classifier_spec(spec: ModelSpec, architecture: str, config: Config) -> Model
         read.problems.append(f"id2label must be an object or null, got {labels!r}"[:200])
     read.done(architecture)
     return replace(embedding_spec(spec, architecture), num_labels=count)
-
-
-def flag(config: Config, name: str, default: bool = False) -> bool:
-    """One boolean key. Errors: ModelLoadError."""
-    read = ConfigReader(config)
-    value = read.flag(name, default)
-    read.done("model")
-    return value

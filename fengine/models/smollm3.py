@@ -5,24 +5,23 @@ from dataclasses import replace
 from fengine.errors import ModelLoadError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, windowed
+from fengine.models.reader import FULL, SLIDING, ConfigReader, decoder_spec, sliding_window, windowed
 from fengine.models.rope import NONE
 from fengine.models.spec import Config, LayerKind, ModelSpec
 
 OWN = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
 FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, **dict.fromkeys(OWN, READ)}
-DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
-    bias, mlp_bias = read.flag("attention_bias"), read.flag("mlp_bias")
     slides = read.flag("use_sliding_window") and config.get("sliding_window") is not None
-    window = read.size("sliding_window", 1 << 27) if slides else None
+    window = sliding_window(config) if slides else None
     interval = read.size("no_rope_layer_interval", 1 << 12, default=4)
-    read.done(FAMILY.architecture)
-    spec = decoder_spec(config, FAMILY.architecture, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    spec = decoder_spec(config)
+    read.done(spec.architecture)
     turns = config.get("no_rope_layers")
     if turns is None:
         turns = [int((index + 1) % interval != 0) for index in range(spec.num_layers)]

@@ -41,6 +41,10 @@ class ExpertSpec:
     size: int  # F of one expert
     renormalise: bool  # the weights of a token's experts sum to one
     shared_size: int = 0  # F of the expert that every token uses; 0: there is none
+    shared_gate: bool = True  # whose output a sigmoid scales
+    sigmoid: bool = False  # experts are chosen by the sigmoid of their logits, plus a correction
+    scale: float = 1.0  # of the weights of a token's experts
+    limit: float = 0.0  # gate and up of an expert are clamped; 0: they are not
     dense_layers: tuple[int, ...] = ()  # layers with an ordinary MLP
 
 
@@ -82,6 +86,7 @@ class ModelSpec:
     experts: ExpertSpec | None = None
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
     logit_scale: float = 1.0
+    draft_layers: int = 0  # behind the last in the checkpoint, for speculative decoding: they are not read
 
     @property
     def scale(self) -> float:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from fengine.models.spec import ModelSpec
@@ -28,6 +29,23 @@ class HeadOrder(NamedTuple):
     rotary: int
     interleaved: bool
 
+    def ours(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor of the checkpoint in our order. Pure."""
+        return self._rows(tensor)[self.index(self._rows(tensor).shape[0]).to(tensor.device)].view(tensor.shape)
+
+    def theirs(self, tensor: Tensor) -> Tensor:
+        """The inverse of `ours`. Pure."""
+        index = self.index(self._rows(tensor).shape[0]).argsort()
+        return self._rows(tensor)[index.to(tensor.device)].view(tensor.shape)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What a tensor of `shape` becomes. Pure."""
+        return shape
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """A norm's weights of each head are rows, too."""
+        return tensor.flatten() if tensor.shape == (self.heads, self.width) else tensor
+
     @cache  # noqa: B019 (a few values, all small)
     def index(self, rows: int) -> Tensor:
         """int64 [rows]: our row i is row index[i] of the checkpoint. Pure."""
@@ -40,20 +58,45 @@ class HeadOrder(NamedTuple):
         return index
 
 
+class ExpertOrder(NamedTuple):
+    """How gpt-oss stores experts: matrices [E, in, out] or biases [E, out]; gate and up take turns if `paired`."""
+
+    paired: bool
+
+    def ours(self, tensor: Tensor) -> Tensor:
+        """[E, out, in] or [E, out], gate above up. Pure."""
+        tensor = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+        return rearrange(tensor, "e (f part) ... -> e (part f) ...", part=2) if self.paired else tensor
+
+    def theirs(self, tensor: Tensor) -> Tensor:
+        """The inverse of `ours`. Pure."""
+        tensor = rearrange(tensor, "e (part f) ... -> e (f part) ...", part=2) if self.paired else tensor
+        return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What a tensor of `shape` becomes. Pure."""
+        return shape[:1] + shape[:0:-1]
+
+
 class Source(NamedTuple):
     """A tensor of the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
-    order: HeadOrder | None = None  # None: as stored
+    order: HeadOrder | ExpertOrder | None = None  # None: as stored
 
     def ours(self, tensor: Tensor) -> Tensor:
-        """A tensor of the checkpoint with its rows, or those of a LoRA update, in our order. Pure."""
-        return tensor if self.order is None else tensor[self.order.index(self.shape[0]).to(tensor.device)]
+        """A tensor of the checkpoint, or the rows of a LoRA update, in our order. Pure."""
+        return tensor if self.order is None else self.order.ours(tensor)
 
     def theirs(self, tensor: Tensor) -> Tensor:
         """The inverse of `ours`. Pure."""
-        return tensor if self.order is None else tensor[self.order.index(self.shape[0]).argsort().to(tensor.device)]
+        return tensor if self.order is None else self.order.theirs(tensor)
+
+    @property
+    def plain(self) -> "Source":
+        """The same tensor in our order."""
+        return self if self.order is None else Source(self.name, self.order.shape(self.shape))
 
 
 class Weight(NamedTuple):
@@ -67,16 +110,25 @@ class Weight(NamedTuple):
     adapts: bool = False  # LoRA may change it
     optional: bool = False  # a checkpoint may do without; then Params has no such leaf
     stack: int = 0  # so many matrices of equal shape, each of as many sources; 0: one
+    wide: bool = False  # kept in float32
 
     @property
     def matrix(self) -> bool:
-        return len(self.letters) > 1
+        """Packed for its device, in the dtype of matrices; vectors, those of each head or expert too, are not."""
+        return len(self.letters) > 1 and self.fill in ("unit", "residual")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the joined leaf, before it is packed."""
-        rows, columns = sum(source.shape[0] for source in self.sources), self.sources[0].shape[1:]
+        shapes = [source.plain.shape for source in self.sources]
+        rows, columns = sum(shape[0] for shape in shapes), shapes[0][1:]
         return (self.stack, rows // self.stack, *columns) if self.stack else (rows, *columns)
+
+
+def with_bias(norm: Weight) -> Weight:
+    """A norm whose leaf holds the bias behind the weight. Pure."""
+    weight = norm.sources[0]
+    return norm._replace(sources=(weight, weight._replace(name=weight.name.removesuffix("weight") + "bias")))
 
 
 Parts = list[tuple[str, int]]  # (module name, rows) of what is joined to one leaf
@@ -105,9 +157,11 @@ class LayerWeights(NamedTuple):
         letter = key.rpartition("_")[2][-1]
         return self._leaf(key, parts, (), "bias", letter, **{"shard": letter, "fill": "small"} | facts)
 
-    def norm(self, key: str, name: str, size: int, **facts) -> Weight:
-        """The weight of a norm."""
-        return self._leaf(key, [(name, size)], (), "weight", key.rpartition("_")[2], **{"fill": "one"} | facts)
+    def norm(self, key: str, name: str, *shape: int, bias: bool = False, **facts) -> Weight:
+        """The weight of a norm, its bias behind it."""
+        letters = key.rpartition("_")[2]
+        found = self._leaf(key, [(name, shape[0])], shape[1:], "weight", letters, **{"fill": "one"} | facts)
+        return with_bias(found) if bias else found
 
 
 def attention_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False) -> list[Weight]:
@@ -115,19 +169,25 @@ def attention_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False)
     width = spec.head_dim
     q, kv = spec.num_heads * width, spec.num_kv_heads * width
     heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}
+    normed = [("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)]
     qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
     if fused:
         heads, qkv = {"self_attn.qkv_proj": spec.num_heads + spec.num_kv_heads}, [("self_attn.qkv_proj", q + 2 * kv)]
     turned = spec.rotary_dim or width
     plain = turned == width and not spec.interleaved
-    order = {} if plain else {name: HeadOrder(n, width, turned, spec.interleaved) for name, n in heads.items()}
+
+    def order(heads: int) -> HeadOrder | None:
+        return None if plain else HeadOrder(heads, width, turned, spec.interleaved)
+
+    orders = {name: order(heads) for name, heads in heads.items()}
     out = [("self_attn.o_proj", spec.hidden_size)]
-    found = [layer.matrix("wqkv", qkv, spec.hidden_size, "CD", order=order)]
+    found = [layer.matrix("wqkv", qkv, spec.hidden_size, "CD", order=orders)]
     if spec.qkv_bias:
-        found.append(layer.bias("bqkv_C", qkv, order=order))
-    if spec.qk_norm:
-        found.append(layer.norm("q_norm_K", "self_attn.q_norm", width))
-        found.append(layer.norm("k_norm_K", "self_attn.k_norm", width))
+        found.append(layer.bias("bqkv_C", qkv, order=orders))
+    for name, heads in normed if spec.qk_norm else ():
+        path, each = f"self_attn.{name}", (heads, "_HK") if spec.layer_norm else (1, "_K")
+        shape = (heads, width) if spec.layer_norm else (width,)
+        found.append(layer.norm(name + each[1], path, *shape, order={path: order(each[0])}))
     found.append(layer.matrix("wo", out, q, "DC", fill="residual"))
     if spec.o_bias:
         found.append(layer.bias("bo_D", out))
@@ -160,7 +220,7 @@ def prenorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
 LayerLeaves = Callable[[ModelSpec, LayerWeights], list[Weight]]
 
 
-def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer) -> list[Weight]:
+def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer, norm_bias: bool = False) -> list[Weight]:
     """Every leaf of Params that a checkpoint holds, in the order of the forward pass, embeddings first. Pure.
 
     Tied, "unembed" is "embed" itself; so it is for a model that does not generate, where nobody looks at the logits.
@@ -169,7 +229,8 @@ def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer) -> list
     found = [Weight(("embed",), (Source(EMBEDDING, table),), "VD", "V")]
     for index in range(spec.num_layers):
         found += layer(spec, LayerWeights(index))
-    found.append(Weight(("final_norm_D",), (Source("model.norm.weight", table[1:]),), "D", fill="one"))
+    norm = Weight(("final_norm_D",), (Source("model.norm.weight", table[1:]),), "D", fill="one")
+    found.append(with_bias(norm) if norm_bias else norm)
     if spec.generates and not spec.tie_embeddings:
         found.append(Weight(("unembed",), (Source(HEAD, table),), "VD", "V"))
     if spec.num_labels is not None:

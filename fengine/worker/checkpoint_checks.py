@@ -33,6 +33,7 @@ def check_entries(
     """
     needed = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
     expected = {source.name: source.shape for weight in needed for source in weight.sources}
+    drafts = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.draft_layers))
     problems = [f"tensor {n!r} of shape {list(s)} is missing" for n, s in expected.items() if n not in entries]
     if HEAD in expected.keys() - entries.keys():
         problems.append(f"without {HEAD!r} config.json should say tie_word_embeddings = true")
@@ -41,7 +42,7 @@ def check_entries(
     problems += [
         f"tensor {name!r} is not part of {spec.architecture} with this config.json"
         for name in sorted(entries.keys() - expected.keys())
-        if not name.endswith(HARMLESS)
+        if not name.endswith(HARMLESS) and not name.startswith(drafts)
     ]
     problems += _misshapen(expected, entries)
     problems += [] if mixed else _several_dtypes(needed, entries)

@@ -59,9 +59,9 @@ class Placement(NamedTuple):
     device: torch.device
     matrix: torch.dtype
 
-    @property
-    def vector(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "cpu" else self.matrix
+    def of(self, weight: Weight) -> torch.dtype:
+        """Of a leaf. Pure."""
+        return torch.float32 if weight.wide or (self.device.type == "cpu" and not weight.matrix) else self.matrix
 
 
 # -- config -----------------------------------------------------------------------------------------------------------
@@ -237,11 +237,11 @@ def _load(
 
 def _place(weight: Weight, parts: list[Tensor], placement: Placement) -> Leaf:
     """Joins the parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
-    dtype = placement.matrix if weight.matrix else placement.vector
+    dtype = placement.of(weight)
     parts = [part.to(placement.device, dtype) for part in parts]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     if not weight.matrix:
-        return _own(joined)
+        return _own(joined.contiguous())
     dense = linear.pack(joined.view(weight.shape))
     return dense._replace(packed=_own(dense.packed))
 
@@ -256,7 +256,7 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     What writes to the residual stream is scaled by 1/sqrt(2L), so that the stream grows to order one over all layers
     and neither a token's own embedding nor its context is drowned (Radford et al. 2019, GPT-2, section 2.3).
     """
-    shape, dtype = weight.shape, placement.matrix if weight.matrix else placement.vector
+    shape, dtype = weight.shape, placement.of(weight)
     if weight.fill == "one":
         return torch.full(shape, 1.0 - spec.norm_shift, dtype=dtype, device=placement.device)
     key = hashlib.sha256(f"{seed}/{weight.path}".encode()).digest()[:8]

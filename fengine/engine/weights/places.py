@@ -36,6 +36,12 @@ class Place(NamedTuple):
     @property
     def views(self) -> Iterator[tuple[int, Tensor]]:
         """The place as views of the leaf's storage: (first row within the place, [rows], or [..., rows, columns])."""
+        if len(self.shape) == 3:  # the matrices of all experts
+            _, rows, columns = self.shape
+            for expert, leaf in enumerate(self.leaf):
+                one = Place(leaf, 0, Source(self.source.name, (rows, columns)), self.lanes)
+                yield from ((expert * rows + first, view) for first, view in one.views)
+            return
         at, stop = self.start, self.start + self.shape[0]
         if not self.lanes:
             yield 0, self.leaf[at:stop]
@@ -53,20 +59,22 @@ class Place(NamedTuple):
 
     def write(self, tensor: Tensor) -> None:
         """Copies a tensor of the place's shape and dtype, on any device. Modifies: the leaf's storage."""
-        tensor = self.source.ours(tensor)
-        for first, view in self.views:
+        tensor, plain = self.source.ours(tensor), self._replace(source=self.source.plain)
+        tensor = tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
+        for first, view in plain.views:
             rows = view.numel() // (view.shape[-1] if len(self.shape) > 1 else 1)
             view.copy_(tensor[first : first + rows].reshape(view.shape))
 
     def read(self, rows: int | None = None) -> Tensor:
         """The first `rows` rows (default: all) as a new tensor on the CPU. Pure."""
         if self.source.order is not None:
-            return self.source.theirs(self._replace(source=self.source._replace(order=None)).read())[:rows]
+            return self.source.theirs(self._replace(source=self.source.plain).read())[:rows]
         shape = (self.shape[0] if rows is None else min(rows, self.shape[0]), *self.shape[1:])
         out = self.leaf.new_empty(shape, device="cpu")
+        lines = out.flatten(0, 1) if out.dim() == 3 else out
         for first, view in self._replace(source=self.source._replace(shape=shape)).views:
-            flat = view.reshape(-1, *shape[1:])
-            out[first : first + flat.shape[0]] = flat
+            flat = view.reshape(-1, *lines.shape[1:])
+            lines[first : first + flat.shape[0]] = flat
         return out
 
 

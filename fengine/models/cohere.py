@@ -1,0 +1,78 @@
+"""Cohere (Command R, R+) and Cohere 2 (Command R7B, Command A): attention and MLP side by side behind one layer norm
+without a bias; rotary embedding in pairs of neighbours, tied, scaled logits. The first may norm each head with a weight
+of its own; in the second most layers have a window, and those that see all have no rotary embedding.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from fengine.models import layers
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, READ, SPEED
+from fengine.models.kv_state import Params, StepBatch
+from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
+from fengine.models.rope import NONE
+from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import (
+    LayerWeights,
+    Weight,
+    attention_weights,
+    decoder_weights,
+    mlp_weights,
+)
+
+OWN = ("attention_bias", "logit_scale", "layer_norm_eps", "use_qk_norm")
+WINDOWS = ("sliding_window", "sliding_window_pattern", "layer_types")
+FIELDS = {**DECODER, **dict.fromkeys(OWN, READ)}
+FIELDS2 = {**DECODER, **dict.fromkeys((*OWN[:3], *WINDOWS), READ), "cache_implementation": SPEED}
+DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 500000.0}
+DEFAULTS2 = {"tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 4}
+
+
+def spec_from_hf(config: Config, **switches: Any) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    read = ConfigReader(config)
+    scale = read.number("logit_scale", 0.0, 1e6, default=0.0625)
+    eps = read.number("layer_norm_eps", 0.0, 1.0, default=1e-5)
+    norms = read.flag("use_qk_norm")
+    read.done(config["architectures"][0])
+    return decoder_spec(
+        config | {"rms_norm_eps": eps, "head_dim": None}, interleaved=True, logit_scale=scale, layer_norm=True,
+        qk_norm=norms, **switches,
+    )  # fmt: skip
+
+
+def spec2_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    spec, read = spec_from_hf(config), ConfigReader(config)
+    pattern, window = read.size("sliding_window_pattern", 1 << 12, default=4), sliding_window(config)
+    read.done(spec.architecture)
+    types = config.get("layer_types") or every(pattern, spec.num_layers)
+    return windowed(spec, window, types, near=NONE if window is None else None, far=NONE)
+
+
+def layer(
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
+    normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
+) -> layers.LayerOut:  # fmt: skip
+    """residual += attention(normed) + mlp(normed)."""
+    delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
+    mlp_TD = layers.gated_mlp(layer, spec, batch.adapters, normed_TD)
+    normed_TD, residual_TD = layers.add_norm(mlp_TD, residual_TD + delta_TD, next_norm_D, spec)
+    return normed_TD, residual_TD, k_PSGK, v_PSGK
+
+
+def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Pure."""
+    norm = layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size)
+    return [norm, *attention_weights(spec, layer), *mlp_weights(spec, layer)]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    return decoder_weights(spec, layer_weights)
+
+
+FAMILY = Family("CohereForCausalLM", "cohere", FIELDS, spec_from_hf, DEFAULTS, layer, weights=weights)
+FAMILY2 = Family("Cohere2ForCausalLM", "cohere2", FIELDS2, spec2_from_hf, DEFAULTS2, layer, weights=weights)

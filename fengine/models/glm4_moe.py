@@ -1,0 +1,54 @@
+"""GLM-4.5 and its relatives: half of each head turns; behind dense layers come experts that a token chooses by sigmoid
+and a correction, and one expert that every token uses.
+"""
+
+from dataclasses import replace
+
+from fengine.errors import UnsupportedArchitectureError
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, OUTPUTS, READ
+from fengine.models.moe import expert_weights, moe_layer, with_experts
+from fengine.models.reader import ConfigReader, decoder_spec
+from fengine.models.spec import Config, ExpertSpec, ModelSpec
+from fengine.models.weights import LayerWeights, Source, Weight, decoder_weights
+
+OWN = (
+    "attention_bias", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "n_routed_experts", "n_group",
+    "topk_group", "routed_scaling_factor", "first_k_dense_replace", "norm_topk_prob", "use_qk_norm",
+    "num_nextn_predict_layers",
+)  # fmt: skip
+FIELDS = {**DECODER, **dict.fromkeys(OWN, READ), "output_router_logits": OUTPUTS}
+DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "num_key_value_heads": 8, "norm_topk_prob": True}
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`; UnsupportedArchitectureError for experts in groups."""
+    for name in ("n_group", "topk_group"):
+        if config.get(name) not in (None, 1):
+            raise UnsupportedArchitectureError(f"{name} = {config[name]!r}: experts in groups are not supported; 1 is.")
+    read = ConfigReader(config | {"num_experts": config.get("n_routed_experts")})
+    norms, renormalise = read.flag("use_qk_norm"), read.flag("norm_topk_prob")
+    spec = decoder_spec(config, qk_norm=norms, o_bias=False, partial_rotary=True)
+    shared = read.size("n_shared_experts", 1 << 8, default=1) * read.size("moe_intermediate_size", 1 << 22)
+    dense = read.size("first_k_dense_replace", 1 << 12, default=1, least=0)
+    scale = read.number("routed_scaling_factor", 0.0, 1e6, default=1.0)
+    drafts = read.size("num_nextn_predict_layers", 1 << 8, default=1, least=0)
+    spec = with_experts(read, spec, "moe_intermediate_size", renormalise)
+    facts = {"shared_size": shared, "shared_gate": False, "sigmoid": True, "scale": scale}
+    experts = spec.experts and replace(spec.experts, dense_layers=tuple(range(dense)), **facts)
+    return replace(spec, experts=experts, draft_layers=drafts)
+
+
+def experts(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
+    """Pure."""
+    source = Source(f"model.layers.{layer.index}.mlp.gate.e_score_correction_bias", (found.count,))
+    correction = Weight(("layers", layer.index, "correction_E"), (source,), "E", fill="small", wide=True)
+    return [*expert_weights(found, hidden, layer), correction]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    return decoder_weights(spec, moe_layer(experts))
+
+
+FAMILY = Family("Glm4MoeForCausalLM", "glm4_moe", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
