@@ -301,7 +301,7 @@ def batch_of(chunks: list[tuple[Row, int]], page_size: int, padding: int) -> Ste
         token, pos, slot = token + [0] * padding, pos + [0] * padding, slot + [0] * padding
         q_start, kv_len, table = q_start + q_start[-1:], kv_len + [0], table + [[0] * width]
     fields = (token, pos, slot, q_start, kv_len, table, [end - 1 for end in q_start[1:]])
-    return StepBatch(*(torch.tensor(field, dtype=torch.int32) for field in fields))
+    return StepBatch._make((*(torch.tensor(field, dtype=torch.int32) for field in fields), None))  # no adapters
 
 
 def run_paged(
@@ -329,7 +329,7 @@ def run_paged(
             while len(row.pages) * page_size < len(row.logits) + count:
                 row.pages.append(free.pop())
         batch = batch_of(chunks, page_size, padding=rng.choice((0, 0, 3)))
-        batch = StepBatch(*(tensor.to(norm_D.device) for tensor in batch[:-1]))  # no row has an adapter
+        batch = StepBatch._make((*(tensor.to(norm_D.device) for tensor in batch[:-1]), None))
         kv, hidden_TD = model.forward(params, spec, kv, batch)
         logits_TV = model.unembed(params, spec, hidden_TD).cpu()
         for r, (row, _) in enumerate(chunks):
@@ -511,7 +511,7 @@ def test_compiled_step_copies_no_pages_and_gives_the_same_bits(tiny: tuple[Param
 def test_the_search_for_page_copies_finds_them(tiny: tuple[Params, ModelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a KV write that is pure in the naive way, into copies."""
     params, spec = tiny
-    write = layers.qkv.qkv_rope_write
+    write: Any = layers.qkv.qkv_rope_write
 
     def copying(*args: Any, **options: Any) -> Any:
         *front, k_PSGK, v_PSGK = args[:8]
