@@ -1,8 +1,16 @@
 """Formats of JSON schemas: which of them the matcher holds, and patterns for the others. No torch.
 
 The matcher takes 29 February of any year, second 60 at any minute, host names of any length and any `xn--` label; most
-other formats it does not know. A pattern lets only texts of its format through, if not always all of them.
+other formats it does not know. A pattern lets only texts of its format through, if not always all of them. A format
+that JSON Schema does not know is an annotation.
 """
+
+import difflib
+import logging
+
+from fengine.errors import GrammarError
+
+logger = logging.getLogger(__name__)
 
 _LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
@@ -29,9 +37,23 @@ PATTERNS = {
     "uri-reference": rf"(?:{_PATH}+|https?://[a-z0-9]+(?:[.-][a-z0-9]+)*)?(?:/{_PATH}+)*/?"
     rf"(?:\?(?:{_PATH}|/)*)?(?:#(?:{_PATH}|/)*)?",
 }
+_ATOM = r"""(?:[A-Za-z0-9 _/@#%&=:;,<>!~"'-]|\\[dwsDWS.*+?^$()\[\]{}|\\/]|\.)"""
+PATTERNS["regex"] = rf"\^?(?:{_ATOM}|\((?:{_ATOM}[*+?]?)+(?:\|(?:{_ATOM}[*+?]?)+)*\)[*+?]?|{_ATOM}[*+?])*\$?"
 PATTERNS["iri-reference"] = PATTERNS["uri-reference"]
 SAME = {"iri": "uri", "idn-email": "email"}  # every one of these is one of those
-RANGES = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1)}
+RANGES = {f"int{n}": (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (8, 16, 32, 64)}
+RANGES |= {f"uint{n}": (0, 2**n - 1) for n in (8, 16, 32, 64)} | {"uint": (0, 2**32 - 1)}
 FREE = ("float", "double", "binary", "password", "path")  # say nothing about a JSON text
 HELD = ("duration", "email", "ipv4", "ipv6", "uuid", "uri")  # by the matcher itself
 FORMATS = tuple(sorted({*PATTERNS, *SAME, *RANGES, *FREE, *HELD}))
+_NEVER = ("uri-template",)
+
+
+def check(name: str, at: str) -> None:
+    """Errors: GrammarError for a format that is not held, and for a near miss of one. Pure but for the log."""
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), [*FORMATS, *_NEVER], n=1, cutoff=0.8)
+    if name in FORMATS:
+        return
+    if near or name in _NEVER:
+        raise GrammarError(f"json_schema: format {name!r:.80} at {at} is not supported; {', '.join(FORMATS)} are")
+    logger.info("json_schema: format %r at %s is none of JSON Schema, and is ignored.", name[:80], at)

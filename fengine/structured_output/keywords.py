@@ -1,4 +1,4 @@
-"""The words of JSON schemas: keywords that are held, those that are refused, annotations, and near misses. No torch."""
+"""The words of JSON schemas: which there are, what their values must be, annotations, and near misses. No torch."""
 
 import difflib
 import logging
@@ -6,76 +6,73 @@ import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any
+from urllib.parse import unquote
 
 from fengine.errors import GrammarError
 from fengine.structured_output import formats
 
 logger = logging.getLogger(__name__)
 MAX_ENUM = 10_000
-MAX_JOINED = 12  # patterns that may meet in one string: the matcher's work doubles with each
 MAX_LENGTH = 1_000_000  # of strings and arrays
 MAX_MULTIPLE = 1_000  # an automaton has a state for each remainder
+Node = dict[str, Any]
 
 DRAFTS = ("schema", "draft-04/schema", "draft-06/schema", "draft-07/schema", "draft/2019-09/schema",
           "draft/2020-12/schema")  # fmt: skip
-_ANNOTATIONS = {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly",
-                "writeOnly", "discriminator", "$anchor", "$dynamicAnchor", "$vocabulary", "id", "readonly", "self",
-                "nullable", "note", "notes", "cost", "contentEncoding", "contentMediaType",
-                "contentSchema"}  # fmt: skip
-ONE = {"items", "additionalItems", "additionalProperties"}  # a schema
-LISTS = {"anyOf", "allOf", "prefixItems"}  # of schemas
-NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by name
-_COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
+ANNOTATIONS = {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly",
+               "writeOnly", "discriminator", "$anchor", "$dynamicAnchor", "$vocabulary", "id", "readonly", "self",
+               "nullable", "note", "notes", "cost", "constraints", "contentEncoding", "contentMediaType",
+               "contentSchema"}  # fmt: skip
+ONE = {"items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "propertyNames",
+       "unevaluatedProperties", "unevaluatedItems"}  # a schema; `items` may be a list of them  # fmt: skip
+LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}  # of schemas
+NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas",
+         "dependencies"}  # schemas by name; a dependency may be a list of names  # fmt: skip
+COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_TEXTS = ("pattern", "format", "$ref", "$schema", "$id")
-_VALUES = {*_COUNTS, *_BOUNDS, *_TEXTS, "type", "enum", "const", "required", "multipleOf"}
-_HELD_SOMETIMES = {  # by rewriting; what could not be rewritten is refused
+REWRITTEN = {  # what could not be rewritten is refused
     "oneOf": "its options cannot be shown to exclude one another; give them a required property with different consts, "
              "or use anyOf",
     "uniqueItems": "only arrays with few listed values, or of at most one item, can be held",
-    "not": "only what is said with type, required, properties, and const or enum of listed values can be held",
-    "if": "only conditions with type, required, properties, and const or enum of listed values can be held",
+    "not": "only what is said with types, bounds, required, properties, and const or enum of listed values can be held",
+    "if": "only conditions with types, bounds, required, properties, and const or enum of listed values can be held",
     "then": "what its if says cannot be held",
     "else": "what its if says cannot be held",
     "propertyNames": "only a pattern, or a list of names, that also holds for the named properties can be held",
     "unevaluatedProperties": "use additionalProperties: false",
     "unevaluatedItems": "use items: false",
 }  # fmt: skip
-_NEVER = {"contains", "minContains", "maxContains", "dependencies", "dependentRequired",
-          "dependentSchemas", "$dynamicRef", "$recursiveRef", "$recursiveAnchor", "extends", "disallow", "divisibleBy",
-          "x-guidance"}  # fmt: skip
+_NEVER = {"contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef", "$recursiveAnchor", "extends",
+          "disallow", "divisibleBy", "x-guidance"}  # fmt: skip
 CONTROLS = "control characters, which JSON writes as \\\\u00XX: they are never generated"
-WRAPPER = {"name", "strict", "schema", "description", "type"}  # OpenAI's, around a schema
-JOINING = {"anyOf", "$ref"}  # hold together with what stands beside them
-JOINED = ONE | JOINING | {"properties", "patternProperties", "prefixItems", "pattern", "format"}
-KEYWORDS = ONE | LISTS | NAMED | _VALUES
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")  # what JSON writes only as \\u00XX
 
 
-def check_annotation(key: str, at: str) -> None:
-    """That a word that is no keyword here constrains nothing. Errors: GrammarError for one of JSON Schema that is not
-    held, and for a near miss of one that is; pure but for the log."""
-    if key in _ANNOTATIONS or key.startswith(("_", "x-")) and key != "x-guidance":
-        return
-    if key in _HELD_SOMETIMES or key in _NEVER:
-        why = _HELD_SOMETIMES.get(key, f"supported are {', '.join(sorted(KEYWORDS))}")
-        raise GrammarError(f"json_schema: the keyword {key!r} at {at} is not supported; {why}")
-    if near := _near(key[:80]):
-        raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; did you mean {near!r}?")
-    logger.info("json_schema: %r at %s is no keyword of JSON Schema, and is ignored.", key[:80], at)
+def pointer(at: str, name: str) -> str:
+    """To what `name` is called inside `at`. Pure."""
+    return f"{at}/{name.replace('~', '~0').replace('/', '~1')}"
 
 
-def _near(key: str) -> str | None:
-    """The keyword that a word may have been meant as. Pure."""
-    known = {_bare(word): word for word in sorted(KEYWORDS | _NEVER | _HELD_SOMETIMES.keys())}
-    if _bare(key) in known:
-        return known[_bare(key)]
-    found = difflib.get_close_matches(_bare(key), list(known), n=1, cutoff=0.8)
-    return known[found[0]] if found else None
+def target(node: Node) -> str:
+    """The JSON pointer that its `$ref` is. Pure."""
+    return unquote(node["$ref"])
 
 
-def _bare(word: str) -> str:
-    return re.sub("[^a-z]", "", word.lower()).removesuffix("s")
+def mapped(node: Node, change: Callable[[Any, str], Any], at: str) -> Node:
+    """The node with every schema inside changed; `change` gets its JSON pointer, too. Pure, if `change` is."""
+    out: Node = {}
+    for key, value in node.items():
+        here = f"{at}/{key}"
+        if key in NAMED:
+            out[key] = {
+                name: item if isinstance(item, list) else change(item, pointer(here, name))
+                for name, item in value.items()
+            }
+        elif key in LISTS or (key == "items" and isinstance(value, list)):
+            out[key] = [change(item, f"{here}/{i}") for i, item in enumerate(value)]
+        else:
+            out[key] = change(value, here) if key in ONE else value
+    return out
 
 
 def parts(value: Any) -> Iterator[Any]:
@@ -92,6 +89,60 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def known(node: Node, at: str) -> Node:
+    """The keywords of a schema, whose values are of the right kinds; annotations are left out. Pure but for the log.
+
+    Errors: GrammarError for a value, a keyword that is never held, and a near miss of one.
+    """
+    out = {}
+    for key, value in node.items():
+        if key in KEYWORDS:
+            _check_value(key, value, f"{at}/{key}")
+            out[key] = int(value) if key in COUNTS else value  # which may be written as 2.0
+        else:
+            _check_annotation(key, at)
+    if node.get("contentEncoding") == "base64":
+        out.setdefault("format", "base64")
+    if node.get("contentMediaType") == "application/json":
+        raise GrammarError(f"json_schema: contentMediaType at {at} is JSON in a text, which cannot be held")
+    for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):  # switches, in draft 4
+        if isinstance(out.get(key), bool) and out.pop(key) and bound in out:
+            out[key] = out.pop(bound)
+    return out
+
+
+def refuse_rest(node: Node, at: str) -> None:
+    """Errors: GrammarError for a keyword that could not be rewritten. Pure."""
+    for key in node:
+        if key in REWRITTEN:
+            raise GrammarError(f"json_schema: the keyword {key!r} at {at} is not supported; {REWRITTEN[key]}")
+
+
+def _check_annotation(key: str, at: str) -> None:
+    if key in _NEVER:
+        words = ", ".join(sorted(KEYWORDS))
+        raise GrammarError(f"json_schema: the keyword {key!r} at {at} is not supported; supported are {words}")
+    if key in ANNOTATIONS or key.startswith(("_", "x-")):
+        return
+    if near := _near(key[:80]):
+        raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; did you mean {near!r}?")
+    logger.info("json_schema: %r at %s is no keyword of JSON Schema, and is ignored.", key[:80], at)
+
+
+def _near(key: str) -> str | None:
+    """The keyword that a word may have been meant as. Pure."""
+    words = {_bare(word): word for word in sorted(KEYWORDS | _NEVER)}
+    found = difflib.get_close_matches(_bare(key), list(words), n=1, cutoff=0.86)
+    return words[found[0]] if found else None
+
+
+def _bare(word: str) -> str:
+    return re.sub("[^a-z]", "", word.lower()).removesuffix("s")
+
+
 def _is_small_multiple(value: Any) -> bool:
     try:
         number = Decimal(repr(value)) if is_number(value) else Decimal(0)
@@ -100,44 +151,61 @@ def _is_small_multiple(value: Any) -> bool:
         return False
 
 
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, (dict, bool))
+
+
 def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-_VALUE_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # by keyword; the words of its error
-    **dict.fromkeys(
-        _COUNTS, (lambda value: type(value) is int and 0 <= value <= MAX_LENGTH, f"an integer in [0, {MAX_LENGTH}]")
-    ),
+def _is_count(value: Any) -> bool:
+    return is_number(value) and float(value).is_integer() and 0 <= value <= MAX_LENGTH
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, list) and 1 <= len(value) <= MAX_ENUM
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # by keyword; the words of its error
+    **dict.fromkeys(ONE, (_is_schema, "an object or a bool")),
+    **dict.fromkeys(LISTS, (lambda value: isinstance(value, list) and all(map(_is_schema, value)),
+                            "a list of schemas")),
+    **dict.fromkeys(NAMED, (lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
+                            "an object of schemas")),
+    **dict.fromkeys(COUNTS, (_is_count, f"an integer in [0, {MAX_LENGTH}]")),
     **dict.fromkeys(_BOUNDS, (is_number, "a number")),
-    **dict.fromkeys(_TEXTS, (lambda value: isinstance(value, str), "a string")),
+    **dict.fromkeys(_BOUNDS[2:], (lambda value: isinstance(value, (int, float)), "a number")),  # draft 4 has switches
+    **dict.fromkeys(("pattern", "format", "$ref", "$schema", "$id"), (_is_text, "a string")),
+    "items": (lambda value: _is_schema(value) or (isinstance(value, list) and all(map(_is_schema, value))),
+              "a schema or a list of schemas"),
+    "dependencies": (lambda value: isinstance(value, dict) and all(_is_schema(v) or _is_names(v)
+                                                                   for v in value.values()),
+                     "an object of schemas and lists of names"),
+    "dependentRequired": (lambda value: isinstance(value, dict) and all(map(_is_names, value.values())),
+                          "an object of lists of names"),
     "multipleOf": (_is_small_multiple, f"a number above 0 with at most {MAX_MULTIPLE} as its digits"),
     "required": (_is_names, "a list of names"),
-    "type": (lambda value: isinstance(value, str) or (value != [] and _is_names(value)), "a type or a list of types"),
-}
+    "type": (lambda value: _is_text(value) or (value != [] and _is_names(value)), "a type or a list of types"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    "enum": (_is_listed, f"a list of 1 to {MAX_ENUM} values"),
+    "const": (lambda value: True, ""),
+}  # fmt: skip
+KEYWORDS = _CHECKS.keys()
 
 
-def check_value(key: str, value: Any, at: str) -> None:
-    """That the value of a keyword is one the matcher takes as it is meant. Errors: GrammarError. Pure."""
-    if key in ("const", "enum"):
-        _check_listed(key, value, at)
-        return
-    is_right, needed = _VALUE_CHECKS[key]
+def _check_value(key: str, value: Any, at: str) -> None:
+    is_right, needed = _CHECKS[key]
     if not is_right(value):
         raise GrammarError(f"json_schema at {at} must be {needed}, got {value!r:.80}")
-    _check_word(key, value, at)
-
-
-def _check_listed(key: str, value: Any, at: str) -> None:
-    if _CONTROL.search("".join(part for part in parts(value) if isinstance(part, str))):
+    if key in ("const", "enum") and _CONTROL.search("".join(part for part in parts(value) if isinstance(part, str))):
         raise GrammarError(f"json_schema: {key} at {at} holds {CONTROLS}")
-    if key == "enum" and (not isinstance(value, list) or not 1 <= len(value) <= MAX_ENUM):
-        raise GrammarError(f"json_schema at {at} must be a list of 1 to {MAX_ENUM} values")
-
-
-def _check_word(key: str, value: Any, at: str) -> None:
-    if key == "format" and value not in formats.HELD:
-        known = ", ".join(formats.FORMATS)
-        raise GrammarError(f"json_schema: format {value!r:.80} at {at} is not supported; {known} are")
+    if key == "format":
+        formats.check(value, at)
     if key == "$ref" and not (value == "#" or value.startswith("#/")):
         raise GrammarError(
             f"json_schema: $ref {value!r:.200} at {at} leads out of this schema, and nothing is ever fetched; put it "

@@ -1,27 +1,78 @@
-"""Where the `$ref`s of a JSON schema lead: to checked schemas, and not round in circles without an end.
+"""A JSON schema read whole: every schema in it is checked, and every `$ref` leads to one of them.
 
 {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}    no finite text satisfies it: it is refused
+
+Behind a word that JSON Schema does not know, such as OpenAPI's `components`, a schema is looked for only where a `$ref`
+leads there; it is then moved to `$defs`. No torch.
 """
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote
 
 from fengine.errors import GrammarError
+from fengine.structured_output import keywords
+from fengine.structured_output.keywords import Node, pointer
 
-Nodes = Mapping[str, Any]  # every schema of a document, checked, by its JSON pointer: "#", "#/properties/name", ...
-
-
-def pointer(at: str, name: str) -> str:
-    """To what `name` is called inside `at`. Pure."""
-    return f"{at}/{name.replace('~', '~0').replace('/', '~1')}"
+Nodes = Mapping[str, Any]  # every schema of a document by its JSON pointer: "#", "#/properties/name", …
 
 
-def check(nodes: Nodes) -> None:
-    """Errors: GrammarError for a `$ref` to what is no schema, and for a schema that no finite text satisfies. Pure."""
-    for at, node in nodes.items():
-        if isinstance(node, dict) and "$ref" in node and unquote(node["$ref"]) not in nodes:
-            raise GrammarError(f"json_schema: $ref {node['$ref']!r:.200} at {at:.200} leads to where no schema stands")
+def read(document: Node) -> Node:
+    """A copy with known keywords alone. Pure but for the log. Errors: GrammarError, which tells where."""
+    nodes: dict[str, Any] = {}
+
+    def visit(value: Any, at: str) -> Any:
+        if isinstance(value, dict):
+            value = keywords.mapped(keywords.known(value, at), visit, at)
+        nodes[at] = value
+        return value
+
+    root, moved, seen = visit(document, "#"), {}, set()
+    while missing := [(at, node) for at, node in nodes.items() if at not in seen]:
+        for at, node in missing:
+            seen.add(at)
+            if not isinstance(node, dict) or "$ref" not in node or (target := keywords.target(node)) in nodes:
+                continue
+            if target not in moved:
+                found = _behind_unknown(document, nodes, target)
+                if not isinstance(found, (dict, bool)):
+                    raise GrammarError(
+                        f"json_schema: $ref {node['$ref']!r:.200} at {at:.200} leads to where no schema stands"
+                    )
+                name, definitions = target[2:], root.setdefault("$defs", {})
+                while name in definitions:
+                    name += "'"
+                moved[target] = pointer("#/$defs", name)
+                definitions[name] = visit(found, moved[target])
+            node["$ref"] = "#" + quote(moved[target][1:], safe="/$~'")
+    return root
+
+
+def _behind_unknown(document: Any, nodes: Nodes, target: str) -> Any:
+    """What stands at a pointer that leads through a word which is no keyword. Pure."""
+    names = target.split("/")
+    last = next(n for n in range(len(names), 0, -1) if "/".join(names[:n]) in nodes)
+    if last == len(names) or names[last] in keywords.KEYWORDS:
+        return None
+    return look_up(document, target)
+
+
+def look_up(document: Any, target: str) -> Any:
+    """What stands at a JSON pointer; None: nothing. Pure."""
+    for name in target.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(document, list) and name.isdecimal() and int(name) < len(document):
+            document = document[int(name)]
+        else:
+            document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+# -- schemas without an end --------------------------------------------------------------------------------------------
+
+
+def check_finite(nodes: Nodes) -> None:
+    """Errors: GrammarError for a schema that no finite text satisfies. Pure."""
     finite: set[str] = set()
     open_, before = list(nodes)[::-1], 0  # what is referred to stands mostly behind
     while len(open_) != before:
@@ -37,7 +88,7 @@ def _can_end(node: Any, at: str, finite: set[str]) -> bool:
     """Whether a value may be found, given the schemas of which one is: false only where there is none. Pure."""
     if isinstance(node, bool):
         return True  # what is false is the matcher's to tell
-    if "$ref" in node and unquote(node["$ref"]) not in finite:
+    if "$ref" in node and keywords.target(node) not in finite:
         return False
     for key, enough in (("allOf", all), ("anyOf", any), ("oneOf", any)):
         if node.get(key) and not enough(f"{at}/{key}/{i}" in finite for i in range(len(node[key]))):
@@ -49,7 +100,7 @@ def _can_end(node: Any, at: str, finite: set[str]) -> bool:
     return any(part <= finite for part in [_needed(node, at, kind) for kind in kinds])
 
 
-def _needed(node: dict[str, Any], at: str, kind: str) -> set[str]:
+def _needed(node: Node, at: str, kind: str) -> set[str]:
     """The schemas inside that every object, or array, of this schema has a value of. Pure."""
     if kind == "object":
         return {

@@ -17,8 +17,14 @@ from typing import Any, NamedTuple
 from fengine.errors import GrammarError
 from fengine.structured_output import bounds, keywords, references, rewrites
 from fengine.structured_output.characters import SURROGATE
+from fengine.structured_output.keywords import Node
 from fengine.structured_output.regex import explicit
 
+WRAPPER = {"name", "strict", "schema", "description", "type"}  # OpenAI's, around a schema
+MAX_JOINED = 12  # patterns that may meet in one string: the matcher's work doubles with each
+JOINING = {"anyOf", "$ref"}  # hold together with what stands beside them
+JOINED = JOINING | {"properties", "patternProperties", "prefixItems", "pattern", "format", "items", "additionalItems",
+                    "additionalProperties"}  # fmt: skip
 ANY = "$$ANY$$"  # SGLang's word for any JSON
 MAX_DEPTH = 96  # of values inside one another; the matcher's own limit is 128
 
@@ -43,18 +49,16 @@ def to_lark(text: str, whitespace: Whitespace) -> str:
 
 
 def as_rule(schema: Any, whitespace: Whitespace) -> str:
-    """A checked schema as a part of a Lark rule. Errors: GrammarError. Pure."""
+    """A checked schema as a part of a Lark rule. Errors: GrammarError. Pure but for the log."""
     if schema is False:
         raise GrammarError("json_schema is false, which nothing satisfies")
-    if schema is True:
-        checked = {}
-    else:
+    exact: Any = {}
+    if schema is not True:
+        schema = references.read(schema)
         rewritten = rewrites.rewritten(schema)
         _check_joined(rewritten)
-        checker = _Checker(rewritten, closing=not rewrites.is_open(_objects(schema)))
-        checked = checker.schema(rewritten, "#")
-        references.check(checker.nodes)
-    return "%json " + json.dumps(checked | {"x-guidance": options(whitespace)})
+        exact = _exact(rewritten, closing=not rewrites.is_open(_objects(schema)))
+    return "%json " + json.dumps(exact | {"x-guidance": options(whitespace)})
 
 
 def read(text: str) -> Any:
@@ -64,7 +68,7 @@ def read(text: str) -> Any:
     schema = strict_json(text, "json_schema")
     if not isinstance(schema, (dict, bool)):
         raise GrammarError(f"json_schema must be a JSON object, got {type(schema).__name__}")
-    if isinstance(schema, dict) and set(schema) <= keywords.WRAPPER and "name" in schema and "schema" in schema:
+    if isinstance(schema, dict) and set(schema) <= WRAPPER and "name" in schema and "schema" in schema:
         return schema["schema"] if isinstance(schema["schema"], (dict, bool)) else {"schema": schema["schema"]}
     return schema
 
@@ -110,82 +114,56 @@ def _levels(value: Any) -> Iterator[int]:
 def _check_joined(document: Any) -> None:
     """Errors: GrammarError if more than MAX_JOINED patterns and formats might have to hold of one string. Pure."""
     nodes = list(_objects(document))
-    if any(
-        "allOf" in node or (keywords.JOINING & node.keys() and len(keywords.JOINED & node.keys()) > 1) for node in nodes
-    ):
+    if any("allOf" in node or (JOINING & node.keys() and len(JOINED & node.keys()) > 1) for node in nodes):
         patterns = {node[key] for node in nodes for key in ("pattern", "format") if isinstance(node.get(key), str)}
-        if len(patterns) > keywords.MAX_JOINED:
+        if len(patterns) > MAX_JOINED:
             raise GrammarError(
                 f"json_schema has {len(patterns)} different patterns and formats; beside allOf, or anyOf, oneOf or "
-                f"$ref with other keywords next to them, at most {keywords.MAX_JOINED} are supported"
+                f"$ref with other keywords next to them, at most {MAX_JOINED} are supported"
             )
 
 
-class _Checker:
-    """Checks and rewrites one document. Every error tells where."""
+def _exact(document: Node, closing: bool) -> Node:
+    """The schema as the matcher is to see it: what it would read otherwise is rewritten or refused. Errors:
+    GrammarError. Pure. `closing`: an object that says nothing of other properties has only those that it names."""
+    fractions, nodes = bounds.fractions(_objects(document)), {}
 
-    def __init__(self, document: Any, closing: bool) -> None:
-        """`closing`: an object that says nothing of other properties has only those that it names."""
-        self.closing = closing
-        self.fractions = bounds.fractions(_objects(document))
-        self.nodes: dict[str, Any] = {}
+    def visit(value: Any, at: str) -> Any:
+        if isinstance(value, dict):
+            keywords.refuse_rest(value, at)
+            value = keywords.mapped(value, visit, at)
+            _write_patterns(value, at)
+            if closing and "properties" in value and not {"additionalProperties", "patternProperties"} & set(value):
+                value["additionalProperties"] = False
+            bounds.hold(value, fractions, at)
+            _check_repeated_keys(value, at)
+        nodes[at] = value
+        return value
 
-    def schema(self, value: Any, at: str) -> dict[str, Any]:
-        """The schema as the matcher is to see it. Errors: GrammarError."""
-        if isinstance(value, bool):
-            return {} if value else {"enum": []}
-        if not isinstance(value, dict):
-            raise GrammarError(f"json_schema at {at} must be an object or a bool, got {type(value).__name__}")
-        out: dict[str, Any] = {}
-        for key, item in value.items():
-            if key not in keywords.KEYWORDS:
-                keywords.check_annotation(key, at)
-                continue
-            out[key] = self.keyword(key, item, f"{at}/{key}")
-        self.nodes[at] = self.exact(out, at)
-        return out
-
-    def keyword(self, key: str, value: Any, at: str) -> Any:
-        if key in keywords.LISTS or (key == "items" and isinstance(value, list)):
-            if not isinstance(value, list):
-                raise GrammarError(f"json_schema at {at} must be a list of schemas")
-            return [self.part(item, f"{at}/{i}") for i, item in enumerate(value)]
-        if key in keywords.ONE:
-            return self.part(value, at)
-        if key in keywords.NAMED:
-            if not isinstance(value, dict):
-                raise GrammarError(f"json_schema at {at} must be an object of schemas")
-            named = {name: self.part(item, references.pointer(at, name)) for name, item in value.items()}
-            if key == "patternProperties":
-                return {explicit(name, f"json_schema at {at}:", searched=True): item for name, item in named.items()}
-            return named
-        keywords.check_value(key, value, at)
-        if key != "pattern":
-            return value
-        written = explicit(value, f"json_schema at {at}:", searched=True)
-        keywords.check_pattern(written, at)
-        return written
-
-    def part(self, value: Any, at: str) -> Any:
-        """A schema inside; a bool stays one."""
-        if isinstance(value, bool):
-            self.nodes[at] = value
-            return value
-        return self.schema(value, at)
-
-    def exact(self, out: dict[str, Any], at: str) -> dict[str, Any]:
-        """`out`. What the matcher would read otherwise, rewritten or refused. Modifies: `out`."""
-        if self.closing and "properties" in out and not {"additionalProperties", "patternProperties"} & set(out):
-            out["additionalProperties"] = False
-        bounds.hold(out, self.fractions, at)
-        open_keys = out.get("additionalProperties", True) is not False or out.get("patternProperties")
-        if out.get("minProperties", 0) > 1 and open_keys:
-            raise GrammarError(
-                f"json_schema: minProperties at {at} needs additionalProperties: false and no patternProperties, for "
-                "nothing keeps a key that the schema does not name from standing there twice"
-            )
-        return out
+    exact = visit(document, "#")
+    references.check_finite(nodes)
+    return exact
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def _write_patterns(node: Node, at: str) -> None:
+    """Modifies: node. Errors: GrammarError."""
+    what = f"json_schema at {at}:"
+    if "pattern" in node:
+        node["pattern"] = explicit(node["pattern"], what, searched=True)
+        keywords.check_pattern(node["pattern"], at)
+    if "patternProperties" in node:
+        written = {explicit(name, what, searched=True): item for name, item in node["patternProperties"].items()}
+        node["patternProperties"] = written
+
+
+def _check_repeated_keys(node: Node, at: str) -> None:
+    open_keys = node.get("additionalProperties", True) is not False or node.get("patternProperties")
+    if node.get("minProperties", 0) > 1 and open_keys:
+        raise GrammarError(
+            f"json_schema: minProperties at {at} needs additionalProperties: false and no patternProperties, for "
+            "nothing keeps a key that the schema does not name from standing there twice"
+        )
+
+
+def _objects(value: Any) -> Iterator[Node]:
     return (part for part in keywords.parts(value) if isinstance(part, dict))

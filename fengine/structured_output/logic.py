@@ -1,0 +1,184 @@
+"""What follows from JSON schemas: their listed values, that two exclude one another, and what holds where one does not.
+
+All of it is shown from types, listed values, bounds and properties, or not at all. No torch.
+"""
+
+import json
+from typing import Any
+
+from fengine.structured_output import keywords
+from fengine.structured_output.keywords import Node
+from fengine.structured_output.references import look_up
+
+MAX_DEPTH = 6
+TYPES = ("object", "array", "string", "number", "boolean", "null")
+_NAMES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+_LIMITS = {  # what breaks a bound: the type that it speaks of, the keyword that then holds, and with how much more
+    "minimum": ("number", "exclusiveMaximum", 0), "exclusiveMinimum": ("number", "maximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0), "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
+}  # fmt: skip
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two JSON values are: 1 is 1.0, and no true. Pure."""
+    return _text_of(a) == _text_of(b)
+
+
+def _text_of(value: Any) -> str:
+    """A text that is the same for equal values. Pure."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """A value with whole floats as integers."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def without(name: str) -> Node:
+    """Objects without a property."""
+    return {"type": "object", "properties": {name: False}, "additionalProperties": True}
+
+
+def having(name: str, schema: Any) -> Node:
+    """Objects with a property."""
+    return {"type": "object", "required": [name], "properties": {name: schema}, "additionalProperties": True}
+
+
+class Logic:
+    """Of the schemas of one document, which has known keywords alone. Pure."""
+
+    def __init__(self, document: Node) -> None:
+        self.document = document
+
+    def resolved(self, value: Any) -> Any:
+        """What a schema says, and what it refers to, as one object: all of either if they do not contradict."""
+        for _ in range(16):
+            if not isinstance(value, dict) or "$ref" not in value:
+                break
+            found = look_up(self.document, keywords.target(value))
+            beside = {key: item for key, item in value.items() if key != "$ref"}
+            value = beside | found if isinstance(found, dict) else {} if found is not False else False
+        return value
+
+    def values(self, value: Any) -> list[Any] | None:
+        """All values of a schema, and maybe more, if they are few and listed."""
+        node = self.resolved(value)
+        if not isinstance(node, dict):
+            return None
+        if "const" in node:
+            return [node["const"]]
+        return node.get("enum") or {"boolean": [False, True], "null": [None]}.get(str(node.get("type")))
+
+    # -- two that exclude one another ----------------------------------------------------------------------------------
+
+    def disjoint(self, a: Any, b: Any, depth: int = 0) -> bool:
+        """Whether it can be shown that no value satisfies both."""
+        a, b = self.resolved(a), self.resolved(b)
+        if a is False or b is False:
+            return True
+        if not isinstance(a, dict) or not isinstance(b, dict) or depth > MAX_DEPTH:
+            return False
+        if self._parts_disjoint(a, b, depth) or self._parts_disjoint(b, a, depth):
+            return True
+        kinds, mine, theirs = _kinds(a) & _kinds(b), _listed(a), _listed(b)
+        if not kinds or (mine is not None and theirs is not None and not mine & theirs):
+            return True
+        return kinds == {"object"} and self._objects_disjoint(a, b, depth)
+
+    def _parts_disjoint(self, one: Node, other: Node, depth: int) -> bool:
+        """Whether `other` excludes all options of `one`, or a schema that holds with it."""
+        return any(
+            key in one and enough(self.disjoint(part, other, depth + 1) for part in one[key])
+            for key, enough in (("anyOf", all), ("oneOf", all), ("allOf", any))
+        )
+
+    def _objects_disjoint(self, a: Node, b: Node, depth: int) -> bool:
+        """A property that both need has no common value, or one needs a property that the other bars."""
+        mine, theirs = a.get("properties", {}), b.get("properties", {})
+        needed = set(a.get("required", ())), set(b.get("required", ()))
+        if any(name in mine and name in theirs and self.disjoint(mine[name], theirs[name], depth + 1)
+               for name in needed[0] & needed[1]):  # fmt: skip
+            return True
+        for names, other, known in ((needed[0], b, theirs), (needed[1], a, mine)):
+            closed = other.get("additionalProperties") is False and "patternProperties" not in other
+            if any(known.get(name) is False or (closed and name not in known) for name in names):
+                return True
+        return False
+
+    # -- where one does not hold ---------------------------------------------------------------------------------------
+
+    def complement(self, value: Any, among: Any, depth: int = 0) -> list[Any] | None:
+        """Schemas of which any holds where `value` does not, for values of `among`; None: not known."""
+        if isinstance(value, bool):
+            return [] if value else [{}]
+        out: list[Any] = []
+        for key, item in value.items():
+            others = self._broken(key, item, among, depth) if depth < MAX_DEPTH else None
+            if others is None:
+                return None
+            out += others
+        return [part for part in out if part not in ({"enum": []}, {"type": []}, False)]
+
+    def _broken(self, key: str, item: Any, among: Any, depth: int) -> list[Any] | None:
+        """`complement` of one keyword."""
+        match key:
+            case "$ref":
+                return self.complement(look_up(self.document, keywords.target({key: item})), among, depth + 1)
+            case "not":
+                return [item]
+            case "const" | "enum":
+                domain, barred = self.values(among), {_text_of(v) for v in ([item] if key == "const" else item)}
+                return domain and [{"enum": [v for v in domain if _text_of(v) not in barred]}]
+            case "type":
+                kinds = [item] if isinstance(item, str) else item
+                return [{"type": [k for k in TYPES if k not in kinds]}] if all(k in TYPES for k in kinds) else None
+            case "required":
+                return [without(name) for name in item]
+            case "properties":
+                return self._other_properties(item, among, depth)
+            case "anyOf" | "allOf":
+                each = [self.complement(part, among, depth + 1) for part in item]
+                if any(others is None for others in each):
+                    return None
+                some = [{"anyOf": others} if others else False for others in each]
+                return [{"allOf": some}] if key == "anyOf" else [part for part in some if part is not False]
+            case _ if key in _LIMITS:
+                kind, other, more = _LIMITS[key]
+                return [{"type": kind, other: item + more}] if item + more >= 0 or kind == "number" else []
+            case "$defs" | "definitions":
+                return []
+        return None
+
+    def _other_properties(self, properties: Node, among: Any, depth: int) -> list[Any] | None:
+        """Objects with a property that is not as it is here."""
+        around = self.resolved(among)
+        known = around.get("properties", {}) if isinstance(around, dict) else {}
+        out: list[Any] = []
+        for name, inner in properties.items():
+            others = self.complement(inner, known.get(name, {}), depth + 1)
+            if others is None:
+                return None
+            out += [having(name, other) for other in others]
+        return out
+
+
+def _kinds(node: Node) -> set[str]:
+    """The types that a schema's values can have; whole numbers are numbers."""
+    every: set[str] = set(TYPES)
+    values = [node["const"]] if "const" in node else node.get("enum")
+    if values is not None:
+        every &= {_NAMES.get(type(value), "number") for value in values}
+    kinds = node.get("type", TYPES)
+    return every & {"number" if kind == "integer" else kind for kind in ([kinds] if isinstance(kinds, str) else kinds)}
+
+
+def _listed(node: Node) -> set[str] | None:
+    """The listed values, as texts that are equal where they are."""
+    values = [node["const"]] if "const" in node else node.get("enum")
+    return None if values is None else set(map(_text_of, values))
