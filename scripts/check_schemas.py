@@ -20,6 +20,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+from jsonschema.validators import validator_for
 
 from fengine.errors import GrammarError
 from fengine.structured_output.backend import Grammar, Source, Vocabulary, to_lark
@@ -127,7 +128,7 @@ def main() -> None:
             continue
         compiled.append(time.perf_counter() - started)
         held += 1
-        kind = jsonschema.validators.validator_for(schema, drafts[given.draft])
+        kind = validator_for(schema, drafts[given.draft])
         checker = jsonschema.FormatChecker(set(kind.FORMAT_CHECKER.checkers) - set(UNCHECKED))
         validator = kind(schema, format_checker=checker)
         for value, valid in tests:

@@ -8,7 +8,7 @@ Two families are known, the rest is refused by name:
 
 import json
 import re
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -129,8 +129,3 @@ class Decoding:
         if self.first_drops is None:
             return piece
         return (self._backend.id_to_token(token_id) or "").replace(self.first_drops, "")
-
-
-class HasDecoding(Protocol):
-    @property
-    def decoding(self) -> Decoding: ...

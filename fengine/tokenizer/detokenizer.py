@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fengine.core.request import SamplingParams
-from fengine.tokenizer.decoding import Decoding, HasDecoding, PieceTable, clean_cut, clean_up
+from fengine.tokenizer.decoding import Decoding, PieceTable, clean_cut, clean_up
 from fengine.tokenizer.stop_regex import StopRegex, StopRegexSearch, compile_patterns
+from fengine.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ class Detokenizer:
     __slots__ = ("_held", "_longest", "_search", "_stops", "_text", "_trim", "matched", "matched_tokens", "num_tokens")
 
     def __init__(
-        self, tokenizer: HasDecoding, params: SamplingParams, *, continues: bool = False,
+        self, tokenizer: Tokenizer, params: SamplingParams, *, continues: bool = False,
         patterns: tuple[StopRegex, ...] | None = None,
     ) -> None:  # fmt: skip
         """`continues`: the text goes on behind a prompt, so a SentencePiece tokenizer's first space is kept.

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.tokenizer.decoding import HasDecoding
+from fengine.tokenizer.tokenizer import Tokenizer
 
 
 class TokenTexts(NamedTuple):
@@ -16,7 +16,7 @@ class TokenTexts(NamedTuple):
     drops_space: bool
 
 
-def token_texts(tokenizer: HasDecoding | None, size: int) -> TokenTexts:
+def token_texts(tokenizer: Tokenizer | None, size: int) -> TokenTexts:
     """Of the ids 0 … size - 1. Pure. Errors: UnsupportedFeatureError if texts do not join as they are."""
     if tokenizer is None:
         raise UnsupportedFeatureError("grammars need the tokenizer; start without skip_tokenizer_init")
