@@ -124,6 +124,13 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """`tp_size` processes hold the model together, on as many GPUs from that of `model.device` on; no bit changes."""
+
+    tp_size: int = 1
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """LoRA adapters. `paths` are those loaded at the start, each "name=path", or a path that is its own name; the names
     in `pinned` keep their slot. `enabled` None: if there are any.
@@ -170,6 +177,7 @@ class EngineConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     numerics: Numerics = Numerics.exact
     random_seed: int = 0
 
@@ -186,6 +194,7 @@ MAX_PAGE_SIZE = 4096  # tokens
 MAX_DRAFTS = 1024  # of a row in one step
 MAX_ADAPTERS = 256  # of a batch
 MAX_RANK = 512
+MAX_PROCESSES = 64
 DEFAULT_RANK = 64
 # Whole numbers, each with its least and most; what is None is not checked.
 BOUNDS: dict[str, tuple[int, int | None]] = {
@@ -200,6 +209,7 @@ BOUNDS: dict[str, tuple[int, int | None]] = {
     "speculation.ngram_min_match": (1, None),
     "lora.max_loras_per_batch": (1, MAX_ADAPTERS),
     "lora.max_lora_rank": (1, MAX_RANK),
+    "parallel.tp_size": (1, MAX_PROCESSES),
 }
 
 

@@ -20,6 +20,7 @@ from fengine.config import (
     LoraConfig,
     ModelConfig,
     Numerics,
+    ParallelConfig,
     Policy,
     SchedulerConfig,
     SpeculationConfig,
@@ -75,6 +76,7 @@ class ServerArgs:
     load_format: str = "auto"
     dtype: str = "auto"  # or a dtype of torch
     device: str | None = None  # cpu, cuda, cuda:N
+    tp_size: int = 1  # processes that hold the model together, on GPUs that follow each other
     base_gpu_id: int = 0  # the GPU where device is cuda, or left out
     revision: str | None = None
     context_length: int | None = None
@@ -171,6 +173,7 @@ class ServerArgs:
             compile=CompileConfig(enabled=self.enable_torch_compile, cuda_graph=not self.disable_cuda_graph),
             speculation=self._speculation(),
             lora=self._lora(),
+            parallel=ParallelConfig(self.tp_size),
             numerics=_choice(Numerics, "numerics", self.numerics),
             random_seed=0 if self.random_seed is None else self.random_seed,
         )

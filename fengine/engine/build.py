@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,12 +20,14 @@ from fengine.engine.engine_core import EngineCore
 from fengine.engine.memory import Memory
 from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
+from fengine.engine.ranks import Follower, RankedRunner, Ranks, check_parts, process_group
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import ConfigError, OutOfMemoryError, UnsupportedFeatureError
 from fengine.models.kv_state import KVState, Params, init_kv
-from fengine.models.spec import ModelSpec, embedding_spec
+from fengine.models.spec import Config, ModelSpec, embedding_spec
 from fengine.ops.ahead import compiling
+from fengine.ops.columns import Group
 from fengine.ops.compiler import private_cache_dir
 from fengine.ops.proof import sources_digest
 from fengine.worker.cuda_runner import CudaRunner
@@ -44,7 +46,7 @@ from fengine.worker.logits.stage import LogitsStage
 from fengine.worker.model_runner import CpuRunner
 from fengine.worker.pooling import Pooling, read_pooling
 from fengine.worker.sampler import logits_stages
-from fengine.worker.step import ForwardFn, make_forward, make_unembed
+from fengine.worker.step import ForwardFn, make_forward, make_unembed, ranked_rows, sample_rows
 
 
 class AdapterSlots(Protocol):
@@ -93,19 +95,38 @@ def build(config: EngineConfig, features: Features) -> Parts:
     device_of(config)  # refused before anything is read
     refuse_default_device()
     use_private_caches()
-    with current_device(device_of(config)):
-        return assemble(config, load(config, features), features, started=started)
+    with current_device(device_of(config)), ranks_of(config) as ranks:
+        loaded = load(config, features, None if ranks is None else ranks.group)
+        return assemble(config, loaded, features, ranks, started=started)
 
 
-def load(config: EngineConfig, features: Features) -> Loaded:
-    """Reads model and tokenizer. Errors: as `build`."""
+@contextmanager
+def ranks_of(config: EngineConfig) -> Iterator[Ranks | None]:
+    """The other ranks, which have begun to load, if there are any; they end where what is inside fails."""
+    if config.parallel.tp_size > 1:
+        check_parts(config, read_spec(config)[2])
+    ranks = Ranks(config) if config.parallel.tp_size > 1 else None
+    try:
+        yield ranks
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
+    """(the model's directory, its parsed config.json, what it is). Errors: as `build`."""
     model = config.model
-    dummy = model.load_format is LoadFormat.dummy
-    model_dir = resolve_model(model.path, model.revision, weights=not dummy)
+    model_dir = resolve_model(model.path, model.revision, weights=model.load_format is not LoadFormat.dummy)
     hf_config = read_config(model_dir, model.json_overrides)
     spec = spec_from_config(hf_config)
-    if model.is_embedding:
-        spec = embedding_spec(spec)
+    return model_dir, hf_config, embedding_spec(spec) if model.is_embedding else spec
+
+
+def load(config: EngineConfig, features: Features, group: Group | None = None) -> Loaded:
+    """Reads model and tokenizer. Errors: as `build`."""
+    model = config.model
+    model_dir, hf_config, spec = read_spec(config)
     if spec.generates and not spec.causal:
         raise UnsupportedFeatureError(
             "config.json has is_causal = false: every token sees those that follow, so nothing can be generated; "
@@ -126,66 +147,113 @@ def load(config: EngineConfig, features: Features) -> Loaded:
         device=device_of(config),
         context_length=context,
         load_format=model.load_format,
+        group=group,
     )
-    return Loaded(spec, params, context, eos_ids, model_dir, tokenizer, not dummy, pooling)
+    return Loaded(
+        spec, params, context, eos_ids, model_dir, tokenizer, model.load_format is not LoadFormat.dummy, pooling
+    )
 
 
-def assemble(config: EngineConfig, loaded: Loaded, features: Features, *, started: float) -> Parts:
-    """The running engine over a loaded model. `started`: when its start began, of `time.perf_counter`."""
-    compiles, spec, page_size = compile_count(), loaded.spec, config.cache.page_size or 16
+class Worker(NamedTuple):
+    """What computes steps: of an engine, or of a rank of one."""
+
+    runner: CpuRunner | CudaRunner
+    input_batch: InputBatch
+    adapters: AdapterSlots | None
+    kv: KVState
+    kv_dtype: torch.dtype
+    pages: int
+    compile_seconds: float
+
+
+def make_worker(
+    config: EngineConfig, loaded: Loaded, features: Features, speculation: Speculation | None, group: Group | None,
+    least: Callable[[int], int],
+) -> Worker:  # fmt: skip
+    """Compiled and warm. `least` finds the least number of all ranks. Errors: as `build`."""
+    spec, page_size = loaded.spec, config.cache.page_size or 16
     refuse_unbuilt_shape(spec, device_of(config))
-    speculation = features.speculation(config.speculation, spec.vocab_size)
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir))
     slots = 0 if adapters is None else adapters.slots
     rows = config.scheduler.max_running_requests or 1
-    stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config)))
-    runner = make_runner(config, loaded, stages, speculation, slots)
+    edits = group is None or group.rank == 0  # whose logits are edited
+    stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config))) if edits else ()
+    runner = make_runner(config, loaded, stages, speculation, slots, group)
     before = time.perf_counter()
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(loaded.params)
-    pages, kv = ready(config, loaded, runner, kv_dtype)
-    compile_seconds = time.perf_counter() - before
-    scheduler = make_scheduler(config, spec, pages, speculation, slots)
-    input_batch = InputBatch(
-        rows,
-        -(-loaded.context_length // page_size),
-        page_size,
-        stages,
-        slots,
-        None if adapters is None else adapters.write,
-    )
-    core = EngineCore(scheduler, input_batch, runner, kv, overlap=bool(config.scheduler.overlap))
+    pages, kv = ready(config, loaded, runner, kv_dtype, least)
+    seconds = time.perf_counter() - before
+    write = None if adapters is None else adapters.write
+    input_batch = InputBatch(rows, -(-loaded.context_length // page_size), page_size, stages, slots, write)
+    return Worker(runner, input_batch, adapters, kv, kv_dtype, pages, seconds)
+
+
+def follow(follower: Follower, features: Features) -> None:
+    """A rank beside rank 0, until that ends: loads its part, then computes its part of every step."""
+    config, group, store = follower.start()
+    with follower.telling():
+        use_private_caches()
+        with current_device(device_of(config)):
+            loaded = load(config, features, group)
+            follower.loaded()
+            with process_group(group, store, device_of(config)) as least:
+                speculation = features.speculation(config.speculation, loaded.spec.vocab_size)
+                worker = make_worker(config, loaded, features, speculation, group, least)
+                follower.run(worker.runner, worker.input_batch, worker.kv)
+
+
+def assemble(
+    config: EngineConfig, loaded: Loaded, features: Features, ranks: Ranks | None = None, *, started: float
+) -> Parts:
+    """The running engine over a loaded model. `started`: when its start began, of `time.perf_counter`."""
+    compiles, spec, page_size = compile_count(), loaded.spec, config.cache.page_size or 16
+    speculation = features.speculation(config.speculation, spec.vocab_size)
+    group, least = (None, int) if ranks is None else (ranks.group, ranks.join())
+    worker = make_worker(config, loaded, features, speculation, group, least)
+    pages, kv_dtype, adapters = worker.pages, worker.kv_dtype, worker.adapters
+    scheduler = make_scheduler(config, spec, pages, speculation, 0 if adapters is None else adapters.slots)
+    runner = worker.runner if ranks is None else RankedRunner(worker.runner, ranks)
+    core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk)
+    memory = Memory(
+        core, worker.runner, weights, lambda: new_pool(spec, pages, page_size, kv_dtype, device_of(config)), page_size
+    )
+    if ranks is not None:
+        ranks.attach(core)
     return Parts(
         config=config, spec=spec, tokenizer=loaded.tokenizer, context_length=loaded.context_length,
         pool_tokens=(pages - 1) * page_size, eos_ids=loaded.eos_ids, core=core, model_dir=loaded.model_dir,
-        start_seconds=time.perf_counter() - started, compile_seconds=compile_seconds, compiles_at_start=compiles,
-        weights=weights, updates=WeightUpdates(weights), profile=Profile(core), kv_dtype=kv_dtype, adapters=adapters,
-        memory=Memory(
-            core, runner, weights, lambda: new_pool(spec, pages, page_size, kv_dtype, device_of(config)), page_size
-        ),
-        pooling=loaded.pooling,
+        start_seconds=time.perf_counter() - started, compile_seconds=worker.compile_seconds,
+        compiles_at_start=compiles, weights=weights, updates=WeightUpdates(weights), profile=Profile(core),
+        kv_dtype=kv_dtype, adapters=adapters, memory=memory, pooling=loaded.pooling, ranks=ranks,
     )  # fmt: skip
 
 
 def make_runner(
-    config: EngineConfig, loaded: Loaded, stages: tuple[LogitsStage, ...], speculation: Speculation | None, slots: int
-) -> CpuRunner | CudaRunner:
+    config: EngineConfig, loaded: Loaded, stages: tuple[LogitsStage, ...], speculation: Speculation | None, slots: int,
+    group: Group | None,
+) -> CpuRunner | CudaRunner:  # fmt: skip
     """What runs steps on the configured device. `slots`: of LoRA adapters."""
+    sampler = sample_rows if group is None else ranked_rows(group)
     rows, tokens = config.scheduler.max_running_requests or 1, config.scheduler.max_step_tokens or 1
-    stepped = replace(loaded.spec, exact=config.numerics is Numerics.exact)
+    stepped = replace(loaded.spec.part(config.parallel.tp_size), exact=config.numerics is Numerics.exact)
     forward, unembed = make_forward(stepped, compiled=bool(config.compile.enabled)), make_unembed(stepped)
     if device_of(config) == "cpu":
-        return CpuRunner(loaded.params, forward, unembed, slots)
+        return CpuRunner(loaded.params, forward, unembed, slots, sampler)
     return CudaRunner(
         loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
         rows=rows if speculation is None else max(rows, speculation.step_tokens),
         width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
-        device=device_of(config), adapter_slots=slots,
+        device=device_of(config), adapter_slots=slots, sampler=sampler,
     )  # fmt: skip
 
 
 def ready(
-    config: EngineConfig, loaded: Loaded, runner: CpuRunner | CudaRunner, kv_dtype: torch.dtype
+    config: EngineConfig,
+    loaded: Loaded,
+    runner: CpuRunner | CudaRunner,
+    kv_dtype: torch.dtype,
+    least: Callable[[int], int] = int,
 ) -> tuple[int, KVState]:
     """Compiles and captures, and makes the KV pool: its number of pages, and itself. Errors: as `build`."""
     rows, page_size, device = (
@@ -193,13 +261,13 @@ def ready(
         config.cache.page_size or 16,
         device_of(config),
     )
-    spec, activations = loaded.spec, 0
+    spec, activations = loaded.spec.part(config.parallel.tp_size), 0
     with _faults_of_start(config):
         if isinstance(runner, CudaRunner):
             small = init_kv(spec, 1, page_size, kv_dtype, device)
             eager = make_forward(replace(spec, exact=config.numerics is Numerics.exact))
             activations = prepare(runner, small, eager)
-        pages = pool_pages(config, spec, kv_dtype, rows, loaded.context_length, activations)
+        pages = least(pool_pages(config, spec, kv_dtype, rows, loaded.context_length, activations))
         return pages, runner.warm_up(new_pool(spec, pages, page_size, kv_dtype, device), page_size)
 
 

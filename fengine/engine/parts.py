@@ -14,6 +14,7 @@ from fengine.config import EngineConfig
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.memory import Memory
 from fengine.engine.profiling import Profile
+from fengine.engine.ranks import Ranks
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.models.spec import ModelSpec
@@ -42,6 +43,7 @@ class Parts:
     kv_dtype: torch.dtype
     adapters: Any = None  # of LoRA, where it is enabled
     pooling: Pooling | None = None
+    ranks: Ranks | None = None  # where several processes hold the model
     closed: bool = field(default=False)
     ready_at: float = field(default_factory=time.perf_counter)
 
@@ -61,6 +63,8 @@ class Parts:
         self.core.close()
         self.updates.close()
         self.weights.close()
+        if self.ranks is not None:
+            self.ranks.close()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -97,6 +97,10 @@ class ModelSpec:
         """Pure."""
         return self.kinds[layer] if self.kinds else LayerKind()
 
+    def part(self, ranks: int) -> "ModelSpec":
+        """What each of so many ranks computes: its own heads. Pure."""
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=self.num_kv_heads // ranks)
+
 
 def embedding_spec(spec: ModelSpec, architecture: str | None = None) -> ModelSpec:
     """The same decoder without an output head: its hidden states are the result. Pure."""

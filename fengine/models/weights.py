@@ -14,6 +14,7 @@ from torch import Tensor
 from fengine.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VOCAB_BLOCK = 32  # rows of the head, where ranks cut it
 Fill = Literal["unit", "residual", "one", "small"]
 
 
@@ -111,6 +112,30 @@ class Weight(NamedTuple):
     optional: bool = False  # a checkpoint may do without; then Params has no such leaf
     stack: int = 0  # so many matrices of equal shape, each of as many sources; 0: one
     wide: bool = False  # kept in float32
+    blocks: tuple[int, ...] = ()  # rows of which ranks hold equal parts: those of each source, unless given
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank needs all outputs: what goes to the residual stream, and logits."""
+        return self.letters[0] in "DV"
+
+    def rows(self, rank: int, size: int) -> list[list[slice]]:
+        """Of each source, the rows that a rank of so many holds. The rows of a vocabulary are cut at multiples of
+        VOCAB_BLOCK, so that the last rank may have fewer. Pure."""
+        found, start, blocks = [], 0, list(self.blocks or (source.shape[0] for source in self.sources))
+        for source in self.sources:
+            slices, end = [], start + source.shape[0]
+            while blocks and start < end:
+                count = blocks.pop(0)
+                each, first = self.each(count, size), start - (end - source.shape[0])
+                slices.append(slice(first + min(rank * each, count), first + min((rank + 1) * each, count)))
+                start += count
+            found.append(slices)
+        return found
+
+    def each(self, rows: int, size: int) -> int:
+        """How many of so many rows the first rank of a group holds. Pure."""
+        return -(-rows // (size * VOCAB_BLOCK)) * VOCAB_BLOCK if self.letters[0] == "V" else rows // size
 
     @property
     def matrix(self) -> bool:
@@ -181,9 +206,9 @@ def attention_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False)
 
     orders = {name: order(heads) for name, heads in heads.items()}
     out = [("self_attn.o_proj", spec.hidden_size)]
-    found = [layer.matrix("wqkv", qkv, spec.hidden_size, "CD", order=orders)]
+    found = [layer.matrix("wqkv", qkv, spec.hidden_size, "CD", order=orders, blocks=(q, kv, kv))]
     if spec.qkv_bias:
-        found.append(layer.bias("bqkv_C", qkv, order=orders))
+        found.append(layer.bias("bqkv_C", qkv, order=orders, blocks=(q, kv, kv)))
     for name, heads in normed if spec.qk_norm else ():
         path, each = f"self_attn.{name}", (heads, "_HK") if spec.layer_norm else (1, "_K")
         shape = (heads, width) if spec.layer_norm else (width,)
@@ -198,9 +223,10 @@ def mlp_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False) -> li
     """Gate above up, and down. `fused`: so in the checkpoint. Pure."""
     gate_up, down = [("mlp.gate_proj", spec.mlp_size), ("mlp.up_proj", spec.mlp_size)], spec.hidden_size
     gate_up = [("mlp.gate_up_proj", 2 * spec.mlp_size)] if fused else gate_up
-    found = [layer.matrix("wgate_up", gate_up, spec.hidden_size, "FD")]
+    halves = (spec.mlp_size, spec.mlp_size)
+    found = [layer.matrix("wgate_up", gate_up, spec.hidden_size, "FD", blocks=halves)]
     if spec.mlp_bias:
-        found.append(layer.bias("bgate_up_2F", gate_up))
+        found.append(layer.bias("bgate_up_2F", gate_up, blocks=halves))
     found.append(layer.matrix("wdown", [("mlp.down_proj", down)], spec.mlp_size, "DF", fill="residual"))
     if spec.mlp_bias:
         found.append(layer.bias("bdown_D", [("mlp.down_proj", down)]))
@@ -217,6 +243,11 @@ def prenorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     ]
 
 
+def head_weight(vocab: int, hidden: int) -> Weight:
+    """The matrix from hidden states to logits. Pure."""
+    return Weight(("unembed",), (Source(HEAD, (vocab, hidden)),), "VD", "V")
+
+
 LayerLeaves = Callable[[ModelSpec, LayerWeights], list[Weight]]
 
 
@@ -226,13 +257,13 @@ def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer, norm_bi
     Tied, "unembed" is "embed" itself; so it is for a model that does not generate, where nobody looks at the logits.
     """
     table = (spec.vocab_size, spec.hidden_size)
-    found = [Weight(("embed",), (Source(EMBEDDING, table),), "VD", "V")]
+    found = [Weight(("embed",), (Source(EMBEDDING, table),), "VD")]
     for index in range(spec.num_layers):
         found += layer(spec, LayerWeights(index))
     norm = Weight(("final_norm_D",), (Source("model.norm.weight", table[1:]),), "D", fill="one")
     found.append(with_bias(norm) if norm_bias else norm)
     if spec.generates and not spec.tie_embeddings:
-        found.append(Weight(("unembed",), (Source(HEAD, table),), "VD", "V"))
+        found.append(head_weight(*table))
     if spec.num_labels is not None:
         shape = (spec.num_labels, spec.hidden_size)
         found.append(Weight(("score",), (Source("score.weight", shape),), "CD"))

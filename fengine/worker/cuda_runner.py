@@ -33,6 +33,7 @@ from fengine.worker.sampler import Sampled, warm_up
 from fengine.worker.step import (
     ForwardFn,
     Result,
+    SampleFn,
     UnembedFn,
     batches,
     read_out,
@@ -56,8 +57,10 @@ class CudaRunner:
     def __init__(
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, stages: tuple[LogitsStage, ...], *, rows: int,
         tokens: int, width: int, vocab: int, graphs: bool, device: str, adapter_slots: int,
+        sampler: SampleFn = sample_rows,
     ) -> None:  # fmt: skip
         self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
+        self.sampler = sampler
         self.width, self.vocab, self.adapter_slots = width, vocab, adapter_slots
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         self.thread: int | None = None  # whose current device is this runner's
@@ -210,7 +213,7 @@ class CudaRunner:
             tensors |= self.masks.tensors(which, self._mask_sizes(bucket.rows))
         if asked_RK is not None:
             tensors[ASKED.name] = asked_RK
-        sampled = sample_rows(self.params, self.unembed, hidden_TD, tensors, stages, top)
+        sampled = self.sampler(self.params, self.unembed, hidden_TD, tensors, stages, top)
         kept = None if asked_RK is not None else top
         found = self.found.tensors(which, output_sizes(bucket.rows, kept))
         edges.hand_on(sampled.token_R, sampled.logprob_R, self.last_token_R, found["draw_2R"])

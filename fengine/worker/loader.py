@@ -28,8 +28,9 @@ from fengine.errors import (
 from fengine.models.kv_state import Params
 from fengine.models.rope import rope_tables
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import EMBEDDING, HEAD, Weight
+from fengine.models.weights import EMBEDDING, HEAD, Weight, head_weight
 from fengine.ops import linear
+from fengine.ops.columns import Columns, Group
 from fengine.worker.checkpoint_checks import check_entries, check_tied, full_names
 from fengine.worker.safetensors_file import (
     DTYPES,
@@ -58,6 +59,7 @@ class Placement(NamedTuple):
 
     device: torch.device
     matrix: torch.dtype
+    group: Group | None = None  # whose rank holds its part of what is cut
 
     def of(self, weight: Weight) -> torch.dtype:
         """Of a leaf. Pure."""
@@ -166,8 +168,11 @@ def load_params(
     context_length: int | None = None,
     load_format: LoadFormat = LoadFormat.auto,
     seed: int = 0,
+    group: Group | None = None,
 ) -> Params:
     """Fused and packed parameters (see `models.weights`) plus rotary tables up to `context_length`.
+
+    With a group those of its rank.
 
     Matrices keep their stored dtype unless `dtype` says otherwise. `load_format=dummy` needs config.json only and gives
     random weights that are a function of (seed, leaf, device). Errors: ModelLoadError and its kinds, ConfigError,
@@ -182,11 +187,11 @@ def load_params(
     weights = models.lookup(spec.architecture).weights(spec)
     try:
         if load_format is LoadFormat.dummy:
-            placement = Placement(device, wanted or _stored_dtype(read_config(directory)))
+            placement = Placement(device, wanted or _stored_dtype(read_config(directory)), group)
             needed = [weight for weight in weights if not weight.optional]
-            params = _build(spec, needed, lambda weight: _random(weight, spec, placement, seed))
+            params = _build(spec, needed, lambda weight: _random(weight, spec, placement, seed), group)
         else:
-            params = _load(directory, spec, weights, device, wanted)
+            params = _load(directory, spec, weights, device, wanted, group)
         params |= _constants(spec, length, params["final_norm_D"])
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
@@ -202,11 +207,12 @@ def _constants(spec: ModelSpec, length: int, like: Tensor) -> Params:
     return tables if spec.embed_scale == 1.0 else tables | {"embed_scale": like.new_tensor(spec.embed_scale)}
 
 
-Leaf = Tensor | linear.Dense
+Leaf = Tensor | linear.Dense | Columns
 
 
-def _build(spec: ModelSpec, weights: list[Weight], leaf: Callable[[Weight], Leaf]) -> Params:
-    """The tree of all leaves. Tied, or without a head to generate with, "unembed" is the very leaf "embed"."""
+def _build(spec: ModelSpec, weights: list[Weight], leaf: Callable[[Weight], Leaf], group: Group | None) -> Params:
+    """The tree of all leaves. Tied, or without a head to generate with, "unembed" is the very leaf "embed", or the
+    rank's rows of it."""
     params: Params = {"layers": [{"kind": spec.kind(index)} for index in range(spec.num_layers)]}
     for weight in weights:
         parent: Any = params
@@ -214,16 +220,26 @@ def _build(spec: ModelSpec, weights: list[Weight], leaf: Callable[[Weight], Leaf
             parent = parent[key]
         parent[weight.path[-1]] = leaf(weight)
     if spec.tie_embeddings or not spec.generates:
-        params["unembed"] = params["embed"]
+        params["unembed"] = params["embed"] if group is None else _own_rows(params["embed"], group)
     return params
 
 
+def _own_rows(embed: linear.Dense, group: Group) -> Columns:
+    """The rank's rows of the embedding as its part of the head, over the same memory."""
+    head = head_weight(embed.n, embed.packed.shape[-1 if embed.packed.dim() == 2 else -2])
+    rows = head.rows(group.rank, group.size)[0][0]
+    step = linear.LANES if embed.packed.dim() == 3 else 1
+    packed = embed.packed[rows.start // step : -(-rows.stop // step)]
+    return columns(head, linear.Dense(packed, rows.stop - rows.start), group)
+
+
 def _load(
-    directory: Path, spec: ModelSpec, weights: list[Weight], device: torch.device, wanted: torch.dtype | None
-) -> Params:
+    directory: Path, spec: ModelSpec, weights: list[Weight], device: torch.device, wanted: torch.dtype | None,
+    group: Group | None,
+) -> Params:  # fmt: skip
     entries = full_names(read_shards(directory))
     weights = check_entries(directory, spec, weights, entries, mixed=wanted is not None)
-    placement = Placement(device, wanted or DTYPES[entries[EMBEDDING].dtype])
+    placement = Placement(device, wanted or DTYPES[entries[EMBEDDING].dtype], group)
     with ExitStack() as stack:
         files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
 
@@ -232,18 +248,29 @@ def _load(
 
         if spec.generates and spec.tie_embeddings and HEAD in entries:
             check_tied(read(HEAD), read(EMBEDDING))
-        return _build(spec, weights, lambda w: _place(w, [s.ours(read(s.name)) for s in w.sources], placement))
+        return _build(spec, weights, lambda w: _place(w, [s.ours(read(s.name)) for s in w.sources], placement), group)
 
 
 def _place(weight: Weight, parts: list[Tensor], placement: Placement) -> Leaf:
     """Joins the parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
-    dtype = placement.of(weight)
+    dtype, group = placement.of(weight), placement.group
+    cut = group if weight.shard else None
+    if cut is not None:
+        rows = weight.rows(cut.rank, cut.size)
+        parts = [part[one] for part, own in zip(parts, rows, strict=True) for one in own]
     parts = [part.to(placement.device, dtype) for part in parts]
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    joined = torch.cat(parts) if len(parts) > 1 else parts[0] if cut is None else parts[0].clone()
     if not weight.matrix:
         return _own(joined.contiguous())
-    dense = linear.pack(joined.view(weight.shape))
-    return dense._replace(packed=_own(dense.packed))
+    dense = linear.pack(joined if cut else joined.view(weight.shape))
+    dense = dense._replace(packed=_own(dense.packed))
+    return dense if cut is None else columns(weight, dense, cut)
+
+
+def columns(weight: Weight, own: linear.Dense, group: Group) -> Columns:
+    """A rank's part of a matrix. Pure."""
+    n, k = weight.shape
+    return Columns(own, n, k, weight.each(n, group.size), weight.whole, group)
 
 
 def _own(leaf: Tensor) -> Tensor:
@@ -265,4 +292,6 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     if weight.fill == "residual":
         std /= (2 * spec.num_layers) ** 0.5
     tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
-    return linear.pack(tensor) if weight.matrix else tensor
+    if not weight.shard or placement.group is None:
+        return linear.pack(tensor) if weight.matrix else tensor
+    return _place(weight, list(tensor.split([source.shape[0] for source in weight.sources])), placement)

@@ -22,6 +22,7 @@ from fengine.worker.logits.masks import Drawn
 from fengine.worker.step import (
     ForwardFn,
     Result,
+    SampleFn,
     UnembedFn,
     batches,
     read_out,
@@ -34,8 +35,12 @@ from fengine.worker.step import (
 class CpuRunner:
     """Runs steps in the calling thread, without padding: if compiled, sizes are dynamic in the one graph."""
 
-    def __init__(self, params: Params, forward: ForwardFn, unembed: UnembedFn, adapter_slots: int) -> None:
+    def __init__(
+        self, params: Params, forward: ForwardFn, unembed: UnembedFn, adapter_slots: int,
+        sampler: SampleFn = sample_rows,
+    ) -> None:  # fmt: skip
         self.params, self.forward, self.unembed, self.adapter_slots = params, forward, unembed, adapter_slots
+        self.sampler = sampler
         self.last_token_R = torch.zeros(1, dtype=torch.int32)  # drawn by the step before
         self.drawn: Drawn = list  # gives the tokens of the step before
 
@@ -56,7 +61,7 @@ class CpuRunner:
         draw_2R, likeliest = np.zeros((2, step.rows), np.int32), None
         if step.draws:
             tensors |= on_cpu(masks())
-            found = sample_rows(self.params, self.unembed, hidden_TD, tensors, step.stages, step.top)
+            found = self.sampler(self.params, self.unembed, hidden_TD, tensors, step.stages, step.top)
             self.last_token_R, self.drawn = found.token_R, found.token_R.tolist
             draw_2R = torch.stack((found.token_R, found.logprob_R.view(torch.int32))).numpy()
             found_RX = None if found.likeliest is None else [x.numpy() for x in found.likeliest]

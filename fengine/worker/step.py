@@ -19,6 +19,7 @@ from fengine.models.kv_state import AdapterBatch, KVState, Params, SamplingBatch
 from fengine.models.layers import decoder
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
+from fengine.ops.columns import Group, share
 from fengine.ops.linear import linear
 from fengine.worker.compiled import compiled_layers
 from fengine.worker.fields import Arrays, Tensors, built
@@ -81,6 +82,28 @@ def sample_rows(
     """Draws a token for each row, behind its `logit_index_R`. Modifies: the stages' tables."""
     logits_RV = unembed(params, edges.take(hidden_TD, tensors["logit_index_R"]))
     return sample(logits_RV, built(SamplingBatch, tensors), tensors, stages, top)
+
+
+SampleFn = Callable[..., Sampled]  # as `sample_rows`
+
+
+def ranked_rows(group: Group) -> SampleFn:
+    """`sample_rows` for a rank of a group: rank 0 draws, and all have what it drew. Errors: RuntimeError of torch if a
+    rank is gone."""
+
+    def run(
+        params: Params, unembed: UnembedFn, hidden_TD: Tensor, tensors: Tensors, stages: Sequence[LogitsStage],
+        top: int | None,
+    ) -> Sampled:  # fmt: skip
+        if group.rank == 0:
+            sampled = sample_rows(params, unembed, hidden_TD, tensors, stages, top)
+        else:
+            logits_RV = unembed(params, edges.take(hidden_TD, tensors["logit_index_R"]))
+            sampled = Sampled(torch.zeros_like(tensors["logit_index_R"]), torch.zeros_like(logits_RV[:, 0]))
+        share(sampled.token_R, group)
+        return sampled
+
+    return run
 
 
 def step(

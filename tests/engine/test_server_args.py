@@ -22,6 +22,7 @@ BASE = ServerArgs(model_path="box").to_config()
 DOCUMENTED = json.loads((Path(__file__).parent / "sglang_documented_args.json").read_text())
 
 HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the configuration it must become
+    "tp_size": (2, lambda c: c.parallel.tp_size == 2),
     "model_path": ("elsewhere", lambda c: c.model.path == "elsewhere"),
     "tokenizer_path": ("t", lambda c: c.model.tokenizer_path == "t"),
     "skip_tokenizer_init": (True, lambda c: c.model.skip_tokenizer_init),
@@ -142,12 +143,12 @@ def test_unknown_and_missing_settings_are_told_with_the_nearest_name() -> None:
 
 def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
     with pytest.raises(UnsupportedFeatureError) as error:
-        ServerArgs(model_path="x", tp_size=2, quantization="fp8", dp_size=2).to_config()  # type: ignore[call-arg]
-    for words in ("tp_size=2 (several GPUs", "quantization='fp8' (quantized weights", "dp_size=2 (several GPUs"):
+        ServerArgs(model_path="x", ep_size=2, quantization="fp8", dp_size=2).to_config()  # type: ignore[call-arg]
+    for words in ("ep_size=2 (several GPUs", "quantization='fp8' (quantized weights", "dp_size=2 (several GPUs"):
         assert words in str(error.value)
     for wrong in (True, 1.5, "1"):  # a bool is no int, though Python has it equal
         with pytest.raises(UnsupportedFeatureError):
-            given("tp_size", wrong).to_config()
+            given("pp_size", wrong).to_config()
 
 
 @pytest.mark.parametrize(

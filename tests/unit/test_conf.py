@@ -72,6 +72,7 @@ def test_every_file_is_an_option() -> None:
         "serve.yaml",
     ]
     assert {group for group, _ in OPTIONS} == {
+        "parallel",
         "model",
         "cache",
         "scheduler",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fengine.models.kv_state import Params
 from fengine.models.weights import Source, Weight
+from fengine.ops.columns import Columns
 from fengine.ops.linear import LANES, Dense
 from fengine.ops.lora import Adapted
 
@@ -79,13 +80,13 @@ class Place(NamedTuple):
 
 
 def leaf_of(params: Params, weight: Weight) -> Tensor | None:
-    """The tensor that holds a weight; None if the model does without it."""
+    """The tensor that holds a weight; None if the model does without it, or has a part of it."""
     parent: Any = params
     for key in weight.path[:-1]:
         parent = parent[key]
     leaf = parent.get(weight.path[-1])
     leaf = leaf.base if isinstance(leaf, Adapted) else leaf
-    return leaf.packed if isinstance(leaf, Dense) else leaf
+    return None if isinstance(leaf, Columns) else leaf.packed if isinstance(leaf, Dense) else leaf
 
 
 def places_of(params: Params, weights: list[Weight]) -> dict[str, Place]:

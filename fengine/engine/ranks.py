@@ -1,0 +1,424 @@
+"""Ranks: processes that hold one model together (tensor parallelism), and compute each step with one another.
+
+    rank 0 (this process)   scheduler -> SchedulerOutput -> its part of the step -> draw -> text
+    other ranks             SchedulerOutput, as a line of JSON -> their part of the step; the draws come from rank 0
+
+Only rank 0 knows requests, texts and grammars. A rank answers each step with a checksum of what it computed from; one
+that differs, dies, or gives no sign of life ends the engine with one error. Ranks end with the socket to rank 0,
+however that process ends.
+"""
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import fengine
+from fengine import models
+from fengine.config import EngineConfig
+from fengine.core.plain import Handles, from_plain, to_plain
+from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.step_output import StepOutput
+from fengine.engine import commands
+from fengine.engine.engine_core import EngineCore
+from fengine.engine.stepper import Runner
+from fengine.errors import ConfigError, EngineDeadError, UnsupportedFeatureError
+from fengine.models.kv_state import KVState
+from fengine.models.spec import ModelSpec
+from fengine.models.weights import VOCAB_BLOCK
+from fengine.ops.columns import Group, distributed
+from fengine.worker.input_batch import InputBatch, StepInput
+from fengine.worker.step import Result
+
+MAIN = "fengine.api.rank"  # the module that a rank runs
+BEAT = 1.0  # seconds between two signs of life
+SILENCE = 8.0  # seconds without one after which a rank is taken for dead
+FIRST = 120.0  # seconds until the first, while the process starts
+LONGEST = timedelta(days=1)  # of an exchange; ranks that are dead are found by their silence
+ENDING = 3.0  # seconds that a rank may take to end
+NOTHING = Handles({}, lambda kind, text: None, lambda name, number: cast(Any, None))
+
+
+def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
+    """Errors: ConfigError for a model that so many ranks cannot share equally, or for too few GPUs;
+    UnsupportedFeatureError for what is not built over several ranks."""
+    size = config.parallel.tp_size
+    if size == 1:
+        return
+    leaves = {weight.path[-1] for weight in models.lookup(spec.architecture).weights(spec)}
+    refused = {
+        "LoRA adapters": config.lora.on,
+        "a mixture of experts": spec.experts is not None,
+        "norms that differ by head, or go over all": not leaves.isdisjoint({"q_norm_C", "q_norm_HK"}),
+    }
+    for what, on in refused.items():
+        if on:
+            raise UnsupportedFeatureError(f"parallel.tp_size={size} with {what} is not built; use tp_size=1")
+    shared = {
+        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
+        "intermediate_size": spec.mlp_size, "hidden_size": spec.hidden_size,
+    }  # fmt: skip
+    odd = [f"{name} {value}" for name, value in shared.items() if value % size]
+    if spec.vocab_size <= VOCAB_BLOCK * (size - 1):
+        odd.append(f"vocab_size {spec.vocab_size} (blocks of {VOCAB_BLOCK})")
+    if odd:
+        works = [n for n in range(1, size) if not any(v % n for v in shared.values())]
+        raise ConfigError(
+            f"parallel.tp_size is {size}, and {', '.join(odd)} cannot be cut in so many equal parts; {works} work"
+        )
+
+
+def device_of_rank(device: str, rank: int, size: int) -> str:
+    """Ranks take GPUs that follow each other; on a CPU they share it. Errors: ConfigError."""
+    if not device.startswith("cuda"):
+        return device
+    first = int(device.partition(":")[2] or 0)
+    if first + size > torch.cuda.device_count():
+        raise ConfigError(
+            f"parallel.tp_size is {size} from GPU {first} on, and torch sees {torch.cuda.device_count()} GPUs"
+        )
+    return f"cuda:{first + rank}"
+
+
+# -- the group ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process_group(group: Group, store: str, device: str) -> Iterator[Callable[[int], int]]:
+    """The ranks' process group, known to torch by its name: neither torch's default group nor any global is touched.
+    Gives what finds the least number of all ranks. `store`: a file by which the ranks find one another."""
+    files = distributed.FileStore(store, group.size)
+    files.set_timeout(timedelta(seconds=FIRST))
+    made: Any = dist.ProcessGroup(files, group.rank, group.size)
+    kinds = dist.ProcessGroup.BackendType
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = LONGEST
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo = dist.ProcessGroupGloo(distributed.PrefixStore("cpu", files), group.rank, group.size, options)
+    made._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if device.startswith("cuda"):
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = LONGEST
+        nccl = dist.ProcessGroupNCCL(distributed.PrefixStore("cuda", files), group.rank, group.size, options)
+        made._register_backend(torch.device(device), kinds.NCCL, nccl)
+    made._set_group_name(group.name)
+    distributed.distributed_c10d._register_process_group(group.name, made)
+
+    def least(number: int) -> int:
+        options = dist.AllreduceOptions()
+        options.reduceOp = cast(Any, dist.ReduceOp.MIN)
+        found = torch.tensor([number])
+        made.allreduce([found], options).wait()
+        return int(found)
+
+    try:
+        yield least
+    finally:
+        distributed.distributed_c10d._unregister_process_group(group.name)
+        with suppress(RuntimeError):
+            made.abort()
+
+
+# -- rank 0 ------------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The other ranks, as rank 0 sees them: it starts them, tells them of every step, watches and ends them.
+
+    A watcher of the loop's steps, and the runner of its own part of them.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts the processes, which begin to load. Errors: ConfigError."""
+        self.size = config.parallel.tp_size
+        device = config.model.device or "cpu"
+        devices = [device_of_rank(device, rank, self.size) for rank in range(self.size)]
+        self.device = devices[0]
+        self._held = ExitStack()
+        self.folder = tempfile.TemporaryDirectory(prefix="fengine-ranks-")
+        self.store = str(Path(self.folder.name) / "store")
+        self.group = Group(f"fengine-{uuid.uuid4().hex}", 0, self.size)
+        self.fault: EngineDeadError | None = None
+        self._step = 0  # that is being launched
+        self._core: EngineCore | None = None
+        self._closing = False
+        self._sums: dict[int, dict[int, int]] = {}  # of each step, by rank
+        self._news = threading.Condition()
+        self._told: dict[int, set[str]] = {}  # what each rank has said so far
+        self._ranks: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}
+        for rank in range(1, self.size):
+            model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
+            start = {
+                "config": to_plain(replace(config, model=model), NOTHING), "group": self.group._replace(rank=rank),
+                "store": self.store,
+            }  # fmt: skip
+            self._start(rank, start)
+
+    def _start(self, rank: int, start: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        root = str(Path(fengine.__file__).parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(max(torch.get_num_threads() // self.size, 1))}
+        process = subprocess.Popen(
+            [sys.executable, "-m", MAIN, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        ours.settimeout(FIRST)
+        self._ranks[rank], self._told[rank] = (process, ours), set()
+        self._send(rank, start)
+        threading.Thread(target=self._listen, args=(rank,), name=f"fengine-rank-{rank}", daemon=True).start()
+
+    def _send(self, rank: int, value: Any) -> None:
+        with suppress(OSError):  # whoever listens to the rank tells why
+            self._ranks[rank][1].sendall(json.dumps(value).encode() + b"\n")
+
+    def _listen(self, rank: int) -> None:
+        """What a rank says, until it ends."""
+        process, sock = self._ranks[rank]
+        try:
+            for line in lines(sock):
+                sock.settimeout(SILENCE)
+                self._hear(rank, json.loads(line))
+            end = "closed its socket"
+        except (OSError, ValueError) as error:
+            end = f"gave no sign of life for {SILENCE:.0f} s" if isinstance(error, TimeoutError) else f"failed: {error}"
+        if self._closing:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(1.0)
+            end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        self._fail(f"rank {rank} of {self.size} {end}")
+
+    def _hear(self, rank: int, told: dict[str, Any]) -> None:
+        with self._news:
+            if "error" in told:
+                self._fail(f"rank {rank} of {self.size} failed: {told['error']}")
+            if "sum" in told:
+                self._sums.setdefault(told["step"], {})[rank] = told["sum"]
+            self._told[rank].update(told)
+            self._news.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        """One reason; then no rank goes on, and rank 0 does not wait for one."""
+        with self._news:
+            self.fault = self.fault or EngineDeadError(f"{reason}; the engine has ended, create a new one")
+            if self._core is not None:
+                self._core.inbox.close(self.fault)
+            self._news.notify_all()
+        self._kill()
+
+    def _kill(self) -> None:
+        for process, _ in self._ranks.values():
+            process.kill()
+
+    def wait(self, what: str) -> None:
+        """Until every rank has told it. Errors: EngineDeadError if one has ended."""
+        with self._news:
+            self._news.wait_for(lambda: self.fault or all(what in told for told in self._told.values()))
+        if self.fault is not None:
+            self.close()
+            raise EngineDeadError(str(self.fault))
+
+    def join(self) -> Callable[[int], int]:
+        """Joins the group when every rank has its weights. Returns what finds the least number of all ranks.
+
+        Errors: EngineDeadError if a rank has failed."""
+        self.wait("loaded")
+        for rank in self._ranks:
+            self._send(rank, "join")
+        return self._held.enter_context(process_group(self.group, self.store, self.device))
+
+    def attach(self, core: EngineCore) -> None:
+        """Has the loop tell of its steps, and refuse what is not built over several ranks."""
+        self._core = core
+        core.stepper.watch(self)
+        for kind in (commands.UpdateWeights, commands.ReadWeights, commands.ReleaseMemory, commands.ResumeMemory):
+            core.handle(kind, self._refuse)
+
+    def _refuse(self, command: commands.Command, attached: Any) -> None:
+        raise UnsupportedFeatureError(
+            f"{type(command).__name__} with parallel.tp_size={self.size} is not built; use tp_size=1"
+        )
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """Tells the ranks. The edits of logits are rank 0's alone."""
+        self._step = output.step
+        new = [_without_handles(row) for row in output.new_rows]
+        told = to_plain(replace(output, new_rows=new), NOTHING)
+        for rank in self._ranks:
+            self._send(rank, told)
+
+    def launched(self, output: SchedulerOutput) -> None: ...
+
+    def landed(self, output: SchedulerOutput) -> None: ...
+
+    def launch(self, runner: Runner, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
+        """As `Runner.launch`; the result compares the ranks' checksums of steps before. Errors: EngineDeadError."""
+        number, digest = self._step, checksum(step)
+        with self.named():
+            kv, result = runner.launch(kv, step)
+
+        def checked() -> StepOutput:
+            with self.named():
+                out = result()
+            self._compare(number, zlib.crc32(np.array(out.tokens, np.int32).tobytes(), digest))
+            return out
+
+        return kv, checked
+
+    def _compare(self, number: int, digest: int) -> None:
+        with self._news:
+            self._sums.setdefault(number, {})[0] = digest
+            ready = [step for step, sums in self._sums.items() if len(sums) == self.size]
+            for step in ready:
+                sums = self._sums.pop(step)
+                if len(set(sums.values())) > 1:
+                    self._fail(f"step {step} was not the same on all ranks (checksums {sums})")
+        if self.fault is not None:
+            raise EngineDeadError(str(self.fault))
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """An exchange that breaks off is told by the rank that broke it."""
+        try:
+            yield
+        except RuntimeError as error:
+            with self._news:
+                self._news.wait_for(lambda: self.fault is not None, SILENCE + 2)
+            if self.fault is None:
+                raise
+            raise EngineDeadError(str(self.fault)) from error
+
+    def close(self) -> None:
+        """Ends every rank, and leaves nothing behind. Idempotent."""
+        self._closing = True
+        for _, sock in self._ranks.values():
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        deadline = time.monotonic() + ENDING
+        for process, _ in self._ranks.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.01))
+            process.kill()
+            process.wait()
+        self._held.close()
+        self.folder.cleanup()
+
+
+def _without_handles(row: NewRow) -> NewRow:
+    return replace(row, params=replace(row.params, processor=None, grammar=None, custom_params=None))
+
+
+def checksum(step: StepInput) -> int:
+    """Of what the forward pass computes from. Pure."""
+    digest = 0
+    for name in ("token_T", "slot_T", "q_start_B", "kv_len_R", "logit_index_R"):
+        digest = zlib.crc32(step.arrays[name].tobytes(), digest)
+    return digest
+
+
+def lines(sock: socket.socket) -> Iterator[bytes]:
+    """What comes, line by line, until the other side closes. Errors: OSError, also of a time limit."""
+    rest = b""
+    while data := sock.recv(1 << 16):
+        *whole, rest = (rest + data).split(b"\n")
+        yield from whole
+
+
+# -- the other ranks ---------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """One of the other ranks: loads its part, then computes its part of every step that it is told of."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.lock = sock, threading.Lock()
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for body in (self._listen, self._beat):
+            threading.Thread(target=body, daemon=True).start()
+
+    def say(self, **told: Any) -> None:
+        with self.lock:
+            self.sock.sendall(json.dumps(told).encode() + b"\n")
+
+    def _listen(self) -> None:
+        """Rank 0's words; with the last one the process ends, wherever it waits."""
+        with suppress(OSError):
+            for line in lines(self.sock):
+                self.told.put(json.loads(line))
+        os._exit(0)
+
+    def _beat(self) -> None:
+        with suppress(OSError):
+            while True:
+                self.say(alive=True)
+                time.sleep(BEAT)
+
+    def start(self) -> tuple[EngineConfig, Group, str]:
+        """What the rank is to be: its config, its group, and the file by which the ranks find one another."""
+        told = self.told.get()
+        return from_plain(EngineConfig, told["config"], NOTHING), Group(*told["group"]), told["store"]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Inside, what fails is told to rank 0."""
+        try:
+            yield
+        except Exception as error:
+            self.say(error=f"{type(error).__name__}: {error}"[:2000])
+
+    def loaded(self) -> None:
+        """Waits until every rank is."""
+        self.say(loaded=True)
+        self.told.get()
+
+    def run(self, runner: Runner, input_batch: InputBatch, kv: KVState) -> None:
+        """Steps, until the process ends."""
+        pending: tuple[int, int, Result] | None = None  # the step whose result is not read yet
+        while True:
+            output = from_plain(SchedulerOutput, self.told.get(), NOTHING)
+            step = input_batch.stage(output)
+            step.stages, step.top, step.hidden_H = (), None, None  # rank 0's alone
+            kv, result = runner.launch(kv, step)
+            if pending is not None:
+                self._land(*pending)
+            pending = output.step, checksum(step), result
+            if self.told.empty():
+                self._land(*pending)
+                pending = None
+
+    def _land(self, number: int, digest: int, result: Result) -> None:
+        self.say(step=number, sum=zlib.crc32(np.array(result().tokens, np.int32).tobytes(), digest))
+
+
+class RankedRunner:
+    """Rank 0's runner, in step with the others."""
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        self.runner, self.ranks, self.params = runner, ranks, runner.params
+
+    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
+        """As `Runner.launch`. Errors: EngineDeadError."""
+        return self.ranks.launch(self.runner, kv, step)

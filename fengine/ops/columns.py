@@ -1,0 +1,93 @@
+"""Tensor parallelism by columns: every rank holds some outputs of each matrix, and activations are gathered.
+
+Each output stays one sum over all of K, so the reduction tree, and every bit, is that of one device, however many ranks
+there are; a product cut along K and added over the ranks would have another tree. The residual stream and the logits
+are whole on every rank; heads and the inside of the MLP are cut. `gather` moves bits and computes nothing.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fengine.ops.linear import Dense, Leaf
+from fengine.ops.registration import LIBRARY, register
+
+distributed: Any = dist  # with what its types do not tell of
+
+
+class Group(NamedTuple):
+    """Ranks that hold one model together, by the name that torch knows their process group by."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def gather_(x_TN: Tensor, width: int, size: int, group: str) -> Tensor:
+    tokens, columns = x_TN.shape
+    parts = x_TN.new_empty((size * tokens, columns))
+    distributed.distributed_c10d._resolve_process_group(group)._allgather_base(parts, x_TN.contiguous()).wait()
+    whole = parts.view(size, tokens, columns).transpose(0, 1).reshape(tokens, size * columns)
+    return whole if whole.shape[1] == width else whole[:, :width].contiguous()
+
+
+def fake(x_TN: Tensor, width: int, size: int, group: str) -> Tensor:
+    return x_TN.new_empty((x_TN.shape[0], width))
+
+
+def share_on(x: Tensor, group: str) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    distributed.distributed_c10d._resolve_process_group(group).broadcast([x], options).wait()
+
+
+_gather = register("gather(Tensor x, int width, int size, str group) -> Tensor", gather_, fake, gather_)
+LIBRARY.define("share_(Tensor(a!) x, str group) -> ()")
+LIBRARY.impl("share_", share_on, "CPU")
+LIBRARY.impl("share_", share_on, "CUDA")
+
+
+def gather(x_TN: Tensor, width: int, group: Group) -> Tensor:
+    """The columns of all ranks side by side, in order of ranks, cut at `width`; every rank has as many. Pure.
+
+    Errors: RuntimeError of torch if a rank is gone.
+    """
+    return _gather(x_TN, width, group.size, group.name)
+
+
+def share(x: Tensor, group: Group) -> Tensor:
+    """What rank 0 has in `x`, in the `x` of every rank. Modifies: x. Errors: as `gather`."""
+    torch.ops.fengine.share_(x, group.name)
+    return x
+
+
+class Columns(NamedTuple):
+    """A rank's outputs of a matrix of n x k, in order: each rank has `each`, the last may have fewer.
+
+    An input that is cut is gathered first. The product is gathered where it is `whole`: the residual stream, logits.
+    """
+
+    leaf: Leaf
+    n: int
+    k: int
+    each: int
+    whole: bool
+    group: Group
+
+    def linear(
+        self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
+    ) -> Tensor:
+        """As `ops.linear.linear`. Pure."""
+        if x_TK.shape[1] != self.k:
+            x_TK = gather(x_TK, self.k, self.group)
+        y_TN = self.leaf.linear(x_TK, bias_N, adapters, out_dtype, exact)
+        if not self.whole:
+            return y_TN
+        return gather(pad(y_TN, (0, self.each - y_TN.shape[1])), self.n, self.group)
+
+    def plain(self, adapters: Any) -> Dense | None:
+        """What kernels of several ops in one may read: its input and its product stay as they are."""
+        return None if self.whole else self.leaf.plain(adapters)

@@ -1,0 +1,113 @@
+"""Ranks of a group compute one device's bits: every family, cut in 2 and 4, over real exchanges between threads."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints
+import torch
+from torch import Tensor
+
+from fengine import models
+from fengine.engine.ranks import process_group
+from fengine.models.kv_state import init_kv, row_batch
+from fengine.models.spec import ModelSpec
+from fengine.models.weights import Source, Weight, head_weight
+from fengine.ops import columns
+from fengine.ops.columns import Group
+from fengine.worker.loader import load_params, read_config, spec_from_config
+
+FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": FOUR | {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3": FOUR,
+    "mistral": FOUR | {"sliding_window": 9},
+    "phi3": {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": 0},
+    "granite": FOUR | {"tie_word_embeddings": False},
+    "smollm3": {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": 0},
+    "glm4": FOUR | {"pad_token_id": 0},
+    "gemma2": FOUR,
+    "gemma3": FOUR,
+    "cohere2": {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def logits_of(directory: Path, spec: ModelSpec, group: Group | None, part: ModelSpec) -> Tensor:
+    """Of a prompt in two chunks and two more tokens."""
+    model, params = models.lookup(spec.architecture), load_params(directory, spec, group=group)
+    rng, kv, at, found = random.Random(1), init_kv(part, 6, 8, torch.float32, "cpu"), 0, []
+    tokens = [rng.randrange(3, spec.vocab_size) for _ in range(24)]
+    for count in (13, 9, 1, 1):
+        batch = row_batch(tokens[at : at + count], at, [3, 1, 4], 8)
+        kv, hidden_TD = model.forward(params, part, kv, batch)
+        found.append(model.unembed(params, part, hidden_TD))
+        at += count
+    return torch.cat(found)
+
+
+def on_ranks(size: int, folder: Path, body: Any) -> list[Any]:
+    """What `body` returns for each rank's group, in threads of their own."""
+
+    def run(rank: int) -> Any:
+        group = Group(f"{folder}-{rank}-of-{size}", rank, size)
+        with process_group(group, str(folder / f"store{size}"), "cpu"):
+            return body(group)
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result(60) for future in [pool.submit(run, rank) for rank in range(size)]]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_every_family_has_the_bits_of_one_device(family: str, tmp_path: Path) -> None:
+    directory = tiny_checkpoints.write(tmp_path / "model", family, **CASES[family])
+    spec = spec_from_config(read_config(directory))
+    want = logits_of(directory, spec, None, spec)
+    for size in (2, 4):
+        for logits in on_ranks(size, tmp_path, lambda group: logits_of(directory, spec, group, spec.part(group.size))):
+            assert logits.shape == want.shape and torch.equal(logits, want)
+
+
+def test_negative_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product cut along K, whose parts the ranks would add, has another tree."""
+    directory = tiny_checkpoints.write(tmp_path / "model", "llama", **CASES["llama"])
+    spec = spec_from_config(read_config(directory))
+    want = logits_of(directory, spec, None, spec)
+    own = columns.Columns.linear
+
+    def added(self: Any, x_TK: Tensor, *rest: Any) -> Tensor:
+        y_TN = own(self, x_TK, *rest)
+        if x_TK.shape[1] == self.k or not self.whole:
+            return y_TN
+        x_TK = columns.gather(x_TK, self.k, self.group)
+        half = torch.arange(self.k) < self.k // 2
+        return own(self, x_TK * half, *rest) + own(self, x_TK * ~half, None, *rest[1:])
+
+    monkeypatch.setattr(columns.Columns, "linear", added)
+    found = on_ranks(2, tmp_path, lambda group: logits_of(directory, spec, group, spec.part(2)))
+    assert not torch.equal(found[0], want) and torch.allclose(found[0], want, atol=1e-3)
+
+
+def test_rows_of_ranks_are_those_of_the_leaf_once() -> None:
+    """Fused sources are cut as the leaf's blocks; a vocabulary at its blocks, the last rank with what is left."""
+    apart = Weight((), (Source("q", (16, 4)), Source("k", (8, 4)), Source("v", (8, 4))), "CD", "C")
+    fused = Weight((), (Source("qkv", (32, 4)),), "CD", "C", blocks=(16, 8, 8))
+    for weight, sizes in ((apart, (2, 4)), (fused, (2, 4)), (head_weight(131, 4), (2, 3, 4))):
+        for size in sizes:
+            for index, source in enumerate(weight.sources):
+                own = [list(range(source.shape[0]))[rows] for r in range(size) for rows in weight.rows(r, size)[index]]
+                assert sorted(sum(own, [])) == list(range(source.shape[0]))
+    assert apart.rows(1, 2) == [[slice(8, 16)], [slice(4, 8)], [slice(4, 8)]]
+    assert fused.rows(1, 2) == [[slice(8, 16), slice(20, 24), slice(28, 32)]]
+    assert head_weight(131, 4).rows(2, 3) == [[slice(128, 131)]]

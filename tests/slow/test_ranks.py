@@ -1,0 +1,149 @@
+"""Engines over several processes: the bits of one, whatever a request asks for; and one clear end, whoever dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fengine import Engine
+from fengine.engine import ranks
+from fengine.errors import ConfigError, EngineDeadError, UnsupportedFeatureError
+
+SAMPLED = {"temperature": 0.9, "max_new_tokens": 12}
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_new_tokens": 16},
+    SAMPLED | {"top_p": 0.9, "top_k": 40},
+    SAMPLED | {"frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    SAMPLED | {"json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'},
+    SAMPLED | {"logit_bias": {"9": 4.0}, "stop": ["7"]},
+]
+PROMPTS = ["What is 2+3?", "Sort: 3 1 2", "capital of France", "Spell cat", "One two three four " * 30]
+
+
+def results(engine: Engine) -> list[Any]:
+    """Of a batch of everything, twice (the second time over a cached prefix), and of one request alone."""
+    found: list[Any] = []
+    for _ in range(2):
+        asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5, 6]}
+        found += engine.generate(PROMPTS, PARAMS, return_hidden_states=True, **asked)
+    found.append(engine.generate(PROMPTS[0], PARAMS[2], return_logprob=True))
+    keys = ("output_token_logprobs", "input_token_logprobs", "output_top_logprobs", "hidden_states", "finish_reason")
+    return [(out["text"], *(out["meta_info"].get(key) for key in keys)) for out in found]
+
+
+SETTINGS: dict[str, Any] = {
+    "model_path": "box", "random_seed": 3, "enable_return_hidden_states": True, "max_running_requests": 4,
+    "chunked_prefill_size": 48, "max_total_tokens": 600,
+}  # fmt: skip
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(**SETTINGS, tp_size=2)
+    yield engine
+    engine.shutdown()
+
+
+def processes(engine: Engine) -> list[subprocess.Popen[bytes]]:
+    found = engine._parts.ranks
+    assert found is not None
+    return [process for process, _ in found._ranks.values()]
+
+
+@pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "NGRAM"}], ids=["plain", "ngram"])
+def test_two_ranks_give_the_bits_of_one(more: dict[str, Any]) -> None:
+    with Engine(**SETTINGS, **more) as one, Engine(**SETTINGS, **more, tp_size=2) as two:
+        assert results(one) == results(two)
+        others = processes(two)
+    assert all(process.poll() is not None for process in others)
+
+
+def dead(engine: Engine, kill: Callable[[], None]) -> str:
+    """The error of a call that waits while `kill` is called, and of the next one."""
+    stream = engine.generate("One two three", {"max_new_tokens": 400, "ignore_eos": True}, stream=True)
+    next(iter(stream))
+    kill()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError) as found:
+        for _ in stream:
+            pass
+    with pytest.raises(EngineDeadError):
+        engine.generate("again")
+    assert all(process.wait(10) is not None for process in processes(engine))
+    assert time.monotonic() - began < 60
+    return str(found.value)
+
+
+def test_a_rank_that_is_killed_ends_the_engine_by_name(engine: Engine) -> None:
+    assert "rank 1 of 2 was ended by SIGKILL" in dead(engine, processes(engine)[0].kill)
+
+
+def test_a_rank_that_hangs_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SILENCE", 3.0)
+    heard = threading.Event()  # the limit counts from the next sign of life on
+    monkeypatch.setattr(engine._parts.ranks, "_hear", lambda rank, told: heard.set())
+    heard.wait(20)
+    message = dead(engine, lambda: processes(engine)[0].send_signal(signal.SIGSTOP))
+    assert "rank 1 of 2 gave no sign of life for 3 s" in message
+
+
+def test_steps_that_differ_are_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ranks.checksum
+    assert "was not the same on all ranks" in dead(
+        engine, lambda: monkeypatch.setattr(ranks, "checksum", lambda step: own(step) ^ 1)
+    )
+
+
+def test_ranks_end_with_the_process_of_rank_0(tmp_path: Path) -> None:
+    code = (
+        "import fengine, time\n"
+        "engine = fengine.Engine(model_path='box', tp_size=2)\n"
+        "print(*[p.pid for p, _ in engine._parts.ranks._ranks.values()], flush=True)\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            break
+        if state == "Z":  # ended, and nobody has asked yet
+            break
+        threading.Event().wait(0.05)
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+    process.stdout.close()
+
+
+def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tp_size is 64.*num_key_value_heads.*\[1, 2"):
+        Engine(model_path="box", tp_size=64)
+    with pytest.raises(ConfigError, match=r"tp_size must be at least 1"):
+        Engine(model_path="box", tp_size=0)
+    with pytest.raises(UnsupportedFeatureError, match="LoRA adapters"):
+        Engine(model_path="box", tp_size=2, enable_lora=True)
+
+
+def test_what_is_not_built_over_ranks_is_refused_and_the_engine_lives(engine: Engine) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="tp_size=2"):
+        engine.release_memory_occupation()
+    assert engine.generate("What is 2+3?", {"max_new_tokens": 4})["text"]
+
+
+def test_settings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="GPU"):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+        ranks.device_of_rank("cuda", 1, 2)
+    assert os.environ.get("LOCAL_RANK") is None
