@@ -15,6 +15,7 @@ from typing import Any
 
 MOVED = {  # the longest name that fits counts; what lies below it is looked for below its new name
     "fengine.serve": "fengine.server",
+    "fengine.launch_server": "fengine.server.launch_server",
     "fengine.server_args": "fengine.api.server_args",
     "fengine.request": "fengine.core.request",
     "fengine.sampling_params": "fengine.core.sampling_params",
@@ -22,6 +23,7 @@ MOVED = {  # the longest name that fits counts; what lies below it is looked for
     "fengine.harness": "fengine.eval.harness",
     "fengine.srt": "fengine.api",
     "fengine.srt.entrypoints": "fengine.api",
+    "fengine.srt.entrypoints.http_server": "fengine.server.launch_server",
     "fengine.srt.managers": "fengine.api",
     "fengine.srt.sampling": "fengine.core",
     "fengine.srt.utils": "fengine.utils",

@@ -115,12 +115,15 @@ class SpeculationConfig:
 class CompileConfig:
     """`enabled` runs torch.compile over the layers of the model; `cuda_graph` captures steps per bucket on CUDA.
 
-    None: compiled on a GPU without graphs. In a graph what the layers hold beside our own ops takes no time that could
-    be seen, and the compiler takes ten seconds of each start, also with filled caches; on a CPU three.
+    Of these steps those with prompts only with `prefill_graphs`, decode steps up to `graph_rows` rows (None: any).
+    `enabled` None: compiled on a GPU without graphs. In a graph what the layers hold beside our own ops takes no time
+    that could be seen, and the compiler takes ten seconds of each start, also with filled caches; on a CPU three.
     """
 
     enabled: bool | None = None
     cuda_graph: bool = True
+    prefill_graphs: bool = True
+    graph_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,7 @@ BOUNDS: dict[str, tuple[int, int | None]] = {
     "scheduler.max_running_requests": (1, MAX_ROWS),  # tables are made for every row
     "scheduler.max_queued_requests": (1, None),
     "scheduler.max_step_tokens": (1, None),
+    "compile.graph_rows": (0, MAX_ROWS),
     "speculation.step_tokens": (1, MAX_ROWS),
     "speculation.num_draft_tokens": (2, MAX_DRAFTS),  # a row's own token and a draft
     "speculation.ngram_min_match": (1, None),

@@ -125,8 +125,9 @@ def get_server_info(engine: HasContext) -> dict[str, Any]:
 
 
 def get_model_info(engine: HasContext) -> dict[str, Any]:
-    """What kind of model runs."""
-    return info.model_info(engine._parts, engine._context.args, engine._parts.core.call(GetStats()))
+    """What kind of model runs. `preferred_sampling_params` are those in force, the model's own included."""
+    found = info.model_info(engine._parts, engine._context.args, engine._parts.core.call(GetStats()))
+    return found | {"preferred_sampling_params": dict(engine._context.preferred) or None}
 
 
 def get_load(engine: HasContext) -> list[dict[str, int]]:

@@ -23,7 +23,6 @@ from fengine.api.tokenizer_manager import TokenizerManager
 from fengine.api.types import (
     CallOptions,
     EncodeOutput,
-    EngineSettings,
     GenerateOutput,
     SamplingParamsDict,
 )
@@ -36,6 +35,7 @@ from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammars
 from fengine.tokenizer.token_texts import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
+from fengine.worker.loader import read_sampling_defaults
 
 Sampling = (
     SamplingParamsDict | Mapping[str, Any] | SamplingParams | Sequence[SamplingParamsDict | Mapping[str, Any]] | None
@@ -63,13 +63,14 @@ class Engine:
     @overload
     def __init__(self, *, server_args: ServerArgs) -> None: ...
     @overload
-    def __init__(self, **settings: Unpack[EngineSettings]) -> None: ...
-    def __init__(self, *, server_args: ServerArgs | None = None, **settings: Any) -> None:
-        if server_args is not None and settings:
+    @takes(ServerArgs)
+    def __init__(self, *given: Any, **settings: Any) -> None: ...
+    def __init__(self, *given: Any, server_args: ServerArgs | None = None, **settings: Any) -> None:
+        if server_args is not None and (given or settings):
             raise InvalidRequestError(
                 f"give server_args or single fields, not both (got {', '.join(sorted(settings))})"
             )
-        args = server_args if server_args is not None else ServerArgs(**settings)
+        args = server_args if server_args is not None else ServerArgs(*given, **settings)
         parts = build(args.to_config(), FEATURES)
         try:
             if parts.tokenizer is not None:
@@ -105,9 +106,9 @@ class Engine:
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), args.whitespace)
         self._parts, self.server_args, self.config = parts, args, parts.config
         log = RequestLog(args, parts.tokenizer) if args.log_requests or args.crash_dump_folder else None
-        self._context = EngineContext(
-            parts, args, Sessions(parts.core.abort, parts.core.system), grammars, args.preferred(), log=log
-        )
+        recommended = read_sampling_defaults(parts.model_dir) if args.sampling_defaults == "model" else {}
+        sessions = Sessions(parts.core.abort, parts.core.system)
+        self._context = EngineContext(parts, args, sessions, grammars, recommended | args.preferred(), log=log)
         parts.memory.keeps_weights = args.enable_weights_cpu_backup
         self._pid = os.getpid()
         parts.core.call(LabelWeights(args.weight_version))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fengine import __version__
-from fengine.api.server_args import ServerArgs
+from fengine.api.server_args import ServerArgs, in_force
 from fengine.config import Algorithm
 from fengine.engine.parts import Parts
 from fengine.worker.kv_pool import kv_bytes_per_token
@@ -37,32 +37,17 @@ def server_info(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[s
 def resolved_args(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[str, Any]:
     """Every field of ServerArgs, those that were "auto" with the value in force. Pure."""
     config = parts.config
-    model, scheduler, compile_ = config.model, config.scheduler, config.compile
-    in_force = {
-        "load_format": model.load_format.value,
-        "revision": model.revision,
-        "skip_tokenizer_init": model.skip_tokenizer_init,
-        "mem_fraction_static": config.cache.mem_fraction_static,
-        "disable_radix_cache": not config.cache.prefix_cache,
-        "schedule_policy": scheduler.policy.value,
-        "enable_torch_compile": compile_.enabled,
-        "disable_cuda_graph": not compile_.cuda_graph,
-        "numerics": config.numerics.value,
-        "speculative_num_draft_tokens": config.speculation.num_draft_tokens if args.speculative_algorithm else None,
+    known = {
         "model_path": str(args.model_path),
         "tokenizer_path": args.tokenizer_path or str(args.model_path),
         "served_model_name": args.served_model_name or str(args.model_path),
-        "device": model.device,
         "context_length": parts.context_length,
         "max_total_tokens": parts.pool_tokens,
-        "page_size": config.cache.page_size,
-        "max_running_requests": scheduler.max_running_requests,
-        "chunked_prefill_size": scheduler.max_step_tokens,
-        "disable_overlap_schedule": not scheduler.overlap,
-        "random_seed": config.random_seed,
+        "chunked_prefill_size": config.scheduler.max_step_tokens,
+        "speculative_num_draft_tokens": config.speculation.num_draft_tokens if args.speculative_algorithm else None,
         "weight_version": stats["weight_version"],
     }
-    return asdict(args) | in_force
+    return asdict(args) | in_force(config) | known
 
 
 def internal_state(parts: Parts, core_stats: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +99,6 @@ def model_info(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[st
         "tokenizer_path": args.tokenizer_path or str(args.model_path),
         "served_model_name": args.served_model_name or str(args.model_path),
         "is_generation": parts.spec.generates,
-        "preferred_sampling_params": args.preferred_sampling_params,
         "weight_version": stats["weight_version"],
         "load_format": args.load_format,
         "has_image_understanding": False,

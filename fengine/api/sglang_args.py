@@ -9,9 +9,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import field, fields, make_dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from fengine.api.arguments import unknown
 from fengine.errors import ConfigError, UnsupportedFeatureError
 
 logger = logging.getLogger("fengine")
@@ -19,10 +22,37 @@ _DATA = json.loads((Path(__file__).parent / "sglang_args.json").read_text())
 HARMLESS: Mapping[str, Mapping[str, Any]] = _DATA["harmless"]  # defaults by name, by reason
 REFUSED: Mapping[str, Mapping[str, Any]] = _DATA["refused"]
 ALSO_OFF: Mapping[str, list[Any]] = _DATA["also_off"]
+SERVERS = "an Engine opens no port, so nothing about servers applies"  # the reason of those for servers alone
 FOREIGN = {
     name: default for groups in (HARMLESS, REFUSED) for group in groups.values() for name, default in group.items()
 }
+C = TypeVar("C")
 _LORA_KEYS = {"lora_name", "lora_path", "pinned"}
+
+
+def with_foreign_fields(cls: type[C]) -> type[C]:
+    """The dataclass with SGLang's other settings as further fields, by name only; wrong names raise FengineErrors."""
+    foreign = [
+        (name, Any, field(default_factory=partial(type(default), default)) if isinstance(default, (list, dict))
+         else field(default=default))
+        for name, default in FOREIGN.items()
+    ]  # fmt: skip
+    made = make_dataclass(cls.__name__, foreign, bases=(cls,), kw_only=True)
+    made.__doc__, made.__module__, made.__qualname__ = cls.__doc__, cls.__module__, cls.__qualname__
+    initialise = made.__init__
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            initialise(self, *args, **kwargs)
+        except TypeError as error:
+            known = [f.name for f in fields(made)]
+            for name in kwargs:
+                if name not in known:
+                    raise unknown("Engine()", name, known) from None
+            raise ConfigError(f"{error}; Engine needs a model_path".replace("__init__()", "Engine()")) from None
+
+    made.__init__ = checked  # type: ignore[method-assign]
+    return made
 
 
 def refuse_foreign(values: Mapping[str, Any]) -> None:
@@ -59,30 +89,77 @@ def _same(a: Any, b: Any) -> bool:
     return (len(kinds) == 1 or kinds == {int, float}) and a == b
 
 
+def set_log_level(level: str | None) -> None:
+    """Sets the level of the logger "fengine", and lets it print where nothing else does. Modifies: logging."""
+    if level is None:
+        return
+    logger.setLevel(level.upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+# -- its ways to write what fengine has --------------------------------------------------------------------------------
+
+
+def json_object(name: str, given: Any) -> dict[str, Any]:
+    """A dict, or one as JSON; {} for None and "". Errors: ConfigError."""
+    try:
+        values = json.loads(given or "{}") if isinstance(given, str) else {} if given is None else given
+        json.dumps(values, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{name}: {error}, got {given!r:.80}") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{name} must be an object, a dict or its JSON, got {given!r:.80}")
+    return dict(values)
+
+
+def graphs_of(values: Mapping[str, Any]) -> tuple[int | None, bool]:
+    """(most rows of a decode step that is captured, None: any; whether steps with prompts are). Errors: ConfigError.
+
+    Sizes in a list come before a greatest one, as in SGLang.
+    """
+    prefill = not (values["disable_prefill_cuda_graph"] or values["cuda_graph_backend_prefill"] == "disabled")
+    if values["disable_decode_cuda_graph"] or values["cuda_graph_backend_decode"] == "disabled":
+        return 0, prefill
+    for name in ("cuda_graph_bs_decode", "cuda_graph_bs", "cuda_graph_max_bs_decode", "cuda_graph_max_bs"):
+        if (given := values[name]) is not None:
+            try:
+                return max(int(size) for size in (given if isinstance(given, (list, tuple)) else [given])), prefill
+            except (ValueError, TypeError):
+                raise ConfigError(f"{name} must be numbers of rows, got {given!r:.80}") from None
+    return None, prefill
+
+
 def adapter_paths(given: Any) -> tuple[dict[str, str], tuple[str, ...]]:
     """`lora_paths`: (path by name, the names that are pinned). Pure. Errors: ConfigError."""
     paths: dict[str, str] = {}
     pinned = []
-    if isinstance(given, dict):
-        given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
-    for item in given or ():
-        if isinstance(item, str):  # a path alone is its own name
-            name, equals, path = item.partition("=")
-            item = {"lora_name": name, "lora_path": path if equals else name}
-        values = item if isinstance(item, dict) else {}
-        name, path = values.get("lora_name"), values.get("lora_path")
-        path = os.fspath(path) if isinstance(path, os.PathLike) else path
-        if not (isinstance(name, str) and name and isinstance(path, str) and path and values.keys() <= _LORA_KEYS):
-            raise ConfigError(
-                f'lora_paths must hold "name=path", paths, or dicts of lora_name, lora_path, pinned; got {item!r:.80}'
-            )
-        if "=" in name:
-            raise ConfigError(f"lora_paths: a name must not contain '=', got {name!r:.80}")
+    items = [{"lora_name": n, "lora_path": p} for n, p in given.items()] if isinstance(given, dict) else given or ()
+    for item in map(_adapter, items):
+        name = item["lora_name"]
         if name in paths:
             raise ConfigError(f"lora_paths has two adapters of the name {name!r:.80}")
-        paths[name] = path
-        if values.get("pinned", False) is True:
-            pinned.append(name)
-        elif values.get("pinned", False) is not False:
-            raise ConfigError(f"lora_paths: pinned must be True or False, got {values['pinned']!r:.80}")
+        paths[name] = item["lora_path"]
+        pinned += [name] * item["pinned"]
     return paths, tuple(pinned)
+
+
+def _adapter(item: Any) -> dict[str, Any]:
+    """One of `lora_paths`; a path alone is its own name. Pure. Errors: ConfigError."""
+    if isinstance(item, str):
+        name, equals, path = item.partition("=")
+        item = {"lora_name": name, "lora_path": path if equals else name}
+    values = {"pinned": False} | (item if isinstance(item, dict) else {})
+    name, path = values.get("lora_name"), values.get("lora_path")
+    values["lora_path"] = path = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not (isinstance(name, str) and name and isinstance(path, str) and path and values.keys() == _LORA_KEYS):
+        raise ConfigError(
+            f'lora_paths must hold "name=path", paths, or dicts of lora_name, lora_path, pinned; got {item!r:.80}'
+        )
+    if "=" in name:
+        raise ConfigError(f"lora_paths: a name must not contain '=', got {name!r:.80}")
+    if not isinstance(values["pinned"], bool):
+        raise ConfigError(f"lora_paths: pinned must be True or False, got {values['pinned']!r:.80}")
+    return values

@@ -1,4 +1,4 @@
-"""The dicts of SGLang's API as types: settings, sampling parameters, options of a call, and what comes back.
+"""The dicts of SGLang's API as types: sampling parameters, options of a call, and what comes back.
 
 Nothing reads these at run time. A key that comes only on request is declared like the others, so that a program which
 asked for it may read it.
@@ -148,75 +148,3 @@ class CallOptions(TypedDict, total=False):
     session_id: str | None
     cache_salt: str | list[str] | None
     kv_router_hint: Any
-
-
-class EngineSettings(TypedDict, total=False):
-    """Arguments of `Engine(...)`: the fields of `ServerArgs`, which has their defaults and meanings."""
-
-    model_path: str
-    tokenizer_path: str | None
-    skip_tokenizer_init: bool
-    load_format: str
-    dtype: Any
-    device: str | None
-    revision: str | None
-    context_length: int | None
-    is_embedding: bool
-    json_model_override_args: str | dict[str, Any]
-    mem_fraction_static: float | None
-    max_total_tokens: int | None
-    max_running_requests: int | None
-    max_queued_requests: int | None
-    chunked_prefill_size: int | None
-    page_size: int | None
-    schedule_policy: str
-    enable_priority_scheduling: bool
-    schedule_low_priority_values_first: bool
-    default_priority_value: int | None
-    disable_radix_cache: bool
-    disable_overlap_schedule: bool | None
-    disable_cuda_graph: bool
-    enable_torch_compile: bool | None
-    speculative_algorithm: str | None
-    speculative_num_draft_tokens: int | None
-    speculative_ngram_min_match_window_size: int | None
-    speculative_ngram_max_match_window_size: int | None
-    random_seed: int | None
-    stream_interval: int
-    incremental_streaming_output: bool
-    stream_output: bool
-    enable_metrics: bool
-    preferred_sampling_params: str | dict[str, Any] | None
-    allow_auto_truncate: bool
-    enable_custom_logit_processor: bool
-    enable_return_hidden_states: bool
-    return_hidden_states: bool
-    return_hidden_states_mode: str | None
-    weight_version: str
-    served_model_name: str | None
-    chat_template: str | None
-    hf_chat_template_name: str | None
-    default_chat_template_kwargs: dict[str, Any] | None
-    enable_lora: bool | None
-    lora_paths: dict[str, str] | list[Any] | None
-    max_loras_per_batch: int
-    max_lora_rank: int | None
-    lora_target_modules: list[str] | tuple[str, ...] | set[str] | str | None
-    max_loaded_loras: int | None
-    grammar_backend: str | None
-    constrained_json_whitespace_pattern: str | None
-    constrained_json_disable_any_whitespace: bool
-    base_gpu_id: int
-    gpu_id_step: int
-    tp_size: int
-    dp_size: int
-    trust_remote_code: bool
-    attention_backend: str | None
-    sampling_backend: str | None
-    log_level: str | None
-    log_requests: bool
-    log_requests_level: int
-    crash_dump_folder: str | None
-    enable_memory_saver: bool
-    enable_weights_cpu_backup: bool
-    numerics: str

@@ -244,6 +244,7 @@ def make_runner(
         loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
         rows=rows if speculation is None else max(rows, speculation.step_tokens),
         width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
+        prefill_graphs=config.compile.prefill_graphs, graph_rows=config.compile.graph_rows,
         device=device_of(config), adapter_slots=slots, sampler=sampler,
     )  # fmt: skip
 

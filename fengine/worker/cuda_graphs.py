@@ -30,27 +30,33 @@ class Bucket(NamedTuple):
 class Buckets:
     """Every padded size of an engine. Immutable."""
 
-    def __init__(self, rows: int, tokens: int, graphs: bool, adapters: bool) -> None:
+    def __init__(
+        self, rows: int, tokens: int, graphs: bool, adapters: bool, prefill_graphs: bool = True,
+        graph_rows: int | None = None,
+    ) -> None:  # fmt: skip
+        """Captured with `graphs`: steps with prompts if `prefill_graphs`, decode steps of at most `graph_rows` rows."""
         self.decode = decode_sizes(rows)
         self.mixed_rows = sorted({min(32, rows), rows})
         self.tokens = token_sizes(max(tokens, rows))
-        self.graphs, self.adapters = graphs, adapters
+        self.adapters = adapters
+        self.prefill_tokens = GRAPH_TOKENS if graphs and prefill_graphs else 0
+        self.graph_rows = 0 if not graphs else rows if graph_rows is None else graph_rows
 
     def of(self, tokens: int, rows: int, adapters: bool = False) -> Bucket:
         """The smallest bucket that holds a step. One token a row is a decode step."""
         if tokens == rows:
             size = next(s for s in self.decode if s >= rows)
-            return Bucket(size, size, self.graphs, adapters)
+            return Bucket(size, size, size <= self.graph_rows, adapters)
         size = next(s for s in self.tokens if s >= tokens)
         rows = next(r for r in self.mixed_rows if r >= rows)
-        return Bucket(size, rows, self.graphs and size <= GRAPH_TOKENS, adapters)
+        return Bucket(size, rows, size <= self.prefill_tokens, adapters)
 
     def all(self) -> list[Bucket]:
         """Largest first, so that the graphs' shared pool is sized once."""
-        decode = [Bucket(s, s, self.graphs) for s in self.decode]
+        decode = [Bucket(s, s, s <= self.graph_rows) for s in self.decode]
         fewer = [0, *self.mixed_rows]  # a step with more rows than this has more tokens still
         mixed = [
-            Bucket(s, r, self.graphs and s <= GRAPH_TOKENS)
+            Bucket(s, r, s <= self.prefill_tokens)
             for s in self.tokens
             for least, r in zip(fewer, self.mixed_rows, strict=False)
             if s > least

@@ -57,14 +57,14 @@ class CudaRunner:
     def __init__(
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, stages: tuple[LogitsStage, ...], *, rows: int,
         tokens: int, width: int, vocab: int, graphs: bool, device: str, adapter_slots: int,
-        sampler: SampleFn = sample_rows,
+        sampler: SampleFn = sample_rows, prefill_graphs: bool = True, graph_rows: int | None = None,
     ) -> None:  # fmt: skip
         self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
         self.sampler = sampler
         self.width, self.vocab, self.adapter_slots = width, vocab, adapter_slots
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         self.thread: int | None = None  # whose current device is this runner's
-        self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0)
+        self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0, prefill_graphs, graph_rows)
         self.graphs = Graphs(self.device)
         self.tables = 0  # the versions of the stages' tables that graphs hold
         self.coming, self.going = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)

@@ -5,18 +5,19 @@ import json
 import logging
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
+import tiny_checkpoints
 import torch
 from checksum import checksum_engine, expected
 
 from fengine.api.engine import Engine
 from fengine.api.server_args import ServerArgs
 from fengine.api.sglang_args import ALSO_OFF, FOREIGN, HARMLESS, REFUSED
-from fengine.api.types import EngineSettings
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig
 from fengine.errors import ConfigError, FengineError, UnknownParameterError, UnsupportedFeatureError
+from fengine.worker.cuda_graphs import Buckets
 
 BASE = ServerArgs(model_path="box").to_config()
 DOCUMENTED = json.loads((Path(__file__).parent / "sglang_documented_args.json").read_text())
@@ -43,6 +44,14 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "disable_radix_cache": (True, lambda c: not c.cache.prefix_cache),
     "disable_overlap_schedule": (True, lambda c: c.scheduler.overlap is False),
     "disable_cuda_graph": (True, lambda c: not c.compile.cuda_graph),
+    "disable_prefill_cuda_graph": (True, lambda c: not c.compile.prefill_graphs),
+    "disable_decode_cuda_graph": (True, lambda c: c.compile.graph_rows == 0),
+    "cuda_graph_max_bs": (8, lambda c: c.compile.graph_rows == 8),
+    "cuda_graph_bs": ([1, 16, 4], lambda c: c.compile.graph_rows == 16),
+    "cuda_graph_max_bs_decode": (2, lambda c: c.compile.graph_rows == 2),
+    "cuda_graph_bs_decode": ([2, 3], lambda c: c.compile.graph_rows == 3),
+    "cuda_graph_backend_decode": ("disabled", lambda c: c.compile.graph_rows == 0),
+    "cuda_graph_backend_prefill": ("disabled", lambda c: not c.compile.prefill_graphs),
     "enable_torch_compile": (False, lambda c: c.compile.enabled is False),
     "is_embedding": (True, lambda c: c.model.is_embedding),
     "speculative_algorithm": ("NGRAM", lambda c: c.speculation.algorithm.name == "ngram"),
@@ -60,7 +69,8 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
 }
 BY_THE_ENGINE = set(  # they shape calls, outputs and logs, not the config
     "incremental_streaming_output stream_output enable_metrics stream_interval preferred_sampling_params "
-    "allow_auto_truncate enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode "
+    "sampling_defaults allow_auto_truncate enable_custom_logit_processor enable_return_hidden_states "
+    "return_hidden_states_mode "
     "enable_priority_scheduling schedule_low_priority_values_first default_priority_value weight_version chat_template "
     "hf_chat_template_name default_chat_template_kwargs grammar_backend constrained_json_whitespace_pattern "
     "constrained_json_disable_any_whitespace return_hidden_states log_level log_requests log_requests_level "
@@ -69,7 +79,8 @@ BY_THE_ENGINE = set(  # they shape calls, outputs and logs, not the config
 
 
 def given(name: str, value: Any) -> ServerArgs:
-    return ServerArgs(**({"model_path": "box"} | {name: value}))
+    settings: dict[str, Any] = {"model_path": "box", name: value}
+    return ServerArgs(**settings)
 
 
 @pytest.mark.parametrize("name", HONOURED)
@@ -103,12 +114,6 @@ def test_every_field_is_honoured_harmless_or_refused_and_only_one_of_these() -> 
     assert set(ALSO_OFF) <= {name for group in REFUSED.values() for name in group}
 
 
-def test_type_checkers_know_every_setting_that_is_honoured() -> None:
-    typed = get_type_hints(EngineSettings)
-    assert typed.keys() >= set(HONOURED) | BY_THE_ENGINE
-    assert typed.keys() <= {f.name for f in fields(ServerArgs)}
-
-
 def test_what_the_documents_print_is_accepted() -> None:
     for name, value in DOCUMENTED.items():
         given(name, value).to_config()
@@ -122,7 +127,7 @@ def test_all_that_the_documents_print_at_once_makes_an_engine() -> None:
 def test_hints_are_accepted_and_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     hints: dict[str, Any] = {
         "attention_backend": "fa3", "mm_attention_backend": "fa3", "sampling_backend": "flashinfer",
-        "grammar_backend": "xgrammar", "cuda_graph_max_bs": 8, "show_time_cost": True, "kv_cache_dtype": "bfloat16",
+        "grammar_backend": "xgrammar", "torch_compile_max_bs": 8, "show_time_cost": True, "kv_cache_dtype": "bfloat16",
         "trust_remote_code": True, "enable_memory_saver": True, "gpu_id_step": 1, "nnodes": 1, "node_rank": 0,
     }  # fmt: skip
     with caplog.at_level(logging.INFO, logger="fengine"):
@@ -136,7 +141,7 @@ def test_unknown_and_missing_settings_are_told_with_the_nearest_name() -> None:
     with pytest.raises(UnknownParameterError, match="Did you mean 'page_size'"):
         Engine(model_path="box", pagesize=4)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="model_path"):
-        Engine()
+        Engine()  # type: ignore[call-overload]
     with pytest.raises(FengineError, match="unknown argument 'nothing_like_it'"):
         ServerArgs("box", nothing_like_it=1)  # type: ignore[call-arg]
 
@@ -155,11 +160,11 @@ def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
     ("name", "bad", "words"),
     [
         ("stream_interval", 0, "stream_interval must be at least 1"),
-        ("return_hidden_states_mode", "all", "return_hidden_states_mode must be last or full"),
+        ("return_hidden_states_mode", "all", "return_hidden_states_mode must be one of last, full"),
         ("weight_version", "", "weight_version"),
         ("preferred_sampling_params", "{", "preferred_sampling_params"),
         ("preferred_sampling_params", '{"temprature": 1}', "Did you mean 'temperature'"),
-        ("preferred_sampling_params", "[1]", "must be a dict"),
+        ("preferred_sampling_params", "[1]", "must be an object"),
         ("preferred_sampling_params", {"top_p": 2}, "top_p must be in"),
         ("schedule_policy", "random", "schedule_policy must be one of fcfs, lpm"),
         ("load_format", "pt", "load_format must be one of"),
@@ -169,6 +174,8 @@ def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
         ("base_gpu_id", -1, "base_gpu_id must be at least 0"),
         ("json_model_override_args", "[1]", "must be an object"),
         ("json_model_override_args", "{", "json_model_override_args"),
+        ("sampling_defaults", "own", "sampling_defaults must be one of model, openai"),
+        ("cuda_graph_bs", ["many"], "cuda_graph_bs must be numbers of rows"),
         ("log_level", "loud", "log_level must be one of"),
         ("log_requests_level", 9, "log_requests_level must be"),
         ("grammar_backend", "mine", "grammar_backend must be"),
@@ -184,6 +191,28 @@ def test_two_names_for_a_gpu_must_agree() -> None:
         assert ServerArgs("box", device=device, base_gpu_id=2).to_config().model.gpu_id == 2
     with pytest.raises(ConfigError, match="name two GPUs"):
         ServerArgs("box", device="cuda:1", base_gpu_id=2).to_config()
+
+
+def test_the_models_own_sampling_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+    """generation_config.json < preferred_sampling_params < the call; without the word nothing of the file holds."""
+    model = tiny_checkpoints.write(tmp_path / "m", "llama")
+    recommended = {"temperature": 0.4, "top_k": 0, "repetition_penalty": 1.5, "do_sample": True, "max_length": 9}
+    (model / "generation_config.json").write_text(json.dumps(recommended))
+    own = {"temperature": 0.4, "top_k": -1, "repetition_penalty": 1.5}
+    asked: Any = {"max_new_tokens": 12, "sampling_seed": 5, "ignore_eos": True}
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        ({}, {}),
+        ({"sampling_defaults": "openai"}, {}),
+        ({"sampling_defaults": "model"}, own),
+        ({"sampling_defaults": "model", "preferred_sampling_params": {"top_k": 2}}, own | {"top_k": 2}),
+    ]
+    for given, holds in cases:
+        with Engine(model_path=str(model), skip_tokenizer_init=True, device="cpu", **given) as engine:
+            plain = Engine.from_parts(engine._parts)
+            for more in ({}, {"temperature": 0.9}):
+                got = engine.generate(input_ids=[5, 6], sampling_params=asked | more)["output_ids"]
+                assert got == plain.generate(input_ids=[5, 6], sampling_params=holds | asked | more)["output_ids"]
+            assert engine.get_model_info()["preferred_sampling_params"] == (holds or None)
 
 
 def test_values_over_those_of_the_config_are_applied_and_checked_like_them() -> None:
@@ -224,3 +253,12 @@ def test_metrics_add_the_latency_of_the_first_token() -> None:
         for value in (True, False):
             output = Engine.from_parts(engine._parts, given("enable_metrics", value)).generate(input_ids=[5])
             assert ("first_token_latency" in output["meta_info"]) == value
+
+
+def test_graphs_are_captured_where_they_are_wanted() -> None:
+    few = Buckets(64, 512, True, False, prefill_graphs=False, graph_rows=8)
+    assert {bucket.rows for bucket in few.all() if bucket.graph} == {1, 2, 4, 8}
+    assert few.of(3, 3).graph and not few.of(9, 9).graph and not few.of(9, 3).graph
+    decode = {bucket for bucket in Buckets(64, 512, True, False, graph_rows=0).all() if bucket.graph}
+    assert decode and not any(bucket.tokens == bucket.rows for bucket in decode)
+    assert not any(bucket.graph for bucket in Buckets(64, 512, False, False, graph_rows=8).all())

@@ -1,0 +1,75 @@
+"""`python -m fengine.launch_server`: SGLang's command line, each word done, idle or refused by name."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from fengine.api.server_args import ServerArgs, prepare_server_args  # noqa: E402
+from fengine.server import launch_server  # noqa: E402
+from fengine.server.config import ServerConfig  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_server_by_sglangs_words_answers_and_ends() -> None:
+    words = "--model-path box --port 0 --tp 1 --served-model-name mine --reasoning-parser qwen3 --tool-call-parser qwen"
+    command = [sys.executable, "-m", "fengine.launch_server", *words.split(), "--mem-fraction-static", "0.8"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with contextlib.ExitStack() as stack:
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+        stack.callback(stack.enter_context(process).kill)
+        url = next(found[0] for line in process.stderr or () if (found := re.search(r"http://[^ ]+/v1", line)))
+        body = json.dumps({"model": "mine", "prompt": "Once", "max_tokens": 3}).encode()
+        asked = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert json.loads(answer.read())["usage"]["completion_tokens"] == 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_what_is_the_servers_of_the_settings() -> None:
+    given: dict[str, Any] = {"host": "::1", "port": 5, "api_key": "k", "skip_server_warmup": True, "warmups": "x"}
+    assert launch_server.config_of(ServerArgs("box", **given)) == ServerConfig("::1", 5, "k")
+    assert launch_server.config_of(ServerArgs("box")) == ServerConfig(port=30000)
+    chosen = ServerArgs("box", served_model_name="m", sampling_defaults="openai")
+    assert launch_server.config_of(chosen) == ServerConfig(port=30000, model_name="m", sampling_defaults="openai")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ssl-keyfile", "k"], "not built in this server: ssl_keyfile='k'"),
+        (["--port", "70000"], "serve.port must be in"),
+        (["--quantization", "fp8"], "quantization='fp8' (quantized weights"),
+        (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+    ],
+)
+def test_what_is_not_built_is_refused_before_anything_is_loaded(words: list[str], said: str, capsys: Any) -> None:
+    assert launch_server.main(["--model-path", "nothing", "--port", "0", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(capsys: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert launch_server.main(["--model", "nothing", "--port", str(taken.getsockname()[1])]) == 2
+    assert "choose another port" in capsys.readouterr().err
+
+
+def test_lists_and_objects_on_the_command_line() -> None:
+    line = '--model m --lora-paths a=b c --cuda-graph-bs 1 2 8 --default-chat-template-kwargs {"a":1}'
+    args = prepare_server_args(line.split())
+    assert args.lora_paths == ["a=b", "c"] and args.default_chat_template_kwargs == {"a": 1}
+    config = args.to_config()
+    assert config.compile.graph_rows == 8 and config.lora.paths == ("a=b", "c=c")
