@@ -259,6 +259,6 @@ def test_graphs_are_captured_where_they_are_wanted() -> None:
     few = Buckets(64, 512, True, False, prefill_graphs=False, graph_rows=8)
     assert {bucket.rows for bucket in few.all() if bucket.graph} == {1, 2, 4, 8}
     assert few.of(3, 3).graph and not few.of(9, 9).graph and not few.of(9, 3).graph
-    decode = {bucket for bucket in Buckets(64, 512, True, False, graph_rows=0).all() if bucket.graph}
-    assert decode and not any(bucket.tokens == bucket.rows for bucket in decode)
+    prompts = Buckets(64, 512, True, False, graph_rows=0)
+    assert prompts.of(9, 3).graph and not any(prompts.of(rows, rows).graph for rows in range(1, 65))
     assert not any(bucket.graph for bucket in Buckets(64, 512, False, False, graph_rows=8).all())
