@@ -148,7 +148,7 @@ def kinds_of(numerics: str, page_sizes: str | None) -> list[str]:
 
 
 def options(kind: str) -> dict[str, Any]:
-    """Settings of an engine: "exact" or "fast", and behind it "+compile", "+page16". Pure."""
+    """Settings of an engine: "exact" or "fast", and behind it "+compile", "+page16", "+tp2". Pure."""
     numerics, *rest = kind.split("+")
     found: dict[str, Any] = {"numerics": numerics}
     for word in rest:
@@ -156,9 +156,11 @@ def options(kind: str) -> dict[str, Any]:
             found["enable_torch_compile"] = True
         elif word.startswith("page") and word[4:].isdigit():
             found["page_size"] = int(word[4:])
+        elif word.startswith("tp") and word[2:].isdigit():
+            found["tp_size"] = int(word[2:])
         else:
             raise SystemExit(
-                f"--numerics knows exact, fast and +compile behind them, --page-size whole numbers; got {kind!r}"
+                f"--numerics knows exact, fast, and +compile, +tp2 behind; --page-size whole numbers; got {kind!r}"
             )
     return found
 
@@ -207,7 +209,9 @@ def main() -> None:
     p.set_defaults(runs=3)
     p.add_argument("--model", action="append", help="a file of scripts/shapes, without .json; default both")
     p.add_argument("--only", action="append", help="a workload")
-    p.add_argument("--numerics", default="exact", help="of exact, fast, exact+compile; measured in this order")
+    p.add_argument(
+        "--numerics", default="exact", help="of exact, fast, exact+compile, exact+tp2; measured in this order"
+    )
     p.add_argument("--page-size", help="one or several, such as 16,32,64,128; default the engine's own")
     p.add_argument("--rounds", type=int, default=1, help="how often the sequence of engines is repeated")
     p.add_argument("--start", action="store_true", help="also measure start-up in processes of their own")

@@ -29,6 +29,7 @@ class Case:
     longest: int
     vocab: int
     options: dict[str, Any]  # of every engine
+    ranks: tuple[int, ...] = ()  # numbers of processes that share the model, each a layout
     reference: list[Answer] = field(default_factory=list)
 
     @property
@@ -212,4 +213,5 @@ def layouts(case: Case) -> list[Layout]:
         *chunks,
         flipped,
         Layout("graphs off" if gpu else "compiled", batches(23, False), plain),
+        *(Layout(f"{count} ranks", batches(25, True), {"tp_size": count}) for count in case.ranks),
     ]  # fmt: skip

@@ -233,6 +233,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--requests", type=int, help="per model")
     p.add_argument("--longest", type=int, help="tokens of the longest prompt")
     p.add_argument("--layouts", action="append", help="only layouts whose name holds this")
+    p.add_argument("--tp", help="numbers of processes (on GPUs of their own) that share the model, such as 2,4")
     p.add_argument("--budget", type=float, help="seconds per model; what would not end in them is left out")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", help="JSON file; default scripts/results/prove_exact_{cpu,gpu}.json")
@@ -256,7 +257,9 @@ def main() -> None:
         count, longest = sizes.get(model, sizes["box"])
         with tempfile.TemporaryDirectory() as folder:
             size = args.requests or count, args.longest or longest
-            work = Proof(make_case(model, args.device, *size, Path(folder)), args.layouts, args.budget)
+            case = make_case(model, args.device, *size, Path(folder))
+            case.ranks = tuple(int(count) for count in (args.tp or "").split(",") if count not in ("", "1"))
+            work = Proof(case, args.layouts, args.budget)
             facts[model] = work.run()
         rows += work.rows
         settings = {k: v for k, v in vars(args).items() if k not in ("answer", "out")}
