@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from functools import cache, cached_property
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from fengine.structured_output import ebnf, masks, regex, rules, schema, structu
 from fengine.structured_output.characters import SURROGATE
 from fengine.structured_output.cursor import Cursor, reason
 from fengine.structured_output.schema import Whitespace
-from fengine.tokenizer.trial import Refused, Trial
+from fengine.tokenizer.trial import Refused, Trials
 from fengine.worker.logits.masks import Drawn, Filled, MaskRow
 
 MAX_BYTES = {"json_schema": 1 << 17, "structural_tag": 1 << 17, "ebnf": 1 << 15, "regex": 1 << 14}
@@ -41,9 +40,6 @@ LIMITS = {
     "verbose_errors": False,
 }
 MASK_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))  # a mask of a large vocabulary takes some 30 µs of one
-CHILD = (
-    "from fengine.structured_output.backend import attempt; from fengine.tokenizer.trial import answer; answer(attempt)"
-)
 
 
 class Source(NamedTuple):
@@ -185,10 +181,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._known: OrderedDict[Source, Future[Grammar]] = OrderedDict()
         self._worker = ThreadPoolExecutor(COMPILERS, thread_name_prefix="fengine-grammars")
-        self._trials = [Trial(CHILD) for _ in range(COMPILERS)]
-        self._idle: SimpleQueue[Trial] = SimpleQueue()
-        for trial in self._trials:
-            self._idle.put(trial)
+        self._trials = Trials(__name__, COMPILERS)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -240,19 +233,15 @@ class Grammars:
     def _compile(self, source: Source) -> Grammar:
         with self._lock:
             vocabulary = self.vocabulary
-        trial = self._idle.get()
         try:
-            lark = trial.ask([*source, (self._whitespace or Whitespace()).pattern])
+            lark = self._trials.ask([*source, (self._whitespace or Whitespace()).pattern])
         except Refused as error:
             raise GrammarError(str(error)) from None
-        finally:
-            self._idle.put(trial)
         return Grammar(vocabulary, source, lark)
 
     def close(self) -> None:
         """Waits for nothing; what is being compiled ends by itself."""
         self._worker.shutdown(wait=False, cancel_futures=True)
-        for trial in self._trials:
-            trial.close()
+        self._trials.close()
         if "vocabulary" in vars(self):
             self.vocabulary.worker.shutdown(wait=False)

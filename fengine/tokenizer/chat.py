@@ -1,25 +1,24 @@
-"""Chat messages and chat templates: validation, and rendering in a bounded sandbox.
+"""Chat messages and chat templates: validation, and rendering in a bounded process (`templates.py`).
 
-A template comes from a checkpoint, so it is untrusted code. It runs in the sandbox of `sandbox.py`; whatever goes wrong
-in it is a `ChatTemplateError` of this request alone.
-Rendered text equals that of transformers' `apply_chat_template`.
+A template comes from a checkpoint, so it is untrusted code; whatever goes wrong in it is a `ChatTemplateError` of this
+request alone. Rendered text equals that of transformers' `apply_chat_template`.
 """
 
 import logging
-from functools import cached_property
+import os
+from functools import lru_cache
 from typing import Any
 
-import jinja2
-import jinja2.meta
-
 from fengine.errors import ChatTemplateError, InvalidRequestError, UnknownParameterError
-from fengine.tokenizer.sandbox import make_sandbox
-from fengine.tokenizer.template_syntax import Budgeted, parameters
+from fengine.tokenizer.trial import Limits, Refused, Trials
 
 logger = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 MAX_DEPTH = 32  # nesting of what a template may see
 MAX_SOURCE = 1 << 18  # characters of a template
+MAX_BITS = 4096  # of a whole number
+RENDERERS = 2  # chats rendered at once
+LIMITS = Limits(1.0, 256 << 20)  # of one rendering
 RESERVED = frozenset(("messages", "add_generation_prompt", "self"))
 FIXED = {"tools": None, "documents": None}  # transformers always passes these two, as None where unset
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that chats use; templates read the first two
@@ -33,6 +32,8 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise InvalidRequestError(f"{where} is nested deeper than {MAX_DEPTH} levels.")
     if value is None or type(value) in (str, int, float, bool):
+        if type(value) is int and value.bit_length() > MAX_BITS:
+            raise InvalidRequestError(f"{where} is a number of more than {MAX_BITS} bits.")
         return value
     if isinstance(value, dict):
         if any(not isinstance(key, str) for key in value):
@@ -88,26 +89,23 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 # -- templates --------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(1)
+def _renderers(process: int) -> Trials:
+    """The children that render, for all templates of a process; a fork has its own. Pure but for them."""
+    return Trials("fengine.tokenizer.templates", RENDERERS, LIMITS)
+
+
 class ChatTemplate:
-    """A compiled chat template. Rendering is a function of its arguments (and of the clock if it asks for the date)."""
+    """A chat template that compiles. Rendering is a function of its arguments (and of the clock if it asks for it)."""
 
     def __init__(self, source: str) -> None:
         """Errors: ChatTemplateError if `source` is not a valid template."""
-        self._env = make_sandbox()
         if len(source) > MAX_SOURCE:
             raise ChatTemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE}")
-        try:
-            tree = self._env.parse(source)
-            self._names = parameters(tree, jinja2.meta.find_undeclared_variables(tree))
-            tree = Budgeted().visit(tree)
-            self._code = self._env.compile(tree.set_environment(self._env))
-        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
-
-    @cached_property
-    def variables(self) -> frozenset[str]:
-        """Names that the template reads and a caller may set."""
-        return frozenset(self._names) - RESERVED - frozenset(self._env.globals)
+        self._source = source
+        names, reserved = self._ask(None, 0)
+        self._reserved = RESERVED | set(reserved)
+        self.variables = frozenset(names) - self._reserved  # names that it reads and a caller may set
 
     def render(
         self,
@@ -121,23 +119,22 @@ class ChatTemplate:
         """Renders checked messages. A value for a name that the template does not read is ignored, with a line in the
         log, as transformers does; one for a name with a meaning of its own is refused.
 
-        Errors: UnknownParameterError, ChatTemplateError (the template raised, used something undefined, ran too long,
+        Errors: UnknownParameterError, ChatTemplateError (the template raised, used something undefined, took too much,
         or wrote more than `max_chars`).
         """
         known = ", ".join(sorted(self.variables - special_tokens.keys())) or "none"
         for name in values:
-            if name in RESERVED or name in special_tokens or name in self._env.globals:
+            if name in self._reserved or name in special_tokens:
                 raise UnknownParameterError(
                     f"the chat template's variable {name!r:.80} has a meaning of its own; others are: {known}."
                 )
             if name not in self.variables and name not in FIXED:
                 logger.info("The chat template does not read %r, which is ignored; it takes: %s.", name[:80], known)
         given = {**special_tokens, **FIXED, "add_generation_prompt": add_generation_prompt, **values}
-        given["messages"] = messages
+        return self._ask(given | {"messages": messages}, max_chars)
+
+    def _ask(self, given: dict[str, Any] | None, max_chars: int) -> Any:
         try:
-            env = self._env.for_rendering(max_chars, given)
-            return jinja2.Template.from_code(env, self._code, env.make_globals(None)).render(given)
-        except ChatTemplateError:
-            raise
-        except Exception as error:  # untrusted code: whatever it does wrong belongs to this request
-            raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
+            return _renderers(os.getpid()).ask([self._source, given, max_chars])
+        except Refused as error:
+            raise ChatTemplateError(f"the chat template {str(error).removeprefix('it ')}.") from None

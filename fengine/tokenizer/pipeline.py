@@ -28,7 +28,6 @@ SAMPLE = "Hello, world! It's 1234.5\n\tx = naïve 字 🙂 \x00\ue000"
 RUN = 20_000  # characters alike, on which a catastrophic pattern shows
 MAX_GROWTH = 16  # of a text by all replacements together, without a trial
 MAX_INSERTED = 256  # characters that are put before each text, without a trial
-CHILD = "from fengine.tokenizer import pipeline, trial; trial.answer(pipeline.attempt)"
 
 
 def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
@@ -43,7 +42,7 @@ def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
         found[0].no_padding()
         risky = _may_hang(found[0])
     if risky:
-        child = trial.Trial(CHILD)
+        child = trial.Trial(__name__)
         try:
             child.ask(files.tokenizer_json)
         except trial.Refused as error:

@@ -17,7 +17,7 @@ from fengine import Engine
 from fengine.core.request import SamplingParams
 from fengine.errors import EngineClosedError, GrammarError, InvalidRequestError, LogitProcessorError
 from fengine.structured_output.backend import COMPILERS
-from fengine.tokenizer.trial import CPU_SECONDS
+from fengine.tokenizer.trial import LIMITS
 
 DATA = Path(fengine.__file__).parents[1] / "conf" / "task" / "data" / "json_filling.jsonl"
 ROWS = [json.loads(line) for line in DATA.read_text().splitlines()[:12]]
@@ -228,10 +228,9 @@ def test_what_no_count_limits_ends_the_process_that_tries_it_and_holds_nobody_up
         assert llm.generate(STORY, {"regex": "no (one|body) waits", "temperature": 0})["text"].endswith("waits")
         assert together(llm, work()[:2]) == alone[:2]
         for failed in refused:
-            with pytest.raises(GrammarError, match=f"too complex.*more time than {CPU_SECONDS:g} s"):
+            with pytest.raises(GrammarError, match=f"too complex.*more time than {LIMITS.seconds:g} s"):
                 failed.result()
-    trials = llm._context.grammars._trials
-    for trial in trials:
+    for trial in llm._context.grammars._trials.all:
         if trial._child is not None:
             trial._child.kill()
             trial._child.wait()

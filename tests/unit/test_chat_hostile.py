@@ -1,179 +1,71 @@
-"""Chat templates that would hang, fill the memory or look around: each ends soon, as its own request's error."""
+"""Hostile chat templates end soon, as their own request's error; tests/slow tries all of them."""
 
-import resource
+import random
+from collections.abc import Iterator
 
+import hostile_templates as hostile
 import pytest
 
-from fengine.errors import ChatTemplateError
-from fengine.tokenizer.chat import ChatTemplate, check_messages
+from fengine.errors import ChatTemplateError, InvalidRequestError
+from fengine.tokenizer.chat import LIMITS, ChatTemplate, check_messages
+from fengine.tokenizer.trial import Limits, Refused, Trial
 
-MEMORY, MAX_CHARS = 256 << 10, 4096 + 8 * 1024  # KiB, as getrusage counts
-DAG = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-CHAT = check_messages([{"role": "user", "content": "Hello!"}])
-RUNAWAY = {
-    "syntax": "{% for %}",
-    "undefined": "{{ messages[0].nope.deeper }}",
-    "undefined function": "{{ nope() }}",
-    "raises": "{{ raise_exception('only even turns') }}",
-    "range": "{% for i in range(10**9) %}x{% endfor %}",
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "filtered loop": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
-    "sums": "{% for i in range(99999) %}{% set x = range(99999)|sum %}{% endfor %}",
-    "loops over text": "{% set s = 'xxxxxxxxxx' %}" + "{% for c in s %}" * 9 + "{% endfor %}" * 9,
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "wide recursion": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "loop recursion": "{% for x in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
-    "output": "{% for i in range(9999) %}xxxxxxxxxx{% endfor %}",
-    "repeat": "{{ 'x' * 10**9 }}",
-    "repeat list": "{% set x = [0] * 10**9 %}",
-    "power": "{{ 10 ** 10 ** 8 }}",
-    "doubling": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "tilde": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "blocks": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set t %}{{ ns.s }}{{ ns.s }}{% endset %}"
-    "{% set ns.s = t %}{% endfor %}",
-    "width": "{{ '%1000000000d' % 1 }}",
-    "filter width": "{{ 'x'|center(300000000) }}",
-    "filter format": "{{ '%0300000000d'|format(1) }}",
-    "filter batch": "{{ [1]|batch(300000000, 'x')|list|length }}",
-    "filter indent": "{{ ('\\n' * 9000)|indent(9000)|length }}",
-    "filter replace": "{{ ('x' * 9000)|replace('x', 'y' * 9000)|length }}",
-    "filter join": "{{ (['x' * 9000] * 9000)|join|length }}",
-    "filter indent of JSON": "{{ [[1]]|tojson(indent=300000000) }}",
-    "random text": "{{ lipsum(n=10**7)|length }}",
-    "filters together": "{{ (['x' * 9000] * 9000)|map('upper')|list|length }}",
-    "filter constants": "{{ ('x'|center(300000000))|length }}",
-    "method width": "{{ 'x'.ljust(300000000)|length }}",
-    "method format": "{{ '{:>300000000}'.format(1)|length }}",
-    "method format width": "{{ '{:>{}}'.format(1, 300000000)|length }}",
-    "method join": "{{ ''.join(['x' * 9000] * 9000)|length }}",
-    "numbers": "{% set ns = namespace(n=9**60) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
-    "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-    "globals": "{{ raise_exception.__globals__['json'] }}",
-    "mutation": "{{ messages.append(1) }}",
-    "format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
-    # values that share parts many times over: 2 ** 60 characters once written out
-    "dag printed": DAG + "{{ ns.x }}",
-    "dag as JSON": DAG + "{{ ns.x|tojson }}",
-    "dag as indented JSON": DAG + "{{ ns.x|tojson(indent=2) }}",
-    "dag as a string": DAG + "{{ ns.x|string|length }}",
-    "dag pprint": DAG + "{{ ns.x|pprint }}",
-    "dag concatenated": DAG + "{{ 'x' ~ ns.x }}",
-    "dag formatted": DAG + "{{ '%s'|format(ns.x) }}",
-    "dag percent": DAG + "{{ '%s' % ns.x }}",
-    "dag in braces": DAG + "{{ '{}'.format(ns.x) }}",
-    "dag joined": DAG + "{{ ns.x|join }}",
-    "dag joined by a method": DAG + "{{ ','.join(ns.x) }}",
-    "dag compared": DAG + "{% set a = ns.x %}" + DAG + "{{ a == ns.x }}",
-    "dag searched": DAG + "{{ [0] in ns.x }}",
-    "dag hashed": "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
-    "{{ {ns.x: 1}|length }}",
-    "dag of dicts": "{% set ns = namespace(x={}) %}{% for i in range(60) %}"
-    "{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x }}",
-    "dag of dict calls": "{% set ns = namespace(x={}) %}{% for i in range(60) %}"
-    "{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
-    "dag of views": "{% set ns = namespace(x={}) %}{% for i in range(60) %}"
-    "{% set ns.x = {'a': ns.x.items(), 'b': ns.x.values(), 'c': ns.x} %}{% endfor %}{{ ns.x }}",
-    "dag of sums": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x] + [ns.x] %}{% endfor %}"
-    "{{ ns.x }}",
-    "dag of products": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x] * 2 %}{% endfor %}"
-    "{{ ns.x }}",
-    "dag of batches": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}"
-    "{% set ns.x = [1]|batch(3, ns.x)|list %}{% endfor %}{{ ns.x }}",
-    "dag of iterated batches": "{% set ns = namespace(x=[1]) %}{% for i in range(9) %}"
-    "{% for b in [1]|batch(999, ns.x) %}{% set ns.x = b %}{% endfor %}{% endfor %}{{ ns.x }}",
-    "dag of arguments": "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}"
-    "{% endmacro %}{{ f(60, 1) }}",
-    "dag of keywords": "{% macro f(n) %}{% if n %}{{ f(n - 1, a=kwargs, b=kwargs) }}{% else %}{{ kwargs }}{% endif %}"
-    "{% endmacro %}{{ f(60, a=1) }}",
-    "dag of pairs": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}"
-    "{% set ns.x = {'a': ns.x, 'b': ns.x}|items|list %}{% endfor %}{{ ns.x }}",
-    "dag of keys": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}"
-    "{% set ns.x = {}.fromkeys('ab', ns.x) %}{% endfor %}{{ ns.x }}",
-    "dag sorted": DAG + "{{ [ns.x, ns.x, ns.x]|sort }}",
-    "dag unique": DAG + "{{ [ns.x, ns.x]|unique|list|length }}",
-    "dag grouped": DAG + "{{ [ns.x, [ns.x]]|groupby(0)|list }}",
-    "dag selected": DAG + "{{ [ns.x, ns.x]|select('eq', ns.x)|list|length }}",
-    "dag indexed": DAG + "{{ ns.x.index([0]) }}",
-    "dag counted": DAG + "{{ ns.x.count(ns.x[0]) }}",
-    "namespaces in namespaces": "{% set ns = namespace(x=1) %}{% for i in range(60) %}"
-    "{% set ns = namespace(a=ns, b=ns) %}{% endfor %}{{ raise_exception(ns) }}",
-    "deep list": "{% set ns = namespace(x=[1]) %}{% for i in range(99999) %}{% set ns.x = [ns.x] %}"
-    "{% endfor %}{{ ns.x }}",
-    # arithmetic
-    "power of a power": "{% set ns = namespace(n=2) %}{% for i in range(40) %}{% set ns.n = ns.n ** 60 %}{% endfor %}",
-    "negative power": "{{ 2 ** (0 - 10 ** 9) }}",
-    "power of a float": "{{ 10 ** 9.5e8 }}",
-    "rounded to a huge precision": "{{ 5|round(0 - 100000000) }}",
-    "rounded up to a huge precision": "{{ 5|round(100000000, 'ceil') }}",
-    "float rounded": "{{ 5.5|round(100000000, 'floor') }}",
-    "many digits": "{{ ('9' * 4299)|int * ('9' * 4299)|int }}",
-    "bytes to a number": "{{ 5.from_bytes(('x' * 4000).encode(), 'big') }}",
-    # methods
-    "translated": "{{ ('a' * 4000).translate({97: 'y' * 4000})|length }}",
-    "bytes joined": "{{ ('x' * 4000).encode().join([''.encode()] * 4000)|length }}",
-    "bytes replaced": "{{ ('x' * 4000).encode().replace('x'.encode(), ('y' * 4000).encode())|length }}",
-    "bytes formatted": "{{ ('%s' * 2000).encode() % ([('y' * 2000).encode()] * 2000) }}",
-    "many fields": "{{ ('{0}' * 1000).format('y' * 4000)|length }}",
-    "many fields of a list": "{{ ('{0}' * 1000).format(['y' * 400])|length }}",
-    "many percents": "{{ (('%(a)s' * 900) % {'a': 'y' * 4000})|length }}",
-    "format of a map": "{{ ('{a}' * 1000).format_map({'a': 'y' * 4000})|length }}",
-    "markup stripped": "{{ ('<!--' * 900)|e.striptags() }}",
-    "separators": "{{ [[1] * 900]|tojson(separators=('x' * 4000, ':')) }}",
-    "expanded tabs": "{{ ('\\t' * 4000).expandtabs(4000)|length }}",
-    "long date": "{{ strftime_now('%c' * 2000) }}",
-    "lists added up": "{{ ([[1] * 90] * 90)|sum(start=[]) }}",
-    "lists added up, turned round": "{{ ([[1] * 90] * 90)|sum(start=[], attribute=none) }}",
-    # what goes on and on
-    "values kept": "{% set ns = namespace(x=()) %}{% for i in range(9999) %}"
-    "{% set ns.x = (ns.x, 'y' * 4000) %}{% endfor %}",
-    "many variables": "".join(f"{{% set a{i} = ('x' * 4000)|upper %}}" for i in range(999)),
-    "blocks that call themselves": "{% set ns = namespace(d=0) %}{% block a %}{% if ns.d < 60 %}"
-    "{% set ns.d = ns.d + 1 %}"
-    "{{ self.a() }}{{ self.a() }}{% set ns.d = ns.d - 1 %}{% endif %}{% endblock %}",
-    "selected again and again": "{% set s = ('zy' * 2000) %}{% for i in range(9999) %}"
-    "{% set x = (['z' * 900] * 900)|select('in', s)|list %}{% endfor %}",
-    "searched again and again": "{% set s = ('z' * 4000) %}{% for i in range(300) %}{% for j in range(999) %}"
-    "{% if ('z' * 2000 ~ 'y') in s %}x{% endif %}{% endfor %}{% endfor %}",
-    "split again and again": "{% for i in range(299999) %}{% set x = ('a ' * 2000).split() %}{% endfor %}",
-    "replaced again and again": "{% for i in range(299999) %}{% set x = ('a ' * 2000).replace('a', 'b') %}{% endfor %}",
-    "caller": "{% macro f(n) %}{{ caller() }}{{ caller() }}{% endmacro %}"
-    + "{% call f(1) %}" * 40
-    + "x"
-    + "{% endcall %}" * 40,
-    # compiling
-    "parentheses": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
-    "deep blocks": "{% if 1 %}" * 3_000 + "x" + "{% endif %}" * 3_000,
-    "long sum": "{{ " + "1 + " * 20_000 + "1 }}",
-    "negations": "{{ " + "not " * 20_000 + "1 }}",
-    "unclosed": "{# " * 40_000,
-    "huge source": "x" * 300_000 + "{{ 1 }}",
-    # attributes
-    "frames": "{{ ((x for x in [1])).gi_frame }}",
-    "globals of a macro": "{% macro f() %}{% endmacro %}{{ f._func.__globals__ }}",
-    "the environment": "{{ self._TemplateReference__context.environment.deadline }}",
-    "cycler": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "attr": "{{ (''|attr('__class__')).__name__ }}",
-    "map of attributes": "{{ ['']|map(attribute='__class__')|map(attribute='__mro__')|list|tojson }}",
-    "mro by format": "{{ '{0.__class__.__mro__}'.format('') }}",
-    "import": "{% import 'os' as os %}",
-    "include": "{% include '/etc/passwd' %}",
-}
+SOME = random.Random(1).sample(sorted(hostile.RUNAWAY), 24)
 
 
-def attempt(source: str, max_chars: int) -> None:
-    ChatTemplate(source).render(CHAT, {"bos_token": "<s>"}, {}, add_generation_prompt=True, max_chars=max_chars)
+@pytest.fixture(scope="module")
+def child() -> Iterator[Trial]:
+    """With little time and memory: what is endless ends in no time."""
+    trial = Trial("fengine.tokenizer.templates", Limits(0.05, 96 << 20))
+    yield trial
+    trial.close()
 
 
-@pytest.mark.parametrize("max_chars", (MAX_CHARS, 1 << 20))
-@pytest.mark.parametrize("name", RUNAWAY)
-def test_hostile_templates_end(name: str, max_chars: int) -> None:
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if max_chars == MAX_CHARS:
-        with pytest.raises(ChatTemplateError):
-            attempt(RUNAWAY[name], max_chars)
-    else:  # of a model with a long context; some are then small enough
-        try:
-            attempt(RUNAWAY[name], max_chars)
-        except ChatTemplateError:
-            pass
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < MEMORY
+def ask(child: Trial, source: str) -> str:
+    given = {"messages": hostile.CHAT, "bos_token": "<s>", "add_generation_prompt": True}
+    return child.ask([source, given, hostile.MAX_CHARS])
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_runaway_templates_end(child: Trial, name: str) -> None:
+    with pytest.raises(Refused) as caught:
+        ask(child, hostile.RUNAWAY[name])
+    assert len(str(caught.value)) < 2100
+
+
+@pytest.mark.parametrize("name", hostile.EITHER)
+def test_templates_of_moderate_greed_end(child: Trial, name: str) -> None:
+    try:
+        assert len(ask(child, hostile.EITHER[name])) <= hostile.MAX_CHARS
+    except Refused as error:
+        assert len(str(error)) < 2100
+
+
+@pytest.mark.parametrize("name", hostile.WALKS)
+def test_nothing_outside_is_seen(name: str) -> None:
+    with pytest.raises(ChatTemplateError, match="unsafe|cannot be compiled|no loader|undefined"):
+        render(hostile.WALKS[name])
+
+
+def render(source: str, max_chars: int = hostile.MAX_CHARS) -> str:
+    return ChatTemplate(source).render(
+        check_messages(hostile.CHAT), {}, {}, add_generation_prompt=True, max_chars=max_chars
+    )
+
+
+def test_the_limits_are_those_of_a_request() -> None:
+    assert LIMITS.seconds <= 2 and LIMITS.memory <= 256 << 20
+    for source, told in (
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more time than 1 s"),
+        ("{{ 'x' * 10**9 }}", "more memory than 256 MiB"),
+        ("{{ 'x' * 20000 }}", "wrote 20000 characters"),
+        ("x" * 300_000, "has 300000 characters"),
+    ):
+        with pytest.raises(ChatTemplateError, match=told):
+            render(source)
+    assert render("{{ messages[0].content }}") == "Hello!"  # another child has begun
+
+
+def test_numbers_without_end_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="more than 4096 bits"):
+        check_messages([{"role": "user", "content": "x", "n": 1 << 20_000}])

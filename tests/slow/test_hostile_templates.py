@@ -1,0 +1,16 @@
+"""All hostile chat templates of tests/hostile_templates.py end; the inner loop tries some."""
+
+import hostile_templates as hostile
+import pytest
+
+from fengine.tokenizer.trial import Limits, Refused, Trial
+
+
+def test_every_runaway_template_ends() -> None:
+    child, count = Trial("fengine.tokenizer.templates", Limits(0.03, 96 << 20)), 0
+    for name, source in hostile.RUNAWAY.items():
+        with pytest.raises(Refused):
+            raise AssertionError(name, child.ask([source, {"messages": hostile.CHAT}, hostile.MAX_CHARS])[:80])
+        count += 1
+    child.close()
+    assert count + len(hostile.EITHER) + len(hostile.WALKS) >= 200
