@@ -31,12 +31,12 @@ from fengine.eval.cli.compose import parse, points
 from fengine.eval.cli.engines import model_directory, open_engine, report
 from fengine.eval.runs import digests, manifest
 from fengine.eval.runs import run as run_file
-from fengine.eval.runs.answering import FATAL, answer_row, error_record, line_of
-from fengine.eval.runs.asking import Asker
+from fengine.eval.runs.answering import FATAL, Asker, answer_row
 from fengine.eval.runs.config import EVAL, EvalConfig, parse_shard
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.eval.runs.index import OK, RowIndex, RowTable, index_rows, reopen
 from fengine.eval.runs.journal import Journal, encode
+from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.shards import shard_of
 from fengine.eval.tasks.task import BadRow, Row, Task

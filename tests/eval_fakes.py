@@ -116,7 +116,8 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    """Changes the records of outputs.jsonl, and the manifest's word about them."""
+    """Changes the records of outputs.jsonl, and the manifest's word about them; the journal goes, which knows better."""
+    (folder / "journal.log").unlink(missing_ok=True)
     rows = records(folder / "outputs.jsonl")
     rows = change(rows) or rows
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()

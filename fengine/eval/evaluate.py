@@ -8,8 +8,8 @@ from typing import Any
 
 from fengine.errors import FengineError
 from fengine.eval.cli import view
-from fengine.eval.cli.figures import place
 from fengine.eval.cli.schema import Point
+from fengine.eval.cli.view import place
 from fengine.eval.runs import digests, manifest
 from fengine.eval.runs.config import EvalConfig, SamplingConfig, View
 from fengine.eval.runs.folder import RunFolder

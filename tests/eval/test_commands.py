@@ -12,6 +12,7 @@ pytest.importorskip("hydra")
 from fengine import run
 from fengine.errors import ConfigError, EngineDeadError, StorageError
 from fengine.eval.cli import command
+from fengine.eval.runs.folder import write_file
 
 ROOT = Path(run.__file__).resolve().parent.parent
 OPTIONS = {
@@ -83,10 +84,10 @@ def test_the_first_help_tells_of_every_command(capfd: pytest.CaptureFixture[str]
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="Not a directory"):
-        command.write_file(tmp_path / "file" / "x.html", b"x")
+        write_file(tmp_path / "file" / "x.html", b"x")
     (tmp_path / "folder").mkdir()
     with pytest.raises(StorageError, match="Is a directory"):
-        command.write_json(tmp_path / "folder", {})
+        write_file(tmp_path / "folder", {})
     assert {p.name for p in tmp_path.iterdir()} == {"file", "folder"}
 
 

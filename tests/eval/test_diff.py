@@ -20,6 +20,7 @@ from fengine import run
 from fengine.errors import StorageError
 from fengine.eval.records.compare import compare, compare_row, edges, flipped_bits, hex_bits
 from fengine.eval.records.records import Records, pairs_of, runs_of
+from fengine.eval.runs.journal import Entry, encode, scan
 
 
 @pytest.fixture
@@ -246,6 +247,39 @@ def test_every_flipped_byte_of_outputs_is_told_and_the_rest_is_read(make: Run) -
     with Records(Path("a")) as found:
         assert [found.record(i)["id"] for i in range(len(found))] == ["r0", *(f"r{i}" for i in range(2, ROWS))]
         assert any("line 2 (byte" in note for note in found.notes) and "11 of 12 rows" in found.notes[-1]
+
+
+@pytest.mark.parametrize("vouched", [True, False])
+def test_a_changed_digit_that_the_journal_contradicts_is_damage(make: Run, vouched: bool, capsys: Any) -> None:
+    """Also where whoever changed it has written the new SHA-256 into the manifest."""
+    make("a")
+    shutil.copytree("a", "b")
+    journal, manifest = (Path("b", name).read_bytes() for name in ("journal.log", "manifest.json"))
+    rewrite(Path("b"), lambda rows: rows[4]["answers"][0]["logprobs"].__setitem__(1, -0.26))
+    Path("b/journal.log").write_bytes(journal)
+    if not vouched:
+        Path("b/manifest.json").write_bytes(manifest)
+    with Records(Path("b")) as found:
+        assert found.damaged and found.vouched == vouched and len(found) == ROWS
+        assert "outputs.jsonl and journal.log hold different records of row 5" in found.notes
+    code, told = diff(capsys, "a", "b")
+    assert code == 1 and told["b"]["damaged"] and not told["a"]["damaged"] and told["differing_rows"] == 1
+    assert run.main(["diff", "b", "b"]) == 1 and "different records of row 5" in capsys.readouterr().out
+    assert run.main(["verify", "b", "verify.layouts=permuted"]) == 1
+    assert "note: outputs.jsonl and journal.log hold different records of row 5" in capsys.readouterr().out
+    assert run.main(["report", "b"]) == 0 and "different records of row 5" in Path("b/report.html").read_text()
+
+
+def test_rows_that_came_after_the_end_are_no_damage(make: Run, tmp_path: Path) -> None:
+    """Rows that failed were computed again, and the process died before it wrote the files of the end."""
+    write_rows(tmp_path / "rows.jsonl", 3, {"id": "s", "prompt": "sick", "answer": "x"})
+    make("a", code=run.FAILED)
+    good = [entry for entry in scan(Path("a/journal.log")) if isinstance(entry, Entry)]
+    with Path("a/journal.log").open("ab") as file:
+        failed = next(entry for entry in good if entry.head[0] == 3)
+        file.write(encode([3, 1, *failed.head[2:]], good[1].record.replace(b'"r0"', b'"s"')))
+    with Records(Path("a")) as found:
+        assert found.vouched and not found.damaged and not found.notes
 
 
 def test_an_unfinished_run_is_read_from_its_journal(make: Run, capsys: Any) -> None:

@@ -35,7 +35,7 @@ from fengine.eval.cli.view import QuietView
 from fengine.eval.commands import evaluate
 from fengine.eval.runs import manifest
 from fengine.eval.runs import run as run_file
-from fengine.eval.runs.asking import Asker
+from fengine.eval.runs.answering import Asker
 from fengine.eval.runs.config import EVAL, EvalConfig
 from fengine.eval.runs.index import RowTable, index_rows, row_key
 from fengine.eval.runs.journal import Entry, Journal, scan

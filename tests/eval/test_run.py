@@ -26,7 +26,7 @@ from fengine.core.request import SamplingParams, derive_seed
 from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli import view
-from fengine.eval.cli.figures import Progress, Shown, clean, clock, tail
+from fengine.eval.cli.view import Progress, Shown, clean, clock, tail
 from fengine.eval.runs import manifest
 
 ROOT = Path(run.__file__).resolve().parent.parent

@@ -4,20 +4,18 @@ A command is a module with `main(argv) -> exit code`, which `run.py` lists in CO
 """
 
 import difflib
-import json
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, StorageError
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError
 from fengine.eval.cli import compose
 from fengine.eval.cli.engines import report
-from fengine.eval.cli.figures import clean
 from fengine.eval.cli.schema import Schema
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -42,7 +40,7 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except FengineError as error:
-        return _told(error)
+        return reported(error)
     except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -68,7 +66,8 @@ def composed(argv: Sequence[str] | None, schema: Schema, work: Callable[[Namespa
     return ended(read, schema.program)
 
 
-def _told(error: FengineError) -> int:
+def reported(error: FengineError) -> int:
+    """The exit code of an error, once it is reported."""
     report(error)
     return FAILED if isinstance(error, (EngineDeadError, EngineClosedError)) else USAGE
 
@@ -87,7 +86,7 @@ def each(runs: Sequence[Path], work: Callable[[Path], int], recover: Callable[[]
             if len(runs) == 1:
                 raise
             print(f"{one}:", file=sys.stderr)
-            codes[one.name] = _told(error)
+            codes[one.name] = reported(error)
             recover()
         if codes[one.name] >= INTERRUPTED:
             break
@@ -108,68 +107,41 @@ def parse(
 
     Errors: ConfigError for an unknown word, with the nearest known one; for a key given twice.
     """
-    known, places, found, others = options or {}, [], {}, []
+    known, places, read, others = options or {}, [], {}, []
     for word in argv:
         key, sign, value = word.partition("=")
         if sign and key in known:
-            if key in found:
-                raise ConfigError(f"{word}: {key} is given twice")
-            found[key] = _read(known[key], key, value)
+            if key in read:
+                raise ConfigError(f"{word:.500}: {key} is given twice")
+            try:
+                read[key] = known[key](value)
+            except ValueError as error:
+                raise ConfigError(f"{key}={value:.500}: {error}") from error
         elif word.startswith("-") and word not in flags:
             raise ConfigError(_unknown(word, [*flags, "--help"]))
-        elif sign and not Path(word).exists():
+        elif sign and not _exists(word):
             if not overrides:
                 raise ConfigError(_unknown(key, [*known]))
             others.append(word)
         elif word not in flags:
             places.append(word)
-    return Arguments(tuple(places), found, frozenset(w for w in argv if w in flags), tuple(others))
+    return Arguments(tuple(places), read, frozenset(w for w in argv if w in flags), tuple(others))
 
 
-def _read(reader: Callable[[str], Any], key: str, value: str) -> Any:
+def _exists(word: str) -> bool:
     try:
-        return reader(value)
-    except ValueError as error:
-        raise ConfigError(f"{key}={value}: {error}") from error
+        return Path(word).exists()
+    except (OSError, ValueError):  # too long, or with a zero byte, for a path
+        return False
 
 
 def _unknown(word: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, known, 1)
     hint = f"did you mean {near[0]}?" if near else f"there {'are' if len(known) > 1 else 'is'} {', '.join(known)}"
-    return f"unknown word {word}; {hint if known else 'this command takes no key=value'}"
+    return f"unknown word {word:.500}; {hint if known else 'this command takes no key=value'}"
 
 
-def say(*lines: str) -> None:
-    """Lines for readers on standard output; what a terminal would obey, or an encoding lacks, is shown escaped."""
-    text, encoding = "\n".join(map(clean, lines)), getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-
-
-def check_writable(path: Path) -> None:
-    """Errors: StorageError if `write_json` could not write there."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        problem = "is a folder" if path.is_dir() else "cannot be written"
-        raise StorageError(f"{path} {problem}; choose another place with out=FILE")
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """As `write_file`."""
-    write_file(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """A whole file, durable, or the one that was there before. Errors: StorageError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):  # of a full disk, which it would keep full
-            partial.unlink()
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose out=FILE") from error
+# -- readers of values -------------------------------------------------------------------------------------------------
 
 
 def number(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
@@ -181,9 +153,8 @@ def number(low: float, high: float, *, above: bool = False) -> Callable[[str], f
         except ValueError:
             value = float("nan")
         if not low <= value <= high or above and value == low:
-            raise ValueError(
-                f"must be a number {'above' if above else 'from'} {low:g} {'and at most' if above else 'to'} {high:g}"
-            )
+            words = ("above", "and at most") if above else ("from", "to")
+            raise ValueError(f"must be a number {words[0]} {low:g} {words[1]} {high:g}")
         return value
 
     return read
@@ -193,13 +164,11 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     """Reads an integer from low to high."""
 
     def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError as error:
-            raise ValueError("must be an integer") from error
-        if not low <= value <= high:
+        if not re.fullmatch(r"[+-]?[0-9]{1,40}", text):
+            raise ValueError("must be an integer")
+        if not low <= int(text) <= high:
             raise ValueError(f"must be from {low} to {high}")
-        return value
+        return int(text)
 
     return read
 
@@ -215,15 +184,14 @@ def names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
     """Reads a list of names, with or without [ ]; each must be one of `allowed`."""
 
     def read(text: str) -> list[str]:
-        bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-        found = [word.strip().strip("'\"") for word in bare.split(",") if word.strip()]
-        wrong = [word for word in found if word not in allowed]
-        if wrong or not found:
-            raise ValueError(
-                f"{wrong[0]!r} is none of {', '.join(allowed)}" if wrong else f"choose of {', '.join(allowed)}"
-            )
-        if len(set(found)) < len(found):
+        listed = [word.strip().strip("'\"") for word in text.removeprefix("[").removesuffix("]").split(",")]
+        listed = [word for word in listed if word]
+        wrong = [word for word in listed if word not in allowed]
+        if wrong or not listed:
+            start = f"{wrong[0]!r:.80} is none of" if wrong else "choose of"
+            raise ValueError(f"{start} {', '.join(allowed)}")
+        if len(set(listed)) < len(listed):
             raise ValueError("a name occurs twice")
-        return found
+        return listed
 
     return read

@@ -227,33 +227,36 @@ def _sweep(
     main: Hydra, command: Namespace, master: DictConfig, given: Sequence[Override], schema: Schema
 ) -> list[Point | BadPoint]:
     """The product of all choices, in the order of the basic sweeper: the first key is the outermost loop."""
-    params = master.hydra.sweeper.get("params") or {}
     known = {o.get_key_element() for o in given}
-    axes = [o for o in parsed([f"{k}={v}" for k, v in params.items()], schema) if o.get_key_element() not in known]
-    axes += given
+    words = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
+    axes = [*(o for o in parsed(words, schema) if o.get_key_element() not in known), *given]
     _check_size(axes)
     plain = [o.input_line or "" for o in axes if not o.is_sweep_override()]
     several = [o for o in axes if o.is_sweep_override()]
-    directory, found = _select(master, "hydra.sweep.dir"), []
+    directory, jobs = _select(master, "hydra.sweep.dir"), []
     for index, swept in enumerate(map(tuple, BasicSweeper.split_arguments(several, None)[0])):
         try:
             config = compose(main, command, [*plain, *swept], schema)
             with open_dict(config.hydra.job):
                 config.hydra.job.num = index
             own = os.path.join(directory, _select(config, "hydra.sweep.subdir"))
-            found.append(point_of(_job(config), config.hydra, own, [*plain, *swept], swept, schema))
+            jobs.append(point_of(_job(config), config.hydra, own, [*plain, *swept], swept, schema))
         except ConfigError as error:
-            found.append(BadPoint(swept, str(error)))
-    good = [p for p in found if isinstance(p, Point)]
-    if not good and isinstance(found[0], BadPoint):
-        raise ConfigError(found[0].message)
-    names = [p.config.out for p in good if p.config.out is not None] if schema.one_file else []
+            jobs.append(BadPoint(swept, str(error)))
+    if all(isinstance(job, BadPoint) for job in jobs):
+        raise ConfigError(jobs[0].message)
+    if schema.one_file:
+        _refuse_one_file([job.config.out for job in jobs if isinstance(job, Point) and job.config.out is not None])
+    return jobs
+
+
+def _refuse_one_file(names: Sequence[str]) -> None:
+    """Errors: ConfigError if several points would write one file."""
     if len(names) != len(set(names)):
         raise ConfigError(
             f"out={names[0]} would be written by several points of the sweep; leave it out, since every point has its "
             "own directory, or put the swept key in: out='seed-${seed}.jsonl'"
         )
-    return found
 
 
 def _check_size(axes: Sequence[Override]) -> None:
@@ -265,11 +268,11 @@ def _check_size(axes: Sequence[Override]) -> None:
                 key = axis.get_key_element()
                 raise ConfigError(f"{axis.input_line}: an interval has no grid; list its values: {key}=1,2,3")
             try:
-                number *= sum(1 for _ in islice(axis.sweep_string_iterator(), 10**6))
+                number *= sum(1 for _ in islice(axis.sweep_string_iterator(), MAX_POINTS + 1))
             except ValueError as error:
                 raise ConfigError(f"{axis.input_line}: {error}") from error
     if number > MAX_POINTS:
-        raise ConfigError(f"the sweep has {number:,} points, at most {MAX_POINTS:,} are allowed; split it")
+        raise ConfigError(f"the sweep has {number:,} points or more, at most {MAX_POINTS:,} are allowed; split it")
 
 
 def _select(config: DictConfig, key: str) -> str:

@@ -4,11 +4,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra._internal.config_repository import ConfigRepository
 
 import fengine
 from fengine.errors import ConfigError
-from fengine.eval.cli import guard
+
+MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
 
 
 def conf_dir() -> Path:
@@ -34,6 +36,33 @@ class ConfigFiles(ConfigRepository):
         if config_path not in self.known:
             for source in self.sources:
                 if source.scheme() == "file" and source.is_config(config_path):
-                    guard.check_yaml(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
+                    check_yaml(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
             self.known[config_path] = super().load_config(config_path)
         return copy.deepcopy(self.known[config_path])
+
+
+def check_yaml(path: Path) -> None:
+    """Refuses a file that would not end: one that is no file, or whose aliases multiply. Errors: ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file")
+    if path.stat().st_size > MAX_FILE:
+        raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, at most {MAX_FILE:,} are read")
+    try:
+        root = yaml.compose(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if root is not None and _values(root, {}) > MAX_NODES:
+            problem = f"has more than {MAX_NODES:,} values, each counted as often as aliases name it"
+            raise ConfigError(f"{path} {problem}")
+    except ConfigError:
+        raise
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error or type(error).__name__}") from error
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node has once its aliases are written out. A node within itself has no end. Modifies: known."""
+    if id(node) not in known:
+        known[id(node)] = MAX_NODES + 1
+        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        total = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_values(one, known) for one in inner)
+        known[id(node)] = min(total, MAX_NODES + 1)
+    return known[id(node)]

@@ -7,10 +7,8 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -62,7 +60,6 @@ FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
 # Values that are texts: on the command line, whose grammar knows no escapes, \n and \t in them are the characters.
 TEXT_KEYS = ("task.prompt", "task.stop", "task.delimiter", "sampling.stop", "prompts")
 _ESCAPE = re.compile(r"(\\+)([nrt])")
-MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
 
 
 def unescaped(value: Any) -> Any:
@@ -77,33 +74,6 @@ def unescaped(value: Any) -> Any:
 def _character(match: re.Match[str]) -> str:
     kept, odd = divmod(len(match[1]), 2)
     return "\\" * kept + ({"n": "\n", "r": "\r", "t": "\t"}[match[2]] if odd else match[2])
-
-
-def check_yaml(path: Path) -> None:
-    """Refuses a file that would not end: one that is no file, or whose aliases multiply. Errors: ConfigError."""
-    if not path.is_file():
-        raise ConfigError(f"{path} is no file")
-    if path.stat().st_size > MAX_FILE:
-        raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, at most {MAX_FILE:,} are read")
-    try:
-        root = yaml.compose(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        if root is not None and _values(root, {}) > MAX_NODES:
-            problem = f"has more than {MAX_NODES:,} values, each counted as often as aliases name it"
-            raise ConfigError(f"{path} {problem}")
-    except ConfigError:
-        raise
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error or type(error).__name__}") from error
-
-
-def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node has once its aliases are written out. A node within itself has no end. Modifies: known."""
-    if id(node) not in known:
-        known[id(node)] = MAX_NODES + 1
-        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
-        total = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_values(one, known) for one in inner)
-        known[id(node)] = min(total, MAX_NODES + 1)
-    return known[id(node)]
 
 
 def check_override(text: str, key: str, value: Any, schema: Schema) -> None:

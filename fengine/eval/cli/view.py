@@ -1,13 +1,15 @@
 """What a person sees of a run: a calm live view in a terminal, plain lines elsewhere. Rich stays in this file.
 
-Views only render: they get `Progress`, `Shown` and `Summary` values and hold nothing but the console.
+Views only render: they get `Progress`, `Shown` and texts, and hold nothing but the console.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -17,15 +19,100 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fengine.eval.cli.figures import Progress, Shown, clean, clock, one_line, tail
-from fengine.eval.runs.config import View
-
 STREAMED_ROWS = 6  # rows whose text is shown while it grows
 PLAIN_SECONDS = 5.0  # between two plain progress lines
+# What a terminal would obey is shown, not sent: C0 and C1 controls but tab and newline, and DEL.
+_CONTROLS = {i: f"\\x{i:02x}" for i in [*range(32), *range(127, 160)] if i not in (9, 10)}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One row for the eye. `error` is None for a row that finished."""
+
+    number: int
+    prompt: str
+    text: str = ""
+    note: str = ""  # tokens and finish
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A moment of a job. Rates are tokens per second over the last moments; `remaining` seconds are an estimate."""
+
+    done: int = 0
+    total: int | None = None
+    failed: int = 0
+    running: int = 0
+    waiting: int = 0
+    in_rate: float = 0.0
+    out_rate: float = 0.0
+    pages_used: int = 0
+    pages_total: int = 0
+    seconds: float = 0.0
+    growing: tuple[Shown, ...] = ()
+    remaining: float | None = None
+
+    @property
+    def rows(self) -> str:
+        return f"{self.done:,}" + ("" if self.total is None else f"/{self.total:,}") + " rows"
+
+    @property
+    def time(self) -> str:
+        return clock(self.seconds) + ("" if self.remaining is None else f", {clock(self.remaining)} left")
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+def clean(text: str) -> str:
+    """Text that a terminal cannot mistake for commands. Pure."""
+    return text.translate(_CONTROLS)
+
+
+def one_line(text: str) -> str:
+    return " ".join(clean(text).split())
+
+
+def tail(text: str, room: int) -> str:
+    """The end of a text, with an ellipsis where it was cut. Pure."""
+    return text if len(text) <= room else "…" + text[len(text) - room + 1 :]
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:34, 1:02:03. Pure."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def place(path: str) -> str:
+    """A path as one would type it here: relative where it lies below the working directory."""
+    here = os.path.relpath(path)
+    return path if here.startswith("..") else here
+
+
+def say(*lines: str, stream: Any = None) -> None:
+    """Lines for readers; what a terminal would obey, or an encoding lacks, is shown escaped."""
+    stream = sys.stdout if stream is None else stream
+    text, encoding = "\n".join(map(clean, lines)) + "\n", getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
 
 
 class QuietView:
-    """Says nothing but what is wrong; errors are told by `run.py`. The base of the others: other calls do nothing."""
+    """Says nothing but what is wrong; errors are told by the command. The base of the others."""
 
     streams = False  # does the view show text while it grows?
 
@@ -45,7 +132,7 @@ class QuietView:
 
     def warn(self, text: str) -> None:
         """Something is not as it should be, and the run goes on."""
-        print(f"fengine: {clean(text)}", file=sys.stderr)
+        say(f"fengine: {text}", stream=sys.stderr)
 
     def figures(self, lines: Sequence[tuple[str, str]]) -> None: ...
 
@@ -56,53 +143,41 @@ class PlainView(QuietView):
 
     out: Any = field(default_factory=lambda: sys.stdout)
     err: Any = field(default_factory=lambda: sys.stderr)
-    said: float = field(default_factory=time.perf_counter)
+    shown_at: float = field(default_factory=time.perf_counter)
 
-    def _say(self, stream: Any, *lines: str) -> None:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        text = "\n".join(clean(line) for line in lines) + "\n"
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
+    def note(self, text: str) -> None:
+        say(text, stream=self.err)
 
-    def headline(self, text: str) -> None:
-        self._say(self.err, text)
+    headline = warn = note
 
     @contextmanager
     def opening(self, text: str) -> Iterator[None]:
-        self._say(self.err, f"{text} ...")
+        self.note(f"{text} ...")
         yield
 
     @contextmanager
     def job(self) -> Iterator[None]:
-        self.said = time.perf_counter()
+        self.shown_at = time.perf_counter()
         yield
 
     def progress(self, progress: Progress) -> None:
-        now = time.perf_counter()
-        if now - self.said < PLAIN_SECONDS:
+        if (now := time.perf_counter()) - self.shown_at < PLAIN_SECONDS:
             return
-        self.said = now
-        p = progress
-        total = "" if p.total is None else f"/{p.total:,}"
+        self.shown_at, p = now, progress
         failed = f", {p.failed:,} failed" if p.failed else ""
-        self._say(
-            self.err,
-            f"[{clock(p.seconds)}] {p.done:,}{total} rows{failed}, running {p.running:,}, waiting {p.waiting:,}, "
-            f"in {p.in_rate:,.0f} tok/s, out {p.out_rate:,.0f} tok/s, pages {p.pages_used:,}/{p.pages_total:,}",
+        self.note(
+            f"[{p.time}] {p.rows}{failed}, running {p.running:,}, waiting {p.waiting:,}, "
+            f"in {p.in_rate:,.0f} tok/s, out {p.out_rate:,.0f} tok/s, pages {p.pages_used:,}/{p.pages_total:,}"
         )
 
     def row(self, row: Shown) -> None:
         body = row.text if row.error is None else f"error: {row.error}"
-        self._say(self.out, f"--- {row.number}  {row.note}".rstrip(), f"prompt: {row.prompt}", f"output: {body}", "")
-
-    def note(self, text: str) -> None:
-        self._say(self.err, text)
-
-    warn = note
+        head = f"--- {row.number}  {row.note}".rstrip()
+        say(head, f"prompt: {row.prompt}", f"output: {body}", "", stream=self.out)
 
     def figures(self, lines: Sequence[tuple[str, str]]) -> None:
         width = max([13, *(len(label) + 2 for label, _ in lines)])
-        self._say(self.out, *(f"{label + ':':<{width}}{value}" for label, value in lines))
+        say(*(f"{label + ':':<{width}}{value}" for label, value in lines), stream=self.out)
 
 
 class LiveView(QuietView):
@@ -189,11 +264,10 @@ def _bar(p: Progress, width: int) -> RenderableType:
     bar.add_column(ratio=1)
     for _ in range(3):
         bar.add_column(no_wrap=True)
-    total = "" if p.total is None else f"/{p.total:,}"
     failed = Text(f"{p.failed:,} failed", style="red") if p.failed else Text()
     line = ProgressBar(total=p.total or None, completed=p.done, pulse=p.total is None, complete_style="cyan")
-    done = f"{p.done:,}".rjust(len(total) - 1)
-    bar.add_row(Padding(line, (0, 0, 0, 5)), f"{done}{total} rows", failed, Text(clock(p.seconds), style="dim"))
+    rows = p.rows.rjust(2 * len(f"{p.total or 0:,}") + len("/ rows"))
+    bar.add_row(Padding(line, (0, 0, 0, 5)), rows, failed, Text(p.time, style="dim"))
     return bar
 
 
@@ -213,11 +287,11 @@ def _figures(p: Progress) -> RenderableType:
     return text
 
 
-def choose(view: View) -> QuietView:
-    """The view for this process's standard output."""
-    if view is View.quiet:
+def choose(kind: Enum) -> QuietView:
+    """The view for this process's standard output; `kind` is one of `config.View`."""
+    if kind.value == "quiet":
         return QuietView()
     console = Console(highlight=False, markup=False, emoji=False)
     terminal = console.is_terminal and not console.is_dumb_terminal
-    live = view is View.live or view is View.auto and terminal
+    live = kind.value == "live" or kind.value == "auto" and terminal
     return LiveView(console) if live else PlainView()

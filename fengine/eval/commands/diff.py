@@ -8,7 +8,7 @@ from typing import Any
 from fengine.errors import ConfigError, StorageError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
-from fengine.eval.cli.figures import count, place
+from fengine.eval.cli.view import count, place, say
 from fengine.eval.records.compare import Comparison, compare, edges, row_lines
 from fengine.eval.records.records import Records, causes, pairs_of, runs_of
 
@@ -44,7 +44,7 @@ def _work(argv: Sequence[str]) -> int:
             if "--json" in words.flags:
                 told.append(as_dict(mine, its, found))
             else:
-                command.say(*lines(mine, its, found, show))
+                say(*lines(mine, its, found, show))
             return OK if found.same and not mine.damaged and not its.damaged else DIFFERS
 
     code = command.each(list(pairs), differ)

@@ -10,21 +10,21 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
 from fengine.errors import InputFileError, ResumeMismatchError, StorageError
 from fengine.eval.cli.command import DIFFERS, OK, parse, run
-from fengine.eval.cli.figures import count, place
 from fengine.eval.cli.restore import restore
+from fengine.eval.cli.view import count, place
 from fengine.eval.records.records import read_manifest, runs_of
 from fengine.eval.runs import digests, manifest
 from fengine.eval.runs.config import EVAL, parse_shard
 from fengine.eval.runs.finish import METRICS, finish, read_metrics
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
-from fengine.eval.runs.index import NOTHING, RowTable, is_head
-from fengine.eval.runs.journal import KIND, Damage, encode, header, read_at, scan
+from fengine.eval.runs.index import NOTHING, RowTable, read_table
+from fengine.eval.runs.journal import encode, header, read_at
 from fengine.eval.tasks.kinds import open_task
 
 USAGE = """
@@ -56,7 +56,7 @@ class Shard:
         result = self.manifest.get("result")
         if not isinstance(result, dict) or result.get("rows") != self.rows:
             raise InputFileError(f"{folder} (shard {self.name}) has not come to its end; run its command again first")
-        self.table = self._read()
+        self.table = self._read_journal()
 
     @property
     def name(self) -> str:
@@ -68,20 +68,14 @@ class Shard:
         rows = {"rows": self.identity["input"]["all_rows"], "sha256": self.identity["input"]["sha256"]}
         return self.identity | {"config": config, "config_sha256": digests.canonical(config), "input": rows}
 
-    def _read(self) -> RowTable:
+    def _read_journal(self) -> RowTable:
         """Errors: StorageError for a journal that is not whole, or not this shard's."""
-        path, table = self.folder / JOURNAL, RowTable(self.rows)
-        again = "; run the shard's command again, which saves what can be saved"
-        for found in scan(path):
-            if isinstance(found, Damage):
-                raise StorageError(f"{path} is damaged at byte {found.offset:,}{again}")
-            if found.head[0] == KIND:
-                if found.head[-1] != digests.canonical(self.identity):
-                    raise StorageError(f"{path} is not the journal of {MANIFEST} beside it")
-            elif not is_head(found.head, self.rows):
-                raise StorageError(f"{path} has no row of this shard at byte {found.offset:,}{again}")
-            else:
-                table.put(found.head[0], bool(found.head[1]), found.offset)
+        path, again = self.folder / JOURNAL, "; run the shard's command again, which saves what can be saved"
+        table, damage, headers = read_table(path, self.rows)
+        if any(header[-1] != digests.canonical(self.identity) for header in headers):
+            raise StorageError(f"{path} is not the journal of {MANIFEST} beside it")
+        if damage:
+            raise StorageError(f"{path} is damaged at byte {damage[0].offset:,}{again}")
         if NOTHING in table.known:
             raise StorageError(f"{path} lacks row {table.known.index(NOTHING)}{again}")
         return table
@@ -111,9 +105,8 @@ def fitting(shards: Sequence[Shard]) -> list[Shard]:
     first, places = shards[0], {}
     for shard in shards:
         if shard.count != first.count:
-            raise InputFileError(
-                f"{shard.folder} is shard {shard.name}, {first.folder} is {first.name}: not of one run"
-            )
+            problem = f"{shard.folder} is shard {shard.name}, {first.folder} is {first.name}: not of one run"
+            raise InputFileError(problem)
         if (other := places.setdefault(shard.number, shard)) is not shard:
             raise InputFileError(f"shard {shard.name} is there twice: {other.folder} and {shard.folder}")
         lines = manifest.differences(first.whole(), shard.whole())
@@ -121,8 +114,8 @@ def fitting(shards: Sequence[Shard]) -> list[Shard]:
         if all(forces):  # a shard without rows has opened no engine
             lines += manifest.differences({"in_force": forces[0]}, {"in_force": forces[1]})
         if lines:
-            told = "".join(f"\n  {line}" for line in lines[:20])
-            raise ResumeMismatchError(f"{shard.folder} is not of the same run as {first.folder}:{told}")
+            listed = manifest.listed(lines)
+            raise ResumeMismatchError(f"{shard.folder} is not of the same run as {first.folder}:\n{listed}")
     missing = [f"{number + 1}/{first.count}" for number in range(first.count) if number not in places]
     if missing:
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
@@ -136,32 +129,44 @@ def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
     Where the same merge was interrupted, it goes on; where it has been done, nothing is.
     Errors: ResumeMismatchError, StorageError.
     """
-    identity = shards[0].whole()
+    identity, record = shards[0].whole(), folder.read(MANIFEST)
     parts = [
         {"shard": s.name, "folder": str(s.folder), "outputs_sha256": s.manifest["result"]["outputs_sha256"]}
         for s in shards
     ]
-    record = folder.read(MANIFEST)
     if record is None:
-        said = (shards[0].manifest.get("origin") or {}) | {"run_id": uuid.uuid4().hex, "swept": []}
-        said["overrides"] = _unsharded(said.get("overrides"))
-        record = manifest.record(identity, said) | {"merged": parts}
-        record["in_force"] = next((s.manifest["in_force"] for s in shards if s.manifest["in_force"]), None)
-        record["sessions"] = [session | {"shard": s.name} for s in shards for session in s.manifest["sessions"]]
-        _write_config(folder, shards[0])
+        record = _begin(folder, shards, identity) | {"merged": parts}
         folder.write(MANIFEST, record)
     elif record.get("merged") != parts or record.get("identity") != identity:
         raise ResumeMismatchError(f"{folder.path} holds another run; choose another folder to merge into")
     elif record.get("result") is not None:  # merged before; rows that failed may have been computed since
         if (metrics := read_metrics(folder, record)) is None:
-            raise StorageError(
-                f"{folder.path / METRICS} is damaged or missing; the unsharded command with its folder as out=DIR "
-                "writes it again"
-            )
+            remedy = "the unsharded command with its folder as out=DIR writes it again"
+            raise StorageError(f"{folder.path / METRICS} is damaged or missing; {remedy}")
         return metrics
     table = _weave(folder, shards, digests.canonical(identity))
     task = open_task(restore(identity["config"], (), EVAL).task, Path())
     return finish(folder, record, table, task)
+
+
+def _begin(folder: RunFolder, shards: Sequence[Shard], identity: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of the whole, with config.yaml and overrides.yaml as the unsharded run has them. Errors:
+    StorageError."""
+    origin = (shards[0].manifest.get("origin") or {}) | {"run_id": uuid.uuid4().hex, "swept": []}
+    origin["overrides"] = _unsharded(origin.get("overrides"))
+    record = manifest.record(identity, origin)
+    record["in_force"] = next((s.manifest["in_force"] for s in shards if s.manifest["in_force"]), None)
+    record["sessions"] = [session | {"shard": s.name} for s in shards for session in s.manifest["sessions"]]
+    first = shards[0].folder
+    try:
+        config = yaml.safe_load((first / "config.yaml").read_bytes())
+        words = _unsharded(yaml.safe_load((first / "overrides.yaml").read_bytes()))
+        config["run"]["shard"], config["out"] = None, str(folder.path)
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{first}/config.yaml or overrides.yaml cannot be read: {error}") from error
+    folder.write("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    folder.write("overrides.yaml", yaml.safe_dump(words, allow_unicode=True))
+    return record
 
 
 def _weave(folder: RunFolder, shards: Sequence[Shard], identity: str) -> RowTable:
@@ -169,36 +174,20 @@ def _weave(folder: RunFolder, shards: Sequence[Shard], identity: str) -> RowTabl
     table, before = RowTable(sum(shard.rows for shard in shards)), [0]
     for shard in shards:  # sessions are numbered through
         before.append(before[-1] + len(shard.manifest["sessions"]))
-    try:
-        with ExitStack() as files:
-            sources: list[BinaryIO] = [files.enter_context((s.folder / JOURNAL).open("rb")) for s in shards]
-            out = files.enter_context((folder.path / f".{JOURNAL}.tmp").open("wb", buffering=1 << 20))
-            size = out.write(header(identity))
-            for index in range(len(table.known)):
-                row, number = divmod(index, len(shards))
-                entry = read_at(sources[number], shards[number].table.offsets[row])
-                ok, key, session, *rest = entry.head[1:]
-                table.put(index, bool(ok), size)
-                size += out.write(encode([index, ok, key, session + before[number], *rest], entry.record))
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError as error:
-        raise error if isinstance(error, StorageError) else folder.failed(error) from error
+    with folder.writing(), ExitStack() as files:
+        sources = [files.enter_context((s.folder / JOURNAL).open("rb")) for s in shards]
+        out = files.enter_context((folder.path / f".{JOURNAL}.tmp").open("wb", buffering=1 << 20))
+        size = out.write(header(identity))
+        for index in range(len(table.known)):
+            row, number = divmod(index, len(shards))
+            entry = read_at(sources[number], shards[number].table.offsets[row])
+            ok, key, session, *rest = entry.head[1:]
+            table.put(index, bool(ok), size)
+            size += out.write(encode([index, ok, key, session + before[number], *rest], entry.record))
+        out.flush()
+        os.fsync(out.fileno())
     folder.install(JOURNAL)
     return table
-
-
-def _write_config(folder: RunFolder, shard: Shard) -> None:
-    """config.yaml and overrides.yaml, as the unsharded run has them. Errors: StorageError."""
-    try:
-        config = yaml.safe_load((shard.folder / "config.yaml").read_bytes())
-        words = yaml.safe_load((shard.folder / "overrides.yaml").read_bytes())
-        config["run"]["shard"], config["out"] = None, str(folder.path)
-        kept = _unsharded(words)
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{shard.folder}/config.yaml or overrides.yaml cannot be read: {error}") from error
-    folder.write("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    folder.write("overrides.yaml", yaml.safe_dump(kept, allow_unicode=True))
 
 
 def _unsharded(words: Any) -> list[str]:

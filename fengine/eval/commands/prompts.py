@@ -15,9 +15,9 @@ from fengine.eval.cli import view
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, composed
 from fengine.eval.cli.compose import jobs
 from fengine.eval.cli.engines import EngineCache, model_directory
-from fengine.eval.cli.figures import place
 from fengine.eval.cli.launch import quoted
 from fengine.eval.cli.schema import BadPoint, Point
+from fengine.eval.cli.view import place
 from fengine.eval.runs.config import RUN, RunConfig, evaluation_of
 from fengine.eval.runs.digests import has_chat_template, local_directory
 from fengine.eval.runs.export import Export

@@ -7,69 +7,22 @@ or re-scored: its prompt and answer are read as one prompt, whose logprobs are c
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from fengine.eval.records.compare import Record, RowDifference, compare_row
+from fengine.eval.commands.layouts import Found
+from fengine.eval.records.compare import compare_row
 from fengine.eval.records.records import Records
-from fengine.eval.runs.answering import FATAL, answer_row, sampling_of
-from fengine.eval.runs.asking import Asker, Scored
+from fengine.eval.runs.answering import FATAL, Asker, Scored, answer_row, sampling_of
 from fengine.eval.runs.config import EvalConfig
 from fengine.eval.runs.loop import WINDOW
+from fengine.eval.runs.record import Record
 from fengine.eval.tasks.task import Ask, Row, Task
 
 # Sampling parameters by which logits are edited before a token is drawn, and the values that edit nothing. A prompt's
 # logprobs know no edits, so such answers are not re-scored.
 EDITS = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
 STOPS = ("stop", "stop_token_ids", "stop_regex", "max_new_tokens", "ignore_eos")
-
-
-@dataclass
-class Found:
-    """What one layout gave. `answers` counts those compared; `failed` the rows that it could not compute."""
-
-    rows: int = 0
-    answers: int = 0
-    tokens: int = 0
-    logprobs: int = 0
-    differing_rows: int = 0
-    differing_tokens: int = 0  # rows whose tokens differ
-    differing_logprobs: int = 0
-    differing_bits: int = 0
-    failed: int = 0
-    left_out: int = 0  # answers that cannot be re-scored
-    first: RowDifference | None = None  # of the row that comes first in the run
-    error: str | None = None  # of the first row that failed
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    longest: int = 0  # tokens of the longest request, and of the longest prompt
-    longest_prompt: int = 0
-    requests: int = 0
-    _first_at: int = field(default=-1, repr=False)
-
-    def count(self, number: int, found: RowDifference, answers: int) -> None:
-        """Modifies: itself."""
-        self.rows += 1
-        self.answers += answers
-        self.tokens += found.tokens
-        self.logprobs += found.logprobs
-        if found.same:
-            return
-        self.differing_rows += 1
-        self.differing_tokens += found.first_token is not None
-        self.differing_logprobs += found.differing_logprobs
-        self.differing_bits += found.differing_bits
-        if self.first is None or number < self._first_at:
-            self.first, self._first_at = found, number
-
-    def measure(self, metas: Sequence[dict[str, Any]]) -> None:
-        """Counts the calls of one row. Modifies: itself."""
-        for meta in metas:
-            self.requests += 1
-            self.prompt_tokens += meta["prompt_tokens"]
-            self.cached_tokens += meta.get("cached_tokens", 0)
-            self.longest = max(self.longest, meta["prompt_tokens"] + meta["completion_tokens"])
-            self.longest_prompt = max(self.longest_prompt, meta["prompt_tokens"])
 
 
 @dataclass(frozen=True)
@@ -121,7 +74,7 @@ async def _asked(case: Case, asker: Asker, task: Task, number: int, record: Reco
     metas: list[dict[str, Any]] = []
     _, line = await answer_row(asker, case.config, task, Row(record["id"], record["data"]), metas)
     found.measure(metas)
-    found.count(number, compare_row(record, json.loads(line)), len(record["answers"]))
+    found.add(number, compare_row(record, json.loads(line)), len(record["answers"]))
 
 
 # -- re-scoring --------------------------------------------------------------------------------------------------------
@@ -147,7 +100,7 @@ async def _rescored(case: Case, asker: Asker, task: Task, number: int, record: R
     difference = compare_row(record | {"answers": mine}, record | {"answers": its})
     difference.tokens -= known
     difference.logprobs -= known
-    found.count(number, difference, count)
+    found.add(number, difference, count)
 
 
 def _edited(sampling: dict[str, Any]) -> bool:

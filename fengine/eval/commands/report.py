@@ -6,10 +6,11 @@ from pathlib import Path
 from fengine.errors import ConfigError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import OK
-from fengine.eval.cli.figures import place
+from fengine.eval.cli.view import place
 from fengine.eval.records.records import runs_of
 from fengine.eval.report.assemble import report_data
 from fengine.eval.report.page import page
+from fengine.eval.runs.folder import write_file
 
 USAGE = """
 Usage: fengine report RUN_OR_SWEEP [RUN_B] [out=FILE] [rows=1000] [megabytes=5]
@@ -45,7 +46,7 @@ def _work(argv: Sequence[str]) -> int:
         folders, most_rows=words.options.get("rows", 1000), megabytes=words.options.get("megabytes", 5.0)
     )
     content = page(data)
-    command.write_file(out, content)
+    write_file(out, content)
     print(f"{place(str(out))}: {len(content) / 1e6:.1f} MB; open it in a browser")
     return OK
 

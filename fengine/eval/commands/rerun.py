@@ -10,9 +10,9 @@ from fengine.errors import ConfigError, ResumeMismatchError, StorageError
 from fengine.eval.cli import command, view
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.engines import EngineCache
-from fengine.eval.cli.figures import place
 from fengine.eval.cli.restore import restore
 from fengine.eval.cli.schema import Point
+from fengine.eval.cli.view import place, say
 from fengine.eval.records.records import read_manifest, runs_of
 from fengine.eval.runs import manifest
 from fengine.eval.runs.config import EVAL, parse_shard
@@ -81,7 +81,7 @@ def _again(folder: Path, own: Path, words: command.Arguments, engines: EngineCac
     screen = view.choose(point.config.view)
     changed = _changes(point, base, old["identity"], folder, bool(words.options.get("rerun.changed")))
     if changed:
-        screen.note("\n".join(["what this run depends on differs (recorded → now):", *(f"  {c}" for c in changed)]))
+        screen.note(f"what this run depends on differs (recorded → now):\n{manifest.listed(changed)}")
     code, metrics = run_point(point, engines, screen, ["rerun", *argv], base)
     if metrics is None:
         screen.note(f"to go on, run the same command with out={place(str(own))}")
@@ -113,23 +113,21 @@ def _changes(point: Point, base: Path, old: dict[str, Any], folder: Path, allowe
         decisive = [line for line in decisive if not line.startswith("model.")]
     if decisive and not allowed:
         raise ResumeMismatchError(
-            f"{folder} depends on what is no longer so (recorded → now):\n"
-            + "\n".join(f"  {line}" for line in decisive[:20])
-            + "\nput that back, name the place where it is now (task.data=FILE, model.path=DIR), or run it all the "
-            "same with rerun.changed=true"
+            f"{folder} depends on what is no longer so (recorded → now):\n{manifest.listed(decisive)}\n"
+            "put that back, name the place where it is now (task.data=FILE, model.path=DIR), or run it all the same "
+            "with rerun.changed=true"
         )
-    whole = manifest.differences(old, now)
-    return whole if len(whole) <= 20 else [*whole[:20], f"and {len(whole) - 20} more"]
+    return manifest.differences(old, now)
 
 
 def _verdict(old: dict[str, Any], new: dict[str, Any], folder: Path, own: Path) -> int:
     wanted, got = (old.get("result") or {}).get("outputs_sha256"), new["result"]["outputs_sha256"]
     there, here = place(str(folder)), place(str(own))
     if wanted == got:
-        command.say(f"outputs.jsonl is byte-identical to that of {there} (sha256 {got})")
+        say(f"outputs.jsonl is byte-identical to that of {there} (sha256 {got})")
         return OK
     if wanted is None:
-        command.say(f"{there} has not come to its end; fengine diff {there} {here} compares what it has")
+        say(f"{there} has not come to its end; fengine diff {there} {here} compares what it has")
     else:
-        command.say(f"outputs.jsonl differs from that of {there}; see fengine diff {there} {here}")
+        say(f"outputs.jsonl differs from that of {there}; see fengine diff {there} {here}")
     return DIFFERS

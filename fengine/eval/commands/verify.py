@@ -12,15 +12,26 @@ from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, Feng
 from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.engines import EngineCache, model_directory
-from fengine.eval.cli.figures import count, place
 from fengine.eval.cli.restore import restore
-from fengine.eval.commands.layouts import LAYOUTS, Layout, layout, ordered, sizes_of
-from fengine.eval.commands.replay import Case, Found, replay
-from fengine.eval.commands.verdict import COUNTERS, LayoutVerdict, judged, whole
+from fengine.eval.cli.view import count, place, say
+from fengine.eval.commands.layouts import (
+    COUNTERS,
+    LAYOUTS,
+    Found,
+    Layout,
+    LayoutVerdict,
+    judged,
+    layout,
+    sizes_of,
+    whole,
+)
+from fengine.eval.commands.replay import Case, replay
 from fengine.eval.records.compare import row_lines
 from fengine.eval.records.records import Records, runs_of
 from fengine.eval.runs import digests, machine, manifest
 from fengine.eval.runs.config import EVAL, EvalConfig
+from fengine.eval.runs.finish import TIMINGS
+from fengine.eval.runs.folder import check_writable, write_file
 from fengine.eval.runs.run import now, render_of
 from fengine.eval.tasks.kinds import open_task
 
@@ -31,7 +42,7 @@ Computes the rows of a run again under other schedules and compares tokens and e
 run recorded. The verdict and its counts are shown and written to verify.json in the run's folder, of which nothing else
 is touched; of a sweep, every run is verified. Layouts:
 
-{chr(10).join(f"  {name:<10} {what}" for name, what in LAYOUTS.items())}
+{chr(10).join(f"  {name:<10} {kind.what}" for name, kind in LAYOUTS.items())}
 
   verify.fraction=F   a part of the rows, drawn by verify.seed
   verify.layouts=L    only these layouts
@@ -86,81 +97,77 @@ class Verification:
         options = words.options
         self.records, self.engines = records, engines
         self.out: Path = options.get("out", records.folder / "verify.json")
-        command.check_writable(self.out)
+        check_writable(self.out)
         self.config: EvalConfig = restore(records.identity["config"], words.overrides, EVAL)
-        self.names = ordered(options.get("verify.layouts", list(LAYOUTS)))
+        self.names = [name for name in LAYOUTS if name in options.get("verify.layouts", LAYOUTS)]
         self.fraction, self.seed = options.get("verify.fraction", 1.0), options.get("verify.seed", 0)
         self.numbers = drawn(len(records), self.fraction, self.seed)
         self.in_force: dict[str, Any] = records.manifest.get("in_force") or {}
+        self.result: dict[str, Any] = records.manifest.get("result") or {}
         self.notes = [*records.notes, *self._other_code()]
-        self.rows: list[LayoutVerdict] = []
+        self.verdicts: list[LayoutVerdict] = []
         self.case: Case | None = None
         self.longest = self.prompt = 0  # tokens, once a layout has measured them
 
     def run(self) -> int:
         """Every layout; shows and writes the verdict. Returns the exit code. Errors: FengineError."""
-        drawn = "" if len(self.numbers) == len(self.records) else f" of {len(self.records):,}, drawn by verify.seed"
-        command.say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{drawn}")
-        for note in self.notes:
-            command.say(f"note: {note}")
+        part = "" if len(self.numbers) == len(self.records) else f" of {len(self.records):,}, drawn by verify.seed"
+        say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{part}")
+        say(*(f"note: {note}" for note in self.notes))
         started = now()
         for name in self.names:
-            self.rows.append(self._layout(name))
-            command.say(self.rows[-1].line())
-            if self.rows[-1].found.first is not None:
-                command.say(*row_lines(self.rows[-1].found.first, ("recorded", "computed")))
-        verdict, good = whole(self.rows, self.records.damaged)
-        command.write_json(self.out, self.as_dict(verdict, good, started))
-        command.say(f"verdict: {verdict}; in {place(str(self.out))}")
+            verdict = self._layout(name)
+            self.verdicts.append(verdict)
+            first = verdict.found.first
+            say(verdict.line(), *(() if first is None else row_lines(first, ("recorded", "computed"))))
+        verdict, good = whole(self.verdicts, self.records.damaged)
+        write_file(self.out, self.as_dict(verdict, good, started))
+        say(f"verdict: {verdict}; in {place(str(self.out))}")
         return OK if good else DIFFERS
 
     def as_dict(self, verdict: str, good: bool, started: str) -> dict[str, Any]:
         """The content of verify.json."""
-        result, records = self.records.manifest.get("result") or {}, self.records
         return {
             "fengine_verify": 1,
-            "run_id": (records.manifest.get("origin") or {}).get("run_id"),
-            "outputs_sha256": result.get("outputs_sha256"),
+            "run_id": (self.records.manifest.get("origin") or {}).get("run_id"),
+            "outputs_sha256": self.result.get("outputs_sha256"),
             "verdict": verdict,
             "identical": good,
-            "sample": {"fraction": self.fraction, "seed": self.seed, "rows": len(self.numbers), "of": len(records)},
+            "sample": {
+                "fraction": self.fraction, "seed": self.seed, "rows": len(self.numbers), "of": len(self.records)
+            },
             "notes": self.notes,
-            "layouts": [row.as_dict() for row in self.rows],
+            "layouts": [one.as_dict() for one in self.verdicts],
             "environment": {"versions": manifest.versions(), "git": machine.checkout(), "cpu": manifest.cpu_name()},
             "started": started,
             "ended": now(),
-        }
+        }  # fmt: skip
 
     # -- one layout ----------------------------------------------------------------------------------------------------
 
     def _layout(self, name: str) -> LayoutVerdict:
         """Errors: EngineDeadError, EngineClosedError, StorageError; whatever opening the run's own engine raises."""
-        one, begun = self._planned(name), time.perf_counter()
+        known = self.result.get("prompt_tokens")
+        prompt = self.prompt or (known if type(known) is int else 0) // max(1, len(self.records))
+        sizes = sizes_of(self.in_force, len(self.numbers), prompt, self.longest or self._longest_recorded())
+        one, begun = layout(name, self.config.engine, sizes), time.perf_counter()
         found, counted = Found(), dict.fromkeys(COUNTERS, 0)
         try:
             engine = self.engines.get(one.config)
-            self._meet(engine)
-            found, counted = self._compute(one, engine)
+            found, counted = self._compute(one, engine, self.case or self._meet(engine))
         except (EngineDeadError, EngineClosedError, ResumeMismatchError):
             raise
         except FengineError as error:
             if one.config == self.config.engine:
                 raise
             found.failed, found.error = len(self.numbers), f"{type(error).__name__}: {error}"
-        return judged(one, found, counted, time.perf_counter() - begun, one.settings(self.config.engine))
-
-    def _planned(self, name: str) -> Layout:
-        result = self.records.manifest.get("result") or {}
-        known = result.get("prompt_tokens")
-        prompt = self.prompt or (known if type(known) is int else 0) // max(1, len(self.records))
-        sizes = sizes_of(self.in_force, len(self.numbers), prompt, self.longest or self._longest_recorded())
-        return layout(name, self.config.engine, sizes)
+        return judged(one, found, counted, time.perf_counter() - begun)
 
     def _longest_recorded(self) -> int:
         """Tokens of the longest row, as far as timings.jsonl tells; a row may be several requests."""
         most = 0
         try:
-            with (self.records.folder / "timings.jsonl").open("rb") as file:
+            with (self.records.folder / TIMINGS).open("rb") as file:
                 for line in file:
                     one = json.loads(line)
                     counts = [one[key] for key in ("prompt_tokens", "completion_tokens")]
@@ -170,15 +177,14 @@ class Verification:
             return most or 512
         return most
 
-    def _compute(self, one: Layout, engine: Any) -> tuple[Found, dict[str, int]]:
+    def _compute(self, one: Layout, engine: Any, case: Case) -> tuple[Found, dict[str, int]]:
         """What the last pass of a layout found, and what its engine counted."""
-        assert self.case is not None
         task = open_task(self.config.task, Path(), render_of(engine))
         before, found = engine.stats(), Found()
         for number in range(one.passes):
             order = self.numbers * one.copies
             random.Random(f"{one.name} {self.seed} {number}").shuffle(order)
-            found = replay(self.case, order, engine, task, one.rescore)
+            found = replay(case, order, engine, task, one.rescore)
         if found.requests:
             self.longest, self.prompt = max(self.longest, found.longest), found.prompt_tokens // found.requests
         after = engine.stats()
@@ -188,31 +194,26 @@ class Verification:
 
     def _other_code(self) -> list[str]:
         """Versions and code that are not the run's. Errors: ResumeMismatchError for another checkpoint."""
-        old, told = self.records.identity, []
+        old, notes = self.records.identity, []
         known, new = old.get("model") or {}, digests.model_digests(self.config.engine.model)
         for part in ("files", "tokenizer_files"):
             if part in known and part in new:
                 self._refuse_other_files(known[part], new[part])
         for name, value in (("versions", manifest.versions()), ("code_sha256", manifest.code_digest())):
-            told += [f"{line}: {LEGITIMATE}" for line in manifest.differences(old.get(name), value, name)]
+            notes += [f"{line}: {LEGITIMATE}" for line in manifest.differences(old.get(name), value, name)]
         if self.config.engine.numerics.value != "exact":
-            told.append(f"numerics={self.config.engine.numerics.value} makes no promise: bits may differ legitimately")
-        return told
+            notes.append(f"numerics={self.config.engine.numerics.value} makes no promise: bits may differ legitimately")
+        return notes
 
     def _refuse_other_files(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        lines = manifest.differences(old, new)
-        if lines:
-            more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+        if lines := manifest.differences(old, new):
             raise ResumeMismatchError(
                 f"{self.config.engine.model.path} is not the checkpoint of {self.records.folder} (recorded → now):\n"
-                + "\n".join(f"  {line}" for line in lines[:10])
-                + f"{more}\nput it back, or name the place where it is now with model.path=DIR"
+                f"{manifest.listed(lines)}\nput it back, or name the place where it is now with model.path=DIR"
             )
 
-    def _meet(self, engine: Any) -> None:
+    def _meet(self, engine: Any) -> Case:
         """The first engine: which machine it runs on, how long its inputs may be. Errors: ResumeMismatchError."""
-        if self.case is not None:
-            return
         files = self.in_force.get("model_files")
         if files is not None:
             self._refuse_other_files(files, digests.file_digests(model_directory(self.config.engine.model)))
@@ -220,9 +221,10 @@ class Verification:
         lines = manifest.differences(self.in_force.get("hardware"), here["hardware"], "hardware")
         for line in lines if self.in_force else ():
             self.notes.append(f"{line}: {LEGITIMATE}")
-            command.say(f"note: {self.notes[-1]}")
+            say(f"note: {self.notes[-1]}")
         known = self.in_force.get("max_input")
         self.case = Case(self.records, self.config, known if type(known) is int else here["max_input"])
+        return self.case
 
 
 def drawn(count: int, fraction: float, seed: int) -> list[int]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from fengine.eval.cli.figures import one_line
+from fengine.eval.cli.view import one_line
+from fengine.eval.runs.record import Record, common
 from fengine.eval.tasks.statistics import Delta, paired
 from fengine.eval.tasks.task import Scores
 
-Record = dict[str, Any]
 ASKED = ("prompt", "sampling_seed", "kind")  # fields of an answer that say what was asked
 TOLD = ("text", "finish_reason", "top_logprobs")  # and those that follow from its tokens
 EDGES = (0.0, *(float(f"1e{decade}") for decade in range(-8, 2)))  # of the histogram; its last bin is open
@@ -69,6 +69,12 @@ class RowDifference:
         both = [found for found in (self.first_logprob, self.first_token) if found is not None]
         return min(both, key=lambda found: (found.sample, found.token)) if both else None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values. Pure."""
+        firsts = {"token": self.first_token, "logprob": self.first_logprob}
+        plain = {name: None if at is None else asdict(at) for name, at in firsts.items()}
+        return {"id": self.id, "other": list(self.other)} | plain
+
 
 def compare_row(a: Record, b: Record) -> RowDifference:
     """Pure. Errors: ValueError, TypeError or KeyError for what is no record."""
@@ -89,7 +95,7 @@ def compare_row(a: Record, b: Record) -> RowDifference:
 def _compare_answer(found: RowDifference, sample: int, a: Record, b: Record) -> None:
     """Modifies: found."""
     ids_a, ids_b = a["output_ids"], b["output_ids"]
-    equal = _common(ids_a, ids_b)
+    equal = common(ids_a, ids_b)
     if equal < max(len(ids_a), len(ids_b)):
         found.tokens += 1
         found.first_token = found.first_token or _divergence(found.id, sample, equal, a, b)
@@ -109,13 +115,6 @@ def _compare_answer(found: RowDifference, sample: int, a: Record, b: Record) -> 
     largest = int(np.argmax(deltas))
     if deltas[largest] > found.largest[0]:
         found.largest = float(deltas[largest]), sample, int(places[largest])
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """How many ids both begin with. Pure."""
-    if one == other:
-        return len(one)
-    return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 
 def _divergence(row: str, sample: int, token: int, a: Record, b: Record) -> Divergence:
@@ -162,20 +161,36 @@ def _ones(bits: np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class Comparison:
-    """Two runs, row by row. `rows` are those that both have."""
+class Counts:
+    """Of two sides of the same rows."""
 
     rows: int = 0
+    tokens: int = 0
+    logprobs: int = 0
     differing_rows: int = 0
+    differing_tokens: int = 0  # rows whose tokens differ: those behind the first are of another text
+    differing_logprobs: int = 0
+    differing_bits: int = 0
+
+    def count(self, found: RowDifference) -> None:
+        """Modifies: itself."""
+        self.rows += 1
+        self.tokens += found.tokens
+        self.logprobs += found.logprobs
+        self.differing_rows += not found.same
+        self.differing_tokens += found.first_token is not None
+        self.differing_logprobs += found.differing_logprobs
+        self.differing_bits += found.differing_bits
+
+
+@dataclass
+class Comparison(Counts):
+    """Two runs, row by row. `rows` are those that both have."""
+
     only_a: int = 0
     only_b: int = 0
     only_a_ids: list[str] = field(default_factory=list)  # the first of them
     only_b_ids: list[str] = field(default_factory=list)
-    tokens: int = 0
-    logprobs: int = 0
-    differing_tokens: int = 0  # rows and samples count once: tokens behind the first are of another text
-    differing_logprobs: int = 0
-    differing_bits: int = 0
     largest_delta: float = 0.0
     largest_at: tuple[str, int, int] | None = None  # row id, sample, token
     histogram: list[int] = field(default_factory=lambda: [0] * len(EDGES))  # of |Δlogprob| that differ
@@ -189,15 +204,9 @@ class Comparison:
 
     def add(self, found: RowDifference, keep: int) -> None:
         """Modifies: itself."""
-        self.rows += 1
-        self.tokens += found.tokens
-        self.logprobs += found.logprobs
+        self.count(found)
         if found.same:
             return
-        self.differing_rows += 1
-        self.differing_tokens += found.first_token is not None
-        self.differing_logprobs += found.differing_logprobs
-        self.differing_bits += found.differing_bits
         if found.deltas:
             for place, number in enumerate(np.bincount(np.searchsorted(EDGES, found.deltas, "right") - 1)):
                 self.histogram[place] += int(number)
@@ -212,12 +221,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values. Pure."""
-        firsts = []
-        for found in self.firsts:
-            one: dict[str, Any] = {"id": found.id, "other": list(found.other)}
-            one |= {name: None if at is None else asdict(at) for name, at in (
-                ("token", found.first_token), ("logprob", found.first_logprob))}  # fmt: skip
-            firsts.append(one | {"largest_delta": found.largest[0]})
+        firsts = [found.as_dict() | {"largest_delta": found.largest[0]} for found in self.firsts]
         plain = {name: value for name, value in vars(self).items() if name not in ("firsts", "metrics", "histogram")}
         bins = [{"from": low, "to": high, "count": n} for (low, high), n in zip(edges(), self.histogram, strict=True)]
         metrics = {name: delta.as_dict() for name, delta in self.metrics.items()}

@@ -1,28 +1,27 @@
 """A run's folder for those who only read it: its manifest, and its records by number. No torch.
 
 The records are the lines of `outputs.jsonl`; before a run has ended, or for lines of it that are no records any more,
-those of the journal. What was damaged or is missing is told in `notes`. Memory is 25 bytes a row; nothing is written.
+those of the journal. A line that the journal contradicts is damage. What is damaged or missing stands in `notes`.
+Memory is 24 bytes a row; nothing is written.
 """
 
 import hashlib
 from array import array
 from collections.abc import Iterator
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from fengine.errors import StorageError
-from fengine.eval.records.lines import id_key, id_of, parsed, record_of
 from fengine.eval.runs.digests import canonical
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, read_object
-from fengine.eval.runs.index import NOTHING, RowTable, is_head
-from fengine.eval.runs.journal import KIND, MAX_LINE, Damage, read_at, scan
+from fengine.eval.runs.index import RowTable, id_key, read_table
+from fengine.eval.runs.journal import MAX_LINE, read_at
 from fengine.eval.runs.manifest import differences, recorded
+from fengine.eval.runs.record import Record, id_of, record_of
 
-OF_OUTPUTS, OF_JOURNAL = 0, 1
 MAX_ROWS = 1 << 32
 
 
@@ -37,17 +36,15 @@ def runs_of(path: Path) -> list[Path]:
     if path.is_file() and (beside / MANIFEST).is_file():
         return [beside]
     if not path.is_dir():
-        what = "is a file; give the run's folder" if path.exists() else "does not exist"
-        raise StorageError(f"run folder {path} {what}")
+        problem = "is a file; give the run's folder" if path.exists() else "does not exist"
+        raise StorageError(f"run folder {path} {problem}")
     try:
-        found = [child for child in path.iterdir() if (child / MANIFEST).is_file()]
+        runs = [child for child in path.iterdir() if (child / MANIFEST).is_file()]
     except OSError as error:
-        raise StorageError(f"run folder {path} cannot be read: {error.strerror or error}") from error
-    if not found:
+        raise _unreadable(path, error) from error
+    if not runs:
         raise StorageError(f"{path} is no run's folder: it has no {MANIFEST}, nor has a folder in it")
-    return sorted(
-        found, key=lambda child: (not child.name.isdigit(), int(child.name) if child.name.isdigit() else 0, child.name)
-    )
+    return sorted(runs, key=lambda run: (not run.name.isdigit(), int(run.name) if run.name.isdigit() else 0, run.name))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -56,19 +53,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest is None:
         raise StorageError(f"{folder / MANIFEST} does not exist")
     identity = recorded(manifest, folder)
-    config = identity.get("config")
-    if not isinstance(config, dict) or canonical(config) != identity.get("config_sha256"):
-        raise StorageError(f"{folder / MANIFEST} is damaged: its config is not that of its config_sha256")
-    if not isinstance(identity.get("model"), dict | None):
-        raise StorageError(f"{folder / MANIFEST} is damaged: model is {identity['model']!r:.40}, no object")
-    given = identity.get("input")
+    config, given = identity.get("config"), identity.get("input")
     rows = given.get("rows") if isinstance(given, dict) else None
-    if type(rows) is not int or not 0 <= rows <= MAX_ROWS:
-        raise StorageError(f"{folder / MANIFEST} is damaged: input.rows is {rows!r:.40}")
+    problem = None
+    if not isinstance(config, dict) or canonical(config) != identity.get("config_sha256"):
+        problem = "its config is not that of its config_sha256"
+    elif not isinstance(identity.get("model"), dict | None):
+        problem = f"model is {identity['model']!r:.40}, no object"
+    elif type(rows) is not int or not 0 <= rows <= MAX_ROWS:
+        problem = f"input.rows is {rows!r:.40}"
+    if problem:
+        raise StorageError(f"{folder / MANIFEST} is damaged: {problem}")
     return manifest
 
 
-class Records:
+class Records(AbstractContextManager["Records"]):
     """The records of one run, in input order. As a context manager it closes its files.
 
     `rows` is how many the run has to have, `len` how many are there; `keys` are 64 bits of the SHA-256 of their ids.
@@ -82,10 +81,16 @@ class Records:
         self.rows: int = self.identity["input"]["rows"]
         self.notes: list[str] = []
         self.vouched = self.damaged = False
-        self.keys, self._offsets, self._sources = array("Q"), array("q"), bytearray()
-        self._files: list[BinaryIO | None] = [None, None]
+        self.keys, self._places = (
+            array("Q"),
+            array("q"),
+        )  # a place is an offset in outputs.jsonl, ~offset in the journal
+        self._files: dict[str, BinaryIO] = {}
         try:
-            self._open()
+            for name in (OUTPUTS, JOURNAL):
+                if (folder / name).is_file():
+                    self._files[name] = (folder / name).open("rb", buffering=1 << 20)
+            self._find_records()
         except OSError as error:
             self.close()
             raise error if isinstance(error, StorageError) else _unreadable(folder, error) from error
@@ -96,77 +101,87 @@ class Records:
         return isinstance(self.manifest.get("result"), dict) and len(self) == self.rows
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._places)
 
     def line(self, number: int) -> bytes:
         """The record of row `number` among those that are there, without its newline. Errors: StorageError."""
-        file, offset = self._files[self._sources[number]], self._offsets[number]
-        assert file is not None
         try:
-            if self._sources[number] == OF_JOURNAL:
-                return read_at(file, offset).record
-            file.seek(offset)
-            return file.readline(MAX_LINE).removesuffix(b"\n")
+            return self._line_at(self._places[number])
         except OSError as error:
             raise error if isinstance(error, StorageError) else _unreadable(self.folder, error) from error
 
-    def record(self, number: int) -> dict[str, Any]:
+    def record(self, number: int) -> Record:
         """Errors: StorageError if the file has changed."""
-        return parsed(self.line(number), self.folder)
+        return self._parsed(self.line(number))
+
+    def _parsed(self, line: bytes) -> Record:
+        record = record_of(line)
+        if record is None:
+            raise StorageError(f"{self.folder} holds a line that is no record: {line[:60]!r}")
+        return record
 
     def close(self) -> None:
         """Idempotent."""
-        for file in self._files:
-            if file is not None:
-                file.close()
+        for file in self._files.values():
+            file.close()
 
-    def __enter__(self) -> "Records":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- finding the lines ---------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        outputs, result = self.folder / OUTPUTS, self.manifest.get("result")
+    def _find_records(self) -> None:
+        result = self.manifest.get("result")
         wanted = result.get("outputs_sha256") if isinstance(result, dict) else None
-        if outputs.is_file():
-            self._files[OF_OUTPUTS] = file = outputs.open("rb", buffering=1 << 20)
-            if self._index(file) == wanted:
+        table, good = self._read_journal(), {}
+        if OUTPUTS in self._files:
+            digest, contradicted = self._index_outputs(table)
+            if digest == wanted:
                 self.vouched = True
+                self._note_contradicted(contradicted)
                 return
             if wanted:
-                self.damaged = True
-                self.notes.append(f"{OUTPUTS} is not the file that {MANIFEST} tells of: it has another SHA-256")
-            good = self._good_lines(file)
-        else:
-            good = {}
-            if wanted:
-                self.notes.append(f"{OUTPUTS} is missing")
+                self._note_damage(f"{OUTPUTS} is not the file that {MANIFEST} tells of: it has another SHA-256")
+            good = self._good_lines()
+        elif wanted:
+            self.notes.append(f"{OUTPUTS} is missing")
         if not wanted:
             self.notes.append("the run has not come to its end")
-        self._from_both(good)
+        self._join(table, good)
         if len(self) < self.rows:
             self.notes.append(f"{len(self):,} of {self.rows:,} rows are there")
 
-    def _index(self, file: BinaryIO) -> str:
-        """Takes every line for a record; returns the file's SHA-256."""
-        digest, offset = hashlib.sha256(), 0
-        for line in _lines(file):
-            digest.update(line)
-            self._put(id_key(id_of(line)), offset, OF_OUTPUTS)
-            offset += len(line)
-        return digest.hexdigest()
+    def _read_journal(self) -> RowTable:
+        """What the journal knows of every row."""
+        if JOURNAL not in self._files:
+            return RowTable(self.rows)
+        table, damage, headers = read_table(self.folder / JOURNAL, self.rows)
+        if any(header[-1] != canonical(self.identity) for header in headers):
+            self._note_damage(f"{JOURNAL} and {MANIFEST} are not of the same run, or one was changed")
+        if count := sum(not one.torn for one in damage):
+            self._note_damage(f"{JOURNAL} is damaged in {count:,} place{'s' if count > 1 else ''}")
+        return table
 
-    def _good_lines(self, file: BinaryIO) -> dict[int, int]:
-        """Key -> offset of the lines that are records; the first of each id."""
-        self.keys, self._offsets, self._sources = array("Q"), array("q"), bytearray()
+    def _index_outputs(self, table: RowTable) -> tuple[str, list[int]]:
+        """Takes every line of outputs.jsonl for a record. The file's SHA-256; the rows that the journal contradicts."""
+        digest, offset, contradicted = hashlib.sha256(), 0, []
+        result = self.manifest.get("result")
+        journaled = result.get("journal_bytes", 0) if isinstance(result, dict) else 0  # behind it there are later rows
+        for number, line in enumerate(_lines(self._files[OUTPUTS])):
+            digest.update(line)
+            self._put(id_key(id_of(line)), offset)
+            if number < self.rows and table.known[number] and table.offsets[number] < journaled:
+                if self._line_at(~table.offsets[number]) != line.removesuffix(b"\n"):
+                    contradicted.append(number + 1)
+            offset += len(line)
+        return digest.hexdigest(), contradicted
+
+    def _good_lines(self) -> dict[int, int]:
+        """Key -> offset of the lines of outputs.jsonl that are records; the first of each id."""
+        self.keys, self._places = array("Q"), array("q")
         good, offset, bad = {}, 0, []
-        file.seek(0)
-        for number, line in enumerate(_lines(file), 1):
+        self._files[OUTPUTS].seek(0)
+        for number, line in enumerate(_lines(self._files[OUTPUTS]), 1):
             record = record_of(line)
             key = None if record is None else id_key(record["id"])
             if key is None or key in good:
@@ -175,57 +190,65 @@ class Records:
                 good[key] = offset
             offset += len(line)
         if bad:
-            more = f" and {len(bad) - 5:,} more" if len(bad) > 5 else ""
-            self.notes.append(f"{OUTPUTS} is damaged in line {', '.join(bad[:5])}{more}")
+            self._note_damage(f"{OUTPUTS} is damaged in line {_some(bad)}")
         return good
 
-    def _from_both(self, good: dict[int, int]) -> None:
+    def _join(self, table: RowTable, good: dict[int, int]) -> None:
         """Rows in input order as far as the journal tells; a record of outputs.jsonl goes before the journal's."""
-        path, saved = self.folder / JOURNAL, 0
-        if path.is_file():
-            table = self._journal(path)
-            self._files[OF_JOURNAL] = file = path.open("rb", buffering=1 << 20)
-            for index, offset in enumerate(table.offsets):
-                if table.known[index] == NOTHING:
-                    continue
-                key = id_key(id_of(read_at(file, offset).record))
-                mine = good.pop(key, None)
-                saved += mine is None
-                self._put(key, offset if mine is None else mine, OF_JOURNAL if mine is None else OF_OUTPUTS)
+        saved, contradicted = 0, []
+        for index in range(self.rows):
+            if not table.known[index]:
+                continue
+            line = self._line_at(~table.offsets[index])
+            if record_of(line) is None:
+                self._note_damage(f"{JOURNAL} holds no record at byte {table.offsets[index]:,}")
+                continue
+            key = id_key(id_of(line))
+            mine = good.pop(key, None)
+            saved += mine is None
+            if mine is not None and self._line_at(mine) != line:
+                contradicted.append(index + 1)
+            self._put(key, ~table.offsets[index] if mine is None else mine)
         for key, offset in good.items():
-            self._put(key, offset, OF_OUTPUTS)
+            self._put(key, offset)
         if not len(self) and self.rows:
             raise StorageError(f"{self.folder} holds no record: neither {OUTPUTS} nor {JOURNAL} has a good line")
-        if saved and self._files[OF_OUTPUTS] is not None:
+        if saved and OUTPUTS in self._files:
             self.notes.append(f"{saved:,} rows are read from {JOURNAL} instead")
+        self._note_contradicted(contradicted)
 
-    def _journal(self, path: Path) -> RowTable:
-        table, damage = RowTable(self.rows), 0
-        for found in scan(path):
-            if isinstance(found, Damage):
-                damage += not found.torn
-            elif found.head[0] == KIND:
-                if found.head[-1] != canonical(self.identity):
-                    self.damaged = True
-                    self.notes.append(f"{JOURNAL} and {MANIFEST} are not of the same run, or one was changed")
-            elif is_head(found.head, self.rows) and record_of(found.record):
-                table.put(found.head[0], bool(found.head[1]), found.offset)
-            else:
-                damage += 1
-        self.damaged |= damage > 0
-        if damage:
-            self.notes.append(f"{JOURNAL} is damaged in {damage:,} place{'s' if damage > 1 else ''}")
-        return table
+    def _line_at(self, place: int) -> bytes:
+        """Errors: OSError, StorageError."""
+        if place < 0:
+            return read_at(self._files[JOURNAL], ~place).record
+        self._files[OUTPUTS].seek(place)
+        return self._files[OUTPUTS].readline(MAX_LINE).removesuffix(b"\n")
 
-    def _put(self, key: int, offset: int, source: int) -> None:
+    def _put(self, key: int, place: int) -> None:
         self.keys.append(key)
-        self._offsets.append(offset)
-        self._sources.append(source)
+        self._places.append(place)
+
+    def _note_damage(self, note: str) -> None:
+        self.damaged = True
+        self.notes.append(note)
+
+    def _note_contradicted(self, rows: list[int]) -> None:
+        if rows:
+            self._note_damage(
+                f"{OUTPUTS} and {JOURNAL} hold different records of row {_some([f'{n:,}' for n in rows])}"
+            )
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Its lines; one that is too long comes in pieces."""
-    return iter(partial(file.readline, MAX_LINE), b"")
+    """Its lines; one that is too long comes in pieces. A caller may read elsewhere between two of them."""
+    offset = 0
+    while line := (file.seek(offset), file.readline(MAX_LINE))[1]:
+        offset += len(line)
+        yield line
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5:,} more" if len(items) > 5 else "")
 
 
 def _unreadable(folder: Path, error: OSError) -> StorageError:
@@ -235,20 +258,19 @@ def _unreadable(folder: Path, error: OSError) -> StorageError:
 # -- two runs ----------------------------------------------------------------------------------------------------------
 
 
-def pairs_of(a: Records, b: Records) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
+def pairs_of(a: Records, b: Records) -> Iterator[tuple[Record | None, Record | None]]:
     """Records of the same id in the order of `a`, None where a run has none; what only `b` has comes last."""
     if a.keys == b.keys:
         for number in range(len(a)):
             mine, its = a.line(number), b.line(number)
-            record = parsed(mine, a.folder)
-            yield record, (record if mine == its else parsed(its, b.folder))
+            record = a._parsed(mine)
+            yield record, (record if mine == its else b._parsed(its))
         return
-    keys = np.frombuffer(b.keys, np.uint64) if len(b) else np.zeros(0, np.uint64)
-    order, left = np.argsort(keys, kind="stable"), bytearray(b"\1" * len(b))
-    ordered = keys[order]
-    for number, key in enumerate(a.keys):
-        place = int(np.searchsorted(ordered, np.uint64(key)))
-        other = int(order[place]) if place < len(order) and ordered[place] == key else None
+    keys, left = np.array(b.keys, np.uint64), bytearray(b"\1" * len(b))
+    order = np.argsort(keys, kind="stable")
+    places = np.searchsorted(keys, np.array(a.keys, np.uint64), sorter=order)
+    for number, place in enumerate(places.tolist()):
+        other = int(order[place]) if place < len(b) and b.keys[order[place]] == a.keys[number] else None
         if other is not None:
             left[other] = 0
         yield a.record(number), None if other is None else b.record(other)
@@ -259,6 +281,6 @@ def pairs_of(a: Records, b: Records) -> Iterator[tuple[dict[str, Any] | None, di
 
 def causes(a: Records, b: Records) -> list[str]:
     """Lines "key: in A → in B" of what results depend on: config, input, versions, code, weights, hardware. Pure."""
-    found = differences(a.identity, b.identity)
-    found += differences(a.manifest.get("in_force"), b.manifest.get("in_force"), "in_force")
-    return list(dict.fromkeys(found))
+    lines = differences(a.identity, b.identity)
+    lines += differences(a.manifest.get("in_force"), b.manifest.get("in_force"), "in_force")
+    return list(dict.fromkeys(lines))

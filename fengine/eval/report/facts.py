@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import StorageError
-from fengine.eval.cli.figures import place
+from fengine.eval.cli.view import place
 from fengine.eval.records.records import Records
 from fengine.eval.report.plain import cut, mapping, number, plain, scalar, told
 from fengine.eval.report.rows import RowKinds

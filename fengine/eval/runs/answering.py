@@ -1,26 +1,31 @@
-"""One row asked and scored, and the record that is kept of it. No torch.
-
-A record holds only what belongs to the row's requests: nothing in it depends on time, order or batch.
-"""
+"""One row asked, answered and scored: a task's `Ask`s as calls of the engine, and the row's record. No torch."""
 
 import asyncio
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fengine.core.request import derive_seed
-from fengine.errors import EngineClosedError, EngineDeadError, InputFileError, StorageError
-from fengine.eval.runs.asking import Asker
+from fengine.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineDeadError,
+    InputFileError,
+    InvalidRequestError,
+    StorageError,
+)
 from fengine.eval.runs.config import EvalConfig
 from fengine.eval.runs.journal import MAX_LINE
 from fengine.eval.runs.manifest import row_seed
-from fengine.eval.tasks.task import Answer, Ask, BadRow, Row, Task
+from fengine.eval.runs.record import Record, common, line_of, row_record
+from fengine.eval.tasks.task import Answer, Ask, Pair, Row, Task
 from fengine.eval.tasks.task_config import Format
 
 DEFAULT_MAX_NEW_TOKENS = 128
-_PLAIN, _ESCAPED = json.JSONEncoder(ensure_ascii=False, allow_nan=False), json.JSONEncoder(allow_nan=False)
 MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
 FATAL = (EngineDeadError, EngineClosedError, StorageError)  # not a row's own
+NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}
+Watcher = Callable[[str], None]  # gets a text as it grows
 
 
 def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[str, Any]:
@@ -39,34 +44,130 @@ def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[
     return params
 
 
-def error_record(row: Row | BadRow, error: BaseException | None = None) -> dict[str, Any]:
-    """The line of a row that failed; `error` is None for a BadRow, which tells itself. Pure."""
-    if isinstance(row, BadRow):
-        return {"id": row.id, "error": {"type": row.type, "message": row.message}}
-    return {"id": row.id, "data": row.data, "error": {"type": type(error).__name__, "message": str(error)}}
+# -- calls of the engine -----------------------------------------------------------------------------------------------
 
 
-def line_of(record: dict[str, Any]) -> bytes:
-    """A record as files have it: JSON, keys in their order, in UTF-8; escaped where a text holds lone surrogates.
+@dataclass(frozen=True)
+class Scored:
+    """Ids to be read, of which those from `start` (at least 1) on are scored."""
 
-    Pure. Errors: ValueError, TypeError for what is no JSON.
-    """
-    try:
-        return _PLAIN.encode(record).encode()
-    except UnicodeEncodeError:
-        return _ESCAPED.encode(record).encode()
+    ids: list[int]
+    start: int
 
 
-def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int], scores: Any) -> dict[str, Any]:
-    """The line of a row that was scored: nothing in it depends on time or batch. Pure."""
-    told = []
-    for ask, answer, seed in zip(asks, answers, seeds, strict=True):
-        one: dict[str, Any] = {"prompt": ask.prompt, "text": answer.text, "output_ids": answer.token_ids}
-        one |= {"logprobs": answer.logprobs, "finish_reason": answer.finish}
-        if answer.top_logprobs is not None:
-            one["top_logprobs"] = answer.top_logprobs
-        told.append(one | ({"sampling_seed": seed} if ask.kind == "generate" else {"kind": ask.kind}))
-    return {"id": row.id, "data": row.data, "answers": told, "scores": scores}
+class Asker:
+    """Asks one engine. `max_input` is the longest prompt that it takes, in tokens; `top_logprobs`, how many of the
+    likeliest tokens are wanted beside each one; `adapter`, the LoRA adapter of all asks."""
+
+    def __init__(
+        self, engine: Any, top_logprobs: int = 0, max_input: int | None = None, adapter: str | None = None
+    ) -> None:
+        """`max_input` None: the engine's."""
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        options = {"top_logprobs_num": top_logprobs or None, "lora_path": adapter}
+        self._options = {"return_logprob": True} | {name: v for name, v in options.items() if v is not None}
+        self._max_input = max_input
+
+    async def ask(
+        self, ask: Ask, sampling: dict[str, Any], watcher: Watcher | None = None
+    ) -> tuple[Answer, list[dict[str, Any]]]:
+        """The answer, and the `meta_info` of the calls that it took; `watcher` gets a text as it grows.
+
+        Errors: those of `Engine.async_generate`.
+        """
+        if ask.kind == "generate":
+            return await self._generate(ask, sampling, watcher)
+        if ask.continuation is None:
+            raise InvalidRequestError(f"an ask of kind {ask.kind} needs a continuation")
+        parts = [self._joined(ask)] if ask.kind == "loglikelihood" else self._windows(ask)
+        outputs = await asyncio.gather(*(self.read(part) for part in parts))
+        ids = [token for part in parts for token in part.ids[part.start :]]
+        logprobs = [entry[0] for out in outputs for entry in out["meta_info"]["input_token_logprobs"][1:]]
+        assert len(logprobs) == len(ids)
+        text = ask.continuation if isinstance(ask.continuation, str) else ""
+        metas = [out["meta_info"] for out in outputs]
+        tops = _pairs(top for meta in metas for top in meta.get("input_top_logprobs", [None])[1:])
+        return Answer(text, ids, logprobs, metas[-1]["finish_reason"], tops), metas
+
+    async def _generate(
+        self, ask: Ask, sampling: dict[str, Any], watcher: Watcher | None
+    ) -> tuple[Answer, list[dict[str, Any]]]:
+        prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
+        call: dict[str, Any] = {"sampling_params": sampling, **self._options, **prompt}
+        if watcher is None:
+            output = await self.engine.async_generate(**call)
+        else:
+            output = {}
+            async for output in await self.engine.async_generate(**call, stream=True):
+                watcher(output.get("text", ""))
+        meta = output["meta_info"]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]][: len(output["output_ids"])]
+        top = _pairs(meta.get("output_top_logprobs", [])[: len(logprobs)])
+        return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"], top), [meta]
+
+    async def read(self, part: Scored) -> dict[str, Any]:
+        """The engine's output for ids that are only read; those scored are `input_token_logprobs` from its second."""
+        return await self.engine.async_generate(
+            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **self._options
+        )
+
+    def _joined(self, ask: Ask) -> Scored:
+        """Prompt and continuation as the ids of the joined text; scored from the first id that the prompt lacks."""
+        prompt, after = ask.prompt, ask.continuation
+        assert after is not None
+        if isinstance(prompt, str) and isinstance(after, str):
+            before, whole = self.tokenizer.encode(prompt), self.tokenizer.encode(prompt + after)
+            start = common(before, whole)
+        else:
+            before = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            whole = [*before, *self._bare(after)]
+            start = len(before)
+        if start == 0:
+            whole, start = [self._first(), *whole], 1
+        if start >= len(whole):
+            raise InvalidRequestError("the continuation has no tokens of its own behind the prompt")
+        return Scored(whole, start)
+
+    def _windows(self, ask: Ask) -> list[Scored]:
+        """A document in parts that the context holds: each begins with a token that an earlier one has scored, or with
+        the one that begins texts, and looks back as far as it can."""
+        assert ask.continuation is not None
+        if ask.prompt:
+            raise InvalidRequestError("an ask of kind rolling takes no prompt")
+        ids = [self._first(), *self._bare(ask.continuation)]
+        if len(ids) < 2:
+            raise InvalidRequestError("the document has no tokens")
+        limit, parts, done = self.max_input, [], 1
+        if limit < 2:
+            raise ContextLengthError(f"the context holds {limit} tokens; scoring a document needs at least 2")
+        while done < len(ids):
+            end = min(len(ids), limit if done == 1 else done + limit - 1)
+            begin = max(0, end - limit)
+            parts.append(Scored(ids[begin:end], done - begin))
+            done = end
+        return parts
+
+    def ids_of(self, prompt: str | list[int]) -> list[int]:
+        """A prompt's ids, as the engine has them."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return ids or [self._first()]
+
+    @property
+    def max_input(self) -> int:
+        if self._max_input is None:
+            self._max_input = int(self.engine.get_server_info()["max_req_input_len"])
+        return self._max_input
+
+    def _bare(self, text: str | list[int]) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
+
+    def _first(self) -> int:
+        """The id that stands before a text's first: the tokenizer's bos, else its first eos."""
+        if self.tokenizer.bos_id is not None:
+            return self.tokenizer.bos_id
+        if not self.tokenizer.eos_ids:
+            raise InvalidRequestError("the tokenizer has neither bos nor eos to stand before a text's first token")
+        return min(self.tokenizer.eos_ids)
 
 
 async def answer_row(
@@ -75,15 +176,15 @@ async def answer_row(
     task: Task,
     row: Row,
     metas: list[dict[str, Any]],
-    seen: Callable[[str], None] | None = None,
-) -> tuple[dict[str, Any], bytes]:
-    """The row's record, asked and scored, and its line; `seen` gets the first answer's text while it grows.
+    watcher: Watcher | None = None,
+) -> tuple[Record, bytes]:
+    """The row's record, asked and scored, and its line; `watcher` gets the first answer's text while it grows.
 
     Modifies: metas, to the `meta_info` of every call. Errors: those of the engine, and whatever the task makes of it.
     """
     asks = task.asks(row)
     params = [sampling_of(config, ask, row.id, i) for i, ask in enumerate(asks)]
-    watched = [seen, *[None] * len(asks)][: len(asks)]
+    watched = [watcher, *[None] * len(asks)][: len(asks)]
     results = await asyncio.gather(*map(asker.ask, asks, params, watched))
     metas += [meta for _, several in results for meta in several]
     answers = [answer for answer, _ in results]
@@ -94,3 +195,8 @@ async def answer_row(
             f"the row's record would have {len(line):,} bytes, at most {MAX_RECORD:,} are kept; ask for less"
         )
     return record, line
+
+
+def _pairs(tops: Iterable[Sequence[Sequence[Any]] | None]) -> list[list[Pair]] | None:
+    """The engine's (logprob, id, text) of the likeliest tokens at each place, without texts; None if there are none."""
+    return [[(entry[0], entry[1]) for entry in top or ()] for top in tops] or None

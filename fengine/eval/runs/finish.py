@@ -7,13 +7,13 @@ Each file is complete or absent; doing this twice gives the same files.
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded
 from fengine.eval.runs.index import RowTable
 from fengine.eval.runs.journal import read_at
+from fengine.eval.runs.record import bits_of, load
 from fengine.eval.tasks.task import Scores, Task
 
 TIMINGS, METRICS = "timings.jsonl", "metrics.json"
@@ -25,13 +25,11 @@ def is_finished(folder: RunFolder, manifest: dict[str, Any], table: RowTable) ->
     result, path = manifest.get("result"), folder.path / OUTPUTS
     if table.left or not isinstance(result, dict) or not path.is_file() or read_metrics(folder, manifest) is None:
         return False
-    try:
+    with folder.writing():
         if result.get("journal_bytes") != (folder.path / JOURNAL).stat().st_size:
             return False
         with path.open("rb") as file:
             return result.get("outputs_sha256") == hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise folder.failed(error) from error
 
 
 def read_metrics(folder: RunFolder, manifest: dict[str, Any]) -> dict[str, Any] | None:
@@ -39,10 +37,8 @@ def read_metrics(folder: RunFolder, manifest: dict[str, Any]) -> dict[str, Any] 
     path = folder.path / METRICS
     if not path.is_file():
         return None
-    try:
+    with folder.writing():
         content = path.read_bytes()
-    except OSError as error:
-        raise folder.failed(error) from error
     wanted = (manifest.get("result") or {}).get("metrics_sha256")
     return json.loads(content) if hashlib.sha256(content).hexdigest() == wanted else None
 
@@ -52,13 +48,11 @@ def finish(folder: RunFolder, manifest: dict[str, Any], table: RowTable, task: T
 
     Every row must be known. Modifies: manifest. Errors: StorageError.
     """
-    try:
+    with folder.writing():
         sums = _write_rows(folder, table)
         with (folder.path / f".{OUTPUTS}.tmp").open("rb", buffering=1 << 20) as file:
             bits = hashlib.sha256()
             figures = task.metrics(_scores(file, bits))
-    except OSError as error:
-        raise folder.failed(error) from error
     metrics = {
         "task": task.name,
         "version": task.version,
@@ -100,18 +94,7 @@ def _write_rows(folder: RunFolder, table: RowTable) -> dict[str, Any]:
 def _scores(file: BinaryIO, bits: Any) -> Iterator[Scores]:
     """Of the rows that have not failed, in input order. Modifies: the digest `bits`, by `bits_of` every row."""
     for line in file:
-        record = json.loads(line.decode("utf-8", "surrogatepass"))
+        record = load(line)
         bits.update(bits_of(record))
         if "error" not in record:
             yield record["scores"]
-
-
-def bits_of(record: dict[str, Any]) -> bytes:
-    """What an engine computed for a row, without what was asked or how it was scored: the id, and the tokens and
-    logprobs of each answer as 64-bit integers and floats, big-endian, behind their number; no answers for an error.
-    The SHA-256 of all rows is `bits_sha256` in the manifest. Pure."""
-    parts = [record["id"].encode("utf-8", "surrogatepass") + b"\0"]
-    for answer in record.get("answers", ()):
-        ids, logprobs = answer["output_ids"], answer["logprobs"]
-        parts.append(struct.pack(f">qq{len(ids)}q{len(logprobs)}d", len(ids), len(logprobs), *ids, *logprobs))
-    return b"".join(parts)

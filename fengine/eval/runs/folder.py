@@ -5,15 +5,16 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from fengine.errors import StorageError
 
 LOCK, MANIFEST, JOURNAL, OUTPUTS = "lock", "manifest.json", "journal.log", "outputs.jsonl"
 FIRST_FILES = (LOCK, "config.yaml", "overrides.yaml")  # those that a run has before its manifest
+Content = bytes | str | dict[str, Any]
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -35,14 +36,51 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def encoded(content: bytes | str | dict[str, Any]) -> bytes:
+def encoded(content: Content) -> bytes:
     """What a file of a run's folder holds of it. Pure."""
     if isinstance(content, dict):
         content = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
 
 
-class RunFolder:
+def check_writable(path: Path) -> None:
+    """Errors: StorageError if `write_file` could not write there."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        problem = "is a folder" if path.is_dir() else "cannot be written"
+        raise StorageError(f"{path} {problem}; choose another place with out=FILE")
+
+
+def write_file(path: Path, content: Content) -> None:
+    """A whole file anywhere, durable, or the one that was there before. Errors: StorageError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        _write(partial, content)
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):  # of a full disk, which it would keep full
+            partial.unlink()
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}; choose out=FILE") from error
+
+
+def _write(path: Path, content: Content, durable: bool = True) -> None:
+    """Errors: OSError."""
+    with path.open("wb") as file:
+        file.write(encoded(content))
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+
+
+def sync_names(folder: Path) -> None:
+    """Makes the names of a folder's files durable. Errors: OSError."""
+    number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+class RunFolder(AbstractContextManager["RunFolder"]):
     """The folder at `path`, made if missing and locked until `close` or the death of the process.
 
     The lock is the kernel's (flock on the file `lock`), so a file that a killed run left behind locks nothing; its text
@@ -57,34 +95,35 @@ class RunFolder:
         self.path, self._remedy = path, remedy
         self._lock = -1
         try:
-            if path.exists() and not path.is_dir():
-                raise StorageError(f"{self.word} folder {path} is a file; choose another out=DIR")
-            if path.is_dir() and not (path / self.record).exists():
-                self._refuse_other_files()
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-        except BlockingIOError as error:
-            holder = self._holder()
-            self.close()
-            raise StorageError(f"another run is writing {path} ({holder}); wait for it, or choose out=DIR") from error
-        except OSError as error:
-            self.close()
-            raise error if isinstance(error, StorageError) else self.failed(error) from error
+            with self.writing():
+                self._claim()
         except BaseException:
             self.close()
             raise
 
-    def _refuse_other_files(self) -> None:
-        known = {*FIRST_FILES, *(f".{name}.tmp" for name in (*FIRST_FILES, MANIFEST))}
-        others = sorted(p.name for p in self.path.iterdir() if p.name not in known)
-        if others:
-            raise StorageError(
-                f"run folder {self.path} holds {others[0]!r:.80} and no {MANIFEST}: it is not a run's. Choose another "
-                "out=DIR"
-            )
+    def _claim(self) -> None:
+        """Errors: StorageError, OSError."""
+        path = self.path
+        if path.exists() and not path.is_dir():
+            raise StorageError(f"{self.word} folder {path} is a file; choose another out=DIR")
+        if path.is_dir() and not (path / self.record).exists():
+            others = sorted(p.name for p in path.iterdir() if not self._is_own(p))
+            if others:
+                problem = f"holds {others[0]!r:.80} and no {self.record}: it is not a {self.word}'s"
+                raise StorageError(f"{self.word} folder {path} {problem}. Choose another out=DIR")
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = self._holder()
+            raise StorageError(f"another run is writing {path} ({holder}); wait for it, or choose out=DIR") from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether such a folder may hold this before it has its record."""
+        return path.name in {*FIRST_FILES, *(f".{name}.tmp" for name in (*FIRST_FILES, MANIFEST))}
 
     def _holder(self) -> str:
         """Who holds the lock, as far as its file tells."""
@@ -100,50 +139,42 @@ class RunFolder:
         """A JSON object, or None if there is no such file. Errors: StorageError if it is none."""
         return read_object(self.path / name)
 
-    def write(self, name: str, content: bytes | str | dict[str, Any]) -> None:
+    def write(self, name: str, content: Content) -> None:
         """A whole file, durable, or the one that was there before. Errors: StorageError."""
         self.write_several({name: content})
 
-    def write_several(self, files: Mapping[str, bytes | str | dict[str, Any]], *, durable: bool = True) -> None:
+    def write_several(self, files: Mapping[str, Content], *, durable: bool = True) -> None:
         """Whole files, which get their names one after another; with `durable` they also outlive a power failure.
 
         Errors: StorageError.
         """
-        try:
+        with self.writing():
             for name, content in files.items():
-                with (self.path / f".{name}.tmp").open("wb") as file:
-                    file.write(encoded(content))
-                    file.flush()
-                    if durable:
-                        os.fsync(file.fileno())
-        except OSError as error:
-            raise self.failed(error) from error
+                _write(self.path / f".{name}.tmp", content, durable)
         self.install(*files, durable=durable)
 
     def install(self, *names: str, durable: bool = True) -> None:
         """Gives the finished, synced files `.<name>.tmp` their names, durably. Errors: StorageError."""
-        try:
+        with self.writing():
             for name in names:
                 os.replace(self.path / f".{name}.tmp", self.path / name)
             if durable:
-                self.sync()
-        except OSError as error:
-            raise self.failed(error) from error
+                sync_names(self.path)
 
-    def sync(self) -> None:
-        """Makes names of files durable. Errors: OSError."""
-        folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, an error of the system is a StorageError that names this folder and what to do."""
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def failed(self, error: OSError) -> StorageError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "make room, then run the same command again" if full else f"choose {self._remedy}"
-        told = StorageError(f"{self.word} folder {self.path} cannot be written: {error.strerror or error}; {remedy}")
-        told.errno = error.errno
-        return told
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "make room, then run the same command again" if full else f"choose {self._remedy}"
+            problem = f"{self.word} folder {self.path} cannot be written: {error.strerror or error}; {remedy}"
+            failure = StorageError(problem)
+            failure.errno = error.errno
+            raise failure from error
 
     def close(self) -> None:
         """Gives the lock back. Idempotent."""
@@ -151,10 +182,5 @@ class RunFolder:
         if lock >= 0:
             os.close(lock)
 
-    def __enter__(self) -> "RunFolder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fengine.eval.cli.figures import Shown, count
-from fengine.eval.cli.view import QuietView
+from fengine.eval.cli.view import QuietView, Shown, count
 from fengine.eval.runs.export import NOT_FINISHED, Export
 from fengine.eval.runs.index import OK, RowTable
 from fengine.eval.runs.journal import Entry, read_at

@@ -43,8 +43,8 @@ class RowIndex:
 
     def as_dict(self) -> dict[str, Any]:
         """What an identity says of them. Pure."""
-        found: dict[str, Any] = {"rows": self.rows, "sha256": self.sha256}
-        return found if self.all_rows is None else found | {"all_rows": self.all_rows}
+        all_rows = {} if self.all_rows is None else {"all_rows": self.all_rows}
+        return {"rows": self.rows, "sha256": self.sha256, **all_rows}
 
 
 def row_digest(row: Row | BadRow) -> bytes:
@@ -54,7 +54,13 @@ def row_digest(row: Row | BadRow) -> bytes:
 
 
 def row_key(row: Row | BadRow) -> int:
+    """64 bits of a row's content. Pure."""
     return int.from_bytes(row_digest(row)[:8], "little")
+
+
+def id_key(text: str) -> int:
+    """64 bits of the SHA-256 of a row's id. Pure."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little")
 
 
 def index_rows(task: Task) -> RowIndex:
@@ -64,31 +70,22 @@ def index_rows(task: Task) -> RowIndex:
         digest = row_digest(row)
         whole.update(digest)
         keys.append(int.from_bytes(digest[:8], "little"))
-        ids.append(_id_key(row.id))
-    ordered = np.sort(np.frombuffer(ids, np.uint64)) if ids else np.zeros(0, np.uint64)
-    again = ordered[1:][ordered[1:] == ordered[:-1]]
+        ids.append(id_key(row.id))
+    of_ids = np.array(ids, np.uint64)
+    order = np.argsort(of_ids, kind="stable")
+    again = np.flatnonzero(of_ids[order][1:] == of_ids[order][:-1])
     if len(again):
-        _refuse_duplicates(task, {int(key) for key in again[:1000]})
+        places = {int(order[i + 1]): int(order[i]) for i in again[:10]}
+        names = [(number, row.id) for number, row in enumerate(task.rows()) if number in places]
+        lines = [f"\n  {name!r:.80}: rows {places[number] + 1:,} and {number + 1:,}" for number, name in names]
+        more = f"\n  and {len(again) - 10:,} more" if len(again) > 10 else ""
+        raise InputFileError(
+            f"task {task.name} has ids that occur twice; every row needs its own:{''.join(lines)}{more}"
+        )
     return RowIndex(keys, whole.hexdigest())
 
 
-def _id_key(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little")
-
-
-def _refuse_duplicates(task: Task, suspects: set[int]) -> None:
-    first: dict[str, int] = {}
-    found = []
-    for number, row in enumerate(task.rows(), 1):
-        if _id_key(row.id) in suspects:
-            if row.id in first:
-                found.append(f"  {row.id!r:.80}: rows {first[row.id]:,} and {number:,}")
-            first.setdefault(row.id, number)
-    if found:
-        more = f"\n  and {len(found) - 10:,} more" if len(found) > 10 else ""
-        raise InputFileError(
-            f"task {task.name} has ids that occur twice; every row needs its own:\n" + "\n".join(found[:10]) + more
-        )
+# -- the journal's rows ------------------------------------------------------------------------------------------------
 
 
 class RowTable:
@@ -114,6 +111,41 @@ class RowTable:
         return self.known.count(FAILED)
 
 
+def is_head(head: list[Any], rows: int) -> bool:
+    """Whether it is that of one of `rows` rows: index, ok, key, session, started, seconds, tokens in and out. Pure."""
+    if len(head) != 8 or not {*map(type, head)} <= {int, float} or not all(-(1 << 63) <= x < 1 << 64 for x in head):
+        return False
+    return type(head[0]) is int and 0 <= head[0] < rows
+
+
+def read_table(path: Path, rows: int, keys: array | None = None) -> tuple[RowTable, list[Damage], list[list[Any]]]:
+    """A journal's rows; what of it is damaged; and the heads of the lines that tell whose it is. A good line that is of
+    none of `rows` rows, or with `keys` of another one, is damage. Errors: StorageError."""
+    table, damage, headers = RowTable(rows), [], []
+    for entry in scan(path):
+        if isinstance(entry, Damage):
+            _add(damage, entry)
+        elif entry.head[0] == KIND:
+            headers.append(entry.head)
+        elif _is_row(entry, rows, keys):
+            table.put(entry.head[0], bool(entry.head[1]), entry.offset)
+        else:
+            _add(damage, Damage(entry.offset, len(encode(entry.head, entry.record))))
+    return table, damage, headers
+
+
+def _is_row(entry: Entry, rows: int, keys: array | None) -> bool:
+    return is_head(entry.head, rows) and (keys is None or keys[entry.head[0]] == entry.head[2])
+
+
+def _add(damage: list[Damage], new: Damage) -> None:
+    """Damage behind damage is one place, so that there are no more of them than good lines. Modifies: damage."""
+    if damage and damage[-1].offset + damage[-1].length == new.offset:
+        before = damage.pop()
+        new = Damage(before.offset, before.length + new.length, before.torn and new.torn)
+    damage.append(new)
+
+
 def reopen(
     folder: RunFolder, rows: RowIndex, identity: str, note: Callable[[str], None], warn: Callable[[str], None]
 ) -> RowTable:
@@ -126,84 +158,41 @@ def reopen(
     if not path.exists() or path.is_file() and path.stat().st_size == 0:
         folder.write(JOURNAL, header(identity))
         return RowTable(rows.rows)
-    table, damage = _read(path, rows, identity)
-    if any(not d.torn for d in damage):
+    table, damage, headers = read_table(path, rows.rows, rows.keys)
+    if any(head[1:] != [VERSION, identity] for head in headers):
+        raise ResumeMismatchError(f"{path} is the journal of another run; choose another out=DIR")
+    if any(not one.torn for one in damage):
         kept = _salvage(folder, path, rows, identity)
-        warn(_told(path, damage, kept))
-        return _read(path, rows, identity)[0]
+        places = ", ".join(f"{d.offset:,}-{d.offset + d.length - 1:,}" for d in damage[:5] if not d.torn)
+        warn(
+            f"{path.name} is damaged at byte {places}{' and more' if len(damage) > 5 else ''}: what its checksums "
+            f"vouch for is kept, the rest is computed again; the damaged file is {kept}"
+        )
+        return read_table(path, rows.rows, rows.keys)[0]
     if damage:
-        _cut(path, damage[0].offset)
+        try:
+            os.truncate(path, damage[0].offset)
+        except OSError as error:
+            raise StorageError(f"journal {path} cannot be written: {error.strerror or error}") from error
         note(f"{path.name} ended in the middle of a row, which is computed again")
         if damage[0].offset == 0:  # not even the first line was whole
             folder.write(JOURNAL, header(identity))
     return table
 
 
-def _read(path: Path, rows: RowIndex, identity: str) -> tuple[RowTable, list[Damage]]:
-    """The table of one reading, and what is damaged. A good line that is no row of this run counts as damage."""
-    table, damage = RowTable(rows.rows), []
-    for found in scan(path):
-        if isinstance(found, Damage):
-            _add(damage, found)
-        elif found.head[0] == KIND:
-            if found.head[1:] != [VERSION, identity]:
-                raise ResumeMismatchError(f"{path} is the journal of another run; choose another out=DIR")
-        elif not _is_row(found, rows):
-            _add(damage, Damage(found.offset, len(encode(found.head, found.record))))
-        else:
-            table.put(found.head[0], bool(found.head[1]), found.offset)
-    return table, damage
-
-
-def _add(damage: list[Damage], found: Damage) -> None:
-    """Damage behind damage is one place, so that there are no more of them than good lines. Modifies: damage."""
-    if damage and damage[-1].offset + damage[-1].length == found.offset:
-        before = damage.pop()
-        found = Damage(before.offset, before.length + found.length, before.torn and found.torn)
-    damage.append(found)
-
-
-def _is_row(entry: Entry, rows: RowIndex) -> bool:
-    return is_head(entry.head, rows.rows) and rows.keys[entry.head[0]] == entry.head[2]
-
-
-def is_head(head: list[Any], rows: int) -> bool:
-    """Whether it is that of one of `rows` rows: index, ok, key, session, started, seconds, tokens in and out. Pure."""
-    if len(head) != 8 or not {*map(type, head)} <= {int, float} or not all(-(1 << 63) <= x < 1 << 64 for x in head):
-        return False
-    return type(head[0]) is int and 0 <= head[0] < rows
-
-
 def _salvage(folder: RunFolder, path: Path, rows: RowIndex, identity: str) -> str:
     """Keeps a copy of a damaged journal and puts one of its good lines in its place. Returns the copy's name."""
-    try:
-        number = 1
-        while (copy := path.with_name(f"journal.damaged-{number}")).exists():
-            number += 1
+    number = 1
+    while (copy := path.with_name(f"journal.damaged-{number}")).exists():
+        number += 1
+    with folder.writing():
         os.link(path, copy)
         with path.with_name(f".{JOURNAL}.tmp").open("wb") as file:
             file.write(header(identity))
-            for found in scan(path):
-                if isinstance(found, Entry) and _is_row(found, rows):
-                    file.write(encode(found.head, found.record))
+            for entry in scan(path):
+                if isinstance(entry, Entry) and _is_row(entry, rows.rows, rows.keys):
+                    file.write(encode(entry.head, entry.record))
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise error if isinstance(error, StorageError) else folder.failed(error) from error
     folder.install(JOURNAL)
     return copy.name
-
-
-def _told(path: Path, damage: list[Damage], kept: str) -> str:
-    places = ", ".join(f"{d.offset:,}-{d.offset + d.length - 1:,}" for d in damage[:5] if not d.torn)
-    return (
-        f"{path.name} is damaged at byte {places}{' and more' if len(damage) > 5 else ''}: what its checksums vouch "
-        f"for is kept, the rest is computed again; the damaged file is {kept}"
-    )
-
-
-def _cut(path: Path, size: int) -> None:
-    try:
-        os.truncate(path, size)
-    except OSError as error:
-        raise StorageError(f"journal {path} cannot be written: {error.strerror or error}") from error

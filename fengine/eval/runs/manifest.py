@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,17 @@ def refuse_differences(
     if allow_code_change:
         lines = [line for line in lines if line not in of_code]
     if lines:
-        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
-        if lines == of_code:
-            more += "\nresume.allow_code_change=true goes on all the same, and the manifest tells of it;"
+        code = "\nresume.allow_code_change=true goes on all the same, and the manifest tells of it;"
         raise ResumeMismatchError(
-            f"{folder} holds a run of something else (recorded → now):\n"
-            + "\n".join(f"  {line}" for line in lines[:20])
-            + more
-            + "\nput that back to go on with it, or choose another out=DIR"
+            f"{folder} holds a run of something else (recorded → now):\n{listed(lines)}"
+            f"{code if lines == of_code else ''}\nput that back to go on with it, or choose another out=DIR"
         )
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Differences below one another, of many the first 20. Pure."""
+    more = [f"and {len(lines) - 20} more"] if len(lines) > 20 else []
+    return "\n".join(f"  {line}" for line in [*lines[:20], *more])
 
 
 def completed(known: dict[str, Any], config: str, defaults: dict[str, Any]) -> dict[str, Any]:

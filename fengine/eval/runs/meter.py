@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from fengine.eval.cli.figures import Progress, Shown, count, duration
+from fengine.eval.cli.view import Progress, Shown, count, duration
 
 RATE_SECONDS = 2.0  # over which the live rates are taken
 MIN_SECONDS = 0.25  # shorter spans give no rate

@@ -19,9 +19,8 @@ import yaml
 from fengine.config import EngineConfig
 from fengine.errors import EngineClosedError, EngineDeadError, StorageError
 from fengine.eval.cli.engines import EngineCache, model_directory, report
-from fengine.eval.cli.figures import count, duration, place
 from fengine.eval.cli.schema import Point, flat
-from fengine.eval.cli.view import QuietView
+from fengine.eval.cli.view import QuietView, count, duration, place
 from fengine.eval.runs import digests, loop, machine, manifest
 from fengine.eval.runs.config import EvalConfig, parse_shard
 from fengine.eval.runs.config import Trace as TraceKind

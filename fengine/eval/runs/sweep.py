@@ -18,9 +18,9 @@ from typing import Any
 from fengine.errors import ConfigError, FengineError, ResumeMismatchError, StorageError
 from fengine.eval.cli import view
 from fengine.eval.cli.engines import EngineCache, report
-from fengine.eval.cli.figures import count, place
 from fengine.eval.cli.launch import launch
 from fengine.eval.cli.schema import BadPoint, Point, Schema
+from fengine.eval.cli.view import count, place
 from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import LOCK, RunFolder, read_object
 

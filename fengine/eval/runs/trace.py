@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from fengine.core.step_trace import NewPages, StepRecord
-from fengine.eval.cli.figures import Progress
+from fengine.eval.cli.view import Progress
 
 END, TAIL = b"\n]\n", 1 << 16
 MAX_BYTES = 192 << 20  # a longer run keeps its first part

@@ -1,0 +1,121 @@
+"""The record of a row, a line of `outputs.jsonl`: made, written, and read. Pure; no torch.
+
+A record holds only what belongs to the row's requests: nothing in it depends on time, order or batch.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from fengine.eval.tasks.task import Answer, Ask, BadRow, Row
+
+Record = dict[str, Any]
+LARGEST = 1e100  # of a logprob or a score: sums and squares of them stay finite; no run has a larger one
+_PLAIN, _ESCAPED = json.JSONEncoder(ensure_ascii=False, allow_nan=False), json.JSONEncoder(allow_nan=False)
+_ID = b'{"id": '
+
+
+def error_record(row: Row | BadRow, error: BaseException | None = None) -> Record:
+    """The record of a row that failed; `error` is None for a BadRow, which tells itself. Pure."""
+    if isinstance(row, BadRow):
+        return {"id": row.id, "error": {"type": row.type, "message": row.message}}
+    return {"id": row.id, "data": row.data, "error": {"type": type(error).__name__, "message": str(error)}}
+
+
+def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int], scores: Any) -> Record:
+    """The record of a row that was scored. Pure."""
+    recorded = []
+    for ask, answer, seed in zip(asks, answers, seeds, strict=True):
+        one: dict[str, Any] = {"prompt": ask.prompt, "text": answer.text, "output_ids": answer.token_ids}
+        one |= {"logprobs": answer.logprobs, "finish_reason": answer.finish}
+        if answer.top_logprobs is not None:
+            one["top_logprobs"] = answer.top_logprobs
+        recorded.append(one | ({"sampling_seed": seed} if ask.kind == "generate" else {"kind": ask.kind}))
+    return {"id": row.id, "data": row.data, "answers": recorded, "scores": scores}
+
+
+def line_of(record: Record) -> bytes:
+    """A record as files have it: JSON, keys in their order, in UTF-8; escaped where a text holds lone surrogates.
+
+    Pure. Errors: ValueError, TypeError for what is no JSON.
+    """
+    try:
+        return _PLAIN.encode(record).encode()
+    except UnicodeEncodeError:
+        return _ESCAPED.encode(record).encode()
+
+
+def load(line: bytes) -> Record:
+    """The record of a line that fengine has written. Pure. Errors: ValueError."""
+    return json.loads(line.decode("utf-8", "surrogatepass"))
+
+
+def bits_of(record: Record) -> bytes:
+    """What an engine computed for a row, without what was asked or how it was scored: the id, and the tokens and
+    logprobs of each answer as 64-bit integers and floats, big-endian, behind their number; no answers for an error.
+    The SHA-256 of all rows is `bits_sha256` in the manifest. Pure."""
+    parts = [record["id"].encode("utf-8", "surrogatepass") + b"\0"]
+    for answer in record.get("answers", ()):
+        ids, logprobs = answer["output_ids"], answer["logprobs"]
+        parts.append(struct.pack(f">qq{len(ids)}q{len(logprobs)}d", len(ids), len(logprobs), *ids, *logprobs))
+    return b"".join(parts)
+
+
+# -- reading what anybody may have written -----------------------------------------------------------------------------
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse)
+
+
+def record_of(line: bytes) -> Record | None:
+    """None for what is no record: another shape, or logprobs that are no numbers. Pure."""
+    try:
+        record = _JSON.decode(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+        return None
+    if "error" in record:
+        return record if isinstance(record["error"], dict) else None
+    answers, scores = record.get("answers"), record.get("scores")
+    if not isinstance(answers, list) or not isinstance(scores, dict):
+        return None
+    good = all(_is_number(value) or isinstance(value, (bool, str)) for value in scores.values())
+    return record if good and all(map(_is_answer, answers)) else None
+
+
+def _is_answer(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        return False
+    ids, logprobs = value.get("output_ids"), value.get("logprobs")
+    if not isinstance(ids, list) or not isinstance(logprobs, list):
+        return False
+    return {*map(type, ids)} <= {int} and all(map(_is_number, logprobs))
+
+
+def _is_number(value: Any) -> bool:
+    return abs(value) < LARGEST if type(value) is float else type(value) is int and abs(value) < 2**53
+
+
+def id_of(line: bytes) -> str:
+    """The id of a line that begins as records do; of another one, if there is any. Pure."""
+    if line.startswith(_ID):
+        try:
+            value, _ = _JSON.raw_decode(line[len(_ID) : len(_ID) + 8192].decode("utf-8", "ignore"))
+            return value if isinstance(value, str) else ""
+        except ValueError:
+            pass
+    record = record_of(line)
+    return "" if record is None else record["id"]
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids both begin with. Pure."""
+    if one == other:
+        return len(one)
+    return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
