@@ -116,7 +116,7 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    """Changes the records of outputs.jsonl, and the manifest's word about them. The journal, which knows better, goes."""
+    """Changes the records of outputs.jsonl, and the manifest. The journal, which knows better, goes."""
     (folder / "journal.log").unlink(missing_ok=True)
     rows = records(folder / "outputs.jsonl")
     rows = change(rows) or rows
