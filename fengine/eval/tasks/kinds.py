@@ -11,7 +11,6 @@ from typing import Any
 from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
-from fengine.eval.tasks.extract import Extractor
 from fengine.eval.tasks.rows import RESULT_COLUMNS, data_path, read_rows
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, check
@@ -103,8 +102,8 @@ class GenerateTask(_Task):
     with `extract` also `found` and, for a single sample, the text `extracted`. Scores of several samples are means."""
 
     @cached_property
-    def _extractor(self) -> Extractor | None:
-        return None if self.config.extract is None else Extractor(self.config.extract)
+    def _extractor(self) -> scoring.Extractor | None:
+        return None if self.config.extract is None else scoring.Extractor(self.config.extract)
 
     def asks(self, row: Row) -> list[Ask]:
         config = self.config

@@ -7,10 +7,14 @@ that figures compare.
 import json
 import math
 import re
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import regex
+
+from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.tasks.task import Answer
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -43,6 +47,53 @@ def prefix_match(text: str, references: Iterable[str], forms: Sequence[str] = ("
     found = normal(text, forms)
     starts = (normal(reference, forms) for reference in references)
     return any(found.startswith(start) and not found[len(start) :][:1].isalnum() for start in starts)
+
+
+# -- extraction --------------------------------------------------------------------------------------------------------
+
+MAX_PATTERN_BYTES = 1024
+MAX_SECONDS = 2.0  # of one answer, over all its matches
+_FUZZY = re.compile(r"(?<!\\)\{(\s*\d+\s*<=?)?\s*[deis]\s*(<=?\s*\d+\s*)?[},:+]")
+
+
+class Extractor:
+    """What a regular expression of Python's syntax finds in an answer, in bounded time whatever the pattern. Immutable.
+
+    The library `regex` searches, as `re` would, and gives up after MAX_SECONDS.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        """Errors: InvalidRequestError (no regular expression, too long)."""
+        size = len(pattern.encode("utf-8", "surrogatepass"))
+        if size > MAX_PATTERN_BYTES:
+            raise InvalidRequestError(f"the pattern is {size} bytes, over the {MAX_PATTERN_BYTES}-byte limit")
+        try:
+            re.compile(pattern)  # the syntax is Python's: what only the library knows is no part of it
+            self._pattern = regex.compile(pattern, regex.V0)
+        except (re.error, regex.error, OverflowError, RecursionError) as error:
+            raise InvalidRequestError(f"{pattern!r:.200} is not a regular expression: {error}") from None
+        if _FUZZY.search(pattern):
+            raise InvalidRequestError(f"{pattern!r:.200} has a brace that could be a quantifier; write it as \\{{")
+
+    def find(self, text: str, *, last: bool = False) -> str | None:
+        """The first group that took part in the first (or last, of those that do not overlap) match, or without groups
+        the match itself; None where nothing matches. Pure. Errors: InputFileError after MAX_SECONDS."""
+        deadline, found = time.monotonic() + MAX_SECONDS, None
+        try:
+            for match in self._pattern.finditer(text, timeout=MAX_SECONDS, concurrent=True):
+                found = match
+                if not last:
+                    break
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+        except TimeoutError:
+            raise InputFileError(
+                f"extracting {self._pattern.pattern!r:.200} from an answer of {len(text)} characters took more than "
+                f"{MAX_SECONDS:g} seconds; write a pattern with less to try"
+            ) from None
+        if found is None:
+            return None
+        return next((group for group in found.groups() if group is not None), found.group())
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import ConfigError, FengineError
-from fengine.eval.tasks.extract import Extractor
-from fengine.eval.tasks.scoring import NORMAL_FORMS
+from fengine.eval.tasks.scoring import NORMAL_FORMS, Extractor
 
 
 class TaskKind(Enum):
