@@ -24,7 +24,7 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request, SamplingParams
 from fengine.core.scheduler import Scheduler
-from fengine.core.step_output import StepOutput
+from fengine.core.scheduler_output import StepOutput
 from fengine.worker.input_batch import StepInput
 from fengine.worker.step import Result
 

@@ -127,7 +127,7 @@ def check_books(core: EngineCore) -> None:
     """Pages, rows and queues balance, and the core keeps nothing of requests that have ended."""
     core.stepper.scheduler.check()
     assert core.requests.states.keys() == core.stepper.scheduler._requests.keys()
-    assert core.requests.live.keys() | core.requests.times.unstarted.keys() <= core.requests.states.keys()
+    assert core.requests.live.keys() | core.requests.unstarted.keys() <= core.requests.states.keys()
 
 
 @contextmanager

@@ -11,11 +11,10 @@ from loops import in_loop
 
 from fengine.api.features import FEATURES
 from fengine.config import CacheConfig, CompileConfig, Dtype, EngineConfig, ModelConfig, SchedulerConfig
-from fengine.core.record import Record
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.build import build
-from fengine.engine.output_processor import RequestState
 from fengine.engine.parts import Parts
+from fengine.engine.request_state import RequestState
 
 
 @dataclass
@@ -32,7 +31,6 @@ class Ask:
     def request(self, rid: str) -> Request:
         return Request(
             rid, len(self.prompt), list(self.prompt), self.sampling(), self.seed, self.new, self.stop_ids,
-            record=None if self.asked is None else Record(),
         )  # fmt: skip
 
     def sampling(self) -> SamplingParams:
@@ -73,26 +71,34 @@ def running(path: Path | str, **options: Any) -> Iterator[Parts]:
         parts.close()
 
 
-def run(parts: Parts, asks: Sequence[Ask]) -> list[Request]:
-    """All at once; returns the finished requests, in order."""
+class Found:
+    """A finished request, and what was found of it: `record`, its state."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.request, self.record = state.request, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.request, name)
+
+
+def run(parts: Parts, asks: Sequence[Ask]) -> list[Any]:
+    """All at once; returns what was `Found`, in order."""
     done = threading.Semaphore(0)
     states = [RequestState(ask.request(f"r{i}"), None, False, lambda _: done.release()) for i, ask in enumerate(asks)]
     parts.core.submit(states)
     for _ in states:
         assert done.acquire(timeout=120)
     assert parts.core.inbox.end is None, parts.core.inbox.end
-    return [state.request for state in states]
+    return [Found(state) for state in states]
 
 
-def outcome(request: Request) -> tuple[Any, ...]:
+def outcome(found: Found) -> tuple[Any, ...]:
     """Everything that a request got, comparable bit for bit."""
+    request, record = found.request, found.record
     assert request.finish is not None
-    drawn = (request.token_ids, request.logprobs, request.finish)
-    record = request.record
-    if record is None:
-        return drawn
     vector = None if record.embedding is None else record.embedding.tobytes()
     return (
-        *drawn, record.input_logprobs, record.input_top, record.input_ids, record.output_top, record.output_ids,
-        [(array.shape, array.tobytes()) for array in record.hidden], vector, str(record.error), request.unasked,
+        request.token_ids, request.logprobs, request.finish,
+        record.input_logprobs, record.input_top, record.input_ids, record.output_top, record.output_ids,
+        [(array.shape, array.tobytes()) for array in record.hidden], vector, str(record.fault), request.unasked,
     )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 from fengine.api import info
 from fengine.api.options import EngineContext
 from fengine.core.step_trace import StepRecord
-from fengine.engine.commands import FlushCache, GetStats, Pause, Ping, Resume, UnwatchSteps, WatchSteps
 from fengine.engine.parts import Parts
 from fengine.engine.weights.save import save_weights
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, UnsupportedFeatureError
@@ -73,12 +72,12 @@ def pause_generation(engine: HasContext, mode: str = "abort") -> None:
     """
     if mode not in PAUSE_MODES:
         raise InvalidRequestError(f"Invalid mode: {mode!r:.80}. Expected one of {list(PAUSE_MODES)}.")
-    engine._parts.core.call(Pause(mode))
+    engine._parts.core.call("pause", mode=mode)
 
 
 def continue_generation(engine: HasContext) -> None:
     """Steps are planned again."""
-    engine._parts.core.call(Resume())
+    engine._parts.core.call("resume")
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ class FlushResult(NamedTuple):
 
 def flush_cache(engine: HasContext) -> FlushResult:
     """Empties the prefix cache; refused (success False) while requests run."""
-    if engine._parts.core.call(FlushCache()):
+    if engine._parts.core.call("flush_cache"):
         return FlushResult(True, "the prefix cache is empty")
     return FlushResult(False, "the cache was not flushed: requests are running; wait for them or abort them")
 
@@ -110,7 +109,7 @@ def freeze_gc(engine: HasContext) -> None:
 
 def ping(engine: HasContext) -> None:
     """Returns once the loop has answered, which it does between two steps. Errors: EngineDeadError."""
-    engine._parts.core.call(Ping())
+    engine._parts.core.call("ping")
     engine._parts.core.check_threads()
 
 
@@ -121,18 +120,18 @@ def stats(engine: HasContext) -> dict[str, Any]:
 
 def get_server_info(engine: HasContext) -> dict[str, Any]:
     """Every setting as resolved, sizes, version, and the internal state."""
-    return info.server_info(engine._parts, engine._context.args, engine._parts.core.call(GetStats()))
+    return info.server_info(engine._parts, engine._context.args, engine._parts.core.call("get_stats"))
 
 
 def get_model_info(engine: HasContext) -> dict[str, Any]:
     """What kind of model runs. `preferred_sampling_params` are those in force, the model's own included."""
-    found = info.model_info(engine._parts, engine._context.args, engine._parts.core.call(GetStats()))
+    found = info.model_info(engine._parts, engine._context.args, engine._parts.core.call("get_stats"))
     return found | {"preferred_sampling_params": dict(engine._context.preferred) or None}
 
 
 def get_load(engine: HasContext) -> list[dict[str, int]]:
     """Requests that run and wait, and the tokens that they hold."""
-    return info.load(engine._parts, engine._parts.core.call(GetStats()))
+    return info.load(engine._parts, engine._parts.core.call("get_stats"))
 
 
 def get_all_child_pids(engine: HasContext) -> list[int]:
@@ -166,12 +165,12 @@ def steps_told(engine: HasContext, tell: Callable[[StepRecord], None]) -> Iterat
     Errors: what `tell` raised, at the end; after it nothing more is reported.
     """
     core, key, fault = engine._parts.core, uuid.uuid4().hex, None
-    core.call(WatchSteps(key), tell)
+    core.call("watch_steps", tell, key=key)
     try:
         yield
     finally:
         with suppress(EngineClosedError, EngineDeadError):  # then there are no more steps
-            fault = core.call(UnwatchSteps(key))
+            fault = core.call("unwatch_steps", key=key)
     if fault is not None:
         raise fault
 

@@ -10,7 +10,7 @@ from fengine.api.input_processor import CheckedRequest
 from fengine.api.options import EngineContext
 from fengine.api.outputs import Output, Shown, output_of
 from fengine.core.request import Finish
-from fengine.engine.output_processor import RequestState
+from fengine.engine.request_state import RequestState
 from fengine.errors import EngineDeadError, InvalidRequestError, NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
@@ -163,10 +163,10 @@ class OutputCollector:
         return output
 
     def _ends_with_chunk(self, state: RequestState) -> bool:
-        if not self.stream or not (state.own_fault or isinstance(state.error, NumericsError)):
+        if not self.stream or not (state.fault is not None or isinstance(state.error, NumericsError)):
             return False
         if state.finish is None:
-            state.finish = Finish("abort", message=str(state.error), code=400 if state.own_fault else 500)
+            state.finish = Finish("abort", message=str(state.error), code=500 if state.fault is None else 400)
         return True
 
     def _output(self, index: int, state: RequestState, done: bool) -> Output:

@@ -15,7 +15,7 @@ from fengine.api.io_struct import EncodeReqInput, GenerateReqInput, refuse_not_b
 from fengine.api.options import EngineContext
 from fengine.api.outputs import Output
 from fengine.core.scalars import plain
-from fengine.engine.output_processor import RequestState
+from fengine.engine.request_state import RequestState
 from fengine.errors import InvalidRequestError
 from fengine.worker.pooling import Pooling, check_dimensions, finish_vector
 
@@ -60,8 +60,7 @@ class EncodeCollector:
         return results[0] if isinstance(outputs, dict) else results
 
     def _result(self, output: Output, state: RequestState) -> Output:
-        record = state.request.record
-        vector = None if record is None else record.embedding
+        vector = state.embedding
         if vector is None:  # it was aborted, as its finish reason tells
             embedding = None
         else:

@@ -29,7 +29,6 @@ from fengine.api.types import (
 from fengine.config import EngineConfig
 from fengine.core.request import SamplingParams
 from fengine.engine.build import build
-from fengine.engine.commands import LabelWeights
 from fengine.engine.parts import Parts
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammars
@@ -111,7 +110,7 @@ class Engine:
         self._context = EngineContext(parts, args, sessions, grammars, recommended | args.preferred(), log=log)
         parts.memory.keeps_weights = args.enable_weights_cpu_backup
         self._pid = os.getpid()
-        parts.core.call(LabelWeights(args.weight_version))
+        parts.core.call("label_weights", version=args.weight_version)
         self.tokenizer_manager = TokenizerManager(self)
         holder = self if owned else grammars  # `grammars` lives as long as its own finalizer: until shutdown or the end
         self._finalizer = weakref.finalize(holder, _close, parts, grammars.close, self._pid)

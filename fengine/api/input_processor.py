@@ -21,7 +21,6 @@ from fengine.api.options import (
     stop_ids,
 )
 from fengine.api.sessions import Turn
-from fengine.core.record import Record
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
 from fengine.core.scalars import flag
@@ -67,7 +66,7 @@ def process_input(
         raise _together(errors, len(prompts))
     if pooled is not None:
         for one in checked:
-            one.request.params, one.request.record = replace(one.request.params, **pooled), Record()
+            one.request.params = replace(one.request.params, **pooled)
     return checked, single
 
 
@@ -102,7 +101,6 @@ def _check(context: EngineContext, prompt: PromptInput, params: SamplingParams, 
     return_logprob = flag("return_logprob", prompt.return_logprob)
     asked = [request_params(context, prompt, params, len(ids), return_logprob) for _ in prompt.rids]
     check_amount(asked[0], len(asked), len(ids), most)
-    unasked = return_logprob and most == 0  # then the record reports the token that is drawn all the same
     early_ids = end_ids(context, params) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
     adapter = adapter_of(parts, prompt.lora_path)
     salt, priority = salt_of(prompt.cache_salt), priority_of(context.args, prompt.priority)
@@ -120,7 +118,6 @@ def _check(context: EngineContext, prompt: PromptInput, params: SamplingParams, 
                 priority=priority,
                 adapter=adapter,
                 early_ids=early_ids,
-                record=None if own.bare and not unasked else Record(),
             ),
             return_logprob,
             turn,

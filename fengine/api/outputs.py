@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fengine.core.record import Record
 from fengine.core.request import Request
-from fengine.core.sampling_params import SamplingParams
-from fengine.engine.output_processor import RequestState
-from fengine.engine.weights.versions import version_spans
+from fengine.engine.request_state import RequestState, version_spans
 
 Output = dict[str, Any]  # types.GenerateOutput or EncodeOutput, while it is made
 
@@ -94,10 +91,9 @@ def output_of(
     ids = request.token_ids[start + shown.count_from : start + shown.count]
     meta = {"finish_reason": None} if brief else _meta(state, shown) | _speculation(request, shown.count)
     if return_logprob:
-        meta |= _logprobs(request, shown.count_from, shown.count, ids)
-    params, record = request.params, request.record
-    if record is not None and params.hidden is not None:
-        meta["hidden_states"] = _hidden(params, record, shown.count)
+        meta |= _logprobs(state, shown.count_from, shown.count, ids)
+    if request.params.hidden is not None:
+        meta["hidden_states"] = _hidden(state, shown.count)
     if shown.done:
         meta |= _times(state, shown.count, metrics)
     output: Output = {"text": shown.text[shown.text_from :]} if has_text else {}
@@ -140,23 +136,21 @@ def _speculation(request: Request, count: int) -> dict[str, Any]:
     }
 
 
-def _logprobs(request: Request, first: int, count: int, ids: list[int]) -> dict[str, Any]:
+def _logprobs(state: RequestState, first: int, count: int, ids: list[int]) -> dict[str, Any]:
     """Tuples (logprob, id, None). A request for no tokens still tells of the one that was drawn."""
-    params, record = request.params, request.record
+    request, params = state.request, state.request.params
     drawn = list(zip(request.logprobs[first:count], ids, strict=True))
     if request.unasked is not None:
         drawn = [request.unasked]
     meta: dict[str, Any] = {
-        "input_token_logprobs": [] if record is None else _triples(record.input_logprobs),
+        "input_token_logprobs": _triples(state.input_logprobs),
         "output_token_logprobs": _triples(drawn),
         "output_token_logprobs_length": len(drawn),
     }
-    if record is None:
-        return meta
     last = max(count, first + len(drawn))
     for asked, name, before, after in (
-        (params.top_logprobs, "top_logprobs", record.input_top, record.output_top),
-        (params.logprob_ids, "token_ids_logprobs", record.input_ids, record.output_ids),
+        (params.top_logprobs, "top_logprobs", state.input_top, state.output_top),
+        (params.logprob_ids, "token_ids_logprobs", state.input_ids, state.output_ids),
     ):
         if asked:
             meta[f"input_{name}"] = [None if entry is None else _triples(entry) for entry in before]
@@ -168,10 +162,10 @@ def _triples(pairs: Any) -> list[tuple[float | None, int, None]]:
     return [(logprob, token, None) for logprob, token in pairs]
 
 
-def _hidden(params: SamplingParams, record: Record, count: int) -> Any:
+def _hidden(state: RequestState, count: int) -> Any:
     """A list with the prompt's states [tokens, D] first, then one [D] for each decode step; "last": one [D]."""
-    states = record.hidden[: max(count, 1)]
-    if params.hidden == "full":
+    states = state.hidden[: max(count, 1)]
+    if state.request.params.hidden == "full":
         return [FloatList.of(state) for state in states]
     if not states:
         return None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.core.scalars import exact_float, exact_int
-from fengine.engine.output_processor import RequestState
+from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL, Threads
 from fengine.errors import InvalidRequestError, SessionError
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from fengine.engine.commands import Ping
 from fengine.engine.parts import Parts
 from fengine.engine.weights.group import GroupError
 from fengine.engine.weights.updates import UpdateResult
@@ -74,7 +73,7 @@ def init_weights_update_group(
 ) -> UpdateResult:  # fmt: skip
     """Joins a trainer's group (its rank is 0) and waits for it up to `timeout` seconds, which is also how long a
     broadcast may take. `backend`: "nccl" on CUDA, or "gloo"."""
-    engine._parts.core.call(Ping())
+    engine._parts.core.call("ping")
     try:
         engine._parts.updates.groups.join(
             master_address, master_port, rank_offset, world_size, group_name, backend, timeout
@@ -86,7 +85,7 @@ def init_weights_update_group(
 
 def destroy_weights_update_group(engine: HasParts, group_name: str) -> UpdateResult:
     """Leaves a group."""
-    engine._parts.core.call(Ping())
+    engine._parts.core.call("ping")
     try:
         engine._parts.updates.groups.leave(group_name)
     except GroupError as error:
@@ -186,7 +185,7 @@ def lora_adapters(engine: HasParts) -> dict[str, str]:
 
 
 def _change(engine: HasParts, change: Callable[[Adapters], None]) -> AdapterResult:
-    engine._parts.core.call(Ping())  # a closed engine says so
+    engine._parts.core.call("ping")  # a closed engine says so
     adapters = engine._parts.adapters
     if adapters is None:
         return AdapterResult(False, NOT_ENABLED, {})

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fengine.core.record import Record
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import exact_int
 
@@ -107,7 +106,6 @@ class Request:
     adapter_slot: int | None = None  # where the adapter lies while the request runs
     priority: int = 0  # the higher, the earlier it is admitted
     early_ids: frozenset[int] = frozenset()  # banned beside stop_ids until min_new_tokens
-    record: Record | None = None  # where the loop puts what was asked for beyond tokens and logprobs; None: nothing
     num_scored: int = 0  # input logprobs that have been read
     num_seen: int = 0  # prompt tokens up to here have given their hidden state
     unasked: tuple[float, int] | None = None  # max_new_tokens 0: logprob and id of the token drawn all the same

@@ -21,6 +21,7 @@ never taken out of its step again: only decoding rows are, and those put pages i
 
 from collections import deque
 from collections.abc import Mapping
+from operator import attrgetter
 
 from fengine.config import Policy
 from fengine.core.batch import Batch
@@ -123,6 +124,19 @@ class Scheduler:
         if (request := self._requests.get(rid)) is not None:
             self._end(request, Finish("abort"))
         return request
+
+    def retract(self) -> int:
+        """Sends what runs back to the queue, in its order, to be computed again from its tokens. Returns how many.
+
+        A change of the weights asks for that: the KV belongs to the old ones. Errors: InvariantError if a step is in
+        flight.
+        """
+        running = sorted(self._rows.prompting + self._rows.decoding, key=attrgetter("arrival"))
+        if self._in_flight:
+            raise InvariantError("requests were retracted while a step was in flight")
+        for request in reversed(running):  # the latest first: each one goes to the queue's front
+            self._leave(request, cached=False)
+        return len(running)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -279,13 +293,16 @@ class Scheduler:
     def _preempt(self, batch: Batch, victim: Request) -> None:
         """Back to the queue's front, to be computed again. A token that is still in flight arrives and counts."""
         batch.take_out(victim)
-        self._rows.leave(victim, cached=True)
-        victim.status = Status.WAITING
-        victim.num_preempted += 1
+        self._leave(victim, cached=True)
+        batch.preempted.append(victim)
+
+    def _leave(self, request: Request, cached: bool) -> None:
+        self._rows.leave(request, cached)
+        request.status = Status.WAITING
+        request.num_preempted += 1
         self.num_preemptions += 1
         self._blocked = False
-        self._waiting.put_back(victim)
-        batch.preempted.append(victim)
+        self._waiting.put_back(request)
 
     # -- results -------------------------------------------------------------------------------------------------------
 

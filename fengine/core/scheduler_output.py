@@ -1,13 +1,16 @@
-"""`SchedulerOutput`: what one step computes, as plain data that could be sent to another process. No torch.
+"""`SchedulerOutput`: what one step computes, as plain data; `StepOutput`: what it found, on the host. No torch.
 
-It is all that a worker learns of requests. A worker keeps for each row slot what `NewRow` told when the row was
-admitted, and the page table that `new_pages` adds up to, until the slot is released or given to another request.
+A `SchedulerOutput` is all that a worker learns of requests. It keeps for each row slot what `NewRow` told when the row
+was admitted, and the page table that `new_pages` adds up to, until the slot is released or given to another request.
 """
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from fengine.core.sampling_params import SamplingParams
+from fengine.errors import FengineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,46 @@ class SchedulerOutput:
     def num_draws(self) -> int:
         """One for each row, then those behind drafts, in the order of `drafts`."""
         return len(self.rows) + sum(len(draft.token_ids) for draft in self.drafts)
+
+
+class Scores(NamedTuple):
+    """Logprobs of rows: of the ids that were asked, and of the likeliest, best first. float32, ids int32."""
+
+    logprob_PK: np.ndarray
+    top_logprob_PX: np.ndarray
+    top_id_PX: np.ndarray
+
+
+class Span(NamedTuple):
+    """Consecutive positions of one row of the step, and where they begin in the arrays that rows share."""
+
+    row: int
+    first: int
+    count: int
+    at: int
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """A token and its logprob for each draw: NaN where the row has an error, or its logits were not finite.
+
+    Of `outputs` row r is that of the step's row r. `prompts`: in column 0 of logprob_PK the token behind the position.
+    `hidden_HD` float32. `pooled`: rows of which the last hidden state is here now.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    errors: dict[int, FengineError] = field(default_factory=dict)
+    outputs: Scores | None = None
+    prompts: list[tuple[list[Span], Scores]] = field(default_factory=list)
+    hidden: list[Span] = field(default_factory=list)
+    hidden_HD: np.ndarray | None = None
+    pooled: list[int] = field(default_factory=list)
+
+    @property
+    def more(self) -> bool:
+        """Whether there is more than tokens and logprobs."""
+        return bool(self.errors or self.outputs or self.prompts or self.hidden or self.pooled)
 
 
 class Watcher(Protocol):

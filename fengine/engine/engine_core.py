@@ -9,16 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from fengine.core.request import Request
 from fengine.core.scheduler import Scheduler
 from fengine.core.step_trace import StepTrace
-from fengine.engine import commands
-from fengine.engine.commands import Abort, Add, Command
-from fengine.engine.inbox import Inbox, Item
-from fengine.engine.open_requests import OpenRequests
-from fengine.engine.output_processor import OutputProcessor, RequestState
+from fengine.engine.inbox import IN_STEP, Command, Inbox
+from fengine.engine.output_processor import OutputProcessor
+from fengine.engine.request_state import RequestState
 from fengine.engine.stepper import Runner, Stepper
 from fengine.engine.threads import REAL, Threads
-from fengine.engine.weights.versions import relabel
 from fengine.errors import (
     EngineBusyError,
     EngineClosedError,
@@ -33,7 +31,7 @@ from fengine.worker.input_batch import InputBatch
 GRACE = 30.0  # seconds that a closing engine waits for its loop: a logit processor may never return
 GLANCE = 0.25  # seconds between two looks at the threads
 
-Handler = Callable[[Any, Any], Any]  # of (command, what is attached to it); runs in the loop's thread
+Handler = Callable[..., Any]  # of what is attached to a command, and its arguments; runs in the loop's thread
 
 
 class EngineCore:
@@ -48,28 +46,27 @@ class EngineCore:
     ) -> None:  # fmt: skip
         self.system = system
         self.inbox = Inbox(system)
-        self.text = OutputProcessor(self.abort, lambda state: self.requests.untold.discard(state), system)
-        self.requests = OpenRequests(scheduler, self.text)
+        self.requests = OutputProcessor(scheduler, self.abort, system)
         self.stepper = Stepper(scheduler, input_batch, runner, kv, self.requests, overlap)
         self.traces: dict[str, StepTrace] = {}  # by the key of who asked
         self.weight_version = "default"  # the label of the weights that steps run with
         self.refusals: dict[str, str] = {}  # why no request can run now, by cause: memory that is released
-        self.handlers: dict[type[Command], Handler] = {
-            Add: self._add,
-            Abort: self._abort,
-            commands.Pause: self._pause,
-            commands.Resume: self._resume,
-            commands.FlushCache: self._flush,
-            commands.LabelWeights: lambda command, attached: self.label_weights(command.version),
-            commands.WatchSteps: self._watch_steps,
-            commands.UnwatchSteps: self._unwatch_steps,
-            commands.GetStats: lambda command, attached: self.stats(),
-            commands.Ping: lambda command, attached: None,
+        self.handlers: dict[str, Handler] = {
+            "add": self._add,
+            "abort": self._abort,
+            "pause": self._pause,
+            "resume": self._resume,
+            "flush_cache": self._flush,
+            "label_weights": self.label_weights,
+            "watch_steps": self._watch_steps,
+            "unwatch_steps": self._unwatch_steps,
+            "get_stats": self.stats,
+            "ping": lambda: None,
         }
         self.ended: queue.SimpleQueue[threading.Thread] = system.queue()  # threads that have reached their end
         self.threads = [
             system.thread(target=self._guard, args=(self._run,), name="fengine-steps", daemon=True),
-            system.thread(target=self._guard, args=(self.text.run,), name="fengine-text", daemon=True),
+            system.thread(target=self._guard, args=(self.requests.run,), name="fengine-text", daemon=True),
             system.thread(target=self._watch, name="fengine-watch", daemon=True),
         ]
         for thread in self.threads:
@@ -88,32 +85,33 @@ class EngineCore:
                 raise refused
             self.inbox.check()
             self.requests.enter(states)
-            self.inbox.put(Add(tuple(state.request for state in states)), states)
+            self.inbox.put(Command("add", {"requests": [state.request for state in states]}, states))
 
     def abort(self, states: Sequence[RequestState]) -> None:
         """Ends requests early, in whatever state they are; those already finished or unknown are left alone."""
         with suppress(EngineClosedError, EngineDeadError):  # everything has ended already
-            self.inbox.put(Abort(tuple(state.request.rid for state in states)), states)
+            self.inbox.put(Command("abort", {"rids": [state.request.rid for state in states]}, states))
 
     def abort_rids(self, rids: set[str] | None) -> None:
         """Ends the requests with exactly these rids (None: all) that have come so far. Returns at once."""
-        self.inbox.put(Abort(None if rids is None else tuple(rids)))
+        self.inbox.put(Command("abort", {"rids": None if rids is None else sorted(rids)}))
 
-    def call(self, command: Command, attached: Any = None) -> Any:
+    def call(self, name: str, attached: Any = None, **arguments: Any) -> Any:
         """Has a command executed between two steps, and returns its answer or raises its error.
 
         Inside a step, where only a logit processor can ask, commands that need a step's end are refused.
         Errors: EngineClosedError, EngineDeadError, EngineBusyError.
         """
+        command = Command(name, arguments, attached)
         if self.system.current() is not self.threads[0]:
-            return self.inbox.call(command, attached, self.threads[0].is_alive)
+            return self.inbox.call(command, self.threads[0].is_alive)
         self.inbox.check()
-        if self.stepper.in_step and not command.in_step:
+        if self.stepper.in_step and name not in IN_STEP:
             raise EngineBusyError(
-                f"{type(command).__name__} was asked for inside of a step, by a logit processor: the step cannot end "
+                f"{name} was asked for inside of a step, by a logit processor: the step cannot end "
                 "before the processor returns; ask from another thread, and do not wait for it"
             )
-        return self._execute(Item(command, attached, None))
+        return self._execute(command)
 
     def owns_thread(self) -> bool:
         """Whether the calling thread is one of the engine's own."""
@@ -179,7 +177,7 @@ class EngineCore:
         self.inbox.close(EngineDeadError("the engine's loop failed: its thread has ended"))
         if not loop.is_alive():
             self.requests.end(self._reason())
-            self.text.steps.put(None)
+            self.requests.steps.put(None)
             text.join(GRACE if isinstance(self.inbox.end, EngineClosedError) else 2 * GLANCE)
         self._fail(self._reason())
 
@@ -207,27 +205,28 @@ class EngineCore:
 
     def _obey(self, block: bool) -> None:
         """Executes what came in. Waits for something only when there is nothing else to do."""
-        item = self.inbox.get(block)
-        while item is not None:
-            self._answer(item)
-            item = None  # an idle loop keeps nothing
-            item = self.inbox.get(False)
+        command = self.inbox.get(block)
+        while command is not None:
+            self._answer(command)
+            command = None  # an idle loop keeps nothing
+            command = self.inbox.get(False)
 
-    def _answer(self, item: Item) -> None:
-        if item.reply is None:
-            self._execute(item)
+    def _answer(self, command: Command) -> None:
+        if command.reply is None:
+            self._execute(command)
             return
         try:
-            answer = (self._execute(item), None)
+            answer = (self._execute(command), None)
         except Exception as error:  # it belongs to the caller
             answer = (None, error)
-        item.reply.put(answer)
+        command.reply.put(answer)
 
-    def _execute(self, item: Item) -> Any:
-        handler = self.handlers.get(type(item.command))
+    def _execute(self, command: Command) -> Any:
+        handler = self.handlers.get(command.name)
         if handler is None:
-            raise UnsupportedFeatureError(f"this engine has no {type(item.command).__name__}")
-        return handler(item.command, item.attached)
+            raise UnsupportedFeatureError(f"this engine has no command {command.name!r}")
+        attached = () if command.attached is None else (command.attached,)
+        return handler(*attached, **command.arguments)
 
     def _refused(self) -> MemoryReleasedError | None:
         """Why no request can run now."""
@@ -235,26 +234,26 @@ class EngineCore:
 
     # -- handlers, and what those of others need -----------------------------------------------------------------------
 
-    def _add(self, command: Add, states: Sequence[RequestState]) -> None:
+    def _add(self, states: Sequence[RequestState], requests: Sequence[Request]) -> None:
         for state in states:
             self.requests.admit(state, self.weight_version, self._refused())
 
-    def _abort(self, command: Abort, meant: Sequence[RequestState] | None) -> None:
-        self.requests.abort(command.rids, meant)
+    def _abort(self, meant: Sequence[RequestState] | None = None, *, rids: Sequence[str] | None) -> None:
+        self.requests.abort(rids, meant)
         self.stepper.rest()
 
-    def _pause(self, command: commands.Pause, attached: None) -> None:
+    def _pause(self, mode: str) -> None:
         self.stepper.paused = True
         self.stepper.drain()
-        if command.mode == "abort":
-            self._abort(Abort(None), None)
-        elif command.mode == "retract":
-            self.stepper.retract()
+        if mode == "abort":
+            self._abort(rids=None)
+        elif mode == "retract":
+            self.stepper.scheduler.retract()
 
-    def _resume(self, command: commands.Resume, attached: None) -> None:
+    def _resume(self) -> None:
         self.stepper.paused = False
 
-    def _flush(self, command: commands.FlushCache, attached: None) -> bool:
+    def _flush(self) -> bool:
         stats = self.stats()
         held = stats["paused"] and not stats["running"]  # those that wait hold no pages
         if stats["running"] + stats["waiting"] and not held:
@@ -262,17 +261,14 @@ class EngineCore:
         self.stepper.flush_cache()
         return True
 
-    def _watch_steps(self, command: commands.WatchSteps, tell: Callable[[Any], None]) -> None:
-        self.traces[command.key] = self.stepper.trace(tell)
+    def _watch_steps(self, tell: Callable[[Any], None], key: str) -> None:
+        self.traces[key] = StepTrace(self.stepper.scheduler, tell)
+        self.stepper.watch(self.traces[key])
 
-    def _unwatch_steps(self, command: commands.UnwatchSteps, attached: None) -> Exception | None:
-        trace = self.traces.pop(command.key)
+    def _unwatch_steps(self, key: str) -> Exception | None:
+        trace = self.traces.pop(key)
         self.stepper.unwatch(trace)
         return trace.fault
-
-    def handle(self, kind: type[Command], handler: Handler) -> None:
-        """Commands of this kind are executed by `handler`."""
-        self.handlers[kind] = handler
 
     def refuse(self, reasons: dict[str, str], *, idle: bool = False) -> None:
         """Refuses requests from here on, for these reasons by cause. With `idle` only if none is open.
@@ -299,4 +295,4 @@ class EngineCore:
         """What is drawn from here on is of weights with this label. In the loop's thread, with no step in flight."""
         self.weight_version = version
         for state in self.requests.states.values():
-            relabel(state.request, version)
+            state.relabel(version)

@@ -1,26 +1,45 @@
-"""`Inbox`: commands on their way to the loop, in order, with what is attached to them; and their answers."""
+"""`Command`: what is asked of the loop, by name; `Inbox`: commands on their way to it, in order, and their answers.
+
+    add          requests           queue them; attached: their states
+    abort        rids               end them (None: all) in whatever state; attached: the states that are meant
+    pause        mode               schedule no step: "abort" ends all, "retract" sends what runs back to the queue
+    resume                          schedule steps again
+    flush_cache                     empty the prefix cache, if no request runs; answers whether it was emptied
+    get_stats                     * counters, and what is refused
+    ping                          * answers as soon as the loop can
+    watch_steps, unwatch_steps key  tell of every step from here on; attached: who is called with each `StepRecord`
+    label_weights  version          the label of the weights that steps run with
+    update_weights names, version   write tensors; attached: the checked changes, their origin; see `LiveWeights`
+    read_weights   tensor, rows   * a tensor, or None for a name that the model has not
+    release_memory, resume_memory tags, everything                          see `Memory`
+    start_profile, stop_profile                                             see `Profile`
+
+Those with * are also executed inside of a step, for a logit processor that asks.
+"""
 
 import os
 import queue
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fengine.engine.commands import Command
 from fengine.engine.threads import Threads
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError
 
+IN_STEP = ("get_stats", "ping", "read_weights")
 PATIENCE = 0.5  # seconds between two looks whether the loop still lives
 FORKED = "this engine belongs to the parent process; create a new Engine after a fork"
 
 Reply = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
 
-class Item(NamedTuple):
-    """A command as it lies in the inbox. `reply` None: nobody waits for an answer."""
+class Command(NamedTuple):
+    """`arguments` are values that a log or another process can receive; what is none is `attached`: tensors, a
+    callback, the states of requests. `reply` None: nobody waits for an answer."""
 
-    command: Command
-    attached: Any
-    reply: Reply | None
+    name: str
+    arguments: dict[str, Any]
+    attached: Any = None
+    reply: Reply | None = None
 
 
 class Inbox:
@@ -32,7 +51,7 @@ class Inbox:
         # a thread that holds this lock, and a dropped stream aborts its requests.
         self.lock = system.lock()
         self.end: EngineClosedError | EngineDeadError | None = None  # why no command is taken any more
-        self._items: queue.SimpleQueue[Item | None] = system.queue()
+        self._items: queue.SimpleQueue[Command | None] = system.queue()
         self._waiting: set[Reply] = set()
         self._pid = os.getpid()
 
@@ -47,19 +66,19 @@ class Inbox:
         if self.end is not None:
             raise type(self.end)(str(self.end)) from self.end.__cause__
 
-    def put(self, command: Command, attached: Any = None, reply: Reply | None = None) -> None:
+    def put(self, command: Command) -> None:
         """Errors: as `check`."""
         self.check_process()  # before the lock, which another thread of the parent may have held
         with self.lock:
             self.check()
-            self._items.put(Item(command, attached, reply))
+            self._items.put(command)
 
-    def call(self, command: Command, attached: Any, alive: Callable[[], bool]) -> Any:
+    def call(self, command: Command, alive: Callable[[], bool]) -> Any:
         """The loop's answer. `alive`: whether one may still come. Errors: as `check`, and what the handler raises."""
         reply: Reply = self.system.queue()
         self._waiting.add(reply)
         try:
-            self.put(command, attached, reply)
+            self.put(command._replace(reply=reply))
             while True:
                 try:
                     value, error = reply.get(timeout=PATIENCE)
@@ -74,7 +93,7 @@ class Inbox:
         finally:
             self._waiting.discard(reply)
 
-    def get(self, block: bool) -> Item | None:
+    def get(self, block: bool) -> Command | None:
         """The next one; None if there is none, or it was rung."""
         try:
             return self._items.get(block)

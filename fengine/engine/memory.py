@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from fengine.engine.commands import ReleaseMemory, ResumeMemory
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.stepper import Runner
 from fengine.engine.weights.live import LiveWeights
@@ -45,22 +44,21 @@ class Memory:
         self.keeps_weights = False  # released weights are kept in CPU memory
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []  # of released weights, in bytes
         self._kept: list[torch.UntypedStorage] = []  # their copies
-        core.handle(ReleaseMemory, self._release)
-        core.handle(ResumeMemory, self._resume)
+        core.handlers |= {"release_memory": self._release, "resume_memory": self._resume}
 
     def release(self, tags: Any = None) -> None:
         """Gives memory back. None: all that is not released yet.
 
         Errors: InvalidRequestError, EngineBusyError, MemoryReleasedError for what is released already.
         """
-        self.core.call(ReleaseMemory(tuple(checked_tags(tags)), everything=tags is None))
+        self.core.call("release_memory", tags=checked_tags(tags), everything=tags is None)
 
     def resume(self, tags: Any = None) -> None:
         """Takes memory again. None: all that is released. KV pages come back empty.
 
         Errors: InvalidRequestError, MemoryReleasedError for what is not released, OutOfMemoryError.
         """
-        self.core.call(ResumeMemory(tuple(checked_tags(tags)), everything=tags is None))
+        self.core.call("resume_memory", tags=checked_tags(tags), everything=tags is None)
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
@@ -74,8 +72,8 @@ class Memory:
             raise MemoryReleasedError(f"{', '.join(wrong)}: {state}; call {call}_memory_occupation first")
         return fit
 
-    def _release(self, command: ReleaseMemory, attached: None) -> None:
-        tags = self._choose(command.tags, released=False, everything=command.everything)
+    def _release(self, tags: Sequence[str], everything: bool) -> None:
+        tags = self._choose(tags, released=False, everything=everything)
         reason = "the memory of {0!r} is released: call resume_memory_occupation(tags=[{0!r}]) first"
         self.core.refuse({tag: reason.format(tag) for tag in tags}, idle=True)
         self.core.stepper.drain()
@@ -102,8 +100,8 @@ class Memory:
         for storage, _ in self._sizes:
             storage.resize_(0)
 
-    def _resume(self, command: ResumeMemory, attached: None) -> None:
-        for tag in self._choose(command.tags, released=True, everything=command.everything):
+    def _resume(self, tags: Sequence[str], everything: bool) -> None:
+        for tag in self._choose(tags, released=True, everything=everything):
             if tag == "weights":
                 self._resume_weights()
             elif tag == "kv_cache":

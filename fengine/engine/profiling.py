@@ -9,20 +9,30 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.engine.commands import StartProfile, StopProfile
 from fengine.engine.engine_core import EngineCore
 from fengine.errors import FengineError, InvalidRequestError, ProfileError, UnsupportedFeatureError
 
 FOLDERS = ("FENGINE_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")  # environment variables, the first that is set
 ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 NOT_BUILT = {"profile_by_stage": False, "merge_profiles": False, "profile_stages": None}
+
+
+class ProfileRequest(NamedTuple):
+    """Record steps [start, start + count) from now on to the file `path`; a count of None means until stopped."""
+
+    path: str
+    start: int
+    count: int | None
+    activities: tuple[str, ...]  # of ACTIVITIES
+    with_stack: bool
+    record_shapes: bool
 
 
 def checked_start(
@@ -35,7 +45,7 @@ def checked_start(
     profile_id: Any = None,
     profile_prefix: Any = None,
     **others: Any,
-) -> StartProfile:
+) -> ProfileRequest:
     """SGLang's arguments of start_profile. Errors: InvalidRequestError, UnsupportedFeatureError, ProfileError."""
     _refuse(others)
     for name, value, least in (("start_step", start_step, 0), ("num_steps", num_steps, 1)):
@@ -46,7 +56,7 @@ def checked_start(
             raise InvalidRequestError(f"{name} must be usable as a file name, got {value!r:.80}.")
     stem = "-".join(part for part in (profile_prefix, profile_id or f"{time.time():.6f}") if part)
     path = _writable(output_dir) / f"{stem}.trace.json.gz"
-    return StartProfile(
+    return ProfileRequest(
         str(path), start_step or 0, num_steps, _activities(activities), bool(with_stack), bool(record_shapes)
     )
 
@@ -94,23 +104,22 @@ class Profile:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self._asked: StartProfile | None = None
+        self._asked: ProfileRequest | None = None
         self._profiler: profile | None = None
         self._span: record_function | None = None  # of the step that is being launched
         self._steps = 0  # seen since the start
         self._fault: str | None = None  # what befell the last profile, when nobody was there to be told
-        core.handle(StartProfile, self._start)
-        core.handle(StopProfile, lambda command, attached: self._stop())
+        core.handlers |= {"start_profile": self._start, "stop_profile": self._stop}
 
     def start(self, **asked: Any) -> Path:
         """Starts; returns the file that the trace will be in. Errors: as `checked_start`; ProfileError if it is on."""
-        command = checked_start(**asked)
-        self.core.call(command)
-        return Path(command.path)
+        request = checked_start(**asked)
+        self.core.call("start_profile", **request._asdict())
+        return Path(request.path)
 
     def stop(self) -> Path:
         """Writes the trace. Errors: ProfileError if nothing is profiled, or the trace cannot be written."""
-        return Path(self.core.call(StopProfile()))
+        return Path(self.core.call("stop_profile"))
 
     def close(self) -> None:
         """The engine ends: what is being recorded is written."""
@@ -120,24 +129,24 @@ class Profile:
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
-    def _start(self, command: StartProfile, attached: None) -> None:
+    def _start(self, **asked: Any) -> None:
         if self._asked is not None:
             raise ProfileError(f"profiling is on already (for {self._asked.path}): call stop_profile first")
-        self._asked, self._steps, self._fault = command, 0, None
+        self._asked, self._steps, self._fault = ProfileRequest(**asked), 0, None
         try:
-            if command.start == 0:
-                self._begin(command)
+            if self._asked.start == 0:
+                self._begin(self._asked)
         except RuntimeError as error:
             self._asked = None
             raise ProfileError(f"profiling cannot start: {error}") from error
         self.core.stepper.watch(self)
 
-    def _begin(self, command: StartProfile) -> None:
+    def _begin(self, asked: ProfileRequest) -> None:
         """Errors: RuntimeError."""
         if autograd_profiler._is_profiler_enabled:  # two at a time crash the process
             raise RuntimeError("a profiler is on in this process, perhaps another engine's")
-        activities = tuple(ACTIVITIES[name] for name in command.activities)
-        profiler = profile(activities=activities, with_stack=command.with_stack, record_shapes=command.record_shapes)
+        activities = tuple(ACTIVITIES[name] for name in asked.activities)
+        profiler = profile(activities=activities, with_stack=asked.with_stack, record_shapes=asked.record_shapes)
         profiler.start()
         self._profiler = profiler
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,9 +36,7 @@ import fengine
 from fengine import models
 from fengine.config import EngineConfig
 from fengine.core.plain import Handles, from_plain, to_plain
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
-from fengine.core.step_output import StepOutput
-from fengine.engine import commands
+from fengine.core.scheduler_output import NewRow, SchedulerOutput, StepOutput
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.stepper import Runner
 from fengine.errors import ConfigError, EngineDeadError, UnsupportedFeatureError
@@ -251,13 +250,11 @@ class Ranks:
         """Has the loop tell of its steps, and refuse what is not built over several ranks."""
         self._core = core
         core.stepper.watch(self)
-        for kind in (commands.UpdateWeights, commands.ReadWeights, commands.ReleaseMemory, commands.ResumeMemory):
-            core.handle(kind, self._refuse)
+        for name in ("update_weights", "read_weights", "release_memory", "resume_memory"):
+            core.handlers[name] = partial(self._refuse, name)
 
-    def _refuse(self, command: commands.Command, attached: Any) -> None:
-        raise UnsupportedFeatureError(
-            f"{type(command).__name__} with parallel.tp_size={self.size} is not built; use tp_size=1"
-        )
+    def _refuse(self, name: str, *attached: Any, **arguments: Any) -> None:
+        raise UnsupportedFeatureError(f"{name} with parallel.tp_size={self.size} is not built; use tp_size=1")
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

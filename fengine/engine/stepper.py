@@ -6,14 +6,12 @@ once.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-from fengine.core.retract import forget_prompts, retract
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput, Watcher
-from fengine.core.step_output import record
-from fengine.core.step_trace import StepTrace
-from fengine.engine.open_requests import OpenRequests
+from fengine.engine.output_processor import OutputProcessor
+from fengine.engine.request_state import record
 from fengine.errors import InvariantError
 from fengine.models.kv_state import KVHandle, KVState, Params
 from fengine.worker.input_batch import InputBatch, StepInput
@@ -32,13 +30,13 @@ class Stepper:
     """Modifies: itself, the scheduler, the KV state, the requests."""
 
     def __init__(
-        self, scheduler: Scheduler, input_batch: InputBatch, runner: Runner, kv: KVState, requests: OpenRequests,
+        self, scheduler: Scheduler, input_batch: InputBatch, runner: Runner, kv: KVState, requests: OutputProcessor,
         overlap: bool,
     ) -> None:  # fmt: skip
         self.scheduler, self.input_batch, self.runner, self.overlap = scheduler, input_batch, runner, overlap
         self.kv = KVHandle(kv)
         self.requests = requests
-        self.watchers: tuple[Watcher, ...] = (requests.times,)  # told of every step
+        self.watchers: tuple[Watcher, ...] = ()  # told of every step
         self.pending: tuple[SchedulerOutput, Result] | None = None  # the step whose result is not read yet
         self.steps = self.output_tokens = 0
         self.paused = False  # no step is scheduled
@@ -60,6 +58,7 @@ class Stepper:
         self.pending = launched if self.overlap else None
 
     def _launch(self, output: SchedulerOutput) -> Result:
+        self.requests.scheduled(output)
         for watcher in self.watchers:
             watcher.scheduled(output)
         self.in_step = True
@@ -76,7 +75,8 @@ class Stepper:
         found, faults = result(), None
         if found.more:
             head = partial(apply_head, self.runner.params)
-            faults = record(self.scheduler.requests_of(output), output.samples, found, head)
+            requests = self.scheduler.requests_of(output)
+            faults = record(self.requests.states, requests, output.samples, found, head)
         for watcher in self.watchers:
             watcher.landed(output)
         finished = self.scheduler.update(output, found.tokens, found.logprobs, faults)
@@ -97,10 +97,6 @@ class Stepper:
             pending, self.pending = self.pending, None
             self._land(*pending)
 
-    def retract(self) -> int:
-        """Sends the requests that run back to the queue, with no step in flight. Returns how many."""
-        return len(retract(self.scheduler))
-
     def flush_cache(self) -> None:
         """Forgets every prefix."""
         if self.scheduler.cache is not None:
@@ -110,8 +106,9 @@ class Stepper:
         """What the old weights computed is forgotten: the KV of running requests, which are computed again, and the
         prefix cache. Returns how many ran."""
         self.drain()
-        retracted = self.retract()
-        forget_prompts(self.scheduler)
+        retracted = self.scheduler.retract()
+        for state in self.requests.states.values():
+            state.forget_prompt()
         self.flush_cache()
         return retracted
 
@@ -136,12 +133,6 @@ class Stepper:
     def unwatch(self, watcher: Watcher) -> None:
         """It is told no more."""
         self.watchers = tuple(other for other in self.watchers if other is not watcher)
-
-    def trace(self, tell: Callable[[Any], None]) -> StepTrace:
-        """Has `tell` called with every step's record from here on."""
-        trace = StepTrace(self.scheduler, tell)
-        self.watch(trace)
-        return trace
 
     def end(self) -> None:
         """Drops weights, adapters, pages and graphs. Nothing can be run any more."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
-from fengine.core.step_output import Span
+from fengine.core.scheduler_output import NewRow, SchedulerOutput, Span
 from fengine.worker.fields import Arrays, Field, Pad, Sizes, blank
 from fengine.worker.logits.logprobs import ASKED, PromptRows, asked_ids, prompt_rows
 from fengine.worker.logits.stage import Chunk, DrawRows, LogitsStage, RowState

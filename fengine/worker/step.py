@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.step_output import Scores, StepOutput
+from fengine.core.scheduler_output import Scores, StepOutput
 from fengine.models import lookup
 from fengine.models.kv_state import AdapterBatch, KVState, Params, SamplingBatch, StepBatch
 from fengine.models.layers import decoder

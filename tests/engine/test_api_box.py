@@ -88,7 +88,7 @@ def test_the_last_hidden_state_is_that_of_the_last_token(
 ) -> None:
     """Also if further tokens were drawn before the end was found in the text."""
     full = llm.generate("Once", GREEDY | stop, return_hidden_states=True)
-    text, push = llm._parts.core.text, llm._parts.core.text._push
+    text, push = llm._parts.core.requests, llm._parts.core.requests._push
 
     def late(state: Any, known: int) -> None:
         while state.request.finish is None and state.request.num_output < 12:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from fengine.api.engine import Engine
 from fengine.api.outputs import FloatList, Shown, output_of
 from fengine.api.server_args import ServerArgs
-from fengine.core.record import Record
 from fengine.core.request import Finish, Request, SamplingParams
-from fengine.engine.output_processor import RequestState
+from fengine.engine.request_state import RequestState
 
 BASE = {
     "id", "finish_reason", "prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens",
@@ -30,16 +29,15 @@ LOGPROBS = {"input_token_logprobs", "output_token_logprobs", "output_token_logpr
 
 
 def made(
-    params: SamplingParams | None = None, record: Record | None = None, drawn: int = 3,
-    unasked: tuple[float, int] | None = None,
+    params: SamplingParams | None = None, drawn: int = 3, unasked: tuple[float, int] | None = None, **found: Any,
 ) -> RequestState:  # fmt: skip
     """A finished state: prompt 1 2 3, then tokens 10, 11, ... with logprobs -0.0, -0.5, ..."""
     request = Request(
         rid="r", prompt_len=3, token_ids=[1, 2, 3, *range(10, 10 + drawn)], params=params or SamplingParams(), seed=0,
-        max_new_tokens=9, stop_ids=frozenset(), logprobs=[-0.5 * i for i in range(drawn)], record=record,
+        max_new_tokens=9, stop_ids=frozenset(), logprobs=[-0.5 * i for i in range(drawn)],
         unasked=unasked, num_cached=2, num_preempted=1, versions=(("default", 0),),
     )  # fmt: skip
-    state = RequestState(request, None, False, lambda _: None, seen=("abcdef", drawn))
+    state = RequestState(request, None, False, lambda _: None, seen=("abcdef", drawn), **found)
     state.started, state.first_token = state.submitted + 1, state.submitted + 2
     state.finished, state.finish = state.submitted + 4, Finish("length", length=drawn)
     return state
@@ -105,17 +103,17 @@ def test_logprobs_of_the_output_alone() -> None:
 
 
 def full() -> RequestState:
-    record = Record(
+    found: dict[str, Any] = dict(
         input_logprobs=[(None, 2), (-1.5, 3)],
         input_top=[None, [(-1.0, 7), (-2.0, 8)]],
         input_ids=[None, [(-3.0, 5)]],
         output_top=[[(-0.1, 10), (-2.5, 4)]] * 4,  # one more than is shown yet
         output_ids=[[(-9.0, 5)]] * 4,
     )
-    return made(SamplingParams(logprob_start=1, top_logprobs=2, logprob_ids=(5,)), record)
+    return made(SamplingParams(logprob_start=1, top_logprobs=2, logprob_ids=(5,)), **found)
 
 
-def test_logprobs_from_a_record() -> None:
+def test_logprobs_of_all_kinds() -> None:
     meta = shown(full(), return_logprob=True)["meta_info"]
     assert meta["input_token_logprobs"] == [(None, 2, None), (-1.5, 3, None)]
     assert meta["input_top_logprobs"] == [None, [(-1.0, 7, None), (-2.0, 8, None)]]
@@ -133,8 +131,8 @@ def test_a_delta_holds_what_is_new_of_text_ids_and_output_logprobs() -> None:
 
 
 def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
-    record = Record(output_ids=[[(-1.0, 5)]])
-    state = made(SamplingParams(logprob_ids=(5,)), record, drawn=0, unasked=(-0.25, 42))
+    asked = SamplingParams(logprob_ids=(5,))
+    state = made(asked, drawn=0, unasked=(-0.25, 42), output_ids=[[(-1.0, 5)]])
     meta = shown(state, return_logprob=True)["meta_info"]
     assert meta["output_token_logprobs"] == [(-0.25, 42, None)] and meta["completion_tokens"] == 0
     assert meta["output_token_ids_logprobs"] == [[(-1.0, 5, None)]]
@@ -142,18 +140,18 @@ def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
 
 def test_hidden_states_full_and_last() -> None:
     states = [np.arange(6, dtype=np.float32).reshape(3, 2), np.float32([6, 7]), np.float32([8, 9])]
-    hidden = shown(made(SamplingParams(hidden="full"), Record(hidden=states)))["meta_info"]["hidden_states"]
+    hidden = shown(made(SamplingParams(hidden="full"), hidden=states))["meta_info"]["hidden_states"]
     assert hidden == [[[0, 1], [2, 3], [4, 5]], [6, 7], [8, 9]] and type(hidden) is list
     for i, state in enumerate(hidden):  # as SGLang's example does
         hidden[i] = torch.tensor(state, dtype=torch.bfloat16)
     joined = torch.cat([state.unsqueeze(0) if state.ndim == 1 else state for state in hidden])
     assert joined.tolist() == [[2 * i, 2 * i + 1] for i in range(5)]
-    assert shown(made(SamplingParams(hidden="last"), Record(hidden=states)))["meta_info"]["hidden_states"] == [8, 9]
-    assert shown(made(SamplingParams(hidden="last"), Record(hidden=states[:1]), 1))["meta_info"]["hidden_states"] == [
+    assert shown(made(SamplingParams(hidden="last"), hidden=states))["meta_info"]["hidden_states"] == [8, 9]
+    assert shown(made(SamplingParams(hidden="last"), 1, hidden=states[:1]))["meta_info"]["hidden_states"] == [
         4,
         5,
     ]
-    seen = shown(made(SamplingParams(hidden="full"), Record(hidden=states)), Shown("", 2))["meta_info"]["hidden_states"]
+    seen = shown(made(SamplingParams(hidden="full"), hidden=states), Shown("", 2))["meta_info"]["hidden_states"]
     assert len(seen) == 2
     assert "hidden_states" not in shown(full())["meta_info"]
 

@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import checksum
 import pytest
@@ -17,7 +17,8 @@ from loops import in_loop
 from fengine import models
 from fengine.api.engine import Engine
 from fengine.core.request import Request, SamplingParams
-from fengine.engine.output_processor import OutputProcessor, RequestState, StepTokens
+from fengine.engine.output_processor import OutputProcessor
+from fengine.engine.request_state import RequestState
 from fengine.errors import EngineClosedError, FengineError, InvalidRequestError, NumericsError
 
 
@@ -331,7 +332,7 @@ def test_what_a_call_held_goes_when_it_ends_and_needs_no_garbage_collector() -> 
 def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:
     """The thread that makes text survives any reader: one that raises, and one whose event loop is gone."""
     aborted: list[RequestState] = []
-    text, told = OutputProcessor(aborted.extend, lambda state: None), []
+    text, told = OutputProcessor(cast(Any, None), aborted.extend), []
 
     def state(name: str, notify: Any) -> RequestState:
         params = SamplingParams()
@@ -342,8 +343,8 @@ def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:
         raise RuntimeError("Event loop is closed")
 
     bad, good = state("bad", broken), state("good", lambda t: told.append(t.num_tokens))
-    text.steps.put(StepTokens([(bad, 1), (good, 1)], []))
-    text.steps.put(StepTokens([(good, 2)], [bad]))
+    text.steps.put(([(bad, 1), (good, 1)], []))
+    text.steps.put(([(good, 2)], [bad]))
     text.steps.put(None)
     text.run()
     assert told == [1, 2] and aborted[0] is bad

@@ -16,7 +16,6 @@ from test_lifecycle import run
 
 from fengine.api.engine import Engine
 from fengine.engine import engine_core
-from fengine.engine.output_processor import StepTokens
 from fengine.errors import EngineBusyError, EngineClosedError, EngineDeadError, FengineError
 
 LONG = {"max_new_tokens": 200, "ignore_eos": True}
@@ -55,7 +54,7 @@ def all_waiting(engine: Engine, kill: Callable[[], None]) -> list[BaseException 
 
 def finish(engine: Engine) -> None:
     """The books are not balanced any more."""
-    engine._parts.core.call = lambda command, attached=None: None
+    engine._parts.core.call = lambda name, attached=None, **arguments: None
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["loop", "text"])
@@ -66,7 +65,7 @@ def test_an_exception_thrown_into_a_thread_answers_everybody(which: int, error: 
 
         def kill() -> None:
             throw_into(core.threads[which], error)
-            core.inbox.ring() if which == 0 else core.text.steps.put(StepTokens([], []))
+            core.inbox.ring() if which == 0 else core.requests.steps.put(([], []))
 
         assert all(isinstance(found, EngineDeadError) for found in all_waiting(engine, kill))
         with pytest.raises(EngineDeadError):
@@ -86,7 +85,7 @@ def test_a_thread_that_cannot_even_tell_of_its_end(which: int, monkeypatch: pyte
 
         def kill() -> None:
             throw_into(core.threads[which], Gone)
-            core.inbox.ring() if which == 0 else core.text.steps.put(StepTokens([], []))
+            core.inbox.ring() if which == 0 else core.requests.steps.put(([], []))
 
         assert all(isinstance(found, EngineDeadError) for found in all_waiting(engine, kill))
         finish(engine)
@@ -96,10 +95,10 @@ def test_a_call_that_waits_for_a_loop_that_dies_is_answered() -> None:
     with checksum_engine() as engine:
         core = engine._parts.core
 
-        def die(command: Any, attached: Any) -> None:
+        def die() -> None:
             raise Gone
 
-        core.handle(engine_core.commands.FlushCache, die)
+        core.handlers["flush_cache"] = die
         with ThreadPoolExecutor(1) as pool, pytest.raises(EngineDeadError):
             pool.submit(engine.flush_cache).result(SOON)
         finish(engine)

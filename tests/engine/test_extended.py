@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fengine.core.kv_pages import PagePool
-from fengine.core.record import Record
 from fengine.core.request import Finish
 from fengine.core.sampling_params import SamplingParams as Params
 from fengine.core.scheduler import Scheduler
 from fengine.engine.parts import Parts
+from fengine.engine.request_state import RequestState
 from fengine.errors import ConfigError, LogitProcessorError
 from fengine.ops import linear
 from fengine.worker.fields import blank, pack
@@ -63,8 +63,8 @@ def logits_of(model: Any, ids: list[int]) -> Tensor:
         return model(torch.tensor([ids])).logits[0]
 
 
-def record_of(request: Any) -> Record:
-    assert request.finish.kind != "abort" and request.record.error is None
+def record_of(request: Any) -> RequestState:
+    assert request.finish.kind != "abort" and request.record.fault is None
     return request.record
 
 
@@ -414,7 +414,7 @@ def test_what_comes_after_a_stop_is_not_recorded(parts: Parts) -> None:
 
 def test_a_request_that_asks_for_nothing_has_the_bits_of_a_plain_one(parts: Parts) -> None:
     plain, empty = run(parts, [Ask(prompt(9)), Ask(prompt(9), Params())])
-    assert outcome(plain) == outcome(empty)[:3]
+    assert outcome(plain) == outcome(empty)
 
 
 def test_prefix_hits_stop_where_something_is_wanted(checkpoint: Path) -> None:
@@ -492,7 +492,7 @@ def test_a_failing_processor_ends_its_own_request_alone(
         good = requests[:3] + requests[3 + len(bad) :]
         assert [outcome(r) for r in good] == [outcome(r) for r in alone]
         for request, (_, told) in zip(requests[3:], FAULTS.values(), strict=False):
-            error = request.record.error
+            error = request.record.fault
             assert isinstance(error, LogitProcessorError) and request.finish == Finish("abort", message=str(error))
             with pytest.raises(LogitProcessorError, match=told):
                 raise error
@@ -515,7 +515,7 @@ def test_a_row_of_nan_is_the_models_fault_also_with_a_processor(checkpoint: Path
         requests: list[Any] = run(found, [Ask(prompt(9), noting), Ask(prompt(9), Params(pool="mean"), new=0)])
     for request in requests:
         assert request.finish.kind == "abort" and "non-finite" in request.finish.message
-        assert request.record.error is None
+        assert request.record.fault is None
     assert not calls
 
 
@@ -603,7 +603,7 @@ def test_an_idle_engine_keeps_no_records(checkpoint: Path, ending: str) -> None:
 
             found.core.stepper.scheduler.schedule = scheduling  # type: ignore[method-assign]
             requests = run(found, asks)
-        arrays = [weakref.ref(record.hidden[0]) for record in (request.record for request in requests) if record]
+        arrays = [weakref.ref(record.hidden[0]) for record in (request.record for request in requests) if record.hidden]
         del requests
         late = time.monotonic() + 20  # the text thread has told its callers, and is about to forget
         while any(array() is not None for array in arrays) and time.monotonic() < late:

@@ -13,8 +13,8 @@ from extended_cases import Ask
 from loops import in_loop
 
 from fengine.core.request import Request
-from fengine.engine.commands import Ping
-from fengine.engine.output_processor import RequestState, StepTokens
+from fengine.engine.inbox import Command
+from fengine.engine.request_state import RequestState
 from fengine.errors import EngineClosedError, EngineDeadError
 
 TESTS = str(Path(__file__).parents[1])
@@ -105,7 +105,7 @@ def test_two_engines_in_one_process_are_independent() -> None:
         assert two.generate(input_ids=[5], sampling_params={"temperature": 0, "max_new_tokens": 3})["output_ids"] == (
             expected([5], 3)
         )
-        one._parts.core.call = lambda command, attached=None: attached()
+        one._parts.core.call = lambda name, attached=None: attached()
 
 
 def test_engines_come_and_go_without_leaving_threads() -> None:
@@ -124,17 +124,17 @@ def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
     with checksum_engine() as engine:
         core, stream = engine._parts.core, engine.generate(input_ids=[1], stream=True)
         if thread == 0:
-            core.handle(Ping, lambda command, attached: engine.shutdown())
-            core.inbox.put(Ping())
+            core.handlers["ping"] = engine.shutdown
+            core.inbox.put(Command("ping", {}))
         else:
             state = RequestState(stream._collector.states[0].request, None, True, lambda _: engine.shutdown())
-            core.text.steps.put(StepTokens([], [state]))
+            core.requests.steps.put(([], [state]))
         with pytest.raises(EngineClosedError):
             list(stream)
         for own in core.threads:
             own.join(60)
             assert not own.is_alive()
-        core.call = lambda command, attached=None: attached()
+        core.call = lambda name, attached=None: attached()
 
 
 def test_when_the_loop_dies_every_request_is_told() -> None:
@@ -159,7 +159,7 @@ def test_when_the_loop_dies_every_request_is_told() -> None:
         assert all(isinstance(state.error, EngineDeadError) for state in states)
         with pytest.raises(EngineDeadError, match="none left"):
             engine.generate(input_ids=[1])
-        core.call = lambda command, attached=None: attached()
+        core.call = lambda name, attached=None: attached()
 
 
 def test_an_event_loop_that_was_closed_ends_its_requests() -> None:

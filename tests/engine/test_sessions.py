@@ -11,7 +11,7 @@ from checksum import checksum_engine, expected
 from fengine.api.engine import Engine
 from fengine.api.sessions import Sessions, Turn
 from fengine.core.request import Finish, Request
-from fengine.engine.output_processor import RequestState
+from fengine.engine.request_state import RequestState
 from fengine.engine.threads import Threads
 from fengine.errors import FengineError, InvalidRequestError, SessionError
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
 from fengine.core.request import Finish, Request, SamplingParams
-from fengine.engine.output_processor import RequestState
+from fengine.engine.request_state import RequestState
 from fengine.test.test_utils import is_in_ci
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.utils import async_stream_and_merge, stream_and_merge
@@ -143,7 +143,7 @@ def test_a_stream_shows_no_token_behind_a_stop_string(llm: sgl.Engine) -> None:
                 assert self.finished is not None
 
     state = Watched(request, Detokenizer(llm.tokenizer, params), True, lambda _: None)
-    llm._parts.core.text._push(state, len(answer))
+    llm._parts.core.requests._push(state, len(answer))
     assert state.finish == Finish("stop", matched=" two")
     assert [text for text, _ in seen] == ["", "one"] and 0 < seen[-1][1] < len(answer)
     assert " two" in llm.tokenizer.decode(answer[: seen[-1][1]])

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from fengine import Engine
 from fengine.core.sampling_params import SamplingParams as Params
+from fengine.engine.request_state import version_spans
 from fengine.engine.weights import incoming
 from fengine.engine.weights.places import Place
-from fengine.engine.weights.versions import version_spans
 from fengine.errors import (
     EngineBusyError,
     EngineClosedError,

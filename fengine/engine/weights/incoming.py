@@ -206,7 +206,7 @@ def finite(tensor: Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tensor]) -> list[Change]:
+def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tensor | None]) -> list[Change]:
     """The changes without a tied output head, which must be the embedding that will be in force: a new one, or what
     `live` gives. Pure.
 
@@ -218,7 +218,7 @@ def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tenso
     others = [change for change in changes if change is not head]
     embedding = next((change.tensor for change in others if change.name == EMBEDDING), None)
     embedding = live() if embedding is None else embedding
-    if not torch.equal(head.tensor.cpu(), embedding.cpu()):
+    if embedding is None or not torch.equal(head.tensor.cpu(), embedding.cpu()):
         raise InvalidRequestError(
             f"the weights were refused and nothing was changed: this model ties its embeddings, but {HEAD!r} "
             f"differs from {EMBEDDING!r}; give both, equal, or the embedding alone."

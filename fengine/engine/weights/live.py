@@ -5,7 +5,7 @@ again. What the old weights computed is forgotten: the prefix cache is emptied, 
 queue and are computed again from their tokens, so they go on as the new weights would from there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fengine import models
-from fengine.engine.commands import ReadWeights, UpdateWeights
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.weights.incoming import Change, Origin, check, read_directory, read_spec
 from fengine.engine.weights.places import Place, fused_names, places_of
@@ -36,8 +35,7 @@ class LiveWeights:
         self.places: dict[str, Place] = places_of(params, weights)
         self._fused = fused_names(weights)
         self.missing: set[str] = set()  # tensors whose values were lost
-        core.handle(UpdateWeights, self._update)
-        core.handle(ReadWeights, lambda command, attached: self._read(command.name, command.rows))
+        core.handlers |= {"update_weights": self._update, "read_weights": self._read}
         self._told = read_spec(model_dir) if weights and (model_dir / "config.json").exists() else spec
 
     def close(self) -> None:
@@ -66,7 +64,7 @@ class LiveWeights:
         tied = self.spec.tie_embeddings and name == HEAD
         out: list[Any] = []
         for part in (EMBEDDING,) if tied else self._fused.get(name, (name,)):
-            found = self.core.call(ReadWeights(part, rows - len(out)))
+            found = self.read_tensor(part, rows - len(out))
             if found is None:
                 return None
             out += found.float().tolist()
@@ -77,15 +75,16 @@ class LiveWeights:
 
         Errors: MemoryReleasedError, EngineClosedError, EngineDeadError.
         """
-        return self.core.call(UpdateWeights(tuple(change.name for change in changes), version), (changes, origin))
+        names = [change.name for change in changes]
+        return self.core.call("update_weights", (changes, origin), names=names, version=version)
 
-    def embedding(self) -> Tensor:
-        """The live embedding. Errors: as `replace`."""
-        return self.core.call(ReadWeights(EMBEDDING, None))
+    def read_tensor(self, tensor: str, rows: int | None = None) -> Tensor | None:
+        """The first rows of a live tensor, or all; None for a name that the model has not. Errors: as `replace`."""
+        return self.core.call("read_weights", tensor=tensor, rows=rows)
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
-    def _update(self, command: UpdateWeights, attached: tuple[list[Change], Origin | None]) -> int:
+    def _update(self, attached: tuple[list[Change], Origin | None], names: Sequence[str], version: str | None) -> int:
         """Errors: MemoryReleasedError."""
         changes, origin = attached
         if (reason := self.core.refusal("weights")) is not None:
@@ -94,8 +93,8 @@ class LiveWeights:
         self.write(changes)
         if changes:
             self.origin = origin
-        if command.version is not None:
-            self.core.label_weights(command.version)
+        if version is not None:
+            self.core.label_weights(version)
         return retracted
 
     def write(self, changes: list[Change]) -> None:
@@ -129,14 +128,14 @@ class LiveWeights:
         else:
             self.core.allow(LOST)
 
-    def _read(self, name: str, rows: int | None) -> Tensor | None:
+    def _read(self, tensor: str, rows: int | None) -> Tensor | None:
         """Errors: MemoryReleasedError where there are no values."""
-        if name not in self.places:
+        if tensor not in self.places:
             return None
-        reason = self.core.refusal("weights") or (self.core.refusal(LOST) if name in self.missing else None)
+        reason = self.core.refusal("weights") or (self.core.refusal(LOST) if tensor in self.missing else None)
         if reason is not None:
             raise MemoryReleasedError(reason)
-        return self.places[name].read(rows)
+        return self.places[tensor].read(rows)
 
     def nbytes(self) -> int:
         """Bytes that the parameters take. Pure."""

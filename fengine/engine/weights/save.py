@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
-from fengine.engine.commands import ReadWeights
 from fengine.engine.weights.live import LiveWeights
 from fengine.errors import InvalidRequestError, StorageError
 from fengine.worker.loader import read_config
@@ -36,7 +34,7 @@ def save_weights(
         folder.mkdir(parents=True, exist_ok=True)
         for part, names in enumerate(_shards(live, most)):
             file = _shard_name(PATTERN if pattern is None else pattern, part)
-            tensors: dict[str, Tensor] = {name: live.core.call(ReadWeights(name, None)) for name in names}
+            tensors = {name: tensor for name in names if (tensor := live.read_tensor(name)) is not None}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
             index |= dict.fromkeys(names, file)
             total += sum(tensor.nbytes for tensor in tensors.values())

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.engine.commands import Ping
 from fengine.engine.weights.group import GroupError, Groups, buffers
 from fengine.engine.weights.incoming import Change, Origin, pairs, settle_head, unflattened
 from fengine.engine.weights.live import LiveWeights
@@ -27,6 +26,7 @@ from fengine.errors import (
     OutOfMemoryError,
     UnsupportedFeatureError,
 )
+from fengine.models.weights import EMBEDDING
 from fengine.worker.hub import resolve_model
 
 Reader = Callable[[], list[tuple[str, Tensor]]]
@@ -105,7 +105,7 @@ class WeightUpdates:
             raise UnsupportedFeatureError(f"load_format={load_format!r} is not built; use None or 'flattened_bucket'.")
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"names must be a list of tensor names, got {names!r:.80}.")
-        self.core.call(Ping())  # a closed engine has left its groups
+        self.core.call("ping")  # a closed engine has left its groups
         try:
             device = self.groups.device(group_name)
         except GroupError as error:
@@ -121,7 +121,7 @@ class WeightUpdates:
     def _update(self, read: Reader, version: str | None, abort: bool, origin: Origin | None = None) -> UpdateResult:
         """Reads, checks and commits; in a session: reads, checks and collects."""
         self._check_version(version)
-        self.core.call(Ping())  # a closed engine is told before anything is read
+        self.core.call("ping")  # a closed engine is told before anything is read
         with self.alone():
             session = self._session
             seen = {change.name for change in session.changes} if session else set()
@@ -163,7 +163,7 @@ class WeightUpdates:
             raise UnsupportedFeatureError("selector='draft': there is no draft model: drafts are n-grams.")
         if selector not in SELECTORS:
             raise InvalidRequestError(f"selector must be 'all' or 'target', got {selector!r:.80}.")
-        self.core.call(Ping())
+        self.core.call("ping")
         with self.alone():
             if self._session is not None:
                 return UpdateResult(False, "a weight update has begun already: end it with end_weight_update() first")
@@ -173,7 +173,7 @@ class WeightUpdates:
     def end(self, *, version: str | None = None, abort: bool = False) -> UpdateResult:
         """All that was collected takes effect, or, if one part of it was refused, nothing."""
         self._check_version(version)
-        self.core.call(Ping())
+        self.core.call("ping")
         with self.alone():
             session, self._session = self._session, None
             if session is None:
@@ -187,7 +187,7 @@ class WeightUpdates:
 
     def _settled(self, changes: list[Change]) -> list[Change]:
         """As `incoming.settle_head`. The live embedding, if it is needed, is read by the loop, which may release it."""
-        return settle_head(self.live.spec, changes, self.live.embedding)
+        return settle_head(self.live.spec, changes, lambda: self.live.read_tensor(EMBEDDING))
 
     def _check_version(self, version: str | None) -> None:
         if version is not None and (not isinstance(version, str) or not version):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.step_output import Scores, Span
+from fengine.core.scheduler_output import Scores, Span
 from fengine.ops.logprobs import MOST_TOP, logprobs, top_ids
 from fengine.worker.fields import Field
 from fengine.worker.logits.stage import Chunk
