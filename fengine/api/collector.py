@@ -1,6 +1,7 @@
 """`OutputCollector`: the requests of one call and their outputs, collected in any thread or event loop."""
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -235,7 +236,9 @@ class Stream:
     def close(self) -> None:
         self._collector.abort()
 
-    __del__ = close
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # then modules have lost their names, and the engine's threads are gone
+            self._collector.abort()
 
 
 class AsyncStream:
@@ -267,5 +270,6 @@ class AsyncStream:
     async def aclose(self) -> None:
         self._collector.abort()
 
-    def __del__(self) -> None:
-        self._collector.abort()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self._collector.abort()
