@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from fengine.api import admin, info
 from fengine.api.admin import FlushResult
 from fengine.api.collector import AsyncStream
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
-from fengine.tokenizer.hf_tokenizer import HFTokenizer
+from fengine.tokenizer.hf_tokenizer import hf_tokenizer
 
 
 class TokenizerManager:
@@ -23,7 +24,12 @@ class TokenizerManager:
         self.context_len = parts.context_length
         self.is_generation = parts.spec.generates
         self.model_config = SimpleNamespace(**info.model_config(parts, args))
-        self.tokenizer = None if parts.tokenizer is None else HFTokenizer(parts.tokenizer, parts.context_length)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of the model, made at first use; None with skip_tokenizer_init."""
+        own = self._engine._parts.tokenizer
+        return None if own is None else hf_tokenizer(own, self.context_len)
 
     async def generate_request(
         self, req: GenerateReqInput | EncodeReqInput, request: Any = None

@@ -107,10 +107,15 @@ def _plain(files: TokenizerFiles) -> Backend:
     return backend
 
 
-def _by_transformers(directory: Path) -> tuple[Backend, dict[str, str]]:
+def auto_tokenizer(directory: Path) -> Any:
+    """transformers' tokenizer of a directory. Errors: the library's own."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+
+
+def _by_transformers(directory: Path) -> tuple[Backend, dict[str, str]]:
+    tokenizer = auto_tokenizer(directory)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise UnsupportedFeatureError(f"{directory}: {type(tokenizer).__name__} is no tokenizer of `tokenizers`.")

@@ -39,6 +39,7 @@ class Tokenizer:
     max_chars: int
     chat_templates: dict[str, str] = field(repr=False)
     cleanup: bool
+    directory: Path
 
     @classmethod
     def from_directory(
@@ -62,6 +63,7 @@ class Tokenizer:
             max_chars=max_chars or CHARS_PER_TOKEN * context + SLACK_CHARS,
             chat_templates=files.chat_templates,
             cleanup=files.cleanup and not isinstance(backend.model, models.BPE),
+            directory=files.directory,
         )
         _ = tokenizer.decoding  # refuses unknown decoders now rather than at the first request
         return tokenizer

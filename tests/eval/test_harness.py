@@ -180,7 +180,10 @@ def test_chats(llm: Engine) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes, and"}]
     assert texts.chat(turns[:1], True) == llm.apply_chat_template(turns[:1])
     assert texts.chat(turns, False).endswith("Yes, and")
-    assert texts.template(True) == texts.template("default") == texts.hf.chat_template and texts.template(False) is None
+    assert (
+        texts.template(True) == texts.template("default") == llm.tokenizer.chat_templates["default"]
+        and texts.template(False) is None
+    )
     with pytest.raises(ConfigError, match="hf_chat_template_name=other; there are: default"):
         texts.template("other")
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}"

@@ -83,7 +83,7 @@ class FengineLM(TemplateLM):
             None if prefix_token_id is None else integer("prefix_token_id", prefix_token_id),
             {**(chat_template_args or {}), **thinking},
         )
-        self.tokenizer = self.texts.hf
+        self.tokenizer = self.engine.tokenizer_manager.tokenizer
         self.max_length = self._window(max_length if max_model_len is None else max_model_len)
 
     def _open(self, pretrained: str | Engine, settings: dict[str, Any]) -> Engine:

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from fengine.errors import ChatTemplateError, ConfigError, InvalidRequestError
-from fengine.tokenizer.hf_tokenizer import HFTokenizer
 from fengine.tokenizer.tokenizer import Tokenizer
 
 MAX_CHARS = 1 << 28  # of one text: documents are cut to windows after they are tokenized
@@ -26,23 +25,23 @@ class Texts:
     chat_values: dict[str, Any] = field(default_factory=dict)  # what chat templates are given besides the chat
 
     @cached_property
-    def hf(self) -> HFTokenizer:
-        """The tokenizer under transformers' names."""
-        return HFTokenizer(replace(self.tokenizer, max_chars=MAX_CHARS), self.context_length)
+    def unlimited(self) -> Tokenizer:
+        """The tokenizer for texts of any length."""
+        return replace(self.tokenizer, max_chars=MAX_CHARS)
 
     @property
     def eot(self) -> int | None:
         """The token that ends texts, if there is one."""
-        eos = self.hf.eos_token_id
+        eos = self.tokenizer.backend.token_to_id(self.tokenizer.special_tokens.get("eos_token", ""))
         return min(self.tokenizer.eos_ids, default=None) if eos is None else eos
 
     @property
     def eot_text(self) -> str | None:
-        return None if self.eot is None else self.hf.decode([self.eot])
+        return None if self.eot is None else self.tokenizer.decode([self.eot], skip_special_tokens=False)
 
     def first(self) -> int:
         """The id before a text's first. Errors: InvalidRequestError if there is none."""
-        for token in (self.prefix, self.hf.bos_token_id, self.eot):
+        for token in (self.prefix, self.tokenizer.bos_id, self.eot):
             if token is not None:
                 return token
         raise InvalidRequestError("the tokenizer has neither bos nor eos to begin a text with; give prefix_token_id")
@@ -50,20 +49,22 @@ class Texts:
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Ids of a text. Unless told, with the tokenizer's special tokens, or as `add_bos` says, but none before a text
         that begins with such a token, as rendered chats do. Errors: InvalidRequestError."""
-        hf = self.hf
         if not isinstance(text, str):
             raise InvalidRequestError(f"a text must be a string, got {type(text).__name__}")
         if add_special_tokens is not None:
-            return hf.encode(text, add_special_tokens=add_special_tokens)
+            return self.unlimited.encode(text, add_special_tokens=add_special_tokens)
         begins = self._begin is not None and text.startswith(self._begin)
-        ids = hf.encode(text, add_special_tokens=self.add_bos is not False and not begins)
-        bos = hf.bos_token_id
+        ids = self.unlimited.encode(text, add_special_tokens=self.add_bos is not False and not begins)
+        bos = self.tokenizer.bos_id
         return [bos, *ids] if self.add_bos and not begins and bos is not None and ids[:1] != [bos] else ids
 
     @cached_property
     def _begin(self) -> str | None:
-        ids = (self.prefix, self.hf.bos_token_id, self.eot)
-        return next((self.hf.decode([token]) or None for token in ids if token is not None), None)
+        ids = (self.prefix, self.tokenizer.bos_id, self.eot)
+        return next(
+            (self.tokenizer.decode([token], skip_special_tokens=False) or None for token in ids if token is not None),
+            None,
+        )
 
     def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         """A chat as text; without a generation prompt its last message is left open, for the model to go on with it.
@@ -71,16 +72,25 @@ class Texts:
 
         Errors: InvalidRequestError (no template), UnknownParameterError, ChatTemplateError.
         """
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        options |= {"tokenize": False, **self.chat_values}
         try:
-            return self.hf.apply_chat_template(messages, **options)
+            return self._rendered(messages, add_generation_prompt)
         except ChatTemplateError:
             rest = [message for message in messages if message.get("role") != "system"]
             if len(rest) == len(messages):
                 raise
             logger.warning("The chat template refuses this chat with its system message, which is left out.")
-            return self.hf.apply_chat_template(rest, **options)
+            return self._rendered(rest, add_generation_prompt)
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], complete: bool) -> str:
+        text = self.unlimited.apply_chat_template(messages, add_generation_prompt=complete, **self.chat_values)
+        if complete:
+            return text
+        content = messages[-1].get("content")
+        at = text.rfind(content.strip()) if isinstance(content, str) else -1
+        if not isinstance(content, str) or at < 0:
+            raise ChatTemplateError("the last message's content does not appear in the rendered chat as it is.")
+        kept = content.lstrip()
+        return text[: at + len(kept if text[at:].startswith(kept) else content.strip())]
 
     def template(self, name: bool | str | None) -> str | None:
         """The chat template in force; None if none is to be used. Errors: ConfigError for another one's name."""
@@ -89,4 +99,4 @@ class Texts:
             raise ConfigError(
                 f"the chat template is chosen with the model argument hf_chat_template_name={name}; there are: {known}"
             )
-        return self.hf.chat_template if name else None
+        return self.tokenizer.chat_templates.get("default") if name else None
