@@ -34,7 +34,7 @@ from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammars
 from fengine.tokenizer.token_texts import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
-from fengine.worker.loader import read_sampling_defaults
+from fengine.worker.generation_config import read_sampling_defaults
 
 Sampling = (
     SamplingParamsDict | Mapping[str, Any] | SamplingParams | Sequence[SamplingParamsDict | Mapping[str, Any]] | None

@@ -26,7 +26,7 @@ from fengine.server.errors import ApiError, api_error_of
 from fengine.server.metrics import Meter
 from fengine.server.openai_body import READERS, OpenAIRequest
 from fengine.server.responses import Form
-from fengine.worker.loader import read_sampling_defaults
+from fengine.worker.generation_config import read_sampling_defaults
 
 THREADS = 8  # that tokenize and check; a template may run for seconds
 PROBE_SECONDS = 5.0

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from fengine import models
 from fengine.config import Dtype, LoadFormat
-from fengine.core.sampling_params import SamplingParams
 from fengine.errors import (
     ConfigError,
-    FengineError,
     ModelLoadError,
     OutOfMemoryError,
     UnsupportedArchitectureError,
@@ -43,8 +41,6 @@ from fengine.worker.safetensors_file import (
     read_tensor,
     refuse_other_formats,
 )
-
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
 
 class GenerationConfig(NamedTuple):
@@ -119,23 +115,6 @@ def read_generation_config(directory: Path, overrides: str = "") -> GenerationCo
     eos = {token for source in (generation, config) for token in _ids(source, "eos_token_id")}
     bos = _ids(generation, "bos_token_id") or _ids(config, "bos_token_id")
     return GenerationConfig(tuple(sorted(eos)), bos[0] if bos else None)
-
-
-def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """The sampling parameters that generation_config.json (optional) recommends: those that SGLang and vLLM take.
-
-    Errors: ModelLoadError.
-    """
-    path = directory / "generation_config.json"
-    given = read_json(path) if path.exists() else {}
-    found = {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
-    if found.get("top_k") == 0:  # transformers' word for off
-        found["top_k"] = -1
-    try:
-        SamplingParams.of(found)
-    except FengineError as error:
-        raise ModelLoadError(f"{path}: {error}") from error
-    return found
 
 
 def _ids(config: Config, name: str) -> list[int]:

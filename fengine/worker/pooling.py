@@ -19,6 +19,23 @@ from fengine.errors import InvalidRequestError, ModelLoadError, UnsupportedFeatu
 POOLS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # sentence-transformers' word -> ours
 FLAGS = {"lasttoken": "lasttoken", "mean_tokens": "mean", "cls_token": "cls"}  # its older spelling: pooling_mode_*
 MODULES = ("Transformer", "Pooling", "Normalize")
+# The keys of each file, read or without effect: names and versions; the similarity that nobody asks for here; and, of
+# the Transformer module, the one way to run a text model.
+KEYS: dict[str, frozenset[str]] = {
+    "modules.json": frozenset({"idx", "name", "path", "type"}),
+    "the Pooling module's config.json": frozenset(
+        {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"}
+    ),
+    "sentence_bert_config.json": frozenset({"max_seq_length", "do_lower_case"}),
+    "config_sentence_transformers.json": frozenset(
+        {"prompts", "default_prompt_name", "__version__", "similarity_fn_name", "model_type"}
+    ),
+}
+USUAL: dict[str, Any] = {
+    "transformer_task": "feature-extraction",
+    "module_output_name": "token_embeddings",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+}
 MAX_JSON_BYTES = 1 << 20
 
 
@@ -65,8 +82,10 @@ def _prompt(directory: Path) -> str:
     """What stands before every text that names no prompt of its own."""
     path = directory / "config_sentence_transformers.json"
     config = _read(path) if path.exists() else {}
-    prompts = (config.get("prompts") or {}) if isinstance(config, dict) else None
-    name = config.get("default_prompt_name") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{path} must be an object.")
+    _check_keys(path.name, config)
+    prompts, name = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not (name is None or isinstance(prompts.get(name), str)):
         raise ModelLoadError(f"{path}: default_prompt_name {name!r:.80} must be null or name a text in prompts.")
     return "" if name is None else prompts[name]
@@ -78,10 +97,23 @@ def _text_limits(directory: Path) -> tuple[bool, int | None]:
     config = _read(path) if path.exists() else {}
     if not isinstance(config, dict):
         raise ModelLoadError(f"{path} must be an object.")
+    _check_keys(path.name, config)
     lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
     if not isinstance(lower, bool) or not (most is None or (type(most) is int and most > 0)):
         raise ModelLoadError(f"{path}: do_lower_case must be true or false, max_seq_length a size or null.")
     return lower, most
+
+
+def _check_keys(where: str, values: dict[str, Any]) -> None:
+    """Errors: UnsupportedFeatureError with every key that is not known and not off."""
+    bad = [
+        f"{key} = {value!r:.80}"
+        for key, value in values.items()
+        if key not in KEYS[where] and not key.startswith("pooling_mode_")
+        and value not in (None, False, 0, "", [], {}) and USUAL.get(key) != value
+    ]  # fmt: skip
+    if bad:
+        raise UnsupportedFeatureError(f"{where} has keys that may change the result: {', '.join(bad)}: not built.")
 
 
 def _read(path: Path) -> Any:
@@ -98,6 +130,8 @@ def _modules(directory: Path) -> list[tuple[str, str]]:
     found = _read(directory / "modules.json")
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise ModelLoadError("modules.json must be a list of objects.")
+    for entry in found:
+        _check_keys("modules.json", entry)
     named = [(entry.get("type"), entry.get("path", "")) for entry in found]
     if not all(isinstance(kind, str) and isinstance(path, str) for kind, path in named):
         raise ModelLoadError("modules.json: every module needs a type and a path, both strings.")
@@ -108,6 +142,7 @@ def _pool(config: Any, hidden_size: Any) -> str:
     """The one pooling that a Pooling module's config names. With no word about it, the mean of all tokens."""
     if not isinstance(config, dict):
         raise ModelLoadError("the Pooling module's config.json must be an object.")
+    _check_keys("the Pooling module's config.json", config)
     size = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
     if size != hidden_size:
         raise ModelLoadError(f"the Pooling module expects vectors of {size!r:.80}, the model has {hidden_size!r:.80}.")

@@ -1,0 +1,59 @@
+"""The sampling parameters that a checkpoint's `generation_config.json` recommends: taken, left alone, or refused."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fengine.core.sampling_params import SamplingParams
+from fengine.errors import FengineError, ModelLoadError, UnsupportedFeatureError
+from fengine.worker.safetensors_file import read_json
+
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # those that SGLang and vLLM take
+LENGTH = "a request says itself how much it wants"
+SPEED = "how the same result is computed"
+OUTPUTS = "chooses what a call of transformers returns"
+BEAMS = "of beams, which num_beams asks for"
+HARMLESS: Mapping[str, str] = {
+    "do_sample": "SGLang and vLLM take what stands beside it in any case",
+    **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time",
+                     "num_return_sequences"), LENGTH),
+    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config", "max_cache_len", "disable_compile",
+                     "compile_config", "prefill_chunk_size", "low_memory", "continuous_batching_config",
+                     "prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens",
+                     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit",
+                     "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind", "is_assistant",
+                     "speculation_type", "use_mtp"), SPEED),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_logits", "output_scores",
+                     "return_dict_in_generate"), OUTPUTS),
+    **dict.fromkeys(("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"), BEAMS),
+    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), "ids of tokens, read in any case"),
+    "decoder_start_token_id": "of encoder-decoders, which are refused",
+    "transformers_version": "says where the file comes from", "_from_model_config": "says where the file comes from",
+    "remove_invalid_values": "non-finite logits end their own request",
+    "renormalize_logits": "probabilities add up to 1 in any case",
+}  # fmt: skip
+OFF: Mapping[str, float] = {"num_beams": 1, "typical_p": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1}
+
+
+def read_sampling_defaults(directory: Path) -> dict[str, Any]:
+    """The recommended parameters of a directory's generation_config.json, if it has one.
+
+    Errors: ModelLoadError; UnsupportedFeatureError with all that would change what is drawn and is not built.
+    """
+    path = directory / "generation_config.json"
+    given = read_json(path) if path.exists() else {}
+    bad = [name for name, value in given.items() if name not in RECOMMENDED and name not in HARMLESS
+           and value not in (None, False, 0, "", [], {}, OFF.get(name, 0))]  # fmt: skip
+    if bad:
+        shown = ", ".join(f"{name} = {given[name]!r:.80}" for name in bad)
+        raise UnsupportedFeatureError(
+            f"{path} recommends what is not built: {shown}. Remove it there, or set sampling_defaults to openai."
+        )
+    found = {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
+    if found.get("top_k") == 0:  # transformers' word for off
+        found["top_k"] = -1
+    try:
+        SamplingParams.of(found)
+    except FengineError as error:
+        raise ModelLoadError(f"{path}: {error}") from error
+    return found
