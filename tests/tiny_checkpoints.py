@@ -12,7 +12,7 @@ NAMES = {  # family -> name of its classes in transformers
     "olmo2": "Olmo2", "exaone4": "Exaone4", "smollm3": "SmolLM3", "glm4": "Glm4",
     "gemma2": "Gemma2", "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "mixtral": "Mixtral",
     "olmoe": "Olmoe", "cohere2": "Cohere2", "cohere": "Cohere", "olmo3": "Olmo3", "granitemoe": "GraniteMoe",
-    "glm4_moe": "Glm4Moe",
+    "glm4_moe": "Glm4Moe", "starcoder2": "Starcoder2", "hunyuan_v1_dense": "HunYuanDenseV1", "gpt_oss": "GptOss",
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
     family: (getattr(transformers, f"{name}ForCausalLM").config_class, getattr(transformers, f"{name}ForCausalLM"))
@@ -70,11 +70,11 @@ def write(
 
 def _fill(name: str, data: torch.Tensor, shift: float = 0.0) -> None:
     """Gains above a trained model's: attention is sharp, and a greedy text neither repeats itself nor has near-ties."""
-    sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm"))
+    sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "q_norm", "k_norm", "query_lay", "key_lay"))
     if data.dim() > 1:
         gain = 1.5 if "embed" in name or "lm_head" in name else 1.7 if sharp else 1.6
         data.normal_(0.0, gain * data.shape[-1] ** -0.5)
-    elif "norm" in name:
+    elif "norm" in name and not name.endswith("bias"):
         data.normal_((1.7 if sharp else 1.0) - shift, 0.3)
     else:
         data.normal_(0.0, 0.3)

@@ -11,7 +11,9 @@ from fengine.models import (
     gemma3,
     glm4,
     glm4_moe,
+    gpt_oss,
     granite,
+    hunyuan,
     llama,
     mistral,
     mixtral,
@@ -23,6 +25,7 @@ from fengine.models import (
     qwen3,
     qwen3_moe,
     smollm3,
+    starcoder2,
 )
 from fengine.models.family import Model
 
@@ -40,6 +43,8 @@ FAMILIES = (
     glm4.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
+    starcoder2.FAMILY,
+    hunyuan.FAMILY,
     cohere.FAMILY,
     cohere.FAMILY2,
     qwen3_moe.FAMILY,
@@ -48,6 +53,7 @@ FAMILIES = (
     olmoe.FAMILY,
     granite.MOE,
     glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
 )
 MODELS: Mapping[str, Model] = MappingProxyType({k: v for family in FAMILIES for k, v in family.models().items()})
 

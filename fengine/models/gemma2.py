@@ -8,7 +8,7 @@ from typing import Any
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, SPEED
-from fengine.models.reader import GELU, ConfigReader, decoder_spec, every, sliding_window, windowed
+from fengine.models.reader import GELU_TANH, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
 
@@ -36,7 +36,7 @@ def gemma_spec(config: Config, **switches: Any) -> ModelSpec:
     cap = read.number("final_logit_softcapping", 0.0, 1e9) if config["final_logit_softcapping"] is not None else 0.0
     read.done(config["architectures"][0])
     return decoder_spec(
-        config, activation=("hidden_activation", GELU), gelu=True, norm_shift=1.0, embed_scale=hidden**0.5,
+        config, activation=("hidden_activation", GELU_TANH), act="gelu_tanh", norm_shift=1.0, embed_scale=hidden**0.5,
         attention_scale=scale, logit_cap=cap, **switches,
     )  # fmt: skip
 

@@ -20,12 +20,15 @@ FIELDS = {
 DEFAULTS = {**gemma2.DEFAULTS, "final_logit_softcapping": None, "attn_logit_softcapping": None}
 
 
+UNREAD = dict.fromkeys(("rope_scaling", "rope_theta", "original_max_position_embeddings"))  # beside ropes by type
+
+
 def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     if config["attn_logit_softcapping"] is not None:
         raise UnsupportedArchitectureError("attn_logit_softcapping is not one of Gemma 3.")
     far, near = ropes_by_type(config, 1_000_000.0, 10_000.0)
-    spec = gemma_spec(config | {"rope_parameters": far, "rope_scaling": None, "rope_theta": None}, qk_norm=True)
+    spec = gemma_spec(config | {"rope_parameters": far} | UNREAD, qk_norm=True)
     return gemma_windows(config, spec, near, 6)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fengine.errors import ModelLoadError
 from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
 from fengine.models.spec import ModelSpec
-from fengine.ops import attention, experts, layer_norm, linear, qkv, rms_norm, rope, soft_cap
+from fengine.ops import attention, experts, layer_norm, linear, qkv, rms_norm, rope, silu_mul, soft_cap
 
 LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
 LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor | None], LayerOut]
@@ -86,7 +86,6 @@ def decoder_layer(
     if (norm_D := layer.get("attn_post_norm_D")) is not None:
         delta_TD = norm(delta_TD, norm_D, spec)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, layer.get("mlp_norm_D"), spec)
-    mlp = experts_mlp if "wrouter" in layer else gated_mlp
     delta_TD = mlp(layer, spec, batch.adapters, normed_TD)
     if (norm_D := layer.get("mlp_post_norm_D")) is not None:
         delta_TD = norm(delta_TD, norm_D, spec)
@@ -103,13 +102,17 @@ def attend(
         qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), batch.adapters, exact=spec.exact)
         q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
     else:
+        norms, turned = (layer.get("q_norm_K"), layer.get("k_norm_K")), layer.get("q_turned_norm_K")
+        norms = norms if turned is None else (torch.ones_like(turned),) * 2
         q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
-            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, layer.get("q_norm_K"), layer.get("k_norm_K"),
-            spec.rms_eps, batch.adapters, spec.exact, spec.norm_shift,
+            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, *norms, spec.rms_eps, batch.adapters, spec.exact,
+            spec.norm_shift,
         )  # fmt: skip
+        if turned is not None:  # turning keeps a norm, so only the weights stand behind it: both may go with q
+            q_THK = q_THK * (turned * layer["k_turned_norm_K"])
     out_THK = attention.attention(
         q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, spec.scale, spec.causal,
-        layer["kind"].window, spec.attention_cap,
+        layer["kind"].window, spec.attention_cap, layer.get("sinks_H"),
     )  # fmt: skip
     delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), batch.adapters, exact=spec.exact)
     return delta_TD, k_PSGK, v_PSGK
@@ -134,9 +137,20 @@ def norm_heads(x_TC: Tensor, weight_HK: Tensor, spec: ModelSpec) -> Tensor:
     return (normed_NK.unflatten(0, (-1, len(weight_HK))) * weight_HK).flatten(1)
 
 
+def mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
+    """The experts, the gated MLP or the plain one, told by the leaves that there are. Pure."""
+    if "wrouter" in layer:
+        return experts_mlp(layer, spec, adapters, x_TD)
+    if "wgate_up" in layer:
+        return gated_mlp(layer, spec, adapters, x_TD)
+    x_TF = linear.linear(x_TD, layer["wup"], layer.get("bup_F"), adapters, exact=spec.exact)
+    x_TF = silu_mul.activate(x_TF, spec.act)
+    return linear.linear(x_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
+
+
 def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
     """down(act(gate) * up). Pure."""
-    product_TF = linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.gelu)
+    product_TF = linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.act)
     return linear.linear(product_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
 
 

@@ -76,17 +76,17 @@ def expert_weights(found: ExpertSpec, hidden: int, layer: LayerWeights, block: s
 Experts = Callable[[ExpertSpec, int, LayerWeights], list[Weight]]
 
 
-def expert_stacks(router: str, gate_up: str, down: str, order: bool = False) -> Experts:
+def expert_stacks(router: str, gate_up: str, down: str, as_gpt_oss: bool = False) -> Experts:
     """As `expert_weights`, by the names in a layer of one tensor for all experts of each kind. Pure.
 
-    `order`: as gpt-oss stores them, with biases.
+    `as_gpt_oss`: transposed, gate and up in turns, with biases.
     """
 
     def leaves(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
         def stack(key: str, name: str, shape: tuple[int, ...], letters: str, fill: Fill, paired: bool) -> Weight:
             at = f"model.layers.{layer.index}.{name}"
             source = Source(
-                at, (found.count, *(shape[::-1] if order else shape)), ExpertOrder(paired) if order else None
+                at, (found.count, *(shape[::-1] if as_gpt_oss else shape)), ExpertOrder(paired) if as_gpt_oss else None
             )
             return Weight(("layers", layer.index, key), (source,), letters, letters[1], fill)
 
@@ -100,7 +100,7 @@ def expert_stacks(router: str, gate_up: str, down: str, order: bool = False) -> 
             layer.matrix("wrouter", [(router, found.count)], hidden, "ED", adapts=False, shard=""),
             stack("wexperts_gate_up", gate_up, (wide, hidden), "EFD", "unit", True),
             stack("wexperts_down", down, (hidden, found.size), "EDF", "residual", False),
-            *(biases if order else []),
+            *(biases if as_gpt_oss else []),
         ]
 
     return leaves

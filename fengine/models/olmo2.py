@@ -4,7 +4,7 @@ OLMo 3 three of four layers have a window, and may have a rotary embedding of th
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.gemma3 import gemma_windows, ropes_by_type
+from fengine.models.gemma3 import UNREAD, gemma_windows, ropes_by_type
 from fengine.models.reader import decoder_spec
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
@@ -24,7 +24,7 @@ def spec3_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     theta = config["rope_theta"]
     far, near = ropes_by_type(config, theta, theta)
-    spec = decoder_spec(config | {"rope_parameters": far, "rope_scaling": None})
+    spec = decoder_spec(config | {"rope_parameters": far} | UNREAD)
     return gemma_windows(config, spec, near, 4)
 
 

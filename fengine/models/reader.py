@@ -8,7 +8,7 @@ from fengine.errors import ModelLoadError, UnsupportedArchitectureError
 from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec, embedding_spec
 
 SILU = ("silu", "swish")  # two names of one function
-GELU = ("gelu_pytorch_tanh", "gelu_new")
+GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = {
@@ -217,7 +217,8 @@ def rope_spec(read: ConfigReader, width: int, max_position: int, partial: bool =
         read.problems.append(f"rope_scaling {old!r} contradicts rope_parameters {new!r}; remove one")
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **old, **new}
     _refuse_rope(rope, config, partial)
-    rope.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    if config.get("original_max_position_embeddings") is not None:  # transformers prefers it to that of the embedding
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     part = ConfigReader(rope)
     found = _rope_of(part, width, max_position)
     read.problems += part.problems

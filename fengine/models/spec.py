@@ -79,7 +79,7 @@ class ModelSpec:
     rope_local: RopeSpec | None = None  # of layers of kind "rope_local_MK"
     layer_norm: bool = False  # norms subtract the mean
     norm_shift: float = 0.0  # norms multiply by this plus their weight
-    gelu: bool = False  # the gate's activation is the tanh form of gelu, not silu
+    act: str = "silu"  # or gelu_tanh, gelu
     attention_cap: float = 0.0  # scores and logits become cap * tanh(x / cap); 0: no cap
     logit_cap: float = 0.0
     embed_scale: float = 1.0

@@ -233,6 +233,16 @@ def mlp_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False) -> li
     return found
 
 
+def plain_mlp_weights(spec: ModelSpec, layer: LayerWeights, up: str, down: str) -> list[Weight]:
+    """Up and down of an MLP without a gate, under their names. Pure."""
+    parts = {"F": [(up, spec.mlp_size)], "D": [(down, spec.hidden_size)]}
+    return [
+        layer.matrix("wup", parts["F"], spec.hidden_size, "FD"),
+        layer.matrix("wdown", parts["D"], spec.mlp_size, "DF", fill="residual"),
+        *([layer.bias("bup_F", parts["F"]), layer.bias("bdown_D", parts["D"])] if spec.mlp_bias else []),
+    ]
+
+
 def prenorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     """Norm, attention, norm, gated MLP. Pure."""
     return [

@@ -1,8 +1,9 @@
 """Attention over paged keys and values: one op for prefill, chunked prefill and decode.
 
 o = softmax(scale * q k^T) v for the keys at positions 0 .. position(q) of q's row, found through the page table. Not
-causal, the keys of the whole row; with a window, no earlier ones than itself and window - 1 before it; with a cap,
-cap * tanh(score / cap) is what softmax sees.
+causal, the keys of the whole row; with a window, no earlier ones than itself and window - 1 before it (not causal, and
+as many behind it); with a cap, cap * tanh(score / cap) is what softmax sees; with sinks, a score of its own for each
+head, which has no value.
 
 Reduction tree, by absolute key position and nothing else:
 - keys are cut into chunks of CHUNK positions, a chunk into blocks (`block_of` the head width);
@@ -12,6 +13,7 @@ Reduction tree, by absolute key position and nothing else:
   l' = l * alpha + those; at the end of the chunk l is halved in the same way, to one. (A sum over a register tile would
   follow the thread layout.);
 - chunk results (m, l, acc) are merged left to right in fp32, with explicit fused multiply-adds;
+- a sink, in units of the scaled scores, is one more (sink, 1, 0), merged last;
 - o = acc / l.
 A block or chunk with no visible key leaves (m, l, acc) as they are, so how far a tile walks does not matter.
 
@@ -58,7 +60,7 @@ ARRIVALS = 1 << 13  # counters of a KV pool: a split must do with so many tiles
 
 def reference(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, bounds: Bounds = CAUSAL,
+    scale: float, bounds: Bounds = CAUSAL, sinks_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The math, in fp32 (fp64 where q is). Reads only the slots that a row owns. Pure."""
     out_THK = torch.zeros_like(q_THK)
@@ -80,8 +82,12 @@ def reference(
         key = torch.arange(length, device=q.device)
         hidden = key > (position if bounds.causal else length)
         if bounds.window:
-            hidden = hidden | (key <= position - bounds.window)
-        weight = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            hidden = hidden | (key <= position - bounds.window) | (key >= position + bounds.window)
+        scores = scores.masked_fill(hidden, -math.inf)
+        if sinks_H is not None:
+            sink = rearrange(sinks_H.to(scores.dtype), "(g j) -> g j 1 1", g=groups)
+            scores = torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), -1)
+        weight = scores.softmax(-1)[..., :length]
         out_THK[rows] = rearrange(einsum(weight, v, "g j t s, s g k -> g j t k"), "g j t k -> t (g j) k").to(
             q_THK.dtype
         )
@@ -108,7 +114,7 @@ def counters(k_PSGK: Tensor) -> Tensor | None:
 
 def run(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, s: Schedule, bounds: Bounds = CAUSAL,
+    scale: float, s: Schedule, bounds: Bounds = CAUSAL, sinks_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Runs the kernels under `s`. A split that would take too much workspace is not made."""
     tokens, heads, width = q_THK.shape
@@ -131,9 +137,9 @@ def run(
         q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width)
     )
     launcher(rows_kernel, (groups, rows, splits))(
-        *tensors, m_part, sum_part, acc_part, kv_len_R if arrived is None else arrived, c, tokens, rows, table_width,
-        chunks, limit, heads, groups, width, padded_width, size, padded, s.rows.tile, CHUNK, block, splits > 1,
-        MERGE_AHEAD, *bound, num_warps=s.rows.warps, num_stages=s.rows.stages,
+        *tensors, m_part, sum_part, acc_part, kv_len_R if arrived is None else arrived, sinks_H, c, tokens, rows,
+        table_width, chunks, limit, heads, groups, width, padded_width, size, padded, s.rows.tile, CHUNK, block,
+        splits > 1, MERGE_AHEAD, *bound, num_warps=s.rows.warps, num_stages=s.rows.stages,
         **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
     )  # fmt: skip
     if s.tiles is None:
@@ -143,8 +149,8 @@ def run(
         return o_THK
     grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
     launcher(tiles_kernel, grid)(
-        *tensors, c, tokens, rows, table_width, limit, heads, groups, width, padded_width, size, padded, s.tiles.tile,
-        CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
+        *tensors, sinks_H, c, tokens, rows, table_width, limit, heads, groups, width, padded_width, size, padded,
+        s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
     )  # fmt: skip
     return o_THK
 
@@ -184,8 +190,9 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
         k[own[-1], last:] = v[own[-1], last:] = math.nan
     start = torch.tensor([0, *tokens], device=q.device).cumsum(0).int()
     kv_len = torch.tensor(lengths, device=q.device).int()
-    want = run(q, k, v, start, kv_len, table, width**-0.5, reference_schedule(q, k), bounds)
-    run_s = partial(run, q, k, v, start, kv_len, table, width**-0.5, s, bounds)
+    sinks = random(q.shape[1]) if bounds.sinks else None
+    want = run(q, k, v, start, kv_len, table, width**-0.5, reference_schedule(q, k), bounds, sinks)
+    run_s = partial(run, q, k, v, start, kv_len, table, width**-0.5, s, bounds, sinks)
     try:
         got = [run_s(), run_s(), captured(run_s)]  # twice: the counters are back at zero
     except Exception:  # an experimental compiler: whatever it says, the schedule is not for this machine
@@ -195,11 +202,12 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
 
 def launch(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, chosen: Schedule | None = None,
+    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
+    chosen: Schedule | None = None,
 ) -> Tensor:  # fmt: skip
     """Runs `chosen`, by default the fastest schedule for these shapes that is proved."""
     assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous()
-    bounds = Bounds(causal, window, cap)
+    bounds = Bounds(causal, window, cap, sinks_H is not None)
     q_THK, page_table_RN = plain(q_THK), page_table_RN.contiguous()
     if q_THK.shape[0] == 0:
         return torch.empty_like(q_THK)
@@ -208,12 +216,12 @@ def launch(
         processors = multiprocessors(q_THK.device.index) if q_THK.is_cuda else 1
         found = schedules(q_THK, k_PSGK, rows, table_width * k_PSGK.shape[1], processors, CHUNK, bounds)
         chosen = next((s for s in found if proved(q_THK, k_PSGK, s, bounds)), reference_schedule(q_THK, k_PSGK))
-    return run(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, chosen, bounds)
+    return run(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, chosen, bounds, sinks_H)
 
 
 def fake(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0,
+    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q_THK.new_empty(q_THK.shape)
 
@@ -221,13 +229,13 @@ def fake(
 ARGUMENTS = "Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_start, Tensor kv_len, Tensor page_table, float scale"
 _op = register(f"attention({ARGUMENTS}) -> Tensor", launch, fake)
 _bounded_op = register(  # by itself, for an argument costs a short step as much as half a microsecond
-    f"bounded_attention({ARGUMENTS}, bool causal, int window, float cap) -> Tensor", launch, fake
+    f"bounded_attention({ARGUMENTS}, bool causal, int window, float cap, Tensor? sinks) -> Tensor", launch, fake
 )
 
 
 def attention(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0,
+    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of each token to keys 0 .. its position of its row, or as bounded, as o_THK in q's dtype. Pure.
 
@@ -235,6 +243,6 @@ def attention(
     tensors int32, q_start_B[0] = 0; a row with tokens has kv_len >= its tokens. Tokens behind q_start_B[-1] give zeros.
     Unowned slots are never read into the result, whatever they hold. Not causal: all tokens of a row are in this step.
     """
-    if causal and not window and not cap:
+    if causal and not window and not cap and sinks_H is None:
         return _op(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale)
-    return _bounded_op(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, causal, window, cap)
+    return _bounded_op(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, causal, window, cap, sinks_H)

@@ -75,9 +75,24 @@ def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, 
 
 
 @triton.jit
+def limits(front, back, kv_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """How many of a row's first keys some token at front .. back - 1 sees, and all do, but for a window's beginning."""
+    seen = back
+    seen_by_all = front + 1
+    if not CAUSAL:
+        seen = kv_len
+        seen_by_all = kv_len
+        if WINDOW:
+            seen = tl.minimum(kv_len, back + WINDOW - 1)
+            seen_by_all = tl.minimum(kv_len, front + WINDOW)
+    return seen, seen_by_all
+
+
+@triton.jit
 def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_ptr, c, S: tl.constexpr,
                  STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                 EDGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+                 EDGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+                 SCALE: tl.constexpr):  # fmt: skip
     """One online-softmax step over keys start .. start + BLOCK. EDGE: some key may be unowned or unseen by some row."""
     k = fetch(k_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE)
     s = tl.dot(q, k.T, input_precision="ieee")
@@ -85,7 +100,12 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
         s = CAP * (1.0 - 2.0 / (tl.exp2(s * (SCALE / CAP * 2.8853900817779268)) + 1.0))  # tanh
     if EDGE:
         key = start + tl.arange(0, BLOCK)
-        s = tl.where(key[None, :] <= position[:, None], s, float("-inf"))
+        if CAUSAL:
+            s = tl.where(key[None, :] <= position[:, None], s, float("-inf"))
+        else:
+            s = tl.where((key < kv_len)[None, :], s, float("-inf"))
+            if WINDOW:
+                s = tl.where(key[None, :] < position[:, None] + WINDOW, s, float("-inf"))
         if WINDOW:
             s = tl.where(key[None, :] > position[:, None] - WINDOW, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
@@ -99,12 +119,14 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
 
 
 @triton.jit
-def attend_chunk(q, low, seen, seen_by_all, kv_len, position, table_ptr, k_ptr, v_ptr, c, S: tl.constexpr,
+def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, table_ptr, k_ptr, v_ptr, c, S: tl.constexpr,
                  STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-                 BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+                 BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+                 SCALE: tl.constexpr):  # fmt: skip
     """(m, sum, acc) of the chunk at `low`, from scratch: blocks that every row sees whole, then the others.
 
-    WINDOW: blocks that no row sees are left out; those that some row sees not from their first key on come first.
+    WINDOW: blocks that no row sees are left out; those that some row sees not from their first key on come first. Rows
+    stand at positions first .. end - 1.
     """
     high = tl.minimum(low + CHUNK, seen)
     inner = low + tl.maximum(tl.minimum(high, seen_by_all) - low, 0) // BLOCK * BLOCK
@@ -113,26 +135,39 @@ def attend_chunk(q, low, seen, seen_by_all, kv_len, position, table_ptr, k_ptr, 
     acc = tl.zeros((ROWS, KP), tl.float32)
     clear = low
     if WINDOW:
-        outer = low + tl.maximum(seen_by_all - WINDOW - low, 0) // BLOCK * BLOCK
-        clear = low + tl.maximum(seen - WINDOW - low + BLOCK - 1, 0) // BLOCK * BLOCK
+        outer = low + tl.maximum(first + 1 - WINDOW - low, 0) // BLOCK * BLOCK
+        clear = low + tl.maximum(end - WINDOW - low + BLOCK - 1, 0) // BLOCK * BLOCK
         clear = tl.minimum(clear, tl.maximum(inner, outer))
         for n in tl.range(outer, clear, BLOCK, num_stages=1):
             m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K,
-                                        KP, ROWS, BLOCK, True, WINDOW, CAP, SCALE)  # fmt: skip
+                                        KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE)  # fmt: skip
         inner = tl.maximum(inner, clear)
     for n in tl.range(clear, inner, BLOCK):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K, KP,
-                                    ROWS, BLOCK, False, 0, CAP, SCALE)  # fmt: skip
+                                    ROWS, BLOCK, False, CAUSAL, 0, CAP, SCALE)  # fmt: skip
     for n in tl.range(inner, high, BLOCK, num_stages=1):
         m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K, KP,
-                                    ROWS, BLOCK, True, WINDOW, CAP, SCALE)  # fmt: skip
+                                    ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE)  # fmt: skip
     return m, halved(sums, ROWS, SUMS, 1), acc
 
 
 @triton.jit
-def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, begin, count, real, o_ptr, line, mask, c,
-                 K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr,
-                 WINDOW: tl.constexpr):  # fmt: skip
+def store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K: tl.constexpr, KP: tl.constexpr,
+               SINKS: tl.constexpr):  # fmt: skip
+    """acc / sum of each row, its head's sink merged last: a score of its own, without a value."""
+    if SINKS:
+        sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(m * c, sink)
+        kept = tl.exp2(tl.fma(m, c, -top))[:, None]
+        sum = tl.fma(sum, kept, tl.exp2(sink - top)[:, None])
+        acc = acc * kept
+    tl.store(o_ptr + line[:, None] * K + tl.arange(0, KP)[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, begin, count, real, sink_ptr, head, o_ptr, line, mask, c,
+                 K: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr, WINDOW: tl.constexpr,
+                 SINKS: tl.constexpr):  # fmt: skip
     """Merges the stored results of a tile's chunks and stores the outcome.
 
     The sums here meet no MMA: they keep the layout in which results are loaded, so that nothing stands between the
@@ -149,16 +184,16 @@ def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, begin, count, rea
             acc2 = tl.load(acc_part_ptr + at[:, None] * KP + d[None, :], mask=more[:, None], other=0.0,
                            cache_modifier=".cg")  # fmt: skip
             m, sum, acc = merge(m, sum, acc, m2, sum2[:, None], acc2, c, WINDOW)
-    tl.store(o_ptr + line[:, None] * K + d[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
+    store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K, KP, SINKS)
 
 
 @triton.jit(do_not_specialize=["T", "R", "N", "chunks", "limit"])
 def rows_kernel(
     q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, m_part_ptr, sum_part_ptr, acc_part_ptr, arrived_ptr,
-    c, T, R, N, chunks, limit, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
-    GP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SCALE: tl.constexpr,
-    PDL: tl.constexpr,
+    sink_ptr, c, T, R, N, chunks, limit, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of 1 .. limit tokens; limit 0: every row, and zeros behind the last one.
 
@@ -183,16 +218,14 @@ def rows_kernel(
             line = (start + first + i // GP).to(tl.int64) * H + g * J + i % GP  # row of q and o, both [T * H, K]
             real = (first + i // GP < tokens) & (i % GP < J)
             mask = real[:, None] & (d < K)[None, :]
-            position = kv_len - tokens + first + i // GP
-            seen = tl.minimum(kv_len, kv_len - tokens + first + BQ)  # keys that some token of the tile sees
-            seen_by_all = kv_len - tokens + first + 1
+            head = g * J + tl.minimum(i % GP, J - 1)
+            front = kv_len - tokens + first  # position of the first token, and behind that of the last
+            back = tl.minimum(kv_len, front + BQ)
+            position = front + i // GP
             begin_chunk = 0
             if WINDOW:
-                begin_chunk = tl.maximum(seen_by_all - WINDOW, 0) // CHUNK
-            if not CAUSAL:
-                position = kv_len - 1 + i * 0
-                seen = kv_len
-                seen_by_all = kv_len
+                begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK
+            seen, seen_by_all = limits(front, back, kv_len, CAUSAL, WINDOW)
             count = tl.cdiv(seen, CHUNK)
             if begin_chunk + split < count:
                 q = tl.load(q_ptr + line[:, None] * K + d[None, :], mask=mask, other=0.0)
@@ -200,9 +233,9 @@ def rows_kernel(
                 part = ((home + i // GP).to(tl.int64) * H + g * J + i % GP) * chunks
                 m, sum, acc = nothing(BM, KP)
                 for chunk in range(begin_chunk + split, count, tl.num_programs(2)):
-                    m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, kv_len, position, table,
-                                                  k_ptr + g * K, v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK,
-                                                  BLOCK, WINDOW, CAP, SCALE)  # fmt: skip
+                    m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, front, back, kv_len, position,
+                                                  table, k_ptr + g * K, v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK,
+                                                  BLOCK, CAUSAL, WINDOW, CAP, SCALE)  # fmt: skip
                     if SPLIT:
                         if count - begin_chunk == 1:
                             m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
@@ -221,10 +254,11 @@ def rows_kernel(
                         programs = tl.minimum(count - begin_chunk, tl.num_programs(2))
                         if tl.atomic_add(slot, 1, sem="acq_rel", scope="gpu") == programs - 1:
                             tl.store(slot, 0)
-                            merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, begin_chunk, count, real, o_ptr,
-                                         line, mask, c, K, KP, BM, AHEAD, WINDOW)  # fmt: skip
+                            merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, begin_chunk, count, real,
+                                         sink_ptr, head, o_ptr, line, mask, c, K, KP, BM, AHEAD, WINDOW,
+                                         SINKS)  # fmt: skip
                 if (not SPLIT) | (count - begin_chunk == 1):
-                    tl.store(o_ptr + line[:, None] * K + d[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
+                    store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K, KP, SINKS)
     if (limit == 0) & (split == 0):
         for t in range(tl.load(q_start_ptr + R) + r, T, R):
             j = tl.arange(0, GP)
@@ -235,10 +269,10 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["T", "R", "N", "limit"])
 def tiles_kernel(
-    q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, c, T, R, N, limit, H: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, sink_ptr, c, T, R, N, limit, H: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SCALE: tl.constexpr,
+    SINKS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """BM // GP tokens of a row of more than `limit` tokens, with all query heads of one kv head; zeros behind."""
     BQ: tl.constexpr = BM // GP
@@ -255,25 +289,23 @@ def tiles_kernel(
         mask = ((first + i // GP < tokens) & (i % GP < J))[:, None] & (d < K)[None, :]
         if r < R:
             kv_len = tl.load(kv_len_ptr + r)
-            position = kv_len - tokens + first + i // GP
-            seen = tl.minimum(kv_len, kv_len - tokens + first + BQ)
-            seen_by_all = kv_len - tokens + first + 1
+            head = g * J + tl.minimum(i % GP, J - 1)
+            front = kv_len - tokens + first
+            back = tl.minimum(kv_len, front + BQ)
+            position = front + i // GP
             begin_chunk = 0
             if WINDOW:
-                begin_chunk = tl.maximum(seen_by_all - WINDOW, 0) // CHUNK
-            if not CAUSAL:
-                position = kv_len - 1 + i * 0
-                seen = kv_len
-                seen_by_all = kv_len
+                begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK
+            seen, seen_by_all = limits(front, back, kv_len, CAUSAL, WINDOW)
             q = tl.load(q_ptr + line[:, None] * K + d[None, :], mask=mask, other=0.0)
             table = table_ptr + r.to(tl.int64) * N
             m, sum, acc = nothing(BM, KP)
             for low in tl.range(begin_chunk * CHUNK, seen, CHUNK):
-                m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, kv_len, position, table, k_ptr + g * K,
-                                              v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK, BLOCK, WINDOW, CAP,
-                                              SCALE)  # fmt: skip
+                m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, front, back, kv_len, position, table,
+                                              k_ptr + g * K, v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK, BLOCK,
+                                              CAUSAL, WINDOW, CAP, SCALE)  # fmt: skip
                 m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
-            tl.store(o_ptr + line[:, None] * K + d[None, :], (acc / sum).to(o_ptr.dtype.element_ty), mask=mask)
+            store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K, KP, SINKS)
         else:
             zero = tl.zeros((BM, KP), o_ptr.dtype.element_ty)
             tl.store(o_ptr + line[:, None] * K + d[None, :], zero, mask=mask)

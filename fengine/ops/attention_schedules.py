@@ -20,6 +20,7 @@ class Bounds(NamedTuple):
     causal: bool = True
     window: int = 0  # 0: none
     cap: float = 0.0  # 0: none
+    sinks: bool = False
 
 
 CAUSAL = Bounds()

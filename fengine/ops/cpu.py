@@ -71,14 +71,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, D] -> weight * (x - mean(x)) / deviation(x)."""
+    """x [T, D] -> weight * (x - mean(x)) / deviation(x), plus the bias behind the weight in [2D]."""
     x, weight = plain(x, "layer_norm's x"), readable(weight, "layer_norm's weight")
     d = x.shape[-1]
     y = torch.empty_like(x)
     library, threads = schedule(12 * x.numel())
     library.fengine_layer_norm(
-        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // max(d, 1), d, KIND[weight.dtype], eps, threads
-    )
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // max(d, 1), d, KIND[weight.dtype], eps,
+        weight.numel() > d, threads,
+    )  # fmt: skip
     return y
 
 
@@ -154,12 +155,13 @@ def qkv_rope_write_(
 
 def attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, q_start: Tensor, kv_len: Tensor, page_table: Tensor, scale: float,
-    causal: bool = True, window: int = 0, cap: float = 0.0,
+    causal: bool = True, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Paged attention -> [T, H, K]; tokens behind q_start[-1] give zeros."""
     q, k_pages, v_pages = plain(q, "attention's q"), plain(k_pages, "k pages"), plain(v_pages, "v pages")
     q_start, kv_len = plain(q_start, "q_start", torch.int32), plain(kv_len, "kv_len", torch.int32)
     page_table = plain(page_table, "page_table", torch.int32)
+    sinks = None if sinks is None else plain(sinks, "attention's sinks")
     tokens, heads, width = q.shape
     rows, table_width = page_table.shape
     o = torch.empty_like(q)
@@ -168,7 +170,7 @@ def attention(
     if library.fengine_attention(
         q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), o.data_ptr(), q_start.data_ptr(), kv_len.data_ptr(),
         page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, window,
-        causal, scale, cap, torch.get_num_threads(),
+        causal, scale, cap, None if sinks is None else sinks.data_ptr(), torch.get_num_threads(),
     ):  # fmt: skip
         raise no_room("attention")
     return o
@@ -183,14 +185,19 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return y
 
 
-def silu_mul(x: Tensor, gelu: bool = False) -> Tensor:
-    """x [T, 2F] -> silu(x[:, :F]) * x[:, F:], or gelu of it."""
+def silu_mul(x: Tensor, act: int = 0, gated: bool = True) -> Tensor:
+    """x [T, 2F] -> act(x[:, :F]) * x[:, F:]; not gated, x [T, F] -> act(x). The order of `act` is silu_mul.py's."""
     x = plain(x, "silu_mul's x")
-    rows, f = x.shape[0], x.shape[1] // 2
+    rows, f = x.shape[0], x.shape[1] // (1 + gated)
     y = x.new_empty((rows, f))
     library, threads = schedule(8 * x.numel())
-    library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), rows, f, gelu, threads)
+    library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), rows, f, act, gated, threads)
     return y
+
+
+def activate(x: Tensor, act: int) -> Tensor:
+    """x [T, F] -> act(x)."""
+    return silu_mul(x, act, False)
 
 
 def lora_linear(

@@ -7,7 +7,8 @@
  *           keys of p * v on top of acc * exp(m - m'); keys behind the token have p = 0 and end the chain
  *   chunks  start from m = -inf, l = 0, acc = 0 and are merged left to right; out = acc / l
  * A token sees the keys up to itself, or all of its row (causal 0); with a window no earlier ones than itself and
- * window - 1 before it: what it does not see leaves (m, l, acc) as they are. With a cap, score = cap * tanh(score / cap).
+ * window - 1 before it, and as many behind it (causal 0): what it does not see leaves (m, l, acc) as they are. With a
+ * cap, score = cap * tanh(score / cap). A head's sink is one more (m, 1, 0), merged last.
  * Query rows that share keys (heads of a group, tokens of a span) share the loads; long rows may give their chunks to
  * different threads; a task takes one kv head or several. Slots that the row does not own are never read.
  */
@@ -35,7 +36,8 @@ typedef struct {
     int64_t groups_per_task, chunks, stride; /* stride: floats per partial */
     float scale, cap; /* cap 0: none */
     int64_t window; /* 0: none */
-    int causal;
+    int64_t reach; /* keys behind itself that a token sees, if the row has them */
+    const float *sinks; /* [heads]; null: none */
     int *failed; /* to tell that there was no memory */
 } attention_job;
 
@@ -303,16 +305,19 @@ static void attend_chunk(const attention_job *job, const patch *at, int64_t chun
             prefetch_keys(job, &next, at->group + g);
             load_keys(job, &places, at->group + g, &block);
             /* Tokens before `first` see nothing here; tokens from the block's last key on see all and mix freely. */
-            int64_t blind = job->causal && first > position ? first - position : 0, row = blind * share;
-            int64_t whole = job->causal && first + KEYS - 1 > position ? first + KEYS - 1 - position : 0;
+            int64_t last = position + job->reach; /* key that the first token sees last */
+            int64_t blind = first > last ? first - last : 0, row = blind * share;
+            int64_t whole = first + KEYS - 1 > last ? first + KEYS - 1 - last : 0;
             /* With a window, tokens behind `clear` see not all of its beginning, and from `past` on nothing. */
             int64_t clear = job->window ? first + job->window - 1 - position : at->s.tokens, past = clear + KEYS;
             int64_t rows = past < at->s.tokens ? past * share : at->rows;
             while (row < rows) {
                 int64_t token = row / share, hidden = 0, limit = rows, i = g * at->rows + row;
                 int64_t visible = at->s.seen - first < KEYS ? at->s.seen - first : KEYS;
-                if (token < whole)
-                    visible = position + token + 1 - first, limit = (token + 1) * share;
+                if (token < whole) {
+                    visible = last + token + 1 - first < visible ? last + token + 1 - first : visible;
+                    limit = (token + 1) * share;
+                }
                 if (token > clear)
                     hidden = token - clear, limit = (token + 1) * share;
                 else if (limit > (clear + 1) * share)
@@ -331,7 +336,7 @@ static void attend_chunk(const attention_job *job, const patch *at, int64_t chun
 static void merge_chunk(const attention_job *job, const patch *at, int64_t chunk, softmax_state total,
                         softmax_state part) {
     int64_t share = job->heads / job->kv_heads, padded = job->padded;
-    int64_t blind = job->causal && chunk * CHUNK > at->s.position ? chunk * CHUNK - at->s.position : 0;
+    int64_t last = at->s.position + job->reach, blind = chunk * CHUNK > last ? chunk * CHUNK - last : 0;
     for (int64_t row = 0; row < at->groups * at->rows; row++) {
         int64_t from = first_key(job, at->s.position + row % at->rows / share) / CHUNK;
         if (row % at->rows < blind * share || from > chunk)
@@ -361,9 +366,18 @@ INLINE int64_t row_offset(const attention_job *job, const patch *at, int64_t row
 
 static void write_out(const attention_job *job, const patch *at, softmax_state state) {
     for (int64_t row = 0; row < at->groups * at->rows; row++) {
-        float *o = job->o + row_offset(job, at, row);
-        for (int64_t i = 0; i < job->width; i += 16)
-            vf_store_upto(o + i, vf_load(state.acc + row * job->padded + i) / vf_set(state.sum[row]), job->width - i);
+        int64_t offset = row_offset(job, at, row);
+        float *o = job->o + offset, sum = state.sum[row], kept = 1.0f;
+        if (job->sinks) {
+            float sink = job->sinks[offset / job->width % job->heads];
+            float top = sink > state.peak[row] ? sink : state.peak[row];
+            vf decay = vf_exp((vf){state.peak[row] - top, sink - top});
+            kept = decay[0], sum = sum * decay[0] + decay[1];
+        }
+        for (int64_t i = 0; i < job->width; i += 16) {
+            vf acc = vf_load(state.acc + row * job->padded + i) * vf_set(kept);
+            vf_store_upto(o + i, acc / vf_set(sum), job->width - i);
+        }
     }
 }
 
@@ -430,10 +444,11 @@ static void merge_task(const void *context, int64_t index) {
 API int fengine_attention(const float *q, const float *k, const float *v, float *o, const int32_t *q_start,
                           const int32_t *kv_len, const int32_t *table, int64_t tokens, int64_t rows, int64_t heads,
                           int64_t kv_heads, int64_t width, int64_t page_size, int64_t table_width, int64_t window,
-                          int causal, float scale, float cap, int threads) {
+                          int causal, float scale, float cap, const float *sinks, int threads) {
     int failed = 0;
+    int64_t reach = causal ? 0 : window ? window - 1 : INT32_MAX;
     attention_job job = {q, k, v, o, table, NULL, NULL, heads, kv_heads, width, (width + 15) & ~15, page_size,
-                         table_width, 1, 0, 0, scale, cap, window, causal, &failed};
+                         table_width, 1, 0, 0, scale, cap, window, reach, sinks, &failed};
     int64_t live = rows ? q_start[rows] : 0, share = heads / kv_heads, work = 0, count = 0;
     int64_t longest = share >= SPAN_ROWS ? 1 : SPAN_ROWS / share;
     memset(o + live * heads * width, 0, (size_t)((tokens - live) * heads * width) * 4);
@@ -447,7 +462,7 @@ API int fengine_attention(const float *q, const float *k, const float *v, float 
         for (int64_t t = q_start[r]; t < q_start[r + 1]; t += longest) {
             int64_t n = q_start[r + 1] - t < longest ? q_start[r + 1] - t : longest;
             int64_t position = kv_len[r] - (q_start[r + 1] - t);
-            int64_t seen = causal ? position + n : kv_len[r];
+            int64_t seen = position + n + reach < kv_len[r] ? position + n + reach : kv_len[r];
             spans[count++] = (span){(int32_t)r, (int32_t)t, (int32_t)n, (int32_t)position, (int32_t)seen};
             work += n * heads * (seen - first_key(&job, position)) * width;
             job.chunks = chunks_of(&spans[count - 1]) > job.chunks ? chunks_of(&spans[count - 1]) : job.chunks;

@@ -147,7 +147,7 @@ API int fengine_experts(const float *x, const float *logits, const void *gate_up
         if (limit > 0.0f)
             clamped(both, h, count, f, limit);
         else
-            fengine_silu_mul(both, h, count, f, 0, silu_threads);
+            fengine_silu_mul(both, h, count, f, 0, 1, silu_threads);
         failed |= fengine_linear(h, of_expert(down, i, (d + 31) / 32 * 32 * f, down_kind),
                                  down_bias ? of_expert(down_bias, i, d, down_bias_kind) : NULL, part, count, d, f,
                                  down_kind, down_bias_kind, threads);

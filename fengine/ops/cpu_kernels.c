@@ -250,6 +250,7 @@ typedef struct {
     int64_t rows, d, rows_per_task;
     int kind;
     float eps, shift;
+    int biased; /* layer norm */
 } norm_job;
 
 /* 1 / sqrt(mean(x^2) + eps) */
@@ -306,7 +307,7 @@ INLINE int64_t rows_per_task(int64_t width) {
 /* residual null: y = norm(x). Else sum = residual + x, y = norm(sum). All [rows, d]. */
 API void fengine_rms_norm(const float *x, const float *residual, const void *weight, float *y, float *sum, int64_t rows,
                           int64_t d, int kind, float eps, float shift, int threads) {
-    norm_job job = {x, residual, weight, y, sum, rows, d, rows_per_task(d), kind, eps, shift};
+    norm_job job = {x, residual, weight, y, sum, rows, d, rows_per_task(d), kind, eps, shift, 0};
     run_tasks(norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
@@ -327,21 +328,23 @@ static void layer_norm_task(const void *context, int64_t task) {
     const norm_job *job = context;
     int64_t d = job->d;
     int64_t end = (task + 1) * job->rows_per_task < job->rows ? (task + 1) * job->rows_per_task : job->rows;
+    const void *bias = (const char *)job->weight + d * (job->kind == F32 ? 4 : 2);
     for (int64_t row = task * job->rows_per_task; row < end; row++) {
         const float *x = job->x + row * d;
         float *y = job->y + row * d, mean = centred_sum(x, d, 0.0f, 0) / (float)d;
         vf scale = vf_set(1.0f / sqrtf(centred_sum(x, d, mean, 1) / (float)d + job->eps));
         for (int64_t i = 0; i < d; i += 16) {
             vf centred = vf_load_upto(x + i, d - i) - vf_set(mean);
-            vf_store_upto(y + i, vf_widen(job->weight, i, d, job->kind) * (centred * scale), d - i);
+            vf normed = vf_widen(job->weight, i, d, job->kind) * (centred * scale);
+            vf_store_upto(y + i, job->biased ? normed + vf_widen(bias, i, d, job->kind) : normed, d - i);
         }
     }
 }
 
-/* y = weight * ((x - mean(x)) / deviation(x)), both [rows, d]. */
+/* y = weight * ((x - mean(x)) / deviation(x)), both [rows, d]; plus the bias behind the weight, if it is biased. */
 API void fengine_layer_norm(const float *x, const void *weight, float *y, int64_t rows, int64_t d, int kind, float eps,
-                            int threads) {
-    norm_job job = {x, NULL, weight, y, NULL, rows, d, rows_per_task(d), kind, eps, 0.0f};
+                            int biased, int threads) {
+    norm_job job = {x, NULL, weight, y, NULL, rows, d, rows_per_task(d), kind, eps, 0.0f, biased};
     run_tasks(layer_norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
@@ -450,30 +453,46 @@ typedef struct {
     const float *x;
     float *y;
     int64_t rows, f, rows_per_task;
-    int gelu;
+    int act, gated;
 } silu_job;
+
+enum { SILU, GELU_TANH, GELU };
 
 /* The tanh form of gelu: x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */
 INLINE vf gelu_exponent(vf x) {
     return vf_set(-2.0f * 0.7978845608028654f) * (x + vf_set(0.044715f) * x * x * x);
 }
 
+/* x / 2 * (1 + erf(x / sqrt(2))): of erfc the polynomial of Numerical Recipes (erfcc), error 1.2e-7 of it. */
+INLINE vf gelu(vf x) {
+    const float factors[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f,
+                             0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
+    vf z = vf_select(x < vf_set(0.0f), -x, x) * vf_set(0.7071067811865476f);
+    vf t = vf_set(1.0f) / vf_fma(z, vf_set(0.5f), vf_set(1.0f)), p = vf_set(0.17087277f);
+    UNROLL(9) for (int i = 0; i < 9; i++) p = vf_fma(p, t, vf_set(factors[i]));
+    vf half = vf_set(0.5f) * t * vf_exp(vf_fma(-z, z, p));
+    return x * vf_select(x < vf_set(0.0f), half, vf_set(1.0f) - half);
+}
+
+INLINE vf activated(vf x, int act) {
+    return act == GELU ? gelu(x) : x / (vf_set(1.0f) + vf_exp(act == GELU_TANH ? gelu_exponent(x) : -x));
+}
+
 static void silu_task(const void *context, int64_t task) {
     const silu_job *job = context;
     int64_t end = (task + 1) * job->rows_per_task < job->rows ? (task + 1) * job->rows_per_task : job->rows, f = job->f;
     for (int64_t row = task * job->rows_per_task; row < end; row++) {
-        const float *gate = job->x + row * 2 * f, *up = gate + f;
+        const float *gate = job->x + row * (1 + job->gated) * f, *up = gate + f;
         for (int64_t i = 0; i < f; i += 16) {
-            vf g = vf_load_upto(gate + i, f - i);
-            vf silu = g / (vf_set(1.0f) + vf_exp(job->gelu ? gelu_exponent(g) : -g));
-            vf_store_upto(job->y + row * f + i, silu * vf_load_upto(up + i, f - i), f - i);
+            vf y = activated(vf_load_upto(gate + i, f - i), job->act);
+            vf_store_upto(job->y + row * f + i, job->gated ? y * vf_load_upto(up + i, f - i) : y, f - i);
         }
     }
 }
 
-/* y[rows, f] = silu(x[:, :f]) * x[:, f:], or gelu of it */
-API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int gelu, int threads) {
-    silu_job job = {x, y, rows, f, rows_per_task(2 * f), gelu};
+/* y[rows, f] = act(x[:, :f]) * x[:, f:], or act(x) */
+API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int act, int gated, int threads) {
+    silu_job job = {x, y, rows, f, rows_per_task(2 * f), act, gated};
     run_tasks(silu_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
@@ -510,7 +529,7 @@ API int fengine_gated_linear(const float *x, const void *w, const void *bias, fl
     float *both = scratch_floats(m * 2 * n, &failed);
     failed = failed || fengine_linear(x, w, bias, both, m, 2 * n, k, kind, bias_kind, threads);
     if (!failed)
-        fengine_silu_mul(both, y, m, n, 0, silu_threads);
+        fengine_silu_mul(both, y, m, n, SILU, 1, silu_threads);
     free(both);
     return failed;
 }

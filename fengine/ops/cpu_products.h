@@ -6,6 +6,7 @@
 
 API int fengine_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
                        int kind, int bias_kind, int threads);
-API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int gelu, int threads);
+API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int act, int gated,
+                          int threads);
 
 #endif

@@ -1,4 +1,5 @@
-"""Layer norm without a bias: y = weight * ((x - mean(x)) * rsqrt(var(x) + eps)), fp32 inside, one rounding.
+"""Layer norm: y = weight * ((x - mean(x)) * rsqrt(var(x) + eps)) (+ bias), fp32 inside, one rounding. A bias stands
+behind the weight, in one tensor of 2D values.
 
 Reduction trees: the row's sum, then the sum of squares of what the mean leaves; one row is one program, whose block is
 the next power of two of D and whose number of warps follows from D alone, so each has one fixed thread layout.
@@ -17,11 +18,12 @@ def reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x32_TD = wide(x_TD)
     centred_TD = x32_TD - x32_TD.mean(-1, keepdim=True)
     scale_T1 = torch.rsqrt(centred_TD.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide(weight_D) * (centred_TD * scale_T1)).to(x_TD.dtype)
+    weight_D, *bias = wide(weight_D).split(x_TD.shape[1])
+    return sum(bias, weight_D * (centred_TD * scale_T1)).to(x_TD.dtype)
 
 
 @triton.jit
-def layer_norm_kernel(x_ptr, weight_ptr, y_ptr, D, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def layer_norm_kernel(x_ptr, weight_ptr, y_ptr, D, eps, BLOCK: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):
     """One row."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * D
@@ -31,7 +33,10 @@ def layer_norm_kernel(x_ptr, weight_ptr, y_ptr, D, eps, BLOCK: tl.constexpr, PDL
     x = tl.load(x_ptr + row + col, mask=col < D, other=0.0).to(tl.float32)
     centred = tl.where(col < D, x - tl.sum(x, 0) / D, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
-    tl.store(y_ptr + row + col, (weight * (centred * scale)).to(y_ptr.dtype.element_ty), mask=col < D)
+    y = weight * (centred * scale)
+    if BIAS:
+        y = tl.fma(weight, centred * scale, tl.load(weight_ptr + D + col, mask=col < D, other=0.0).to(tl.float32))
+    tl.store(y_ptr + row + col, y.to(y_ptr.dtype.element_ty), mask=col < D)
 
 
 def launch(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -40,7 +45,8 @@ def launch(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(x_TD.shape[1])
     if len(x_TD):
         launcher(layer_norm_kernel, (len(x_TD),))(
-            x_TD, plain(weight_D), y_TD, x_TD.shape[1], eps, block, num_warps=min(max(block // 512, 1), 16),
+            x_TD, plain(weight_D), y_TD, x_TD.shape[1], eps, block, weight_D.numel() > x_TD.shape[1],
+            num_warps=min(max(block // 512, 1), 16),
             **dependent_launch(x_TD.device.index),
         )  # fmt: skip
     return y_TD
@@ -54,5 +60,5 @@ _op = register("layer_norm(Tensor x, Tensor weight, float eps) -> Tensor", launc
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """The normalized rows, in x's dtype. Pure."""
+    """The normalized rows, in x's dtype. weight_D may be [2D], the bias behind the weight. Pure."""
     return _op(x_TD, weight_D, eps)

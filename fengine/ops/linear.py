@@ -244,10 +244,11 @@ def linear(
 
 
 def gated_linear(
-    x_TK: Tensor, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None, exact: bool = True, gelu: bool = False
-) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T), or gelu of it, as [T, N/2], in x's dtype; `w` holds gate above up. Pure."""
-    dense = None if gelu else w.plain(adapters)
+    x_TK: Tensor, w: Leaf, bias_N: Tensor | None = None, adapters: Any = None, exact: bool = True,
+    act: str = "silu",
+) -> Tensor:  # fmt: skip
+    """act(x @ gate.T) * (x @ up.T) as [T, N/2], in x's dtype; `w` holds gate above up. Pure."""
+    dense = w.plain(adapters) if act == "silu" else None
     if dense is None:  # the same bits in two ops
-        return silu_mul.silu_mul(w.linear(x_TK, bias_N, adapters, None, exact), gelu)
+        return silu_mul.silu_mul(w.linear(x_TK, bias_N, adapters, None, exact), act)
     return _gated_op(x_TK, dense.packed, dense.n // 2, bias_N)

@@ -202,8 +202,9 @@ class Past:
 
     def __init__(
         self, lengths: list[int], heads: int, groups: int, width: int, size: int,
-        causal: bool = True, window: int = 0, cap: float = 0.0,
+        causal: bool = True, window: int = 0, cap: float = 0.0, sinks: bool = False,
     ) -> None:  # fmt: skip
+        self.sinks = torch.randn(heads) * 3 if sinks else None
         self.lengths, self.scale, self.causal, self.window, self.cap = lengths, width**-0.5, causal, window, cap
         self.q = [torch.randn(n, heads, width) for n in lengths]
         self.k = [torch.randn(n, groups, width) for n in lengths]
@@ -230,7 +231,9 @@ class Past:
         start = torch.tensor([0, *counts]).cumsum(0).int()
         ends = torch.tensor([e if self.causal else self.lengths[r] for r, _, e in spans]).int()
         table = self.table[[r for r, _, _ in spans]]
-        o = cpu.attention(q, *self.pages(filler), start, ends, table, self.scale, self.causal, self.window, self.cap)
+        o = cpu.attention(
+            q, *self.pages(filler), start, ends, table, self.scale, self.causal, self.window, self.cap, self.sinks
+        )
         assert (o[sum(counts) :] == 0).all() and len(o) == sum(counts) + padding
         return list(o[: sum(counts)].split(counts))
 
@@ -243,7 +246,11 @@ class Past:
         behind = torch.ones(score.shape[1:], dtype=torch.bool).triu(1) & self.causal
         if self.window:
             behind |= torch.ones(score.shape[1:], dtype=torch.bool).tril(-self.window)
-        return torch.einsum("hnm,mhk->nhk", score.masked_fill(behind, -math.inf).softmax(-1), v)
+            behind |= torch.ones(score.shape[1:], dtype=torch.bool).triu(self.window)
+        score = score.masked_fill(behind, -math.inf)
+        if self.sinks is not None:
+            score = torch.cat((score, self.sinks.double()[:, None, None].expand(-1, score.shape[1], 1)), -1)
+        return torch.einsum("hnm,mhk->nhk", score.softmax(-1)[..., : len(v)], v)
 
 
 SHAPES = [(1, 1, 8, 1), (4, 4, 16, 4), (4, 2, 80, 16), (8, 2, 20, 4), (7, 1, 64, 16), (14, 2, 64, 16), (12, 3, 128, 1)]
@@ -271,7 +278,9 @@ def test_attention_has_the_bits_of_decoding_alone(threads: int, heads: int, grou
 
 BOUNDS: list[dict[str, Any]] = [
     {"window": 1}, {"window": 7}, {"window": 32}, {"window": 33}, {"window": 500}, {"window": 600}, {"cap": 2.0},
-    {"window": 45, "cap": 5.0}, {"causal": False}, {"causal": False, "cap": 1.5},
+    {"window": 45, "cap": 5.0}, {"causal": False}, {"causal": False, "cap": 1.5}, {"sinks": True},
+    {"window": 128, "sinks": True}, {"causal": False, "window": 65}, {"causal": False, "window": 1},
+    {"causal": False, "window": 600, "sinks": True},
 ]  # fmt: skip
 
 

@@ -201,11 +201,14 @@ def test_norms(width: int):
 
 def test_gelu_mul_and_soft_cap():
     x = normal(9, 2 * 37) * 3
-    torch.testing.assert_close(silu_mul.silu_mul(x, gelu=True), silu_mul.reference(x, gelu=True), **CLOSE)
     gate, up = x.chunk(2, -1)
-    torch.testing.assert_close(
-        silu_mul.reference(x, gelu=True), torch.nn.functional.gelu(gate, approximate="tanh") * up, **CLOSE
-    )
+    for act, how in (("gelu", "none"), ("gelu_tanh", "tanh")):
+        torch.testing.assert_close(silu_mul.silu_mul(x, act), silu_mul.reference(x, act), **CLOSE)
+        want = torch.nn.functional.gelu(gate, approximate=how)
+        torch.testing.assert_close(silu_mul.reference(x, act), want * up, **CLOSE)
+        torch.testing.assert_close(silu_mul.activate(gate, act), want, **CLOSE)
+        torch.testing.assert_close(silu_mul.reference(gate, act, gated=False), want, **CLOSE)
+        assert silu_mul.activate(gate[3:4], act).equal(silu_mul.activate(gate, act)[3:4])
     wide = torch.cat((normal(5, 50) * 20, torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30] + [0.0] * 46])))
     torch.testing.assert_close(soft_cap.soft_cap(wide, 30.0), soft_cap.reference(wide, 30.0), **CLOSE)
     parts = torch.cat([soft_cap.soft_cap(row[None], 30.0) for row in wide])
@@ -219,6 +222,10 @@ def test_layer_norm(width: int):
     torch.testing.assert_close(layer_norm.reference(x, weight, 1e-5), want, **CLOSE)
     torch.testing.assert_close(layer_norm.layer_norm(x, weight, 1e-5), want, **CLOSE)
     assert layer_norm.layer_norm(x[3:4], weight, 1e-5).equal(layer_norm.layer_norm(x, weight, 1e-5)[3:4])
+    bias = normal(width, seed=1)
+    want, both = torch.nn.functional.layer_norm(x, (width,), weight, bias, 1e-5), torch.cat((weight, bias))
+    torch.testing.assert_close(layer_norm.reference(x, both, 1e-5), want, **CLOSE)
+    torch.testing.assert_close(layer_norm.layer_norm(x, both, 1e-5), want, **CLOSE)
 
 
 def test_norms_with_a_shift():
@@ -356,7 +363,7 @@ def op_samples() -> dict[str, tuple]:
         "take": (x, slot % 5),
         "hand_on_": (slot, normal(5), torch.zeros(8).int(), torch.zeros(2, 5).int()),
         "attention": paged_case([7, 4], [3, 1], 4, 2, 16, 4),
-        "bounded_attention": (*paged_case([7, 4], [3, 1], 4, 2, 16, 4), True, 2, 3.0),
+        "bounded_attention": (*paged_case([7, 4], [3, 1], 4, 2, 16, 4), True, 2, 3.0, normal(4)),
         "shifted_rms_norm": (x, normal(32), 1e-5, 1.0),
         "shifted_add_rms_norm": (x, normal(5, 32), normal(32), 1e-5, 1.0),
         "shifted_rows_rms_norm": (linear.pack(normal(40, 32)).packed, slot, normal(32), 1e-5, 1.0),

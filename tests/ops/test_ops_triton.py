@@ -101,7 +101,8 @@ def test_gated_linear(dtype: torch.dtype, rows: int, n: int, k: int):
 @pytest.mark.parametrize("width", [8, 36, 896])
 def test_norms(dtype: torch.dtype, width: int):
     x, delta, weight = put((normal(7, width), normal(7, width, seed=1), normal(width)), dtype)
-    assert_close(layer_norm.launch(x, weight, 1e-6), layer_norm.reference(x, weight, 1e-6), dtype)
+    for both in (weight, torch.cat((weight, weight + 1))):
+        assert_close(layer_norm.launch(x, both, 1e-6), layer_norm.reference(x, both, 1e-6), dtype)
     for shift in (0.0, 1.0):
         assert_close(rms_norm.launch(x, weight, 1e-6, shift), rms_norm.reference(x, weight, 1e-6, shift), dtype)
     assert_close(rms_norm.add_launch(delta, x, weight, 1e-6), rms_norm.add_reference(delta, x, weight, 1e-6), dtype)
@@ -128,7 +129,9 @@ def test_edges(dtype: torch.dtype):
 def test_silu_mul(dtype: torch.dtype):
     x = put(normal(5, 2 * 1037) * 4, dtype)
     assert_close(silu_mul.launch(x), silu_mul.reference(x), dtype)
-    assert_close(silu_mul.launch(x, True), silu_mul.reference(x, True), dtype)
+    for number, act in enumerate(silu_mul.ACTS):
+        assert_close(silu_mul.launch(x, number), silu_mul.reference(x, act), dtype)
+        assert_close(silu_mul.launch(x, number, gated=False), silu_mul.reference(x, act, gated=False), dtype)
     logits = x.float() * 9
     assert_close(soft_cap.launch(logits, 5.0), soft_cap.reference(logits, 5.0), torch.float32)
 
@@ -205,10 +208,14 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
 
 @kernel_test
 @pytest.mark.parametrize(
-    "bounds", [(True, 1, 0.0), (True, 40, 0.0), (True, 150, 0.0), (True, 0, 3.0), (True, 33, 2.0), (False, 0, 0.0)]
-)
-def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float], monkeypatch: pytest.MonkeyPatch):
-    """A window, a cap, both ways: rows of few and of many tokens, chunks in one program or more; bits alike."""
+    "bounds",
+    [
+        (True, 1, 0.0, False), (True, 40, 0.0, True), (True, 150, 0.0, False), (True, 0, 3.0, False),
+        (True, 33, 2.0, True), (False, 0, 0.0, False), (False, 40, 0.0, True),
+    ],
+)  # fmt: skip
+def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float, bool], monkeypatch: pytest.MonkeyPatch):
+    """A window, a cap, sinks, both ways: rows of few and of many tokens, chunks in one program or more; bits alike."""
     monkeypatch.setattr(attention, "CHUNK", 128)
     rows, one = plans.Rows(16, 4, 1, 2), plans.Rows(16, 4, 1, 1)
     for lengths, tokens, tiles in (
@@ -217,9 +224,12 @@ def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float], 
     ):
         tokens = tokens if bounds[0] else lengths
         args = put(paged_case(lengths, tokens, 4, 2, 48, 16, padding=2), dtype)
-        want = attention.reference(*args, plans.Bounds(*bounds))
+        sinks = put(normal(4, seed=3) * 3, dtype) if bounds[3] else None
+        want = attention.reference(*args, plans.Bounds(*bounds), sinks)
         got = [
-            attention.launch(*args, *bounds, chosen=plans.Schedule(r, t)) for r in (rows, one) for t in (tiles, None)
+            attention.launch(*args, *bounds[:3], sinks, chosen=plans.Schedule(r, t))
+            for r in (rows, one)
+            for t in (tiles, None)
         ]
         for each in got:
             assert_close(each, want, dtype)

@@ -28,6 +28,12 @@ EXTRA: dict[
     "qwen3": {"sliding_window": 10, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 16},
     "glm4": {"head_dim": 16},
     "cohere2": {"sliding_window": 10},
+    "starcoder2": {"sliding_window": 10},
+    "olmo3": {"sliding_window": 10},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "granitemoe": {"num_local_experts": 4},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 10},
     "gemma2": {"sliding_window": 10, "head_dim": 16},
     "gemma3": {"sliding_window": 10, "head_dim": 16},
 }

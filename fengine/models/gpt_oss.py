@@ -1,0 +1,57 @@
+"""gpt-oss, with weights in bfloat16: a sink in every head, a window in every other layer, biases, and experts whose
+gate and up are clamped.
+"""
+
+from dataclasses import replace
+
+from fengine.errors import UnsupportedArchitectureError
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, READ
+from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
+from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
+from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import LayerWeights, Source, Weight, decoder_weights
+from fengine.ops.experts import ALPHA
+
+FIELDS = {
+    **DECODER, **EXPERT_FIELDS, "attention_bias": READ, "sliding_window": READ, "layer_types": READ,
+    "swiglu_limit": READ, "swiglu_alpha": READ, "experts_per_token": "an older name of num_experts_per_tok",
+    "initial_context_length": "an older name of original_max_position_embeddings",
+}  # fmt: skip
+ROPE = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+DEFAULTS = {
+    "rms_norm_eps": 1e-5, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "attention_bias": True,
+    "rope_theta": 150000.0,
+}  # fmt: skip
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    read = ConfigReader(config)
+    limit, alpha = read.number("swiglu_limit", 0.0, 1e6, default=7.0), read.number("swiglu_alpha", 0.0, 1e6, ALPHA)
+    if alpha != ALPHA:
+        raise UnsupportedArchitectureError(f"swiglu_alpha = {alpha!r} is not supported; {ALPHA} is.")
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        config = config | {"rope_parameters": ROPE}
+    spec = with_experts(read, decoder_spec(config), "intermediate_size", renormalise=True)
+    spec = replace(spec, experts=spec.experts and replace(spec.experts, limit=limit))
+    return windowed(spec, sliding_window(config), config.get("layer_types") or every(2, spec.num_layers))
+
+
+def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Pure."""
+    experts = expert_stacks("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", as_gpt_oss=True)
+    sinks = Source(f"model.layers.{layer.index}.self_attn.sinks", (spec.num_heads,))
+    leaf = Weight(("layers", layer.index, "sinks_H"), (sinks,), "H", "H", fill="small")
+    return [*moe_layer(experts)(spec, layer), leaf]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    return decoder_weights(spec, layer_weights)
+
+
+FAMILY = Family("GptOssForCausalLM", "gpt_oss", FIELDS, spec_from_hf, DEFAULTS, weights=weights)

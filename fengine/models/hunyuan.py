@@ -1,0 +1,51 @@
+"""Hunyuan (dense): Llama's decoder with norms on q and k, which stand behind the rotary embedding."""
+
+from dataclasses import replace
+
+from fengine.models.family import Family
+from fengine.models.fields import DECODER, READ
+from fengine.models.reader import ConfigReader, decoder_spec
+from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import LayerWeights, Weight, decoder_weights, prenorm_layer
+
+FIELDS = {
+    **DECODER, "attention_bias": READ, "use_qk_norm": "transformers norms always", "org_vocab_size": "a note",
+    **dict.fromkeys(("eod_token_id", "pad_id", "eod_id"), "a token's name"),
+    "attention_head_dim": "transformers reads head_dim",
+}  # fmt: skip
+DEFAULTS = {"rms_norm_eps": 1e-5}
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    spec = decoder_spec(stretched(config))
+    return replace(spec, rope=replace(spec.rope, attention_factor=1.0))  # of which the norms leave nothing
+
+
+def stretched(config: Config) -> Config:
+    """A rotary embedding of type dynamic with `alpha` is an ordinary one of a larger base. Pure."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    if not rope.get("alpha") or "dynamic" not in (rope.get("rope_type"), rope.get("type")):
+        return config
+    read = ConfigReader({"rope_theta": config.get("rope_theta", 10000.0), **rope})
+    alpha, theta, width = read.number("alpha", 0.0, 1e6), read.number("rope_theta", 0.0, 1e15), config.get("head_dim")
+    if type(width) is not int or width < 4:
+        read.problems.append(f"rope_scaling with alpha needs head_dim, got {width!r}")
+        width = 4
+    read.done(config["architectures"][0])
+    theta *= alpha ** (width / (width - 2))
+    return config | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Pure."""
+    norms = (("q_turned_norm_K", "self_attn.query_layernorm"), ("k_turned_norm_K", "self_attn.key_layernorm"))
+    return [*prenorm_layer(spec, layer), *(layer.norm(key, name, spec.head_dim) for key, name in norms)]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    return decoder_weights(spec, layer_weights)
+
+
+FAMILY = Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
