@@ -102,10 +102,12 @@ def attend(
         qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), batch.adapters, exact=spec.exact)
         q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
     else:
-        norms, turned = (layer.get("q_norm_K"), layer.get("k_norm_K")), layer.get("q_turned_norm_K")
-        norms = norms if turned is None else (torch.ones_like(turned),) * 2
+        turned = layer.get("q_turned_norm_K")
+        q_norm_K, k_norm_K = layer.get("q_norm_K"), layer.get("k_norm_K")
+        if turned is not None:
+            q_norm_K = k_norm_K = torch.ones_like(turned)
         q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
-            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, *norms, spec.rms_eps, batch.adapters, spec.exact,
+            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, batch.adapters, spec.exact,
             spec.norm_shift,
         )  # fmt: skip
         if turned is not None:  # turning keeps a norm, so only the weights stand behind it: both may go with q
