@@ -107,8 +107,8 @@ def attend(
         if turned is not None:
             q_norm_K = k_norm_K = torch.ones_like(turned)
         q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
-            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, batch.adapters, spec.exact,
-            spec.norm_shift,
+            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, batch.adapters,
+            spec.exact, spec.norm_shift,
         )  # fmt: skip
         if turned is not None:  # turning keeps a norm, so only the weights stand behind it: both may go with q
             q_THK = q_THK * (turned * layer["k_turned_norm_K"])
