@@ -18,7 +18,7 @@ from fengine.api.sglang_args import (
     set_log_level,
     with_foreign_fields,
 )
-from fengine.config import Algorithm, EngineConfig
+from fengine.config import EngineConfig
 from fengine.core.request import SamplingParams
 from fengine.errors import ConfigError, GrammarError
 from fengine.structured_output.regex import explicit
@@ -87,7 +87,9 @@ class ServerArgs:
     cuda_graph_bs: list | tuple | None = None  # the largest is such a bound; the other sizes are fengine's own
     cuda_graph_bs_decode: list | tuple | None = None
     enable_torch_compile: bool | None = setting(None, "compile.enabled")  # None: only on a GPU without CUDA graphs
-    speculative_algorithm: str | None = None  # "NGRAM"
+    speculative_algorithm: str | None = None  # "NGRAM", or "STANDALONE": a small model of the same vocabulary
+    speculative_draft_model_path: str | None = setting(None, "speculation.draft_model")
+    speculative_num_steps: int | None = None  # guesses of the small model; its draft tokens are one more
     speculative_num_draft_tokens: int | None = None  # of a row in one step, its own token included
     speculative_ngram_min_match_window_size: int | None = setting(None, "speculation.ngram_min_match")
     speculative_ngram_max_match_window_size: int | None = setting(None, "speculation.ngram_max_match")
@@ -169,12 +171,22 @@ class ServerArgs:
             "scheduler.max_step_tokens": chunk if chunk is None or chunk > 0 else None,  # -1: chunking is off
             "compile.prefill_graphs": prefill_graphs,
             "compile.graph_rows": rows,
-            "speculation.algorithm": None if self.speculative_algorithm is None else Algorithm.ngram,
-            "speculation.num_draft_tokens": self.speculative_num_draft_tokens,
+            "speculation.algorithm": self.speculative_algorithm and self.speculative_algorithm.lower(),
+            "speculation.num_draft_tokens": self._draft_tokens(),
             "lora.paths": tuple(f"{name}={path}" for name, path in paths.items()),
             "lora.pinned": pinned,
             "lora.target_modules": None if not kinds or {"all", "all-linear"} & set(kinds) else tuple(sorted(kinds)),
         }
+
+    def _draft_tokens(self) -> int | None:
+        """Errors: ConfigError where number of steps and of tokens contradict each other."""
+        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
+        if steps is not None and tokens not in (None, steps + 1):
+            raise ConfigError(
+                f"speculative_num_draft_tokens={tokens} with speculative_num_steps={steps}: chains have one token more "
+                f"than steps; give {steps + 1}, or leave one of them out"
+            )
+        return tokens if steps is None else steps + 1
 
     @property
     def whitespace(self) -> Whitespace | None:

@@ -27,6 +27,7 @@ FOREIGN = {
     name: default for groups in (HARMLESS, REFUSED) for group in groups.values() for name, default in group.items()
 }
 C = TypeVar("C")
+ALGORITHMS = ("NGRAM", "STANDALONE")  # of speculation
 _LORA_KEYS = {"lora_name", "lora_path", "pinned"}
 
 
@@ -63,8 +64,8 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
         for name, default in group.items()
         if values[name] is not None and not any(_same(values[name], off) for off in (default, *ALSO_OFF.get(name, ())))
     ]
-    if (algorithm := values["speculative_algorithm"]) is not None and algorithm.upper() != "NGRAM":
-        bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation only NGRAM is built)")
+    if (algorithm := values["speculative_algorithm"]) is not None and algorithm.upper() not in ALGORITHMS:
+        bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation {' and '.join(ALGORITHMS)} are built)")
     if bad:
         raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
 

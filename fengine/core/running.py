@@ -154,8 +154,8 @@ def draws_last(request: Request) -> bool:
 
 def is_lockstep(request: Request) -> bool:
     """Whether the row's next step needs on the host what its last one draws."""
-    drafted = request.drafting is not None and request.drafting.in_flight > 0
-    return drafted or request.params.lockstep
+    drafting = request.drafting
+    return (drafting is not None and (drafting.waits or drafting.in_flight > 0)) or request.params.lockstep
 
 
 def prefix_limit(request: Request) -> int:

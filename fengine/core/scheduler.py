@@ -113,7 +113,7 @@ class Scheduler:
             raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
         if request.finish is not None or request.prompt_len < 1 or len(request.token_ids) != request.prompt_len:
             raise InvalidRequestError(f"request {request.rid!r} must be new and have at least one prompt token")
-        request.drafting = drafting_of(request) if self.speculation else None
+        request.drafting = drafting_of(request, self.speculation.waits) if self.speculation else None
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.rid] = request

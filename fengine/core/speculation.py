@@ -49,12 +49,15 @@ class Speculation:
     most: int  # drafts of a row in one step
     step_tokens: int  # drafts fill a step up to so many tokens; fuller steps have none
     vocab_size: int
+    waits: bool = False  # a proposal needs every token: rows wait for theirs
+    kv_bytes: int = 0  # that a token of the pool takes beside the model's own
+    open: Callable[[int, int], None] = lambda pages, rows: None  # the pool has so many pages, the batch so many rows
 
 
-def drafting_of(request: Request) -> Drafting | None:
+def drafting_of(request: Request, waits: bool = False) -> Drafting | None:
     """The record of a request that may have drafts. None: its logits depend on its drawn tokens, or more is read
     from its steps than draws. Pure."""
-    return Drafting() if replace(request.params, logprob_start=None, min_new_tokens=0).bare else None
+    return Drafting(waits=waits) if replace(request.params, logprob_start=None, min_new_tokens=0).bare else None
 
 
 def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
@@ -85,7 +88,7 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
             if request not in grown:
                 batch.new_pages.append((request, held))
         ask.drafting.in_flight = len(draft)
-        rows.num_lockstep += 1
+        rows.num_lockstep += not ask.drafting.waits
 
 
 def _asks(batch: Batch, most: int) -> list[Ask]:
@@ -128,7 +131,7 @@ def take_drafts(
         request, drafting, correct = batch.requests[i], batch.requests[i].drafting, 0
         assert drafting is not None
         runs = request.row is not None
-        rows.num_lockstep -= runs
+        rows.num_lockstep -= runs and not drafting.waits
         drafting.in_flight = 0
         ids, full = request.token_ids, request.full
         while request.finish is None and correct < len(draft) and ids[-1] == draft[correct]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fengine.config import EngineConfig, LoadFormat, LoraConfig, Numerics, SpeculationConfig, resolve
+from fengine.config import Algorithm, EngineConfig, LoadFormat, LoraConfig, Numerics, resolve
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.scheduler import Scheduler
@@ -66,7 +66,7 @@ class Features:
 
     tokenizer: Callable[[Path], Any]  # of a directory
     adapters: Callable[[LoraConfig, ModelSpec, Params, str], AdapterSlots | None]  # modifies the params
-    speculation: Callable[[SpeculationConfig, int], Speculation | None]  # by the size of the vocabulary
+    speculation: Callable[[EngineConfig, ModelSpec], Speculation | None]  # loads the draft model, if there is one
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,11 @@ class Worker(NamedTuple):
 
 
 def make_worker(
-    config: EngineConfig, loaded: Loaded, features: Features, speculation: Speculation | None, group: Group | None,
-    least: Callable[[int], int],
+    config: EngineConfig, loaded: Loaded, features: Features, group: Group | None, least: Callable[[int], int],
+    kv_bytes: int = 0,
 ) -> Worker:  # fmt: skip
-    """Compiled and warm. `least` finds the least number of all ranks. Errors: as `build`."""
+    """Compiled and warm. `least` finds the least number of all ranks; a token of the pool takes `kv_bytes` beside its
+    keys and values. Errors: as `build`."""
     spec, page_size = loaded.spec, config.cache.page_size or 16
     refuse_unbuilt_shape(spec, device_of(config))
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir))
@@ -178,10 +179,10 @@ def make_worker(
     rows = config.scheduler.max_running_requests or 1
     edits = group is None or group.rank == 0  # whose logits are edited
     stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config))) if edits else ()
-    runner = make_runner(config, loaded, stages, speculation, slots, group)
+    runner = make_runner(config, loaded, stages, slots, group)
     before = time.perf_counter()
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(loaded.params)
-    pages, kv = ready(config, loaded, runner, kv_dtype, least)
+    pages, kv = ready(config, loaded, runner, kv_dtype, least, kv_bytes)
     seconds = time.perf_counter() - before
     write = None if adapters is None else adapters.write
     input_batch = InputBatch(rows, -(-loaded.context_length // page_size), page_size, stages, slots, write)
@@ -197,8 +198,7 @@ def follow(follower: Follower, features: Features) -> None:
             loaded = load(config, features, group)
             follower.loaded()
             with process_group(group, store, device_of(config)) as least:
-                speculation = features.speculation(config.speculation, loaded.spec.vocab_size)
-                worker = make_worker(config, loaded, features, speculation, group, least)
+                worker = make_worker(config, loaded, features, group, least)
                 follower.run(worker.runner, worker.input_batch, worker.kv)
 
 
@@ -207,9 +207,11 @@ def assemble(
 ) -> Parts:
     """The running engine over a loaded model. `started`: when its start began, of `time.perf_counter`."""
     compiles, spec, page_size = compile_count(), loaded.spec, config.cache.page_size or 16
-    speculation = features.speculation(config.speculation, spec.vocab_size)
+    speculation = features.speculation(config, spec)
     group, least = (None, int) if ranks is None else (ranks.group, ranks.join())
-    worker = make_worker(config, loaded, features, speculation, group, least)
+    worker = make_worker(config, loaded, features, group, least, 0 if speculation is None else speculation.kv_bytes)
+    if speculation is not None:
+        speculation.open(worker.pages, config.scheduler.max_running_requests or 1)
     pages, kv_dtype, adapters = worker.pages, worker.kv_dtype, worker.adapters
     scheduler = make_scheduler(config, spec, pages, speculation, 0 if adapters is None else adapters.slots)
     runner = worker.runner if ranks is None else RankedRunner(worker.runner, ranks)
@@ -230,8 +232,7 @@ def assemble(
 
 
 def make_runner(
-    config: EngineConfig, loaded: Loaded, stages: tuple[LogitsStage, ...], speculation: Speculation | None, slots: int,
-    group: Group | None,
+    config: EngineConfig, loaded: Loaded, stages: tuple[LogitsStage, ...], slots: int, group: Group | None
 ) -> CpuRunner | CudaRunner:  # fmt: skip
     """What runs steps on the configured device. `slots`: of LoRA adapters."""
     sampler = sample_rows if group is None else ranked_rows(group)
@@ -242,7 +243,7 @@ def make_runner(
         return CpuRunner(loaded.params, forward, unembed, slots, sampler)
     return CudaRunner(
         loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
-        rows=rows if speculation is None else max(rows, speculation.step_tokens),
+        rows=max(rows, 0 if config.speculation.algorithm is Algorithm.none else config.speculation.step_tokens or 0),
         width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
         prefill_graphs=config.compile.prefill_graphs, graph_rows=config.compile.graph_rows,
         device=device_of(config), adapter_slots=slots, sampler=sampler,
@@ -255,6 +256,7 @@ def ready(
     runner: CpuRunner | CudaRunner,
     kv_dtype: torch.dtype,
     least: Callable[[int], int] = int,
+    kv_bytes: int = 0,
 ) -> tuple[int, KVState]:
     """Compiles and captures, and makes the KV pool: its number of pages, and itself. Errors: as `build`."""
     rows, page_size, device = (
@@ -268,7 +270,7 @@ def ready(
             small = init_kv(spec, 1, page_size, kv_dtype, device)
             eager = make_forward(replace(spec, exact=config.numerics is Numerics.exact))
             activations = prepare(runner, small, eager)
-        pages = least(pool_pages(config, spec, kv_dtype, rows, loaded.context_length, activations))
+        pages = least(pool_pages(config, spec, kv_dtype, rows, loaded.context_length, activations, kv_bytes))
         return pages, runner.warm_up(new_pool(spec, pages, page_size, kv_dtype, device), page_size)
 
 

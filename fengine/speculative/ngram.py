@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fengine.config import Algorithm, SpeculationConfig
 from fengine.core.request import Drafting
-from fengine.core.speculation import Ask, Proposer, Speculation
+from fengine.core.speculation import Ask, Proposer
 
 CANDIDATES = 8
 ID_BITS = 32  # of a token in the number that stands for a run: an int is looked up sooner than a tuple is made
@@ -163,12 +162,3 @@ def ngram_proposer(least: int, most: int) -> Proposer:
         return proposals
 
     return propose
-
-
-def speculation_of(config: SpeculationConfig, vocab_size: int) -> Speculation | None:
-    """What a resolved configuration asks for; None: no drafts. Pure."""
-    if config.algorithm is Algorithm.none:
-        return None
-    assert config.num_draft_tokens is not None and config.step_tokens is not None, "`resolve` has run"
-    propose = ngram_proposer(config.ngram_min_match, config.ngram_max_match)
-    return Speculation(propose, config.num_draft_tokens - 1, config.step_tokens, vocab_size)

@@ -17,9 +17,15 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def pool_pages(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, rows: int, context: int, activations: int = 0
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    rows: int,
+    context: int,
+    activations: int = 0,
+    beside: int = 0,
 ) -> int:
-    """Pages of the pool, the null page included: asked for, or what fits.
+    """Pages of the pool, the null page included: asked for, or what fits with `beside` more bytes for each token.
 
     On CUDA that is all that `mem_fraction_static` leaves; by default all that is free but for the captured graphs,
     which share a memory pool of the largest step's `activations` (bytes), a step outside of graphs, the counts of drawn
@@ -31,7 +37,7 @@ def pool_pages(
     asked = config.cache.max_total_tokens
     if asked is not None:
         return asked // page_size + 1
-    per_page = kv_bytes_per_token(spec, dtype) * page_size
+    per_page = (kv_bytes_per_token(spec, dtype) + beside) * page_size
     if device_of(config) == "cpu":
         fit = CPU_POOL_BYTES // per_page
     else:

@@ -1,0 +1,129 @@
+"""A draft model changes no bit, whatever it guesses; and it is right as often as its logits are the target's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints
+import torch
+from safetensors.torch import load_file, save_file
+
+from fengine import Engine
+from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.speculative import draft
+
+IDS = [[5, 9, 7, 60, 3], [8] * 19, [11, 12], [100, 3, 90] * 9, [44]]
+Folder = pytest.TempPathFactory
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: Folder) -> str:
+    return str(tiny_checkpoints.write(tmp_path_factory.mktemp("target"), "qwen3", head_dim=16))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: Folder) -> str:
+    """Another family, with other weights."""
+    return str(tiny_checkpoints.write(tmp_path_factory.mktemp("stranger"), "llama", seed=5))
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: Folder, target: str) -> str:
+    """The target with a little noise on its weights."""
+    folder, generator = tmp_path_factory.mktemp("near"), torch.Generator().manual_seed(3)
+    tensors = load_file(Path(target) / "model.safetensors")
+    noisy = {name: x + 0.01 * torch.randn(x.shape, generator=generator) for name, x in tensors.items()}
+    save_file(noisy, folder / "model.safetensors")
+    (folder / "config.json").write_text((Path(target) / "config.json").read_text())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: Folder, stranger: str) -> str:
+    """Gives no finite logit."""
+    folder = tmp_path_factory.mktemp("broken")
+    tensors = load_file(Path(stranger) / "model.safetensors")
+    tensors["model.norm.weight"][:] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text((Path(stranger) / "config.json").read_text())
+    return str(folder)
+
+
+def answers(path: str, draft_model: str | None, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
+    """(of each request its tokens with logprobs and how it ended, the engine's counters). Cold and over a cache."""
+    guess = {} if draft_model is None else {
+        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft_model
+    }  # fmt: skip
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.8 * (i % 3), "max_new_tokens": 40, "top_p": 0.95, "ignore_eos": True} for i in range(len(IDS))
+    ]
+    params[1]["stop_token_ids"], params[2]["repetition_penalty"] = [17, 40], 1.2
+    with Engine(model_path=path, skip_tokenizer_init=True, page_size=8, **guess, **settings) as engine:
+        found: list[Any] = []
+        for _ in range(2):
+            found += engine.generate(input_ids=IDS, sampling_params=params, return_logprob=True)
+        found.append(engine.generate(input_ids=IDS[3], sampling_params=params[4], return_logprob=True))
+        stats = engine.stats()
+    return [(o["meta_info"]["output_token_logprobs"], o["meta_info"]["finish_reason"]) for o in found], stats
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+@pytest.mark.parametrize("name", ["target", "near", "stranger", "broken"])
+def test_no_draft_changes_a_bit(name: str, steps: int, target: str, request: pytest.FixtureRequest) -> None:
+    guesses = {"speculative_num_steps": steps}
+    found, stats = answers(target, request.getfixturevalue(name), **guesses)
+    assert found == answers(target, None)[0]
+    drafts, correct = stats["draft_tokens"], stats["correct_draft_tokens"]
+    if name == "target":  # the same logits and the same noise: whatever the temperature, every guess is right
+        assert drafts == correct > 100
+    elif name == "near":
+        assert drafts / 4 < correct < drafts
+    elif name == "stranger":
+        assert correct < drafts
+    else:
+        assert drafts == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_total_tokens": 96, "max_running_requests": 3},
+        {"chunked_prefill_size": 8, "max_running_requests": 4},
+        {"disable_radix_cache": True},
+        {"disable_overlap_schedule": False},
+    ],
+    ids=["preempted", "chunked", "no cache", "overlap"],
+)
+def test_no_schedule_changes_a_bit(settings: dict[str, Any], target: str, stranger: str) -> None:
+    want = answers(target, None)[0]
+    for guess in (target, stranger):
+        found, stats = answers(target, guess, speculative_num_steps=4, **settings)
+        assert found == want and stats["draft_tokens"] > 0
+        assert (stats["preemptions"] > 0) == ("max_total_tokens" in settings)
+
+
+def test_a_long_prompt_is_caught_up_with_in_pieces(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # the guesses are those of the whole
+    monkeypatch.setattr(draft, "CATCH_UP", 5)
+    found, stats = answers(target, target, speculative_num_steps=3)
+    assert found == answers(target, None)[0]
+    assert stats["draft_tokens"] == stats["correct_draft_tokens"] > 100
+
+
+def test_bad_settings_are_refused_by_name(target: str, tmp_path: Path) -> None:
+    other = tiny_checkpoints.write(tmp_path, "llama", vocab_size=90)
+    with pytest.raises(ConfigError, match="vocabulary of 90.*of 131"):
+        answers(target, str(other))
+    with pytest.raises(ConfigError, match="num_draft_tokens.*page_size"):
+        answers(target, target, speculative_num_steps=9)
+    with pytest.raises(ConfigError, match="give 4, or leave one"):
+        answers(target, target, speculative_num_steps=3, speculative_num_draft_tokens=9)
+    with pytest.raises(ConfigError, match="draft_model is None"):
+        Engine(model_path=target, speculative_algorithm="STANDALONE")
+    with pytest.raises(ConfigError, match="draft_model.*belongs to standalone"):
+        Engine(model_path=target, speculative_algorithm="NGRAM", speculative_draft_model_path=target)
+    with pytest.raises(UnsupportedFeatureError, match="NGRAM and STANDALONE"):
+        Engine(model_path=target, speculative_algorithm="EAGLE", speculative_draft_model_path=target)
+    with pytest.raises(UnsupportedFeatureError, match="eagle_topk=4.*trees of drafts"):
+        answers(target, target, speculative_eagle_topk=4)
