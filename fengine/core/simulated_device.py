@@ -1,0 +1,152 @@
+"""`SimulatedDevice`: executes steps on hashes in place of tensors, and finds every step that would read wrong KV.
+
+Each slot of each page holds H(weights, adapter, all tokens up to its position). A step writes the slots of all its rows
+first, as a layer does; then every slot that a row can see, through a page table kept up from `SchedulerOutput` alone,
+must hold the hash of that request's own prefix. So a wrong page, slot, length, stale hit, eviction, preemption, feed or
+adapter fails in the step where it happens. No torch.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from fengine.core.request import Request
+from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.errors import FengineError, InvariantError
+
+Draw = Callable[[NewRow, list[int], int], tuple[int, float]]  # of (row, its tokens, their hash): token, logprob
+
+
+@dataclass(slots=True)
+class _Row:
+    """What runs in a row slot."""
+
+    new: NewRow
+    request: Request
+    weights: int
+    table: list[int] = field(default_factory=list)  # its pages
+    ids: list[int] = field(default_factory=list)  # its tokens, as far as they are known
+    chain: list[int] = field(default_factory=list)  # the hash of each prefix of them
+
+
+class SimulatedDevice:
+    """Steps in the order in which it gets them, from what they tell alone. Modifies: itself.
+
+    `request_of` gives a request by rid: its tokens where a prefix hit begins, and its adapter. `draw` may raise a
+    FengineError, which then belongs to the row.
+    """
+
+    def __init__(
+        self, page_size: int, num_pages: int, request_of: Callable[[str], Request], draw: Draw
+    ) -> None:
+        self.page_size, self.request_of, self.draw = page_size, request_of, draw
+        self.pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        self.weights = 0  # a number for each change of the weights
+        self.adapters: dict[int, int] = {}  # number of the load by adapter slot
+        self.rows: dict[int, _Row] = {}
+        self.drawn: dict[int, int] = {}  # token by row slot, of the step before
+
+    def execute(self, out: SchedulerOutput) -> tuple[list[int], list[float], dict[int, FengineError]]:
+        """Token and logprob of each draw, and the rows that failed; rows that do not sample get rubbish.
+
+        Errors: InvariantError.
+        """
+        if len(set(out.rows)) != len(out.rows) or min(out.counts) < 1 or sum(out.counts) != len(out.token_ids):
+            raise InvariantError(f"step {out.step} has rows {out.rows} of {out.counts} tokens")
+        self._admit(out)
+        rows = [self.rows[slot] for slot in out.rows]
+        drafts = {draft.index: len(draft.token_ids) for draft in out.drafts}
+        self._feed(out, rows, drafts)
+        self._write(out, rows)
+        tokens, logprobs, errors, behind = [], [], {}, []
+        for i, row in enumerate(rows):
+            self._attend(row, len(row.ids))
+            guessed = drafts.get(i, 0)
+            for end in range(len(row.ids) - guessed, len(row.ids) + 1):
+                try:
+                    found = self.draw(row.new, row.ids[:end], row.chain[end - 1]) if out.samples[i] else (-1, 0.0)
+                except FengineError as error:
+                    errors[i], found = error, (0, float("nan"))
+                if end == len(row.ids) - guessed:
+                    tokens.append(found[0])
+                    logprobs.append(found[1])
+                else:
+                    behind.append(found)
+        self.drawn = {slot: token for slot, token, s in zip(out.rows, tokens, out.samples, strict=True) if s}
+        return tokens + [token for token, _ in behind], logprobs + [logprob for _, logprob in behind], errors
+
+    def _admit(self, out: SchedulerOutput) -> None:
+        """Keeps up what each row slot and adapter slot holds."""
+        self.release(out.released)  # in one step a slot may have been given out and back
+        for slot, number in out.adapters:
+            if any(row.new.adapter_slot == slot for row in self.rows.values()):
+                raise InvariantError(f"adapter slot {slot} is written while a row reads it")
+            self.adapters[slot] = number
+        for new in out.new_rows:
+            if new.row in self.rows:
+                raise InvariantError(f"row slot {new.row} is given to {new.rid!r} while another request has it")
+            request = self.request_of(new.rid)
+            known = tuple(request.token_ids)
+            if new.token_ids != (() if new.params.bare else known) or new.prompt_len != request.prompt_len:
+                raise InvariantError(f"the tokens of {new.rid!r} are not told when it is admitted")
+            self.rows[new.row] = _Row(new, request, self.weights)
+            self.drawn.pop(new.row, None)
+        for slot, first, pages in out.new_pages:
+            row = self.rows[slot]
+            if not pages or 0 in pages or first > len(row.table) or slot not in out.rows:
+                raise InvariantError(f"pages {pages} from {first} on are new for {row.new.rid!r}")
+            row.table[first:] = pages
+
+    def _feed(self, out: SchedulerOutput, rows: list[_Row], drafts: dict[int, int]) -> None:
+        """Each row's tokens up to the end of its chunk, drafts included, and their hashes."""
+        at, fed = 0, set(out.fed)
+        for i, (row, start, count) in enumerate(zip(rows, out.starts, out.counts, strict=True)):
+            ids = out.token_ids[at : at + count]
+            last = count - 1 - drafts.get(i, 0)
+            if found := [k for k in range(count) if at + k in fed]:
+                if found != [last] or out.rows[i] not in self.drawn or row.new.params.lockstep:
+                    raise InvariantError(f"{row.new.rid!r} is fed a token that the step before did not draw for it")
+                ids[last] = self.drawn[out.rows[i]]
+            if start > len(row.ids):  # a prefix hit
+                row.ids = list(row.request.token_ids[:start])
+            at += count
+            self._extend(row, start, ids)
+
+    def _extend(self, row: _Row, start: int, ids: list[int]) -> None:
+        adapter = row.request.adapter
+        number = -1 if adapter is None else adapter.number
+        slot = row.new.adapter_slot
+        if (-1 if slot is None else self.adapters.get(slot)) != number:
+            raise InvariantError(f"{row.new.rid!r} runs with an adapter slot that holds another adapter")
+        if row.weights != self.weights:
+            row.weights, row.chain = self.weights, []
+        row.ids[start:] = ids
+        chain = row.chain
+        del chain[start:]
+        value = chain[-1] if chain else hash((self.weights, number))
+        for token in row.ids[len(chain) :]:
+            value = hash((value, token))
+            chain.append(value)
+
+    def _write(self, out: SchedulerOutput, rows: list[_Row]) -> None:
+        written: set[tuple[int, int]] = set()
+        for row, start in zip(rows, out.starts, strict=True):
+            if len(row.table) * self.page_size < len(row.ids):
+                raise InvariantError(f"{row.new.rid!r} has {len(row.table)} pages for {len(row.ids)} tokens")
+            for position in range(start, len(row.ids)):
+                place = row.table[position // self.page_size], position % self.page_size
+                if place in written:
+                    raise InvariantError(f"two rows write slot {place}")
+                written.add(place)
+                self.pages[place[0]][place[1]] = row.chain[position]
+
+    def _attend(self, row: _Row, end: int) -> None:
+        size = self.page_size
+        for k in range(-(-end // size)):
+            expected = row.chain[k * size : min(k * size + size, end)]
+            if self.pages[row.table[k]][: len(expected)] != expected:
+                raise InvariantError(f"{row.new.rid!r} reads wrong KV in page {row.table[k]}, number {k} of its table")
+
+    def release(self, slots: Iterable[int]) -> None:
+        """The requests in these row slots have ended, or were preempted."""
+        for slot in slots:
+            self.rows.pop(slot, None)

@@ -1,0 +1,100 @@
+"""What a simulated request must answer: its tokens as if it ran alone, and its text as if it were detokenized at once."""
+
+from typing import Any
+
+from simulated_plan import EOS, PIECES, Job
+
+from fengine.core.request import Request, SamplingParams
+from fengine.engine.output_processor import RequestState
+from fengine.tokenizer.detokenizer import Detokenizer
+
+
+class Solo:
+    """The model: a draw is a function of weights, adapter, seed and all tokens before."""
+
+    def draw(self, job: Job, seed: int, prefix: int, count: int) -> tuple[int, float]:
+        """The output token number `count` and its logprob."""
+        if job.nan_at == count:
+            return 0, float("nan")
+        value = hash((seed, prefix))
+        choice = [t for t in range(len(PIECES)) if not job.grammar or t % 2 == count % 2]
+        if count < job.least:
+            choice = [t for t in choice if t != EOS and t not in job.stop_ids]
+        return choice[value % len(choice)], -(value % 1009) / 1009
+
+    def prefix(self, ids: list[int], weights: int, request: Request) -> int:
+        value = hash((weights, -1 if request.adapter is None else request.adapter.number))
+        for token in ids:
+            value = hash((value, token))
+        return value
+
+    def follow(self, job: Job, request: Request, weights: int, count: int) -> list[int]:
+        """The next tokens of a request with these weights."""
+        ids, found = list(request.token_ids), []
+        prefix = self.prefix(ids, weights, request)
+        for _ in range(count):
+            token, _ = self.draw(job, request.seed, prefix, len(ids) + len(found) - request.prompt_len)
+            found.append(token)
+            prefix = hash((prefix, token))
+        return found
+
+    def answer(
+        self, job: Job, request: Request, labels: dict[str, int]
+    ) -> tuple[list[int], list[float], tuple[str, Any]]:
+        """Tokens, logprobs and why it ends, with the weights that the request says to have had."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        prompt = request.token_ids[: request.prompt_len]
+        weights, prefix = -1, 0
+        for count in range(max(job.new, 1)):
+            now = labels[[label for label, start in request.versions if start <= count][-1]]
+            if now != weights:
+                weights, prefix = now, self.prefix(prompt + tokens, now, request)
+            if job.fails_at == count:
+                return tokens, logprobs, ("error", None)
+            token, logprob = self.draw(job, request.seed, prefix, count)
+            if logprob != logprob:
+                return tokens, logprobs, ("error", None)
+            if job.new == 0:
+                return [], [], ("length", 0)
+            tokens.append(token)
+            logprobs.append(logprob)
+            if token in job.stop_ids and len(tokens) < job.new or token in job.stop_ids:
+                return tokens, logprobs, ("stop", token)
+            prefix = hash((prefix, token))
+        return tokens, logprobs, ("length", len(tokens))
+
+
+def text_of(tokens: list[int], params: SamplingParams, tokenizer: Any, stops: bool) -> tuple[str, int, str | None]:
+    """Text, how many tokens it has, and the stop string in it, all tokens at once. `stops`: the last one is a stop id."""
+    detokenizer = Detokenizer(tokenizer, params)
+    text = detokenizer.push(list(tokens), trim_last=stops)
+    text += detokenizer.finish()
+    count = len(tokens) if detokenizer.matched_tokens is None else detokenizer.matched_tokens
+    return text, count, detokenizer.matched
+
+
+def judge(
+    solo: Solo, state: RequestState, job: Job, labels: dict[str, int], tokenizer: Any, excused: bool
+) -> str | None:
+    """What is wrong with an answer. `excused`: somebody ended it."""
+    request, finish = state.request, state.finish
+    assert finish is not None
+    if not request.versions:  # ended before the loop saw it
+        return None if excused and finish.kind == "abort" else "it never ran"
+    tokens, logprobs, (kind, why) = solo.answer(job, request, labels)
+    drawn = request.token_ids[request.prompt_len :]
+    if drawn != tokens[: len(drawn)] or request.logprobs != logprobs[: len(drawn)]:
+        return f"tokens {drawn}, alone {tokens}"
+    stops = bool(drawn) and drawn[-1] in job.stop_ids
+    text, count, matched = text_of(drawn, request.params, tokenizer, stops)
+    if state.seen != (text, count):
+        return f"text {state.seen}, at once {(text, count)}"
+    found = finish.kind, finish.matched if finish.kind == "stop" else finish.length
+    if matched is not None:
+        return None if found == ("stop", matched) else f"it ends with {found}, but its text with {matched!r}"
+    if finish.kind == "abort":
+        return None if excused or kind == "error" else f"nobody aborted it: {finish}"
+    if found != (kind, why) or len(drawn) != len(tokens):
+        return f"it ends with {found} after {len(drawn)}, alone with {(kind, why)} after {len(tokens)}"
+    return None

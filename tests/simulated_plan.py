@@ -1,0 +1,152 @@
+"""What happens in one simulated schedule, as data: a seed gives a `Plan`, and a plan may lose events and be run again."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fengine.config import Policy
+
+PIECES = (b"a", b"b", b"ab", b" ", "é".encode()[:1], "é".encode()[1:], b"ba", b".", b"#", b"\xff", b"c", b"bc")
+EOS, BAD = 8, 11  # the id that ends a text, and one that a broken tokenizer does not know
+STOPS = ("ab", "b.", "a b", "é", "cc", "bab")
+PROCESSORS = (None, None, None, None, None, "plain", "raises", "asks")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt of a call."""
+
+    ids: tuple[int, ...]
+    new: int
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    least: int = 0  # min_new_tokens
+    grammar: bool = False
+    processor: str | None = None
+    fails_at: int | None = None  # the output at which its processor raises
+    nan_at: int | None = None  # the output at which its logits are not finite
+    adapter: str | None = None
+    salt: str | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that somebody does at a moment. `name` stays when others are dropped."""
+
+    name: int
+    at: float
+    kind: str
+    jobs: tuple[Job, ...] = ()
+    pace: float = 0.0  # seconds of a slow client between two reads; or how long something lasts
+    leave: int | None = None  # after so many chunks the client goes away
+    what: Any = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    page_size: int = 2
+    num_pages: int = 24
+    rows: int = 4
+    budget: int = 8
+    policy: Policy = Policy.fcfs
+    cached: bool = True
+    overlap: bool = True
+    guess: str | None = None
+    adapter_slots: int = 0
+    max_queued: int | None = None
+    interval: int = 1
+    incremental: bool = False
+    eager: float = 0.5  # how probable it is that a thread loses its turn where it may
+
+
+@dataclass(frozen=True)
+class Plan:
+    seed: int
+    settings: Settings
+    events: tuple[Event, ...]
+
+    def without(self, names: set[int]) -> "Plan":
+        return replace(self, events=tuple(event for event in self.events if event.name not in names))
+
+
+CLIENTS = ("call", "call", "stream", "stream", "async", "chat", "again")
+STEERING = (
+    "abort", "abort", "abort_all", "pause", "pause", "flush", "weights", "weights", "memory", "adapter", "adapter",
+    "stats", "watch",
+)  # fmt: skip
+FAULTS = ("launch", "result", "die", "shutdown", "stuck")
+
+
+def plan_of(seed: int) -> Plan:
+    """Half of the plans are harmless but for their interleaving; some end in a fault of the device or of a thread."""
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 4])
+    settings = Settings(
+        page_size=size, rows=rng.choice([1, 2, 4, 6, 6]), budget=rng.choice([1, 3, 6, 24, 24]),
+        policy=rng.choice(list(Policy)), cached=rng.random() < 0.8, overlap=rng.random() < 0.7,
+        guess=rng.choice([None, None, None, "right", "mixed", "wrong"]), adapter_slots=rng.choice([0, 0, 1, 2]),
+        max_queued=rng.choice([None, None, None, 2]), interval=rng.choice([1, 1, 3]),
+        incremental=rng.random() < 0.3, eager=rng.choice([0.02, 0.2, 0.6, 1.0]),
+    )  # fmt: skip
+    span = rng.choice([0.0, 0.005, 0.02, 0.1])  # seconds in which things begin
+    stems = [tuple(rng.randrange(len(PIECES)) for _ in range(rng.randrange(1, 14))) for _ in range(2)]
+    events = [client(rng, name, settings, stems, span) for name in range(rng.choice([1, 3, 4, 6]))]
+    for _ in range(rng.choice([0, 0, 1, 2, 4])):
+        events.append(steering(rng, len(events), span))
+    if rng.random() < 0.15:
+        fault = rng.choice(FAULTS)
+        events.append(Event(len(events), rng.random() * span, fault, what=rng.randrange(6)))
+    longest = max(need(job, size) for event in events for job in event.jobs)
+    pages = 1 + longest + rng.choice([-1, 0, 0, 1, 2, 3, longest, 3 * longest])
+    return Plan(seed, replace(settings, num_pages=max(2, pages)), tuple(events))
+
+
+def need(job: Job, page_size: int) -> int:
+    """Pages that the job takes in the end."""
+    return -(-(len(job.ids) + job.new) // page_size)
+
+
+def client(rng: random.Random, name: int, settings: Settings, stems: list[tuple[int, ...]], span: float) -> Event:
+    kind = rng.choice(CLIENTS)
+    jobs = tuple(job_of(rng, settings, stems) for _ in range(rng.choice([1, 1, 2, 3])))
+    if kind == "chat":
+        jobs = tuple(replace(job, salt=None) for job in jobs)
+    pace = rng.choice([0.0, 0.0, 0.002, 0.02])
+    leave = rng.randrange(4) if rng.random() < 0.2 else None
+    return Event(name, rng.random() * span, kind, jobs, pace, leave, rng.randrange(1 << 16))
+
+
+def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]]) -> Job:
+    stem = rng.choice(stems)
+    ids = stem[: rng.randrange(1, len(stem) + 1)] + tuple(rng.randrange(12) for _ in range(rng.randrange(0, 4)))
+    new = rng.choice([0, 1, 2, rng.randrange(3, 24), rng.randrange(10, 24), rng.randrange(10, 24)])
+    odd = rng.random()
+    processor = rng.choice(PROCESSORS)
+    return Job(
+        ids, new, rng.randrange(5),
+        stop_ids=frozenset({EOS}) if rng.random() < 0.5 else frozenset(),
+        stop=tuple(rng.sample(STOPS, rng.randrange(1, 3))) if rng.random() < 0.25 else (),
+        least=rng.randrange(new + 1) if rng.random() < 0.1 else 0,
+        grammar=rng.random() < 0.15,
+        processor=processor, fails_at=rng.randrange(6) if processor == "raises" else None,
+        nan_at=rng.randrange(6) if odd < 0.05 else None,
+        adapter=rng.choice([None, "A", "B", "C"]) if settings.adapter_slots else None,
+        salt=rng.choice([None, None, None, "s"]),
+        priority=rng.choice([0, 0, 0, 1, -1]) if odd > 0.7 else 0,
+    )  # fmt: skip
+
+
+def steering(rng: random.Random, name: int, span: float) -> Event:
+    kind = rng.choice(STEERING)
+    what: Any = None
+    if kind == "abort":
+        what = f"{rng.randrange(name)}.{rng.randrange(2)}"
+    elif kind == "pause":
+        what = rng.choice(["abort", "retract", "in_place"])
+    elif kind == "memory":
+        what = rng.choice([None, ("kv_cache",), ("weights",)])
+    elif kind == "adapter":
+        what = rng.choice(["A", "B", "C"])
+    return Event(name, rng.random() * span, kind, pace=rng.choice([0.0, 0.003, 0.03]), what=what)
