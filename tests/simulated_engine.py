@@ -5,17 +5,17 @@ may read a slot that holds anything but its own prefix; every request is answere
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from simulated_oracle import Solo, judge, text_of
+from simulated_oracle import Solo, judge
 from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, need
 from simulated_threads import Machine, SimulatedThread
 
-from fengine.api.collector import OutputCollector, Stream
+from fengine.api.collector import OutputCollector
 from fengine.api.input_processor import CheckedRequest
-from fengine.api.sessions import Sessions, Turn
+from fengine.api.sessions import Sessions
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.record import Record
@@ -34,12 +34,10 @@ from fengine.errors import (
     EngineClosedError,
     EngineDeadError,
     FengineError,
-    InvalidRequestError,
     LogitProcessorError,
     MemoryReleasedError,
     NumericsError,
     QueueFullError,
-    SessionError,
 )
 
 STEP = 0.001  # seconds of a step
@@ -53,10 +51,6 @@ class Violation(AssertionError):
 
 class DeviceError(RuntimeError):
     """The device has failed, as planned."""
-
-
-class Gone(BaseException):
-    """No Exception: nothing that handles errors catches it."""
 
 
 def tokenizer_of(known: int) -> Any:
@@ -87,8 +81,8 @@ class Loop:
 class World:
     """One schedule. Errors of `run`: whatever is wrong with the engine."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.settings = plan, plan.settings
+    def __init__(self, plan: Plan, actions: Mapping[str, Callable[[Any, Event], None]]) -> None:
+        self.plan, self.settings, self.actions = plan, plan.settings, actions
         self.machine = Machine(random.Random(plan.seed * 2 + 1), self.settings.eager)
         self.solo = Solo()
         self.jobs: dict[str, Job] = {}
@@ -101,16 +95,22 @@ class World:
         self.excused: set[type] = {EngineBusyError}  # errors that callers may get, for what was done to the engine
         self.fault: tuple[str, int] | None = None  # what the device does wrong: in which step
         self.died_at: float | None = None
+        self.threads: list[SimulatedThread] = []
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a step never ends."""
+        return self.fault is not None and self.fault[0] == "stuck"
 
     def run(self) -> None:
         try:
             self.machine.run(self._main, PATIENCE)
         finally:
-            self.machine.end(self.threads if hasattr(self, "threads") else [])
+            self.machine.end(self.threads)
 
     def _main(self) -> None:
         self._build()
-        self.threads = list(self.core.threads)
+        self.threads += self.core.threads  # type: ignore[arg-type]
         actors = [self._actor(event) for event in self.plan.events]
         self.threads += actors
         for actor in actors:
@@ -136,9 +136,7 @@ class World:
         self.device = SimulatedDevice(s.page_size, s.num_pages, self.scheduler._requests.__getitem__, self._draw)
         batch: Any = SimpleNamespace(stage=lambda output: output, release=self.device.release)
         runner: Any = SimpleNamespace(params={}, launch=self._execute)
-        self.core = EngineCore(
-            self.scheduler, batch, runner, self._kv(), overlap=s.overlap, system=self.machine.system
-        )
+        self.core = EngineCore(self.scheduler, batch, runner, self._kv(), overlap=s.overlap, system=self.machine.system)
         weights: Any = SimpleNamespace(places={}, origin=None, lose=lambda names: None)
         self.memory = Memory(self.core, runner, weights, self._kv, s.page_size)
         self.core.handle(commands.UpdateWeights, self._update_weights)
@@ -203,7 +201,7 @@ class World:
 
         return process
 
-    def _propose(self, asks: list[Ask]) -> list[list[int]]:
+    def _propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         found = []
         for ask in asks:
             request, job = ask.request, self.jobs[ask.request.rid]
@@ -227,7 +225,7 @@ class World:
             if event.at:
                 self.machine.sleep(event.at)
             try:
-                getattr(self, f"_{event.kind}")(event)
+                self.actions[event.kind](self, event)
             except FengineError as error:
                 if not self._is_explained(event, error):
                     raise
@@ -251,7 +249,7 @@ class World:
         """Whether the call's tokenizer fails."""
         return event.kind in ("call", "stream") and event.what % 16 == 0
 
-    def _request(self, rid: str, job: Job, ids: list[int]) -> Request:
+    def request(self, rid: str, job: Job, ids: list[int]) -> Request:
         self.jobs[rid] = job
         params = SamplingParams(
             stop=job.stop, min_new_tokens=job.least, grammar=job.grammar or None,
@@ -264,7 +262,7 @@ class World:
         request.record = None if params.bare else Record()
         return request
 
-    def _submit(self, event: Event, requests: list[CheckedRequest], loop: Any = None) -> OutputCollector:
+    def submit(self, event: Event, requests: list[CheckedRequest], loop: Any = None) -> OutputCollector:
         args = SimpleNamespace(
             incremental_streaming_output=self.settings.incremental, stream_output=False, enable_metrics=True,
             stream_interval=self.settings.interval,
@@ -277,217 +275,11 @@ class World:
         self.collectors.append((event, collector))
         return collector
 
-    def _requests(self, event: Event) -> list[CheckedRequest]:
+    def requests(self, event: Event) -> list[CheckedRequest]:
         return [
-            CheckedRequest(self._request(f"{event.name}.{i}", job, list(job.ids)), return_logprob=True)
+            CheckedRequest(self.request(f"{event.name}.{i}", job, list(job.ids)), return_logprob=True)
             for i, job in enumerate(event.jobs)
         ]
-
-    def _call(self, event: Event) -> None:
-        try:
-            results: Any = self._submit(event, self._requests(event)).wait()
-        finally:
-            if self.died_at is not None and self.machine.clock > max(self.died_at, event.at) + 1.0 + STEP:
-                raise Violation(f"a caller waited {self.machine.clock - self.died_at:.2f} s for a dead engine")
-        for result in results if isinstance(results, list) else [results]:
-            _check_output(result)
-
-    def _stream(self, event: Event) -> None:
-        collector = self._submit(event, self._requests(event))
-        stream, chunks = Stream(collector, None), 0
-        seen: dict[int, tuple[str, list[int]]] = {}
-        for chunk in stream:
-            self._take(seen, collector, chunk)
-            chunks += 1
-            if event.leave is not None and chunks > event.leave:
-                self.aborted |= {state.request.rid for state in collector.states}
-                stream.close()
-            elif event.pace:
-                self.machine.sleep(event.pace)
-        self._check_chunks(seen, collector)
-
-    def _async(self, event: Event) -> None:
-        loop = Loop(self.machine, bool(event.what % 2))
-        collector = self._submit(event, self._requests(event), loop)
-        chunks, seen = 0, {}
-        while collector.open:
-            function, arguments = loop.calls.get()
-            function(*arguments)
-            while len(collector.ready) and collector.open:
-                chunk = collector.read(collector.ready.pop())
-                if chunk is not None:
-                    self._take(seen, collector, chunk)
-                    chunks += 1
-            if event.leave is not None and chunks > event.leave:
-                self.aborted |= {state.request.rid for state in collector.states}
-                loop.closed = True
-                return
-            if event.pace:
-                self.machine.sleep(event.pace)
-        self._check_chunks(seen, collector)
-
-    def _take(self, seen: dict[int, tuple[str, list[int]]], collector: OutputCollector, chunk: Any) -> None:
-        """What has come of each request so far; what is there only grows."""
-        index = chunk.get("index", 0)
-        if (id(collector), index) in self.answered:
-            raise Violation("a request was answered twice")
-        text, ids = seen.get(index, ("", []))
-        if self.settings.incremental:
-            seen[index] = text + chunk["text"], ids + chunk["output_ids"]
-        else:
-            if not chunk["text"].startswith(text) or chunk["output_ids"][: len(ids)] != ids:
-                raise Violation("a stream takes back what it has shown")
-            seen[index] = chunk["text"], chunk["output_ids"]
-        if chunk["meta_info"]["finish_reason"] is not None:
-            self.answered.add((id(collector), index))
-            _check_output(chunk)
-
-    def _check_chunks(self, seen: dict[int, tuple[str, list[int]]], collector: OutputCollector) -> None:
-        for index, (text, ids) in seen.items():
-            state = collector.states[index]
-            if state.finish is not None and not state.abandoned and state.error is None:
-                start = state.request.prompt_len
-                if (text, ids) != (state.seen[0], state.request.token_ids[start : start + state.num_tokens]):
-                    raise Violation(f"the chunks of {state.request.rid} are not its output")
-
-    def _again(self, event: Event) -> None:
-        """Leaves a stream, and asks again with the same rids, perhaps before those have ended."""
-        for attempt in range(3):
-            try:
-                collector = self._submit(event, self._requests(event))
-            except InvalidRequestError as error:
-                if "is in use" not in str(error):
-                    raise
-                self.machine.sleep(STEP)
-                continue
-            if attempt == 2 or event.leave is None:
-                collector.wait()
-                return
-            self.machine.sleep(event.pace)
-            collector.abort()
-
-    def _chat(self, event: Event) -> None:
-        """Turns of a session, some beside or in place of others. The context that each one has is known here, too."""
-        rng = random.Random(event.what)
-        timeout = rng.choice([None, None, 0.05])
-        sid = self.sessions.open(100, timeout=timeout)
-        contexts: dict[str, tuple[list[int], list[int]]] = {}  # (prompt, output) of each turn by rid
-        last: str | None = None
-        for number, job in enumerate(event.jobs * 2):
-            rid = f"{event.name}.{number}"
-            params: dict[str, Any] = {"id": sid}
-            parent = last
-            if contexts and rng.random() < 0.4:
-                params["rid"] = parent = rng.choice(list(contexts))
-            if parent is not None and rng.random() < 0.3:
-                params["drop_previous_output"] = True
-            prompt, output = contexts.get(parent or "", ([], []))
-            above = prompt if params.get("drop_previous_output") else prompt + output
-            if above and rng.random() < 0.2:
-                params["offset"] = rng.randrange(1, len(above) + 1)
-            kept = above[: params.get("offset", len(above))]
-            turn = self._turn(params, job, rid, timeout)
-            if turn is None:
-                return
-            if turn.prompt_ids() != kept + list(job.ids):
-                raise Violation(f"turn {rid} has another context")
-            requests = [CheckedRequest(self._request(rid, job, turn.prompt_ids()), return_logprob=True, turn=turn)]
-            result: Any = self._submit(event, requests).wait()
-            _check_output(result)
-            if result["meta_info"]["finish_reason"]["type"] != "abort":
-                contexts[rid], last = (turn.prompt_ids(), result["output_ids"]), rid
-            self.machine.sleep(rng.choice([0.0001, 0.03, 0.07]))
-
-    def _turn(self, params: dict[str, Any], job: Job, rid: str, timeout: float | None) -> Turn | None:
-        """None: the session's time was up."""
-        idle = next((self.machine.clock - c.used for c in self.sessions._sessions.values()), 0.0)
-        try:
-            return self.sessions.prepare(params, list(job.ids), rid, None)
-        except SessionError:
-            if timeout is None or idle < timeout and params["id"] in self.sessions._sessions:
-                raise
-            return None
-
-    # -- steering ------------------------------------------------------------------------------------------------------
-
-    def _abort(self, event: Event) -> None:
-        self.aborted.add(event.what)
-        self.core.abort_rids({event.what})
-
-    def _abort_all(self, event: Event) -> None:
-        self.aborted |= self.jobs.keys()
-        self.core.abort_rids(None)
-        self.aborted |= self.jobs.keys()  # those that came before the loop read it
-        self.excused.add(type(self))
-
-    def _pause(self, event: Event) -> None:
-        if event.what == "abort":
-            self.excused.add(type(self))
-        self.core.call(commands.Pause(event.what))
-        if event.pace:
-            self.machine.sleep(event.pace)
-        self.core.call(commands.Resume())
-
-    def _flush(self, event: Event) -> None:
-        self.core.call(commands.FlushCache())
-
-    def _weights(self, event: Event) -> None:
-        self.core.call(commands.UpdateWeights((), None))
-
-    def _memory(self, event: Event) -> None:
-        self.excused.add(MemoryReleasedError)
-        self.memory.release(event.what)
-        if event.pace:
-            self.machine.sleep(event.pace)
-        self.memory.resume(event.what)
-
-    def _adapter(self, event: Event) -> None:
-        """Loads it, anew if it is there: requests that run keep the one that they began with."""
-        self.loads += 1
-        self.adapters[event.what] = Adapter(event.what, self.loads, None)
-
-    def _stats(self, event: Event) -> None:
-        stats = self.core.call(commands.GetStats())
-        if not 0 <= stats["used_pages"] <= stats["pages"] or stats["running"] > self.settings.rows:
-            raise Violation(f"{stats}")
-
-    def _watch(self, event: Event) -> None:
-        """Is told of steps for a while, and fails at the third."""
-        told: list[Any] = []
-
-        def tell(record: Any) -> None:
-            told.append(record)
-            if len(told) == 3:
-                raise ValueError("as planned")
-
-        self.core.call(commands.WatchSteps(str(event.name)), tell)
-        self.machine.sleep(event.pace + STEP)
-        fault = self.core.call(commands.UnwatchSteps(str(event.name)))
-        if (fault is not None) != (len(told) == 3) or len(told) > 3:
-            raise Violation(f"a watcher that fails was told {len(told)} times")
-
-    # -- faults --------------------------------------------------------------------------------------------------------
-
-    def _launch(self, event: Event) -> None:
-        self.excused.add(EngineDeadError)
-        self.fault = (event.kind, self.core.stepper.steps + event.what)
-
-    _result = _launch
-
-    def _die(self, event: Event) -> None:
-        self.excused.add(EngineDeadError)
-        kind = (MemoryError, SystemExit, Gone)[event.what % 3]
-        self.core.threads[event.what // 3].thrown = kind("as planned")  # type: ignore[attr-defined]
-
-    def _stuck(self, event: Event) -> None:
-        """A step never ends; whoever waits is answered all the same when the engine is closed."""
-        self.fault = (event.kind, self.core.stepper.steps + event.what)
-        self.machine.sleep(0.05)
-        self._shutdown(event)
-
-    def _shutdown(self, event: Event) -> None:
-        self.excused.add(EngineClosedError)
-        self.core.close()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -498,7 +290,7 @@ class World:
             self.core.call(commands.Ping())
         self.excused.add(EngineClosedError)
         self.core.close()
-        if any(thread.is_alive() for thread in self.core.threads) and (self.fault or "")[0] != "stuck":
+        if any(thread.is_alive() for thread in self.core.threads) and not self.stuck:
             raise Violation("a thread goes on after the end")
         if self.core.requests.untold:
             raise Violation("somebody was not told of the end")
@@ -536,7 +328,7 @@ class World:
             raise Violation("the device keeps rows of requests that have ended")
 
 
-def _check_output(result: Any) -> None:
+def check_output(result: Any) -> None:
     meta = result["meta_info"]
     if meta["finish_reason"] is None or meta["completion_tokens"] < len(result["output_ids"]):
         raise Violation(f"an answer without an end: {meta}")
@@ -547,6 +339,3 @@ def events_of(plan: Plan) -> Iterator[str]:
     yield f"seed {plan.seed}: {plan.settings}"
     for event in plan.events:
         yield f"  {event}"
-
-
-__all__ = ["DeviceError", "InvalidRequestError", "Violation", "World", "events_of", "text_of"]

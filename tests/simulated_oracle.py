@@ -1,4 +1,4 @@
-"""What a simulated request must answer: its tokens as if it ran alone, and its text as if it were detokenized at once."""
+"""What a simulated request must answer: its tokens as if alone, its text as if detokenized at once."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ class Solo:
 
 
 def text_of(tokens: list[int], params: SamplingParams, tokenizer: Any, stops: bool) -> tuple[str, int, str | None]:
-    """Text, how many tokens it has, and the stop string in it, all tokens at once. `stops`: the last one is a stop id."""
+    """Text, number of its tokens, the stop string in it, all at once. `stops`: the last one is a stop id."""
     detokenizer = Detokenizer(tokenizer, params)
     text = detokenizer.push(list(tokens), trim_last=stops)
     text += detokenizer.finish()

@@ -1,4 +1,4 @@
-"""What happens in one simulated schedule, as data: a seed gives a `Plan`, and a plan may lose events and be run again."""
+"""What happens in one simulated schedule, as data: a seed gives a `Plan`, which may lose events."""
 
 import random
 from dataclasses import dataclass, replace
@@ -79,26 +79,29 @@ STEERING = (
 FAULTS = ("launch", "result", "die", "shutdown", "stuck")
 
 
-def plan_of(seed: int) -> Plan:
-    """Half of the plans are harmless but for their interleaving; some end in a fault of the device or of a thread."""
+def plan_of(seed: int, size: int = 1) -> Plan:
+    """Half of the plans are harmless but for their interleaving; some end in a fault of the device or of a thread.
+
+    `size` times as many events as in a short one, over so much more time.
+    """
     rng = random.Random(seed)
-    size = rng.choice([1, 2, 4])
+    page = rng.choice([1, 2, 4])
     settings = Settings(
-        page_size=size, rows=rng.choice([1, 2, 4, 6, 6]), budget=rng.choice([1, 3, 6, 24, 24]),
+        page_size=page, rows=rng.choice([1, 2, 4, 6, 6]), budget=rng.choice([1, 3, 6, 24, 24]),
         policy=rng.choice(list(Policy)), cached=rng.random() < 0.8, overlap=rng.random() < 0.7,
         guess=rng.choice([None, None, None, "right", "mixed", "wrong"]), adapter_slots=rng.choice([0, 0, 1, 2]),
         max_queued=rng.choice([None, None, None, 2]), interval=rng.choice([1, 1, 3]),
         incremental=rng.random() < 0.3, eager=rng.choice([0.02, 0.2, 0.6, 1.0]),
     )  # fmt: skip
-    span = rng.choice([0.0, 0.005, 0.02, 0.1])  # seconds in which things begin
+    span = rng.choice([0.0, 0.005, 0.02, 0.1]) * size  # seconds in which things begin
     stems = [tuple(rng.randrange(len(PIECES)) for _ in range(rng.randrange(1, 14))) for _ in range(2)]
-    events = [client(rng, name, settings, stems, span) for name in range(rng.choice([1, 3, 4, 6]))]
-    for _ in range(rng.choice([0, 0, 1, 2, 4])):
+    events = [client(rng, name, settings, stems, span) for name in range(size * rng.choice([1, 3, 4, 6]))]
+    for _ in range(size * rng.choice([0, 0, 1, 2, 4])):
         events.append(steering(rng, len(events), span))
     if rng.random() < 0.15:
         fault = rng.choice(FAULTS)
         events.append(Event(len(events), rng.random() * span, fault, what=rng.randrange(6)))
-    longest = max(need(job, size) for event in events for job in event.jobs)
+    longest = max(need(job, page) for event in events for job in event.jobs)
     pages = 1 + longest + rng.choice([-1, 0, 0, 1, 2, 3, longest, 3 * longest])
     return Plan(seed, replace(settings, num_pages=max(2, pages)), tuple(events))
 

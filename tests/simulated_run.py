@@ -2,14 +2,20 @@
 
 from dataclasses import replace
 
+from simulated_clients import ACTIONS
 from simulated_engine import World
 from simulated_plan import Plan
+
+
+def world_of(plan: Plan) -> World:
+    """The schedule, before it begins."""
+    return World(plan, ACTIONS)
 
 
 def violation(plan: Plan) -> str | None:
     """What goes wrong in this schedule. The same plan always gives the same answer."""
     try:
-        World(plan).run()
+        world_of(plan).run()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

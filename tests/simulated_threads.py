@@ -7,8 +7,9 @@ all of them wait, the clock goes on to the first deadline.
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import Empty
-from typing import Any
+from typing import Any, cast
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -123,10 +124,10 @@ class Machine:
         self.over = False
         self.turns = 0
         self.system = Threads(
-            thread=lambda **what: SimulatedThread(self, **what), current=lambda: self.running,
-            lock=lambda: SimulatedLock(self), queue=lambda: SimulatedQueue(self), now=lambda: self.clock,
-            wall=lambda: 1e9 + self.clock,
-        )  # type: ignore[arg-type]  # fmt: skip
+            thread=partial(cast(Any, SimulatedThread), self), current=lambda: cast(Any, self.running),
+            lock=partial(SimulatedLock, self), queue=partial(cast(Any, SimulatedQueue), self),
+            now=lambda: self.clock, wall=lambda: 1e9 + self.clock,
+        )  # fmt: skip
 
     # -- of threads ----------------------------------------------------------------------------------------------------
 

@@ -35,9 +35,7 @@ class SimulatedDevice:
     FengineError, which then belongs to the row.
     """
 
-    def __init__(
-        self, page_size: int, num_pages: int, request_of: Callable[[str], Request], draw: Draw
-    ) -> None:
+    def __init__(self, page_size: int, num_pages: int, request_of: Callable[[str], Request], draw: Draw) -> None:
         self.page_size, self.request_of, self.draw = page_size, request_of, draw
         self.pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self.weights = 0  # a number for each change of the weights

@@ -217,7 +217,9 @@ class EngineCore:
             return
         try:
             answer = (self._execute(command), None)
-        except Exception as error:  # it belongs to the caller
+        except Exception as error:  # it belongs to the caller, unless the step in flight was lost
+            if self.stepper.in_step:
+                raise
             answer = (None, error)
         command.reply.put(answer)
 

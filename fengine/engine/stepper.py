@@ -40,7 +40,7 @@ class Stepper:
         self.pending: tuple[SchedulerOutput, Result] | None = None  # the step whose result is not read yet
         self.steps = self.output_tokens = 0
         self.paused = False  # no step is scheduled
-        self.in_step = False  # a step is being launched
+        self.in_step = False  # a step is being launched or read, or that has failed
 
     @property
     def idle(self) -> bool:
@@ -72,6 +72,7 @@ class Stepper:
 
     def _land(self, output: SchedulerOutput, result: Result) -> None:
         """Reads a step's result, updates the scheduler, and tells the text thread."""
+        self.in_step = True
         found, faults = result(), None
         if found.more:
             head = partial(apply_head, self.runner.params)
@@ -83,6 +84,7 @@ class Stepper:
         self.output_tokens += sum(output.samples)
         self.requests.landed(finished)
         self.rest()
+        self.in_step = False
 
     def rest(self) -> None:
         """An idle engine keeps nothing of the requests that it had."""

@@ -15,6 +15,7 @@ from checksum import checksum_engine
 from test_lifecycle import run
 
 from fengine.api.engine import Engine
+from fengine.core.step_output import StepOutput
 from fengine.engine import engine_core
 from fengine.errors import EngineBusyError, EngineClosedError, EngineDeadError, FengineError
 
@@ -101,6 +102,31 @@ def test_a_call_that_waits_for_a_loop_that_dies_is_answered() -> None:
         core.handlers["flush_cache"] = die
         with ThreadPoolExecutor(1) as pool, pytest.raises(EngineDeadError):
             pool.submit(engine.flush_cache).result(SOON)
+        finish(engine)
+
+
+def test_a_step_that_cannot_be_read_before_a_command_ends_the_engine() -> None:
+    """What failed is the step of others, not the command: its requests would wait for ever."""
+    with checksum_engine(overlap=True) as engine:
+        core = engine._parts.core
+        stream = iter(engine.generate(input_ids=[1], sampling_params=LONG, stream=True))
+        next(stream)
+
+        def fail() -> None:
+            while core.stepper.pending is None:
+                core.stepper.step()
+            output, _ = core.stepper.pending
+
+            def unreadable() -> StepOutput:
+                raise RuntimeError("the device is gone")
+
+            core.stepper.pending = output, unreadable
+
+        core.handle(engine_core.commands.FlushCache, lambda command, attached: (fail(), core.stepper.drain()))
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            engine.flush_cache()
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            list(stream)
         finish(engine)
 
 

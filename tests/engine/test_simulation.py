@@ -1,0 +1,74 @@
+"""Whole-engine schedules: threads, clock and device are simulated, everything between them is real."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from simulated_plan import Event, Job, Plan, Settings, plan_of
+from simulated_run import shrunk, violation, world_of
+from simulated_threads import Deadlock, Machine
+
+from fengine.core.scheduler import Scheduler
+from fengine.engine.open_requests import OpenRequests
+
+
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_schedules_hold(first: int) -> None:
+    """More of them in tests/slow, and in scripts/simulate.py."""
+    wrong = {seed: found for seed in range(first, first + 25) if (found := violation(plan_of(seed)))}
+    assert not wrong
+
+
+def test_a_seed_decides_everything() -> None:
+    def trace(seed: int) -> tuple[int, float, list[list[int]], list[object]]:
+        world = world_of(plan_of(seed))
+        world.run()
+        states = [state for _, collector in world.collectors for state in collector.states]
+        return (world.machine.turns, world.machine.clock, [state.request.token_ids for state in states],
+                [(state.finished, state.finish, str(state.error)) for state in states])  # fmt: skip
+
+    for seed in range(20):
+        assert trace(seed) == trace(seed)
+
+
+def test_a_planted_bug_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that takes the tokens of requests that have ended; one call and its abort show it."""
+    update = Scheduler.update
+
+    def late(self: Scheduler, output, tokens, logprobs, faults=None):  # type: ignore[no-untyped-def]
+        requests = self.requests_of(output)
+        finished = update(self, output, tokens, logprobs, faults)
+        for request, token in zip(requests, tokens, strict=False):
+            if request.finish is not None and request not in finished:
+                request.token_ids.append(token)
+        return finished
+
+    monkeypatch.setattr(Scheduler, "update", late)
+    found = next(plan for seed in range(200) if violation(plan := plan_of(seed)))
+    small = shrunk(found)
+    assert violation(small) == violation(small) is not None
+    assert len(small.events) <= min(3, len(found.events))
+
+
+def test_callers_of_a_dead_loop_are_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("end", "fail"):
+        monkeypatch.setattr(OpenRequests, name, lambda requests, error: None)
+    call = Event(0, 0.0, "call", (Job((1, 2, 3), 20, 0),), what=1)
+    plan = Plan(1, Settings(), (call, Event(1, 0.005, "launch", what=1)))
+    assert "Deadlock" in (violation(plan) or "")
+    assert violation(plan.without({1})) is None
+
+
+def test_threads_that_wait_for_each_other_are_told() -> None:
+    machine = Machine(random.Random(0), 0.5)
+    with pytest.raises(Deadlock):
+        machine.run(lambda: machine.system.queue().get(), 1.0)
+
+
+def test_an_interleaving_changes_with_its_seed() -> None:
+    turns = set()
+    for seed in range(4):
+        world = world_of(replace(plan_of(3), seed=seed))
+        world.run()
+        turns.add(world.machine.turns)
+    assert len(turns) > 1

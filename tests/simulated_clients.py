@@ -1,0 +1,272 @@
+"""What clients and operators of a simulated engine do: one function for each kind of `Event`."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from simulated_engine import STEP, Loop, Violation, World, check_output
+from simulated_plan import Event, Job
+from simulated_threads import FOREVER
+
+from fengine.api.collector import OutputCollector, Stream
+from fengine.api.input_processor import CheckedRequest
+from fengine.api.sessions import Turn
+from fengine.core.request import Adapter
+from fengine.engine import commands
+from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, MemoryReleasedError, SessionError
+
+
+class Gone(BaseException):
+    """No Exception: nothing that handles errors catches it."""
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+
+
+def call(world: World, event: Event) -> None:
+    try:
+        results: Any = world.submit(event, world.requests(event)).wait()
+    finally:
+        if world.died_at is not None and world.machine.clock > max(world.died_at, event.at) + 1.0 + STEP:
+            raise Violation(f"a caller waited {world.machine.clock - world.died_at:.2f} s for a dead engine")
+    for result in results if isinstance(results, list) else [results]:
+        check_output(result)
+
+
+def stream(world: World, event: Event) -> None:
+    collector = world.submit(event, world.requests(event))
+    stream, chunks = Stream(collector, None), 0
+    seen: dict[int, tuple[str, list[int]]] = {}
+    for chunk in stream:
+        take(world, seen, collector, chunk)
+        chunks += 1
+        if event.leave is not None and chunks > event.leave:
+            world.aborted |= {state.request.rid for state in collector.states}
+            stream.close()
+        elif event.pace:
+            world.machine.sleep(event.pace)
+    check_chunks(world, seen, collector)
+
+
+def async_stream(world: World, event: Event) -> None:
+    loop = Loop(world.machine, bool(event.what % 2))
+    collector = world.submit(event, world.requests(event), loop)
+    chunks, seen = 0, {}
+    while collector.open:
+        function, arguments = loop.calls.get()
+        function(*arguments)
+        while len(collector.ready) and collector.open:
+            chunk = collector.read(collector.ready.pop())
+            if chunk is not None:
+                take(world, seen, collector, chunk)
+                chunks += 1
+        if event.leave is not None and chunks > event.leave:
+            world.aborted |= {state.request.rid for state in collector.states}
+            loop.closed = True
+            return
+        if event.pace:
+            world.machine.sleep(event.pace)
+    check_chunks(world, seen, collector)
+
+
+def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: OutputCollector, chunk: Any) -> None:
+    """What has come of each request so far; what is there only grows."""
+    index = chunk.get("index", 0)
+    if (id(collector), index) in world.answered:
+        raise Violation("a request was answered twice")
+    text, ids = seen.get(index, ("", []))
+    if world.settings.incremental:
+        seen[index] = text + chunk["text"], ids + chunk["output_ids"]
+    else:
+        if not chunk["text"].startswith(text) or chunk["output_ids"][: len(ids)] != ids:
+            raise Violation("a stream takes back what it has shown")
+        seen[index] = chunk["text"], chunk["output_ids"]
+    if chunk["meta_info"]["finish_reason"] is not None:
+        world.answered.add((id(collector), index))
+        check_output(chunk)
+
+
+def check_chunks(world: World, seen: dict[int, tuple[str, list[int]]], collector: OutputCollector) -> None:
+    for index, (text, ids) in seen.items():
+        state = collector.states[index]
+        if state.finish is not None and not state.abandoned and state.error is None:
+            start = state.request.prompt_len
+            if (text, ids) != (state.seen[0], state.request.token_ids[start : start + state.num_tokens]):
+                raise Violation(f"the chunks of {state.request.rid} are not its output")
+
+
+def again(world: World, event: Event) -> None:
+    """Leaves a stream, and asks again with the same rids, perhaps before those have ended."""
+    for attempt in range(3):
+        try:
+            collector = world.submit(event, world.requests(event))
+        except InvalidRequestError as error:
+            if "is in use" not in str(error):
+                raise
+            world.machine.sleep(STEP)
+            continue
+        if attempt == 2 or event.leave is None:
+            collector.wait()
+            return
+        world.machine.sleep(event.pace)
+        collector.abort()
+
+
+def chat(world: World, event: Event) -> None:
+    """Turns of a session, some beside or in place of others. The context that each one has is known here, too."""
+    rng = random.Random(event.what)
+    timeout = rng.choice([FOREVER, FOREVER, 0.05])
+    touched, told = world.machine.clock, None
+    sid = world.sessions.open(100, timeout=None if timeout == FOREVER else timeout)
+    contexts: dict[str, tuple[list[int], list[int]]] = {}  # (prompt, output) of each turn by rid
+    last: str | None = None
+    for number, job in enumerate(event.jobs * 2):
+        rid = f"{event.name}.{number}"
+        params: dict[str, Any] = {"id": sid}
+        parent = last
+        if contexts and rng.random() < 0.4:
+            params["rid"] = parent = rng.choice(list(contexts))
+        if parent is not None and rng.random() < 0.3:
+            params["drop_previous_output"] = True
+        prompt, output = contexts.get(parent or "", ([], []))
+        above = prompt if params.get("drop_previous_output") else prompt + output
+        if above and rng.random() < 0.2:
+            params["offset"] = rng.randrange(1, len(above) + 1)
+        kept = above[: params.get("offset", len(above))]
+        begun = world.machine.clock
+        turn = next_turn(world, params, job, rid, timeout, touched, world.machine.clock if told is None else told)
+        if turn is None:
+            return
+        touched = begun
+        if turn.prompt_ids() != kept + list(job.ids):
+            raise Violation(f"turn {rid} has another context")
+        requests = [CheckedRequest(world.request(rid, job, turn.prompt_ids()), return_logprob=True, turn=turn)]
+        try:
+            result: Any = world.submit(event, requests).wait()
+        except SessionError:
+            if world.machine.clock - touched <= timeout:
+                raise
+            return
+        told = world.machine.clock
+        check_output(result)
+        if result["meta_info"]["finish_reason"]["type"] != "abort":
+            contexts[rid], last = (turn.prompt_ids(), result["output_ids"]), rid
+        world.machine.sleep(rng.choice([0.0001, 0.03, 0.07]))
+
+
+def next_turn(
+    world: World, params: dict[str, Any], job: Job, rid: str, timeout: float, touched: float, told: float
+) -> Turn | None:
+    """None: the session's time is up. It was last used between the moments `touched` and `told`."""
+    before = world.machine.clock
+    try:
+        turn = world.sessions.prepare(params, list(job.ids), rid, None)
+    except SessionError:
+        if world.machine.clock - touched <= timeout:
+            raise
+        return None
+    if before - told > timeout:
+        raise Violation(f"a session lives {before - told:.3f} s after its last use")
+    return turn
+
+
+# -- steering ----------------------------------------------------------------------------------------------------------
+
+
+def abort(world: World, event: Event) -> None:
+    world.aborted.add(event.what)
+    world.core.abort_rids({event.what})
+
+
+def abort_all(world: World, event: Event) -> None:
+    world.aborted |= world.jobs.keys()
+    world.core.abort_rids(None)
+    world.aborted |= world.jobs.keys()  # those that came before the loop read it
+    world.excused.add(type(world))
+
+
+def pause(world: World, event: Event) -> None:
+    if event.what == "abort":
+        world.excused.add(type(world))
+    world.core.call(commands.Pause(event.what))
+    if event.pace:
+        world.machine.sleep(event.pace)
+    world.core.call(commands.Resume())
+
+
+def flush(world: World, event: Event) -> None:
+    world.core.call(commands.FlushCache())
+
+
+def weights(world: World, event: Event) -> None:
+    world.core.call(commands.UpdateWeights((), None))
+
+
+def memory(world: World, event: Event) -> None:
+    world.excused.add(MemoryReleasedError)
+    world.memory.release(event.what)
+    if event.pace:
+        world.machine.sleep(event.pace)
+    world.memory.resume(event.what)
+
+
+def adapter(world: World, event: Event) -> None:
+    """Loads it, anew if it is there: requests that run keep the one that they began with."""
+    world.loads += 1
+    world.adapters[event.what] = Adapter(event.what, world.loads, None)
+
+
+def stats(world: World, event: Event) -> None:
+    stats = world.core.call(commands.GetStats())
+    if not 0 <= stats["used_pages"] <= stats["pages"] or stats["running"] > world.settings.rows:
+        raise Violation(f"{stats}")
+
+
+def watch(world: World, event: Event) -> None:
+    """Is told of steps for a while, and fails at the third."""
+    told: list[Any] = []
+
+    def tell(record: Any) -> None:
+        told.append(record)
+        if len(told) == 3:
+            raise ValueError("as planned")
+
+    world.core.call(commands.WatchSteps(str(event.name)), tell)
+    world.machine.sleep(event.pace + STEP)
+    fault = world.core.call(commands.UnwatchSteps(str(event.name)))
+    if (fault is not None) != (len(told) == 3) or len(told) > 3:
+        raise Violation(f"a watcher that fails was told {len(told)} times")
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def launch(world: World, event: Event) -> None:
+    world.excused.add(EngineDeadError)
+    world.fault = (event.kind, world.core.stepper.steps + event.what)
+
+
+def die(world: World, event: Event) -> None:
+    world.excused.add(EngineDeadError)
+    kind = (MemoryError, SystemExit, Gone)[event.what % 3]
+    world.core.threads[event.what // 3].thrown = kind("as planned")  # type: ignore[attr-defined]
+
+
+def stuck(world: World, event: Event) -> None:
+    """A step never ends; whoever waits is answered all the same when the engine is closed."""
+    world.fault = (event.kind, world.core.stepper.steps + event.what)
+    world.machine.sleep(0.05)
+    shutdown(world, event)
+
+
+def shutdown(world: World, event: Event) -> None:
+    world.excused.add(EngineClosedError)
+    world.core.close()
+
+
+ACTIONS: dict[str, Callable[[World, Event], None]] = {
+    "call": call, "stream": stream, "async": async_stream, "again": again, "chat": chat, "abort": abort,
+    "abort_all": abort_all, "pause": pause, "flush": flush, "weights": weights, "memory": memory, "adapter": adapter,
+    "stats": stats, "watch": watch, "launch": launch, "result": launch, "die": die, "stuck": stuck,
+    "shutdown": shutdown,
+}  # fmt: skip
