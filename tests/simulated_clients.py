@@ -12,7 +12,6 @@ from fengine.api.collector import OutputCollector, Stream
 from fengine.api.input_processor import CheckedRequest
 from fengine.api.sessions import Turn
 from fengine.core.request import Adapter
-from fengine.engine import commands
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, MemoryReleasedError, SessionError
 
 
@@ -188,18 +187,18 @@ def abort_all(world: World, event: Event) -> None:
 def pause(world: World, event: Event) -> None:
     if event.what == "abort":
         world.excused.add(type(world))
-    world.core.call(commands.Pause(event.what))
+    world.core.call("pause", mode=event.what)
     if event.pace:
         world.machine.sleep(event.pace)
-    world.core.call(commands.Resume())
+    world.core.call("resume")
 
 
 def flush(world: World, event: Event) -> None:
-    world.core.call(commands.FlushCache())
+    world.core.call("flush_cache")
 
 
 def weights(world: World, event: Event) -> None:
-    world.core.call(commands.UpdateWeights((), None))
+    world.core.call("update_weights")
 
 
 def memory(world: World, event: Event) -> None:
@@ -217,7 +216,7 @@ def adapter(world: World, event: Event) -> None:
 
 
 def stats(world: World, event: Event) -> None:
-    stats = world.core.call(commands.GetStats())
+    stats = world.core.call("get_stats")
     if not 0 <= stats["used_pages"] <= stats["pages"] or stats["running"] > world.settings.rows:
         raise Violation(f"{stats}")
 
@@ -231,9 +230,9 @@ def watch(world: World, event: Event) -> None:
         if len(told) == 3:
             raise ValueError("as planned")
 
-    world.core.call(commands.WatchSteps(str(event.name)), tell)
+    world.core.call("watch_steps", tell, key=str(event.name))
     world.machine.sleep(event.pace + STEP)
-    fault = world.core.call(commands.UnwatchSteps(str(event.name)))
+    fault = world.core.call("unwatch_steps", key=str(event.name))
     if (fault is not None) != (len(told) == 3) or len(told) > 3:
         raise Violation(f"a watcher that fails was told {len(told)} times")
 

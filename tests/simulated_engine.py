@@ -18,14 +18,12 @@ from fengine.api.input_processor import CheckedRequest
 from fengine.api.sessions import Sessions
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.record import Record
 from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.scheduler_output import NewRow, SchedulerOutput, StepOutput
 from fengine.core.simulated_device import SimulatedDevice
 from fengine.core.speculation import Ask, Speculation
-from fengine.core.step_output import StepOutput
-from fengine.engine import commands, memory
+from fengine.engine import memory
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.memory import Memory
 from fengine.errors import (
@@ -139,7 +137,7 @@ class World:
         self.core = EngineCore(self.scheduler, batch, runner, self._kv(), overlap=s.overlap, system=self.machine.system)
         weights: Any = SimpleNamespace(places={}, origin=None, lose=lambda names: None)
         self.memory = Memory(self.core, runner, weights, self._kv, s.page_size)
-        self.core.handle(commands.UpdateWeights, self._update_weights)
+        self.core.handlers["update_weights"] = self._update_weights
         self.sessions = Sessions(self.core.abort, self.machine.system)
         update, close = self.scheduler.update, self.core.inbox.close
 
@@ -192,9 +190,9 @@ class World:
             if job.fails_at == count:
                 raise LogitProcessorError("as planned")
             if job.processor == "asks":
-                self.core.call(commands.Ping())
+                self.core.call("ping")
                 try:
-                    self.core.call(commands.FlushCache())
+                    self.core.call("flush_cache")
                 except EngineBusyError:
                     return
                 raise Violation("a command was executed inside of a step")
@@ -210,7 +208,7 @@ class World:
             found.append(right[:good] + [(token + 1) % len(PIECES) for token in right[good:]])
         return found
 
-    def _update_weights(self, command: commands.UpdateWeights, attached: None) -> None:
+    def _update_weights(self) -> None:
         if (reason := self.core.refusal("weights")) is not None:
             raise MemoryReleasedError(reason)
         self.core.stepper.forget_weights()
@@ -259,7 +257,6 @@ class World:
         request.early_ids = frozenset({EOS}) if job.least else frozenset()
         request.cache_salt, request.priority = job.salt, job.priority
         request.adapter = self.adapters.get(job.adapter or "")
-        request.record = None if params.bare else Record()
         return request
 
     def submit(self, event: Event, requests: list[CheckedRequest], loop: Any = None) -> OutputCollector:
@@ -286,8 +283,8 @@ class World:
     def _check_end(self) -> None:
         alive = self.core.inbox.end is None
         if alive and self.excused.isdisjoint({EngineDeadError}):
-            self.core.handle(commands.Ping, lambda command, attached: self._check_books())
-            self.core.call(commands.Ping())
+            self.core.handlers["check_books"] = self._check_books
+            self.core.call("check_books")
         self.excused.add(EngineClosedError)
         self.core.close()
         if any(thread.is_alive() for thread in self.core.threads) and not self.stuck:
@@ -317,7 +314,7 @@ class World:
         """Of an idle engine: nothing is held, nothing is kept."""
         self.scheduler.check()
         requests = self.core.requests
-        if requests.states or requests.live or requests.times.unstarted or requests.times.unscheduled:
+        if requests.states or requests.live or requests.unstarted:
             raise Violation(f"the loop keeps {list(requests.states)}")
         if self.scheduler.has_work or self.scheduler.counters()["used_pages"] or self.core.stepper.pending:
             raise Violation("an idle engine holds pages")

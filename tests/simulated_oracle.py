@@ -5,7 +5,7 @@ from typing import Any
 from simulated_plan import EOS, PIECES, Job
 
 from fengine.core.request import Request, SamplingParams
-from fengine.engine.output_processor import RequestState
+from fengine.engine.request_state import RequestState
 from fengine.tokenizer.detokenizer import Detokenizer
 
 

@@ -15,7 +15,7 @@ from checksum import checksum_engine
 from test_lifecycle import run
 
 from fengine.api.engine import Engine
-from fengine.core.step_output import StepOutput
+from fengine.core.scheduler_output import StepOutput
 from fengine.engine import engine_core
 from fengine.errors import EngineBusyError, EngineClosedError, EngineDeadError, FengineError
 
@@ -122,7 +122,7 @@ def test_a_step_that_cannot_be_read_before_a_command_ends_the_engine() -> None:
 
             core.stepper.pending = output, unreadable
 
-        core.handle(engine_core.commands.FlushCache, lambda command, attached: (fail(), core.stepper.drain()))
+        core.handlers["flush_cache"] = lambda: (fail(), core.stepper.drain())
         with pytest.raises(EngineDeadError, match="the device is gone"):
             engine.flush_cache()
         with pytest.raises(EngineDeadError, match="the device is gone"):

@@ -9,7 +9,7 @@ from simulated_run import shrunk, violation, world_of
 from simulated_threads import Deadlock, Machine
 
 from fengine.core.scheduler import Scheduler
-from fengine.engine.open_requests import OpenRequests
+from fengine.engine.output_processor import OutputProcessor
 
 
 @pytest.mark.parametrize("first", range(0, 100, 25))
@@ -52,7 +52,7 @@ def test_a_planted_bug_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_callers_of_a_dead_loop_are_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("end", "fail"):
-        monkeypatch.setattr(OpenRequests, name, lambda requests, error: None)
+        monkeypatch.setattr(OutputProcessor, name, lambda requests, error: None)
     call = Event(0, 0.0, "call", (Job((1, 2, 3), 20, 0),), what=1)
     plan = Plan(1, Settings(), (call, Event(1, 0.005, "launch", what=1)))
     assert "Deadlock" in (violation(plan) or "")
