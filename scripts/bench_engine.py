@@ -89,7 +89,6 @@ def mixed_load() -> dict[str, Any]:
             batch(engine, size, 500)
         stats = engine.stats()
         engine.flush_cache()
-        engine._parts.core.stepper.scheduler.check()
         after = engine.stats()
         gc.callbacks.remove(told)
     return {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from books import check_scheduler
 from loops import in_loop
 from torch import Tensor
 
@@ -117,7 +118,7 @@ def check_after_every_step(core: EngineCore) -> None:
 
     def checked(*arguments: Any) -> list[Request]:
         finished = update(*arguments)
-        core.stepper.scheduler.check()
+        check_scheduler(core.stepper.scheduler)
         return finished
 
     core.stepper.scheduler.update = checked  # type: ignore[method-assign]
@@ -125,7 +126,7 @@ def check_after_every_step(core: EngineCore) -> None:
 
 def check_books(core: EngineCore) -> None:
     """Pages, rows and queues balance, and the core keeps nothing of requests that have ended."""
-    core.stepper.scheduler.check()
+    check_scheduler(core.stepper.scheduler)
     assert core.requests.states.keys() == core.stepper.scheduler._requests.keys()
     assert core.requests.live.keys() | core.requests.unstarted.keys() <= core.requests.states.keys()
 

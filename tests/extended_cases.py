@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from books import check_scheduler
 from loops import in_loop
 
 from fengine.api.features import FEATURES
@@ -59,13 +60,13 @@ def running(path: Path | str, **options: Any) -> Iterator[Parts]:
 
     def checked(*arguments: Any) -> list[Request]:
         finished = update(*arguments)
-        scheduler.check()
+        check_scheduler(scheduler)
         return finished
 
     scheduler.update = checked  # type: ignore[method-assign]
     try:
         yield parts
-        in_loop(parts.core, scheduler.check)
+        in_loop(parts.core, lambda: check_scheduler(scheduler))
         assert parts.stats()["pages_used"] == 0
     finally:
         parts.close()

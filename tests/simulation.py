@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from books import check_scheduler
+
 from fengine.config import Policy
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
@@ -259,7 +261,7 @@ def simulate(case: Case) -> Run:
     while clock <= last or run.scheduler.has_work or pending:
         _events(run, clock)
         step = run.scheduler.schedule()
-        run.scheduler.check()
+        check_scheduler(run.scheduler)
         if step is not None:
             _note(run, step)
             pending.append((step, device.execute(step)))
@@ -289,7 +291,7 @@ def _events(run: Run, clock: int) -> None:
             if request is not None:
                 assert request is run.requests[i] and request.finish is not None and request.finish.kind == "abort"
                 assert not request.pages and request.row is None and scheduler.abort(f"r{i}") is None
-            scheduler.check()
+            check_scheduler(scheduler)
 
 
 def _note(run: Run, step: SchedulerOutput) -> None:
@@ -315,7 +317,7 @@ def _land(run: Run, step: SchedulerOutput, result: Result) -> None:
     run.discarded += sum(ended)
     run.late += sum(request.status is Status.WAITING for request in requests)
     finished = run.scheduler.update(step, *result)
-    run.scheduler.check()
+    check_scheduler(run.scheduler)
     for request, was_ended, length, sampled in zip(requests, ended, before, step.samples, strict=True):
         now = request.finish is not None and not was_ended
         assert (request in finished) == now
@@ -350,7 +352,7 @@ def _settle(run: Run) -> None:
         assert pool.num_idle == scheduler.cache.num_pages
         scheduler.cache.flush()
     assert pool.num_free == pool.capacity
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def random_case(rng: random.Random, page_size: int | None = None, **fixed: object) -> Case:

@@ -41,6 +41,20 @@ class Batch:
         del self.requests[i], self.starts[i], self.counts[i], self.samples[i]
         self.new_pages = [entry for entry in self.new_pages if entry[0] is not request]
 
+    def take(self, tokens: list[int], logprobs: list[float]) -> list[Request]:
+        """Appends what its rows have drawn. Returns the requests that end by it. Modifies: the requests."""
+        ended = []
+        for request, sample, token, logprob in zip(self.requests, self.samples, tokens, logprobs, strict=False):
+            if not sample or request.finish is not None:
+                continue  # nothing was drawn, or the request has ended since: discarded
+            request.num_pending -= 1
+            ids = request.token_ids
+            ids.append(token)
+            request.logprobs.append(logprob)
+            if len(ids) >= request.full or token in request.stop_ids or logprob != logprob:
+                ended.append(request)
+        return ended
+
     def output(self, released: list[int], before: "Batch | None") -> SchedulerOutput:
         """The step as plain data. `before`: the last step in flight; None: every token is known. Pure."""
         token_ids, fed = self._tokens(before)

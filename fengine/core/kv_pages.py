@@ -10,8 +10,7 @@ Pages may be released while a step that uses them is still in flight: whoever ge
 step, and steps run on the device in the order in which they were planned.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from fengine.errors import ConfigError, InvariantError
 
@@ -105,32 +104,3 @@ class PagePool:
         if self._holders[page] == 0:
             self.num_idle -= 1
             self._free.append(page)
-
-    def check(self, holders: Iterable[Sequence[int]], cached: Iterable[int] = ()) -> None:
-        """Page identity: `holders` are the page lists of all requests, `cached` the pages of the prefix cache.
-
-        Every page's count must be the number of its holders, the free list exactly the pages without one, and the idle
-        count exactly the pages that the cache alone holds. Errors: InvariantError with every page that is off.
-        """
-        cached_count = Counter(cached)
-        count = Counter(page for pages in holders for page in pages)
-        for pages in holders:
-            if len(set(pages)) != len(pages):
-                raise InvariantError(f"a request holds a page twice: {pages}")
-        count.update(cached_count)
-        free = Counter(self._free)
-        wrong: list[str] = []
-        for page in range(self.num_pages):
-            seen, kept = count[page], cached_count[page]
-            counted, flag = self._holders[page], self._kept[page]
-            if counted != seen or flag != kept:
-                wrong.append(f"page {page}: counted {counted} holders (cached {flag}), has {seen} ({kept})")
-            if free[page] != (seen == 0 and page != 0):
-                wrong.append(f"page {page}: {free[page]} times in the free list with {seen} holders")
-        idle = sum(count[page] == 1 for page in cached_count)
-        if idle != self.num_idle:
-            wrong.append(f"idle pages: counted {self.num_idle}, are {idle}")
-        if count[0] or set(count) - set(range(self.num_pages)):
-            wrong.append("the null page, or a page that does not exist, has a holder")
-        if wrong:
-            raise InvariantError("page accounting is broken (a bug in fengine):\n  " + "\n  ".join(wrong))

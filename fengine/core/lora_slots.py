@@ -7,8 +7,6 @@ An adapter is written to a slot when the first request that needs it is admitted
 another. A slot in use, or of a pinned adapter, is not given away.
 """
 
-from collections.abc import Iterable
-
 from fengine.core.request import Adapter
 from fengine.errors import InvariantError
 
@@ -51,19 +49,6 @@ class AdapterSlots:
         """One request of the slot's adapter has ended, or was preempted."""
         self._slots[index].users -= 1
         self._touch(self._slots[index])
-
-    def check(self, in_use: Iterable[tuple[int | None, Adapter | None]]) -> None:
-        """Errors: InvariantError if these, one for each running request, are not what the slots say."""
-        users = [0] * len(self._slots)
-        for index, adapter in in_use:
-            if (index is None) != (adapter is None) or (
-                index is not None and self._slots[index].adapter is not adapter
-            ):
-                raise InvariantError(f"adapter slot {index} does not hold the adapter of a request that runs with it")
-            if index is not None:
-                users[index] += 1
-        if users != [slot.users for slot in self._slots]:
-            raise InvariantError(f"adapter slots have {users} running requests, counted otherwise")
 
     def _find(self, adapter: Adapter) -> int | None:
         """Its own slot, or a free one, or the one that was idle for longest."""

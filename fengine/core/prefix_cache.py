@@ -23,7 +23,6 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from fengine.core.kv_pages import PagePool
-from fengine.errors import InvariantError
 
 _Key = tuple[Hashable, ...]  # a page's tokens, behind the salt if it is a salted first page
 
@@ -171,37 +170,6 @@ class PrefixCache:
             self._take_out_below(node)
         self._root.children.clear()
         self._heap.clear()
-
-    def pages(self) -> list[int]:
-        """Every page in the cache, one node each."""
-        return [node.page for node in self._nodes()]
-
-    def check(self) -> None:
-        """Walks the trie. Errors: InvariantError if links, counts, the heap or the holder invariant are broken."""
-        nodes = list(self._nodes())
-        queued = [node for _, _, node in self._heap if node.parent is not None]
-        if len(nodes) != self.num_pages or len({id(node) for node in queued}) != len(queued):
-            raise InvariantError(f"prefix cache: {len(nodes)} pages, {self.num_pages} counted; or one queued twice")
-        for node in nodes:
-            self._check_node(node)
-
-    def _check_node(self, node: _Node) -> None:
-        parent = node.parent
-        size = sum(type(token) is int for token in node.tokens)
-        if parent is None or parent.children.get(node.tokens) is not node or size != self.page_size:
-            raise InvariantError(f"prefix cache: the node of page {node.page} is not linked to its parent")
-        if not node.children and not node.queued:
-            raise InvariantError(f"prefix cache: leaf page {node.page} could never be evicted")
-        held, above = self.pool.num_holders(node.page), self.pool.num_holders(parent.page)
-        if parent is not self._root and held > 1 and above == 1:
-            raise InvariantError(f"prefix cache: page {node.page} is held but its ancestor {parent.page} is not")
-
-    def _nodes(self) -> Iterator[_Node]:
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
 
     def _touch(self, node: _Node) -> None:
         self._clock += 1

@@ -9,7 +9,6 @@ row needs a page when `num_computed % page_size == 0`. Drafts in flight have pag
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -17,7 +16,7 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.lora_slots import AdapterSlots
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Finish, Request, Status
-from fengine.errors import InvariantError
+from fengine.errors import CapacityError, InvariantError
 
 _arrival = attrgetter("arrival")
 
@@ -51,6 +50,21 @@ class Rows:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def check_fits(self, request: Request, step_tokens: int | None) -> None:
+        """Errors: CapacityError if it could never run. `step_tokens`: so many its prompt may have; None: any."""
+        need, capacity = self.pages_for(request.full), self.pool.capacity
+        if need > capacity:
+            raise CapacityError(
+                f"request {request.rid!r} needs {need} pages of {self.page_size} tokens for {request.prompt_len} "
+                f"prompt tokens and max_new_tokens={request.max_new_tokens}, but the pool has {capacity}: "
+                "shorten it, or raise max_total_tokens"
+            )
+        if step_tokens is not None and request.prompt_len > step_tokens:
+            raise CapacityError(
+                f"request {request.rid!r} has {request.prompt_len} tokens, which see each other and so need one step, "
+                f"but max_step_tokens is {step_tokens}: shorten it, or raise max_step_tokens"
+            )
 
     def reserve(self) -> int:
         """Pages that a newcomer must leave: what admitted prompts will still take, and one for each running row."""
@@ -120,32 +134,6 @@ class Rows:
         if self.draining.pop(request.rid, None) is None and not _remove(self.decoding, request):
             _remove(self.prompting, request)
 
-    def check(self, waiting: Iterable[Request]) -> None:
-        """Page identity over running requests, cache and pool; row slots; lists. Errors: InvariantError."""
-        running = self.prompting + self.decoding + list(self.draining.values())
-        if self.num_lockstep != sum(map(is_lockstep, running)):
-            raise InvariantError(f"{self.num_lockstep} lockstep rows are counted, not those that run")
-        self._check_running(running)
-        for ordered in (self.prompting, self.decoding):
-            if any(a.arrival >= b.arrival for a, b in zip(ordered, ordered[1:], strict=False)):
-                raise InvariantError("running requests are out of order")
-        for request in waiting:
-            if request.row is not None or request.pages or request.num_computed or request.status is not Status.WAITING:
-                raise InvariantError(f"request {request.rid!r} waits, with row {request.row}, pages {request.pages}")
-        self.adapters.check((request.adapter_slot, request.adapter) for request in running)
-        self.pool.check([request.pages for request in running], () if self.cache is None else self.cache.pages())
-        if self.cache is not None:
-            self.cache.check()
-
-    def _check_running(self, running: list[Request]) -> None:
-        slots = [request.row for request in running if request.row is not None] + self._free
-        if sorted(slots) != list(range(self.capacity)) or len({r.rid for r in running}) != self.num_running:
-            raise InvariantError(f"row slots are taken twice or lost: {slots}")
-        for request in running:
-            held = request.num_computed + (0 if request.drafting is None else request.drafting.in_flight)
-            if len(request.pages) != self.pages_for(held) or request.status is not Status.RUNNING:
-                raise InvariantError(f"request {request.rid!r}: {request.num_computed} tokens in pages {request.pages}")
-
 
 def draws_last(request: Request) -> bool:
     """Whether the token drawn after `num_computed` tokens is the last that was asked for."""
@@ -164,10 +152,17 @@ def prefix_limit(request: Request) -> int:
     return due if due < request.prompt_len else len(request.token_ids)
 
 
-def verdict(request: Request, token: int, logprob: float, fault: str | None) -> tuple[Finish, bool]:
-    """How a request ends that drew this last, and whether the KV in its pages is sound. Modifies: the request."""
+def verdict(request: Request, fault: str | None) -> tuple[Finish, bool]:
+    """How a request ends by its last token, and whether the KV in its pages is sound. Modifies: the request.
+
+    The token is taken back where it is none, or where only the prompt's KV was asked for. `fault`: what the request's
+    own processor or grammar did wrong.
+    """
+    token, logprob = request.token_ids[-1], request.logprobs[-1]
+    if logprob != logprob or request.max_new_tokens == 0:
+        del request.token_ids[-1], request.logprobs[-1]
     if logprob != logprob:
-        if fault is not None:  # its own processor's, or grammar's, doing
+        if fault is not None:
             return Finish("abort", message=fault), True
         message = f"non-finite logits at position {len(request.token_ids)}; dtype=float32 may help"
         return Finish("abort", message=message), False

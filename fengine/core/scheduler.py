@@ -32,7 +32,7 @@ from fengine.core.running import Rows, draws_last, is_lockstep, prefix_limit, ve
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Speculation, drafting_of, schedule_drafts, take_drafts
 from fengine.core.waiting_queue import WaitingQueue
-from fengine.errors import CapacityError, ConfigError, InvalidRequestError, InvariantError, QueueFullError
+from fengine.errors import InvalidRequestError, InvariantError, QueueFullError
 
 
 class Scheduler:
@@ -43,15 +43,11 @@ class Scheduler:
         max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
         adapter_slots: int = 0, whole_prompts: bool = False, max_queued: int | None = None,
     ) -> None:  # fmt: skip
-        """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts. Errors: ConfigError.
+        """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts.
 
         `whole_prompts`: a prompt is computed in one step, because its tokens see those that follow. `max_queued`: so
         many requests may wait beyond those that have a row to come to.
         """
-        limits = {"max_running_requests": max_running_requests, "max_step_tokens": max_step_tokens}
-        for name, value in {"page_size": page_size, **limits}.items():
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
         self.pool, self.cache, self.speculation = pool, cache, speculation
         self.page_size, self.max_step_tokens, self.whole_prompts = page_size, max_step_tokens, whole_prompts
         self.max_queued = max_queued
@@ -97,18 +93,7 @@ class Scheduler:
                 f"{self.max_queued}. Try again later."
             )
         request.full = request.prompt_len + request.max_new_tokens
-        need, capacity = self._rows.pages_for(request.full), self.pool.capacity
-        if need > capacity:
-            raise CapacityError(
-                f"request {request.rid!r} needs {need} pages of {self._rows.page_size} tokens for {request.prompt_len} "
-                f"prompt tokens and max_new_tokens={request.max_new_tokens}, but the pool has {capacity}: "
-                "shorten it, or raise max_total_tokens"
-            )
-        if self.whole_prompts and request.prompt_len > self.max_step_tokens:
-            raise CapacityError(
-                f"request {request.rid!r} has {request.prompt_len} tokens, which see each other and so need one step, "
-                f"but max_step_tokens is {self.max_step_tokens}: shorten it, or raise max_step_tokens"
-            )
+        self._rows.check_fits(request, self.max_step_tokens if self.whole_prompts else None)
         if request.rid in self._requests:
             raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
         if request.finish is not None or request.prompt_len < 1 or len(request.token_ids) != request.prompt_len:
@@ -318,27 +303,17 @@ class Scheduler:
         if output.step != due or min(len(tokens), len(logprobs)) < output.num_draws:
             raise InvariantError(f"update of step {output.step}, {len(tokens)} draws; {due} is due")
         batch = self._in_flight.popleft()
-        finished: list[Request] = []
-        for request, sample, token, logprob in zip(batch.requests, batch.samples, tokens, logprobs, strict=False):
-            if not sample or request.finish is not None:
-                continue  # nothing was drawn, or the request has ended since: discarded
-            request.num_pending -= 1
-            ids = request.token_ids
-            ids.append(token)
-            request.logprobs.append(logprob)
-            if len(ids) >= request.full or token in request.stop_ids or logprob != logprob:
-                self._end_drawn(request, token, logprob, faults.get(request.rid) if faults else None)
-                finished.append(request)
+        finished = batch.take(tokens, logprobs)
+        for request in finished:
+            self._end_drawn(request, faults.get(request.rid) if faults else None)
         if batch.drafts:
             finished += take_drafts(batch, self._rows, tokens, logprobs, self._end_drawn)
             self._blocked = False  # pages have come back
         return finished
 
-    def _end_drawn(self, request: Request, token: int, logprob: float, fault: str | None = None) -> None:
-        """Ends a request because of the token that was just appended."""
-        if logprob != logprob or request.max_new_tokens == 0:  # in the second case only the prompt's KV was asked for
-            del request.token_ids[-1], request.logprobs[-1]
-        finish, sound = verdict(request, token, logprob, fault)
+    def _end_drawn(self, request: Request, fault: str | None = None) -> None:
+        """Ends a request because of the token that was appended last."""
+        finish, sound = verdict(request, fault)
         self._end(request, finish, cached=sound)
 
     def _end(self, request: Request, finish: Finish, cached: bool = True) -> None:
@@ -352,12 +327,3 @@ class Scheduler:
         request.status, request.finish, request.num_pending = Status.FINISHED, finish, 0
         self.num_finished += 1
         self._blocked = False
-
-    def check(self) -> None:
-        """Walks everything; for tests and debugging, O(pool). Errors: InvariantError with what does not balance."""
-        waiting = self._waiting.requests()
-        if len(self._requests) != self._rows.num_running + len(waiting):
-            raise InvariantError(f"{len(self._requests)} requests, {self._rows.num_running} run, {len(waiting)} wait")
-        if (decoding := len(self._rows.decoding)) > self.max_step_tokens:
-            raise InvariantError(f"{decoding} rows decode, more than max_step_tokens={self.max_step_tokens}")
-        self._rows.check(waiting)

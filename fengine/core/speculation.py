@@ -120,7 +120,7 @@ def _known(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:
 
 def take_drafts(
     batch: Batch, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float],
-    end: Callable[[Request, int, float], None],
+    end: Callable[[Request], None],
 ) -> list[Request]:  # fmt: skip
     """Takes what was drawn behind the drafts that turned out right, when the first draw of every row is taken.
 
@@ -141,7 +141,7 @@ def take_drafts(
             ids.append(token)
             request.logprobs.append(logprob)
             if len(ids) >= full or token in request.stop_ids or logprob != logprob:
-                end(request, token, logprob)
+                end(request)
                 ended.append(request)
         at += len(draft)
         rows.num_drafts += len(draft)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from books import check_scheduler
 from loops import in_loop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -244,7 +245,7 @@ def test_a_failing_processor_fails_alone(llm: sgl.Engine, bad: Any) -> None:
         assert last[i]["text"] == alone[i]["text"]
         assert last[i]["meta_info"]["output_token_logprobs"] == alone[i]["meta_info"]["output_token_logprobs"]
     core = llm._parts.core
-    in_loop(core, core.stepper.scheduler.check)
+    in_loop(core, lambda: check_scheduler(core.stepper.scheduler))
     assert llm.stats()["running"] == llm.stats()["waiting"] == 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from books import check_scheduler
 from checksum import checksum_engine, checksum_parts, expected
 from loops import in_loop
 
@@ -358,7 +359,7 @@ def test_salts_keep_prefix_hits_apart(engine: Engine) -> None:
     assert [cached("a"), cached("b"), cached(None), cached("c")] == [16, 16, 16, 0]
     both = engine.generate(input_ids=[prompt] * 2, sampling_params=GREEDY, cache_salt=["d", "e"])
     assert [o["meta_info"]["cached_tokens"] for o in both] == [0, 0]
-    in_loop(engine._parts.core, engine._parts.core.stepper.scheduler.check)
+    in_loop(engine._parts.core, lambda: check_scheduler(engine._parts.core.stepper.scheduler))
 
 
 def test_a_salted_page_never_meets_an_unsalted_one_even_at_page_size_one() -> None:

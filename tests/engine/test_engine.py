@@ -7,6 +7,7 @@ import threading
 import checksum
 import pytest
 import torch
+from books import check_scheduler
 from checksum import VOCAB, checksum_engine, expected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -357,7 +358,7 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
                 thread.join()
             assert isinstance(outcome["bad"], NumericsError)
             assert outcome["a"] == expected([1, 2], 10) and outcome["b"] == expected([3], 10)
-            in_loop(parts.core, parts.core.stepper.scheduler.check)
+            in_loop(parts.core, lambda: check_scheduler(parts.core.stepper.scheduler))
     finally:
         checksum.models.MODELS = before
 
@@ -365,8 +366,8 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
 def test_server_args_are_honoured_or_refused_by_name() -> None:
     with pytest.raises(TypeError, match="no_such"):
         ServerArgs(model_path="x", no_such=1)  # type: ignore[call-arg]
-    with pytest.raises(UnsupportedFeatureError, match="tp_size=2.*quantization|quantization.*tp_size=2"):
-        ServerArgs(model_path="x", tp_size=2, quantization="fp8").to_config()
+    with pytest.raises(UnsupportedFeatureError, match="pp_size=2.*quantization|quantization.*pp_size=2"):
+        ServerArgs(model_path="x", pp_size=2, quantization="fp8").to_config()
     config = ServerArgs(model_path="x", page_size=4, chunked_prefill_size=-1, disable_radix_cache=True).to_config()
     assert config.cache.page_size == 4 and not config.cache.prefix_cache
     assert config.scheduler.max_step_tokens is None

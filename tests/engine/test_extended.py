@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from books import check_scheduler
 from extended_cases import Ask, outcome, run, running
 from tiny_checkpoints import SIZES, write
 from torch import Tensor
@@ -668,10 +669,10 @@ def test_a_lockstep_row_is_planned_only_when_its_token_is_known() -> None:
     landing = []
     for expected in ("abcd", "bd", "abcd", "bd"):  # update lags by one step
         plan = scheduler.schedule()
-        scheduler.check()
+        check_scheduler(scheduler)
         assert plan is not None and "".join(r.rid for r in scheduler.requests_of(plan)) == expected
         landing.append(plan)
         if len(landing) > 1:
             done = landing.pop(0)
             scheduler.update(done, [2] * len(done.rows), [-1.0] * len(done.rows))
-            scheduler.check()
+            check_scheduler(scheduler)

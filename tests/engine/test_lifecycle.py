@@ -59,7 +59,7 @@ def test_ctrl_c_aborts_the_call_and_the_engine_lives_on() -> None:
         "    assert out == expected([3, 4], 5), out\n"
         "    stats = engine.stats()\n"
         "    assert stats['running'] == stats['waiting'] == 0, stats\n"
-        "    in_loop(engine._parts.core, engine._parts.core.stepper.scheduler.check)\n"
+        "    in_loop(engine._parts.core, lambda: check_scheduler(engine._parts.core.stepper.scheduler))\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 

@@ -16,6 +16,7 @@ import pytest
 import tiny_adapters
 import tiny_checkpoints
 import torch
+from books import check_scheduler
 from loops import in_loop
 from safetensors.torch import load_file, save_file
 
@@ -92,7 +93,7 @@ def reference(llm: Engine) -> Result:
 
 def check_idle(llm: Engine) -> None:
     scheduler = llm._parts.core.stepper.scheduler
-    in_loop(llm._parts.core, scheduler.check)
+    in_loop(llm._parts.core, lambda: check_scheduler(scheduler))
     assert scheduler.counters()["used_pages"] == 0
 
 

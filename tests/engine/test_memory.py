@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 import torch
+from books import check_scheduler
 from loops import in_loop
 from safetensors.torch import load_file
 from test_weights import ask, between_steps, fresh, start
@@ -85,7 +86,7 @@ def test_requests_are_refused_until_everything_is_back(engine: Engine, tags: Any
     engine.resume_memory_occupation(tags)
     assert engine.get_server_info()["status"] == "ready"
     assert ask(engine) == before
-    in_loop(engine._parts.core, engine._parts.core.stepper.scheduler.check)
+    in_loop(engine._parts.core, lambda: check_scheduler(engine._parts.core.stepper.scheduler))
 
 
 def test_the_prefix_cache_goes_with_the_pages(engine: Engine) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_checkpoints
 import torch
+from books import check_scheduler
 from checksum import VOCAB, checksum_engine, expected
 from extended_cases import Ask, outcome, run, running
 from hypothesis import given, settings
@@ -506,7 +507,7 @@ def test_running_requests_go_on_with_the_new_weights(two: tuple[Path, Path], ove
 
         between_steps(engine, 12, update)
         outputs = ask(engine, prompts, count=30)
-        in_loop(core, core.stepper.scheduler.check)
+        in_loop(core, lambda: check_scheduler(core.stepper.scheduler))
         assert engine._parts.core.weight_version == "v1" and len(requests) == 6
     with start(two[1]) as other:
         for request in requests:

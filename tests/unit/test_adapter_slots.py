@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from books import check_scheduler, check_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +77,7 @@ def test_any_schedule_reads_the_right_adapters(
         while len(flights) > (lag and plan is not None):
             landed = flights.pop(0)
             under.update(landed, [1] * len(landed.rows), [-1.0] * len(landed.rows))
-        under.check()
+        check_scheduler(under)
         steps += 1
         assert steps < 3000
     assert under.counters()["used_pages"] == 0 and under._rows.num_running == 0
@@ -92,11 +93,11 @@ def test_a_resident_adapter_is_not_written_again_and_the_idle_longest_goes() -> 
     assert slots.enter(d) == (2, True) and not slots.fits(c)
     with pytest.raises(InvariantError):
         slots.enter(c)
-    slots.check([(0, a), (1, b), (2, d)])
+    check_slots(slots, [(0, a), (1, b), (2, d)])
     with pytest.raises(InvariantError):
-        slots.check([(0, a), (1, b)])
+        check_slots(slots, [(0, a), (1, b)])
     with pytest.raises(InvariantError):
-        slots.check([(0, b), (1, b), (2, d)])
+        check_slots(slots, [(0, b), (1, b), (2, d)])
 
 
 def test_who_finds_no_slot_is_overtaken_for_a_while_only() -> None:
@@ -113,6 +114,6 @@ def test_who_finds_no_slot_is_overtaken_for_a_while_only() -> None:
         assert plan is not None
         served = [one.rid for one in under.requests_of(plan) if one.adapter is b]
         under.update(plan, [1] * len(plan.rows), [-1.0] * len(plan.rows))
-        under.check()
+        check_scheduler(under)
         assert i < 1000
     assert LPM_PATIENCE < i

@@ -3,10 +3,15 @@
 import random
 
 import pytest
+from books import check_cache, check_pool, nodes_of
 
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache, Reached
 from fengine.errors import InvariantError
+
+
+def pages_of(cache: PrefixCache) -> list[int]:
+    return [node.page for node in nodes_of(cache)]
 
 
 def build(page_size: int = 2, pages: int = 20) -> tuple[PagePool, PrefixCache]:
@@ -21,7 +26,7 @@ def store(cache: PrefixCache, tokens: list[int]) -> list[int]:
     pages += cache.pool.allocate(full - len(pages)) or []
     cache.insert(tokens, pages, leaving=True)
     cache.pool.release(pages)
-    cache.check()
+    check_cache(cache)
     return pages
 
 
@@ -68,11 +73,11 @@ def test_a_running_request_does_not_insert_below_a_foreign_page() -> None:
     pool.release(theirs)
     cache.insert([1, 2, 3, 4], mine)
     assert cache.num_pages == 1 and cache.evictable == 1  # had page [3, 4] gone in, page [1, 2] could not be evicted
-    cache.check()
+    check_cache(cache)
     cache.insert([1, 2, 3, 4], mine, leaving=True)
     pool.release(mine)
     assert cache.num_pages == 2 == cache.evictable
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_page_that_others_hold_does_not_go_below_a_foreign_page_either() -> None:
@@ -83,9 +88,9 @@ def test_a_page_that_others_hold_does_not_go_below_a_foreign_page_either() -> No
     store(cache, [1, 1])  # computed again by a third
     cache.insert([1, 1, 2, 2], leaving, leaving=True)
     pool.release(leaving)
-    cache.check()
+    check_cache(cache)
     assert cache.num_pages == cache.evictable == 1
-    pool.check([staying], cache.pages())
+    check_pool(pool, [staying], cache)
 
 
 def test_evicts_the_least_recently_used_leaf_first() -> None:
@@ -107,7 +112,7 @@ def test_never_evicts_what_a_request_holds() -> None:
     store(cache, [1, 1, 3, 3])
     held = cache.match([1, 1, 2, 2], 4)
     assert cache.evict(10) == 1 and peek(cache, [1, 1, 2, 2]) == 4
-    cache.check()
+    check_cache(cache)
     pool.release(held)
     assert cache.evict(10) == 2
 
@@ -134,8 +139,8 @@ def test_drop_forgets_all_that_starts_with_the_first_page() -> None:
     cache.drop([8, 8])
     assert cache.num_pages == 1 and peek(cache, [1, 1, 3, 3]) == 0 and peek(cache, [4, 4]) == 2
     assert pool.num_free == pool.capacity - 3  # two are held, one is cached
-    cache.check()
-    pool.check([held], cache.pages())
+    check_cache(cache)
+    check_pool(pool, [held], cache)
     assert cache.evict(9) == 1
     pool.release(held)
     assert pool.num_free == pool.capacity
@@ -147,9 +152,9 @@ def test_flush_forgets_everything_but_leaves_held_pages() -> None:
     held = cache.match([1, 1], 2)
     cache.flush()
     assert cache.num_pages == 0 and peek(cache, [1, 1, 2, 2]) == 0 and cache.evict(3) == 0
-    pool.check([held])
+    check_pool(pool, [held])
     pool.release(held)
-    pool.check([])
+    check_pool(pool, [])
     store(cache, [1, 1])
     assert cache.evict(1) == 1
 
@@ -169,7 +174,7 @@ def test_check_sees_damage(spoil: str) -> None:
         case "held below idle":
             pool.retain(pages[1:])
     with pytest.raises(InvariantError):
-        cache.check()
+        check_cache(cache)
 
 
 class Model:
@@ -229,9 +234,9 @@ def test_random_use_agrees_with_the_model(seed: int) -> None:
                     cache.insert(full, pages, leaving=rng.random() < 0.5)
                     model.insert(full, pages)
             pool.release(pages)
-        assert sorted(cache.pages()) == sorted(model.pages.values())
-        cache.check()
-        pool.check([], cache.pages())
+        assert sorted(pages_of(cache)) == sorted(model.pages.values())
+        check_cache(cache)
+        check_pool(pool, [], cache)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -271,9 +276,9 @@ def test_an_insertion_goes_on_where_the_last_one_ended(seed: int) -> None:
             if leaving:
                 del holders[at]
         for pool, cache in pairs:
-            cache.check()
-            pool.check([pages[pool is pairs[1][0]] for _, _, pages, _ in holders], cache.pages())
-        assert pairs[0][1].pages() == pairs[1][1].pages()
+            check_cache(cache)
+            check_pool(pool, [pages[pool is pairs[1][0]] for _, _, pages, _ in holders], cache)
+        assert pages_of(pairs[0][1]) == pages_of(pairs[1][1])
     while pairs[0][1].num_pages and pairs[0][1].evictable:
         assert pairs[0][1].evict(1) == pairs[1][1].evict(1)
-        assert pairs[0][1].pages() == pairs[1][1].pages()
+        assert pages_of(pairs[0][1]) == pages_of(pairs[1][1])
