@@ -9,7 +9,7 @@ from torch import Tensor
 from fengine.errors import FengineError, LogitProcessorError
 from fengine.ops.edit_logits import BAN
 from fengine.worker.fields import Arrays, Tensors
-from fengine.worker.logits.stage import Chunk, DrawRows, RowState
+from fengine.worker.logits.stage import Chunk, DrawRows, LogitsStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,14 @@ class Call(NamedTuple):
     params: dict[str, Any]
 
 
-class Processors:
+class Processors(LogitsStage):
     """Modifies: itself, "__req__" of the functions' own dicts."""
 
-    fields = ()
     host = True
-    version = 0
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.failed: dict[int, FengineError] = {}
-
-    def admit(self, slot: int, state: RowState | None) -> None: ...
 
     def stage(self, rows: DrawRows, into: Arrays) -> bool:
         self.calls = [_call(chunk) for chunk in rows.chunks if chunk.draws and chunk.state.params.processor is not None]

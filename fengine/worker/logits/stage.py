@@ -1,6 +1,6 @@
 """`LogitsStage`: what edits logits, and what it may know of a step; `Table`: what a row slot keeps on the device."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,37 +53,34 @@ class DrawRows(NamedTuple):
     chunks: list[Chunk]  # of those that want more
 
 
-class LogitsStage(Protocol):
-    """One edit of logits. `host`: it runs Python on logits, so it stands in no graph.
+class LogitsStage:
+    """One edit of logits, by default none. `host`: it runs Python on logits, so it stands in no graph."""
 
-    `version` changes where the stage's tables are at another place: graphs that hold them are dead.
-    """
-
-    fields: tuple[Field, ...]
-    host: bool
+    fields: tuple[Field, ...] = ()
+    host = False
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Changes where the stage's tables are at another place: graphs that hold them are dead."""
+        return 0
 
     def admit(self, slot: int, state: RowState | None) -> None:
         """A request gets the row slot, or (None) leaves it. Modifies: the stage's tables."""
-        ...
 
     def stage(self, rows: DrawRows, into: Arrays) -> bool:
         """Fills in the stage's fields; False: there is nothing to do in this step. Modifies: into."""
-        ...
+        return False
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         """The edited logits. Modifies: the storage of logits_RV."""
-        ...
+        return logits_RV
 
     def drawn(self, logits_RV: Tensor, token_R: Tensor, tensors: Tensors) -> None:
         """Tells what the rows have drawn. Modifies: the stage's tables."""
-        ...
 
     def errors(self) -> dict[int, FengineError]:
         """Rows of the step for which nothing could be drawn, once it is launched."""
-        ...
+        return {}
 
 
 class Table:

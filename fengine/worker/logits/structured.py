@@ -14,15 +14,13 @@ from fengine.errors import FengineError
 from fengine.ops.bitmask import apply_bitmask, words
 from fengine.worker.fields import Arrays, Field, Pad, Tensors
 from fengine.worker.logits.masks import Drawn, Grammar, MaskRow
-from fengine.worker.logits.stage import Chunk, DrawRows, RowState
+from fengine.worker.logits.stage import Chunk, DrawRows, LogitsStage, RowState
 
 
-class StructuredOutput:
+class StructuredOutput(LogitsStage):
     """Modifies: itself, the cursors."""
 
     fields = (Field("mask_row_M", torch.int32, -1), Field("mask_MW", torch.int32, Pad.NONE))
-    host = False
-    version = 0
 
     def __init__(self, vocab: int) -> None:
         self.words = words(vocab)
@@ -57,8 +55,6 @@ class StructuredOutput:
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         return apply_bitmask(logits_RV, tensors["mask_row_M"], tensors["mask_MW"])
-
-    def drawn(self, logits_RV: Tensor, token_R: Tensor, tensors: Tensors) -> None: ...
 
     def errors(self) -> dict[int, FengineError]:
         return self.failed

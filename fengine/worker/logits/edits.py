@@ -1,4 +1,4 @@
-"""Penalties of drawn tokens, and bans of the ids that would end a request before its min_new_tokens.
+"""Edits of logits by arithmetic: penalties of drawn tokens, bans of ids before min_new_tokens, `logit_bias`.
 
 How often a row slot has drawn each id is counted on the device, by the step that draws: no step waits for the host.
 Prompt tokens do not count, as in SGLang.
@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.errors import FengineError
 from fengine.ops.edit_logits import add_at, count, penalize
 from fengine.worker.fields import Arrays, Field, Tensors
-from fengine.worker.logits.stage import DrawRows, RowState, Table, rounded
+from fengine.worker.logits.stage import DrawRows, LogitsStage, RowState, Table, rounded
 
 
-class Penalties:
+class Penalties(LogitsStage):
     """Modifies: itself, its tables."""
 
     fields = (
@@ -24,7 +23,6 @@ class Penalties:
         Field("repetition_R", torch.float32, 1),
         Field("ban_slot_R", torch.int32, -1),
     )
-    host = False
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
@@ -84,5 +82,37 @@ class Penalties:
         if (count_SV := self.count_SV.lines) is not None:
             count(count_SV, tensors["count_slot_R"], token_R)
 
-    def errors(self) -> dict[int, FengineError]:
-        return {}
+
+class LogitBias(LogitsStage):
+    """Modifies: itself, its tables."""
+
+    fields = (Field("bias_slot_R", torch.int32, -1),)
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self.vocab = vocab
+        self.id_SK, self.value_SK = Table(rows, -1, torch.int32, device), Table(rows, 0, torch.float32, device)
+        self.biased_S = np.zeros(rows, np.bool_)
+
+    @property
+    def version(self) -> int:
+        return self.id_SK.version
+
+    def admit(self, slot: int, state: RowState | None) -> None:
+        self.biased_S[slot] = False
+        if state is not None and state.params.logit_bias:
+            ids, values = zip(*state.params.logit_bias, strict=True)
+            width, known = rounded(len(ids)), np.array(ids) < self.vocab
+            self.id_SK.write(slot, np.array(ids, np.int32)[known], width)
+            self.value_SK.write(slot, np.clip(np.array(values), -1e30, 1e30).astype(np.float32)[known], width)
+            self.biased_S[slot] = True
+
+    def stage(self, rows: DrawRows, into: Arrays) -> bool:
+        biased_R = self.biased_S[rows.slot_R] & rows.draws_R
+        into["bias_slot_R"] = np.where(biased_R, rows.slot_R, -1)
+        return bool(biased_R.any())
+
+    def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
+        id_SK, value_SK = self.id_SK.lines, self.value_SK.lines
+        if id_SK is None or value_SK is None:
+            return logits_RV
+        return add_at(logits_RV, tensors["bias_slot_R"], id_SK, value_SK)
