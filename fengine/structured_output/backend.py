@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fengine.errors import EngineClosedError, FengineError, GrammarError, MissingExtraError
-from fengine.structured_output import ebnf, masks, regex, rules, schema, structural_tag
+from fengine.structured_output import ebnf, masks, regex, schema, structural_tag
 from fengine.structured_output.characters import SURROGATE
 from fengine.structured_output.cursor import Cursor, reason
 from fengine.structured_output.schema import Whitespace
@@ -143,9 +143,7 @@ def to_lark(source: Source, whitespace: Whitespace) -> str:
     if kind == "structural_tag":
         return structural_tag.to_lark(text, whitespace)
     if kind == "ebnf":
-        found = ebnf.parse(text)
-        rules.check(found)
-        return rules.to_lark(found)
+        return ebnf.to_lark(text)
     return f"text: /{regex.explicit(text, 'regex')}/"
 
 
