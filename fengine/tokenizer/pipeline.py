@@ -1,8 +1,8 @@
 """The `tokenizers` pipeline of a tokenizer's directory: what transformers' AutoTokenizer runs, tried before it is used.
 
-A plain `tokenizer.json` is loaded by the tokenizers library alone, with the special and added tokens of
-tokenizer_config.json added where missing. Where transformers takes a class with behaviour of its own, transformers
-builds the pipeline; it is imported only then.
+A plain `tokenizer.json` is loaded by the tokenizers library alone. Where transformers takes a class with behaviour of
+its own, or adds tokens that only tokenizer_config.json declares, transformers builds the pipeline; it is imported only
+then.
 
 Files are untrusted. One whose features can hang the library or fill the memory is tried in a child process first.
 """
@@ -23,6 +23,8 @@ from fengine.tokenizer import trial
 from fengine.tokenizer.regex_parts import parser
 from fengine.tokenizer.tokenizer_files import TokenizerFiles
 
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes without behaviour of their own
 SAMPLE = "Hello, world! It's 1234.5\n\tx = naïve 字 🙂 \x00\ue000"
 RUN = 20_000  # characters alike, on which a catastrophic pattern shows
@@ -34,10 +36,7 @@ def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
     """(pipeline, named special tokens). Errors: ModelLoadError, UnsupportedFeatureError."""
     where = files.directory / "tokenizer.json"
     with library_errors(ModelLoadError, f"{where} is not a valid tokenizer"):
-        if _is_plain(files):
-            found = _plain(files), files.special_tokens
-        else:
-            found = _by_transformers(files.directory)
+        found = _plain(files) or _by_transformers(files.directory)
         found[0].no_truncation()
         found[0].no_padding()
         risky = _may_hang(found[0])
@@ -87,24 +86,22 @@ def _has_own_class(model_type: str) -> bool:
     return listed is None or f'"{model_type}"' in listed[1]
 
 
-def _plain(files: TokenizerFiles) -> Backend:
+def _plain(files: TokenizerFiles) -> tuple[Backend, dict[str, str]] | None:
+    """The file as it is; None where transformers would change it."""
+    if not _is_plain(files):
+        return None
     backend = Backend.from_str(files.tokenizer_json)
-    backend.encode_special_tokens = files.config.get("split_special_tokens") is True
     known = backend.get_added_tokens_decoder()
-    same = {repr(token) for token in known.values()}
-    contents = {token.content for token in known.values()}
-    listed = len(files.config.get("added_tokens_decoder") or ())
-    new = [t for t in files.extra_tokens[:listed] if repr(t) not in same]
-    contents |= {t.content for t in new}
-    for token in files.extra_tokens[listed:]:
-        if token.content not in contents:
-            contents.add(token.content)
-            new.append(token)
-    if new:
-        backend.add_tokens(new)
+    listed = files.config.get("added_tokens_decoder", {})
+    if not {token.content for token in known.values()}.issuperset(files.tokens.values()) or any(
+        int(i) not in known or any(getattr(known[int(i)], flag) != token.get(flag, False) for flag in FLAGS)
+        for i, token in listed.items()
+    ):
+        return None
+    backend.encode_special_tokens = files.config.get("split_special_tokens") is True
     if backend.post_processor is None:
         backend.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
-    return backend
+    return backend, {name: text for name, text in files.tokens.items() if name in NAMED}
 
 
 def auto_tokenizer(directory: Path) -> Any:

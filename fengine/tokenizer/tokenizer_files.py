@@ -1,6 +1,5 @@
 """Reads a tokenizer's directory, as transformers 5 does.
 
-The special and added tokens of tokenizer_config.json (or special_tokens_map.json) are added where missing.
 `add_bos_token` and `add_eos_token` are ignored, for the post-processor of tokenizer.json decides.
 """
 
@@ -9,11 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
-
 from fengine.errors import ConfigError, ModelLoadError
 
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_FILE_BYTES = 256 << 20
 
 
@@ -26,8 +22,7 @@ class TokenizerFiles:
     tokenizer_class: str | None  # as declared
     model_type: str | None
     config: dict[str, Any]
-    special_tokens: dict[str, str]
-    extra_tokens: list[AddedToken]
+    tokens: dict[str, str]  # that the config names: each one's text
     chat_templates: dict[str, str]
     cleanup: bool  # clean_up_tokenization_spaces, which transformers obeys for models other than BPE
     context_length: int | None
@@ -75,39 +70,21 @@ def _tokenizer_json(directory: Path) -> str:
     )
 
 
-def _added(value: Any, where: str) -> AddedToken:
-    """A token from its string or dict form. `normalized` is the library's default for special tokens given as text."""
-    if isinstance(value, str):
-        return AddedToken(value, special=True)
-    if isinstance(value, dict) and isinstance(value.get("content"), str):
-        names = ("single_word", "lstrip", "rstrip", "normalized")
-        flags = {name: value[name] for name in names if isinstance(value.get(name), bool)}
-        return AddedToken(value["content"], special=bool(value.get("special", True)), **flags)
-    raise ModelLoadError(f'{where} must be a string or an object with a string "content", got {value!r:.80}.')
-
-
-def _listed(config: dict[str, Any], where: str) -> list[AddedToken]:
-    """The tokens of added_tokens_decoder, in the order of their ids."""
-    decoder = config.get("added_tokens_decoder")
-    decoder = decoder if isinstance(decoder, dict) else {}
-    for index, token in decoder.items():
-        if not (index.isdecimal() and isinstance(token, dict)):
-            raise ModelLoadError(f"{where}: added_tokens_decoder[{index!r}] is malformed.")
-    return [_added({"special": False, **decoder[index]}, where) for index in sorted(decoder, key=int)]
-
-
-def _tokens(config: dict[str, Any], where: str) -> tuple[dict[str, str], list[AddedToken]]:
-    """(named special tokens, tokens to add where missing, in transformers' order)."""
-    extra = _listed(config, where)
-    keys = [*NAMED, *(key for key in config if key.endswith("_token") and key not in NAMED)]
-    found = {key: _added(config[key], f"{where}: {key}") for key in keys if isinstance(config.get(key), (str, dict))}
-    extra += found.values()
-    named = {key: token.content for key, token in found.items() if key in NAMED}
-    for token in extra:
-        token.special = token.special or token.content in named.values()
+def _tokens(config: dict[str, Any], where: str) -> dict[str, str]:
+    """The text of every token that the config names: bos_token and its kin, and further ones."""
+    found = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    extra += [_added(t, where) for t in (more.values() if isinstance(more, dict) else more)]
-    return named, extra
+    found |= more if isinstance(more, dict) else {f"{i}": value for i, value in enumerate(more)}
+    texts: dict[str, str] = {}
+    for key, value in found.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise ModelLoadError(f'{where}: {key} must be a string or an object with a string "content".')
+        texts[key] = text
+    listed = config.get("added_tokens_decoder", {})
+    if not isinstance(listed, dict) or not all(i.isdecimal() and isinstance(t, dict) for i, t in listed.items()):
+        raise ModelLoadError(f"{where}: added_tokens_decoder must be an object of tokens by id.")
+    return texts
 
 
 def _templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -158,7 +135,7 @@ def read_files(directory: Path) -> TokenizerFiles:
     config, model = _json(directory / "tokenizer_config.json"), _json(directory / "config.json")
     if "added_tokens_decoder" not in config:
         config = {**config, **_json(directory / "special_tokens_map.json")}
-    special, extra = _tokens(config, str(directory / "tokenizer_config.json"))
+    tokens = _tokens(config, str(directory / "tokenizer_config.json"))
     declared, model_type = config.get("tokenizer_class") or model.get("tokenizer_class"), model.get("model_type")
     context = model.get("max_position_embeddings")
     generation = _json(directory / "generation_config.json")
@@ -168,8 +145,7 @@ def read_files(directory: Path) -> TokenizerFiles:
         tokenizer_class=declared if isinstance(declared, str) else None,
         model_type=model_type if isinstance(model_type, str) else None,
         config=config,
-        special_tokens=special,
-        extra_tokens=extra,
+        tokens=tokens,
         chat_templates=_templates(directory, config),
         cleanup=config.get("clean_up_tokenization_spaces") is True,
         context_length=context if isinstance(context, int) and context > 0 else None,
