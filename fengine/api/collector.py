@@ -3,18 +3,20 @@
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fengine.api.input_processor import CheckedRequest
 from fengine.api.options import EngineContext
-from fengine.api.outputs import Output, Shown, output_of
-from fengine.core.request import Finish
-from fengine.engine.request_state import RequestState
+from fengine.api.outputs import Output, output_of
+from fengine.api.sessions import Turn
+from fengine.core.request import Finish, Request
+from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.errors import EngineDeadError, InvalidRequestError, NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
+
+Result = Callable[[Output, RequestState], Output]
 
 
 class IndexQueue:
@@ -51,18 +53,21 @@ class OutputCollector:
     """The requests of one call and the queue of those that have new output. The text thread puts, the caller reads."""
 
     def __init__(
-        self, context: EngineContext, requests: Sequence[CheckedRequest], *, stream: bool, single: bool,
-        loop: asyncio.AbstractEventLoop | None, deltas: bool = False, pace: Callable[[], float] | None = None,
+        self, context: EngineContext, requests: Sequence[Request], turns: Mapping[str, Turn], *, stream: bool,
+        single: bool, loop: asyncio.AbstractEventLoop | None, deltas: bool = False,
+        pace: Callable[[], float] | None = None, result: Result = lambda output, state: output,
     ) -> None:  # fmt: skip
-        """Queues the requests. A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with
-        which all but the last are `brief`, too. Between the first and the last chunk of a request, none comes before
-        the moment (perf_counter) that `pace` gave when the one before was read.
+        """Queues the requests. `result` makes of a finished one's output what `wait` returns.
+
+        A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with which all but the last are
+        `brief`, too. Between the first and the last chunk of a request, none comes before the moment (perf_counter)
+        that `pace` gave when the one before was read.
 
         Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
         SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
         """
-        self.context, self.requests, self.stream, self.single, self.loop = context, requests, stream, single, loop
-        self.core = context.parts.core
+        self.context, self.stream, self.single, self.loop = context, stream, single, loop
+        self.core, self.result = context.parts.core, result
         self.brief = stream and deltas
         self.incremental = (
             self.brief or stream and (context.args.incremental_streaming_output or context.args.stream_output)
@@ -71,40 +76,37 @@ class OutputCollector:
         self.post, self.pace = loop and loop.call_soon_threadsafe, pace
         self.not_before = [0.0] * len(requests)
         self.dirty = [False] * len(requests)
-        self.sent = [("", 0)] * len(requests)
+        self.sent = [RequestOutput()] * len(requests)
         self.open = set(range(len(requests)))
         self.patterns: dict[tuple[str, ...], tuple[StopRegex, ...]] = {}  # compiled once for all of them
-        self.states = [self._state(i, one) for i, one in enumerate(requests)]
-        self._submit()
+        self.states = [self._state(i, request) for i, request in enumerate(requests)]
+        self._submit(turns)
 
-    def _state(self, index: int, one: CheckedRequest) -> RequestState:
-        params, tokenizer = one.request.params, self.context.parts.tokenizer
-        clock = self.core.system
+    def _state(self, index: int, request: Request) -> RequestState:
+        params, tokenizer, clock = request.params, self.context.parts.tokenizer, self.core.system
         if params.stop_regex not in self.patterns:
             self.patterns[params.stop_regex] = compile_patterns(params.stop_regex)
         patterns = self.patterns[params.stop_regex]
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, patterns=patterns)
         live = self.stream or bool(params.stop) or bool(params.stop_regex)
-        state = RequestState(
-            one.request, detokenizer, live, self._notifier(index), clock.now, received=clock.wall(),
-            submitted=clock.now(),
-        )  # fmt: skip
-        if one.turn is not None:
-            one.turn.state = state
-        return state
+        return RequestState(
+            request, detokenizer, live, self._notifier(index), clock.now, received=clock.wall(), submitted=clock.now()
+        )
 
-    def _submit(self) -> None:
+    def _submit(self, turns: Mapping[str, Turn]) -> None:
         """All requests or none; those of sessions enter their trees."""
-        turns = [one.turn for one in self.requests if one.turn is not None]
+        for state in self.states if turns else ():
+            if (turn := turns.get(state.request.rid)) is not None:
+                turn.state = state
         self.core.submit(self.states)
         try:
             if turns:  # not before: what they replace is aborted
-                self.context.sessions.enter(turns)
+                self.context.sessions.enter(list(turns.values()))
         except BaseException:
             self.abort()
             raise
         if self.context.log is not None:
-            self.context.log.received([one.request for one in self.requests])
+            self.context.log.received([state.request for state in self.states])
 
     def _notifier(self, index: int) -> Callable[[RequestState], None]:
         def notify(state: RequestState) -> None:
@@ -125,10 +127,11 @@ class OutputCollector:
     def _due(self, index: int, state: RequestState) -> bool:
         """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k; and whether it is
         time for it."""
-        every, had = state.request.params.stream_interval or self.context.args.stream_interval, self.sent[index][1]
+        every = state.request.params.stream_interval or self.context.args.stream_interval
+        had = self.sent[index].num_tokens
         if had and self.pace is not None and self.core.system.now() < self.not_before[index]:
             return False  # the next news, or the last, brings these tokens along
-        return had == 0 or every == 1 or state.num_tokens - had >= every
+        return had == 0 or every == 1 or state.output.num_tokens - had >= every
 
     def abort(self) -> None:
         """Ends what is still open; called when the caller goes away. Idempotent."""
@@ -146,45 +149,40 @@ class OutputCollector:
         state = self.states[index]
         if index not in self.open:
             return None
-        done = state.done  # read before `seen`: what is seen after it is complete
         if state.error is not None and not self._ends_with_chunk(state):
             self.open.discard(index)
             if self.context.log is not None and isinstance(state.error, EngineDeadError):
                 self.context.log.died(state.error)
             raise state.error
-        if done:
+        output = state.output  # once: it may be replaced at any moment
+        if output.finish is not None:
             self.open.discard(index)
-            if self.context.log is not None and state.finish is not None:
-                self.context.log.finished(state.request, state.finish.as_dict())
-        elif state.seen == self.sent[index] or not self._due(index, state):
+            if self.context.log is not None:
+                self.context.log.finished(state.request, output.finish.as_dict())
+        elif output == self.sent[index] or not self._due(index, state):
             return None
-        output = self._output(index, state, done)
-        if self.stream and not self.single:
-            output["index"] = index
-        return output
-
-    def _ends_with_chunk(self, state: RequestState) -> bool:
-        if not self.stream or not (state.fault is not None or isinstance(state.error, NumericsError)):
-            return False
-        if state.finish is None:
-            state.finish = Finish("abort", message=str(state.error), code=500 if state.fault is None else 400)
-        return True
-
-    def _output(self, index: int, state: RequestState, done: bool) -> Output:
-        (text, count), (had_text, had) = state.seen, self.sent[index] if self.incremental else ("", 0)
-        self.sent[index] = state.seen
+        before, self.sent[index] = self.sent[index] if self.incremental else RequestOutput(), output
         if self.pace is not None:
             self.not_before[index] = moment = self.pace()
             if not state.stops_in_text:
                 state.quiet_until = moment
-        return output_of(
+        found = output_of(
             state,
-            Shown(text, count, len(had_text), had, done),
-            brief=self.brief and not done,
-            return_logprob=self.requests[index].return_logprob,
+            output,
+            before,
+            brief=self.brief and output.finish is None,
             has_text=self.context.parts.tokenizer is not None,
             metrics=self.context.args.enable_metrics,
         )
+        return found | {"index": index} if self.stream and not self.single else found
+
+    def _ends_with_chunk(self, state: RequestState) -> bool:
+        if not self.stream or (state.fault is None and not isinstance(state.error, NumericsError)):
+            return False
+        if state.output.finish is None:
+            code = 500 if state.fault is None else 400
+            state.output = state.output._replace(finish=Finish("abort", message=str(state.error), code=code))
+        return True
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -192,8 +190,7 @@ class OutputCollector:
         results: list[Any] = [None] * len(self.states)
         try:
             while self.open:
-                index = self.ready.get()
-                results[index] = self.read(index)
+                self._keep(results, self.ready.get())
         finally:
             self.abort()
         return results[0] if self.single else results
@@ -202,11 +199,14 @@ class OutputCollector:
         results: list[Any] = [None] * len(self.states)
         try:
             while self.open:
-                index = await self.ready.get()
-                results[index] = self.read(index)
+                self._keep(results, await self.ready.get())
         finally:
             self.abort()
         return results[0] if self.single else results
+
+    def _keep(self, results: list[Any], index: int) -> None:
+        output = self.read(index)
+        results[index] = None if output is None else self.result(output, self.states[index])
 
 
 class Stream:

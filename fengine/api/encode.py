@@ -23,50 +23,30 @@ NOTHING_DRAWN = {"max_new_tokens": 0, "temperature": 0.0}
 OF_DRAWING = ("completion_tokens", "reasoning_tokens", "first_token_latency", "decode_throughput")  # keys of meta_info
 
 
-class EncodeCollector:
-    """One `encode` call under way: its collector, and how its requests become embeddings."""
+def submit_encode(
+    context: EngineContext, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None, head: bool
+) -> OutputCollector:
+    """Checks a call and queues its requests. A classifier's head is applied, but not with `head=False`.
 
-    def __init__(
-        self, context: EngineContext, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None, head: bool = True
-    ) -> None:
-        """Queues the requests. A classifier's head is applied, but not with `head=False`.
+    Errors: those of `process_input`; InvalidRequestError if the model is none for embeddings.
+    """
+    pooling, classifies = pooling_of(context), context.parts.spec.num_labels is not None
+    if req.dimensions is not None and classifies:
+        raise InvalidRequestError("dimensions is for embedding models; a classifier gives one number per label.")
+    dimensions = check_dimensions(req.dimensions, pooling, context.parts.spec.hidden_size)
 
-        Errors: those of `process_input`; InvalidRequestError if the model is none for embeddings.
-        """
-        self.pooling = pooling_of(context)
-        self.classifies = context.parts.spec.num_labels is not None
-        self.dimensions = self._dimensions(context, req.dimensions)
-        pooled = {"pool": self._pool(), "head": head and self.classifies}
-        requests, single = process_input(context, as_generate(context, req), pooled)
-        self.collector = OutputCollector(context, requests, stream=False, single=single, loop=loop)
-
-    def _pool(self) -> str:
-        return "last" if self.classifies else self.pooling.pool  # transformers' classifiers look at the last token
-
-    def _dimensions(self, context: EngineContext, dimensions: Any) -> int | None:
-        if dimensions is not None and self.classifies:
-            raise InvalidRequestError("dimensions is for embedding models; a classifier gives one number per label.")
-        return check_dimensions(dimensions, self.pooling, context.parts.spec.hidden_size)
-
-    def wait(self) -> Output | list[Output]:
-        return self._results(self.collector.wait())
-
-    async def wait_async(self) -> Output | list[Output]:
-        return self._results(await self.collector.wait_async())
-
-    def _results(self, outputs: Output | list[Output]) -> Output | list[Output]:
-        found = [outputs] if isinstance(outputs, dict) else outputs
-        results = [self._result(output, state) for output, state in zip(found, self.collector.states, strict=True)]
-        return results[0] if isinstance(outputs, dict) else results
-
-    def _result(self, output: Output, state: RequestState) -> Output:
-        vector = state.embedding
-        if vector is None:  # it was aborted, as its finish reason tells
-            embedding = None
-        else:
-            embedding = vector.tolist() if self.classifies else finish_vector(vector, self.pooling, self.dimensions)
+    def embedding(output: Output, state: RequestState) -> Output:
+        """None as the vector of one that was aborted, as its finish reason tells."""
+        vector = None if state.embedding is None else state.embedding.tolist()
+        if state.embedding is not None and not classifies:
+            vector = finish_vector(state.embedding, pooling, dimensions)
         meta = {key: value for key, value in output["meta_info"].items() if key not in OF_DRAWING}
-        return {"embedding": embedding, "meta_info": meta}
+        return {"embedding": vector, "meta_info": meta}
+
+    pool = "last" if classifies else pooling.pool  # transformers' classifiers look at the last token
+    pooled = {"pool": pool, "head": head and classifies}
+    requests, turns, single = process_input(context, as_generate(context, req), pooled)
+    return OutputCollector(context, requests, turns, stream=False, single=single, loop=loop, result=embedding)
 
 
 def pooling_of(context: EngineContext) -> Pooling:

@@ -10,7 +10,7 @@ from fengine.api import admin, weights
 from fengine.api.arguments import checked_calls, described_by, record_of, takes
 from fengine.api.chat import Chat, chat_ids, further, render_chat
 from fengine.api.collector import AsyncStream, OutputCollector, Stream
-from fengine.api.encode import EncodeCollector, pair_ids, rerank_scores
+from fengine.api.encode import pair_ids, rerank_scores, submit_encode
 from fengine.api.features import FEATURES
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
@@ -204,8 +204,8 @@ class Engine:
         self._refuse_own_thread()
         if not self._parts.spec.generates:
             raise InvalidRequestError("this is an embedding model or classifier, which generates no text; use encode.")
-        requests, single = process_input(self._context, req)
-        return OutputCollector(self._context, requests, stream=req.stream, single=single, loop=loop, **how)
+        requests, turns, single = process_input(self._context, req)
+        return OutputCollector(self._context, requests, turns, stream=req.stream, single=single, loop=loop, **how)
 
     def _refuse_own_thread(self) -> None:
         if self._parts.core.owns_thread():
@@ -297,10 +297,10 @@ class Engine:
 
     def submit_encode(
         self, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None, head: bool = True
-    ) -> EncodeCollector:
+    ) -> OutputCollector:
         """Checks a call and queues its requests, as `submit` does. `head=False` leaves a classifier's head out."""
         self._refuse_own_thread()
-        return EncodeCollector(self._context, req, loop, head)
+        return submit_encode(self._context, req, loop, head)
 
     def rerank(self, prompt: list[list[str]]) -> list[EncodeOutput]:
         """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification.

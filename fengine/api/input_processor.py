@@ -5,10 +5,10 @@ Nothing is queued here. Every error names value, limit and remedy; those of seve
 
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from fengine.api.io_struct import GenerateReqInput, PromptInput, split_batch
+from fengine.api.io_struct import GenerateReqInput, split_batch
 from fengine.api.options import (
     EngineContext,
     adapter_of,
@@ -23,7 +23,6 @@ from fengine.api.options import (
 from fengine.api.sessions import Turn
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
-from fengine.core.scalars import flag
 from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
 from fengine.tokenizer.stop_regex import compile_patterns
@@ -31,19 +30,11 @@ from fengine.tokenizer.stop_regex import compile_patterns
 PLAIN = frozenset((int, float, bool, str, type(None)))  # equal values of one of these types mean the same
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request that may be queued, and what its output must hold besides text and ids."""
-
-    request: Request
-    return_logprob: bool = False
-    turn: Turn | None = None  # of a session
-
-
 def process_input(
     context: EngineContext, req: GenerateReqInput, pooled: dict[str, Any] | None = None
-) -> tuple[list[CheckedRequest], bool]:
-    """The requests of a call, prompt-major, and whether it was a single prompt with a single sample.
+) -> tuple[list[Request], dict[str, Turn], bool]:
+    """The requests of a call, prompt-major; the turns of sessions among them, by rid; and whether it was a single
+    prompt with a single sample.
 
     Every prompt is checked before any is queued; all that fail are reported with their index. `pooled`: they are for
     embeddings, and these are their further parameters. Modifies: `context.indices`.
@@ -51,7 +42,8 @@ def process_input(
     """
     prompts, single = split_batch(req, {} if pooled else context.preferred)
     first = 0 if pooled else context.indices.take(len(prompts))
-    checked: list[CheckedRequest] = []
+    requests: list[Request] = []
+    turns: dict[str, Turn] = {}
     errors: list[tuple[int, FengineError]] = []
     known: dict[Hashable, SamplingParams] = {}  # most calls give all prompts the same ones
     for i, prompt in enumerate(prompts):
@@ -59,15 +51,15 @@ def process_input(
             if (key := _key(prompt.sampling_params)) not in known:
                 known[key] = SamplingParams.of(prompt.sampling_params, context.parts.spec.vocab_size)
                 compile_patterns(known[key].stop_regex)
-            checked += _check(context, prompt, known[key], first + i)
+            requests += _check(context, prompt, known[key], first + i, turns)
         except FengineError as error:
             errors.append((i, error))
     if errors:
         raise _together(errors, len(prompts))
     if pooled is not None:
-        for one in checked:
-            one.request.params = replace(one.request.params, **pooled)
-    return checked, single
+        for request in requests:
+            request.params = replace(request.params, **pooled)
+    return requests, turns, single
 
 
 def _together(errors: Sequence[tuple[int, FengineError]], count: int) -> FengineError:
@@ -86,43 +78,40 @@ def _key(sampling: Any) -> Hashable:
     return id(sampling)
 
 
-def _check(context: EngineContext, prompt: PromptInput, params: SamplingParams, index: int) -> list[CheckedRequest]:
+def _check(
+    context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, index: int, turns: dict[str, Turn]
+) -> list[Request]:
     """The requests of one prompt, one for each sample. `params` are `prompt.sampling_params`, checked.
 
-    Errors: InvalidRequestError and its kinds.
+    Modifies: `turns`. Errors: InvalidRequestError and its kinds.
     """
     parts = context.parts
     _refuse_without_text(parts, params)
-    ids, turn = _ids(context, prompt)
+    ids = _ids(context, prompt, turns)
     ids = _fitting(context, ids, params.max_new_tokens == 0 and prompt.return_logprob is True)
     sampling = prompt.sampling_params
     explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
     most = _room(context, params, len(ids), explicit)
-    return_logprob = flag("return_logprob", prompt.return_logprob)
-    asked = [request_params(context, prompt, params, len(ids), return_logprob) for _ in prompt.rids]
+    asked = [request_params(context, prompt, params, len(ids)) for _ in prompt.rid]
     check_amount(asked[0], len(asked), len(ids), most)
     early_ids = end_ids(context, params) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
     adapter = adapter_of(parts, prompt.lora_path)
     salt, priority = salt_of(prompt.cache_salt), priority_of(context.args, prompt.priority)
     return [
-        CheckedRequest(
-            Request(
-                rid=rid,
-                prompt_len=len(ids),
-                token_ids=list(ids) if sample else ids,
-                params=own,
-                seed=_seed(parts.config.random_seed, params, index, sample),
-                max_new_tokens=most,
-                stop_ids=stop_ids(context, params),
-                cache_salt=salt,
-                priority=priority,
-                adapter=adapter,
-                early_ids=early_ids,
-            ),
-            return_logprob,
-            turn,
+        Request(
+            rid=rid,
+            prompt_len=len(ids),
+            token_ids=list(ids) if sample else ids,
+            params=own,
+            seed=_seed(parts.config.random_seed, params, index, sample),
+            max_new_tokens=most,
+            stop_ids=stop_ids(context, params),
+            cache_salt=salt,
+            priority=priority,
+            adapter=adapter,
+            early_ids=early_ids,
         )
-        for sample, (rid, own) in enumerate(zip(prompt.rids, asked, strict=True))
+        for sample, (rid, own) in enumerate(zip(prompt.rid, asked, strict=True))
     ]
 
 
@@ -136,7 +125,7 @@ def _seed(engine_seed: int, params: SamplingParams, index: int, sample: int) -> 
 # -- the prompt --------------------------------------------------------------------------------------------------------
 
 
-def prompt_ids(parts: Parts, prompt: PromptInput) -> list[int]:
+def prompt_ids(parts: Parts, prompt: GenerateReqInput) -> list[int]:
     """The prompt as ids within the width of the logits."""
     vocab_size, tokenizer = parts.spec.vocab_size, parts.tokenizer
     if prompt.input_ids is not None:
@@ -151,17 +140,18 @@ def prompt_ids(parts: Parts, prompt: PromptInput) -> list[int]:
     return check_ids(ids, vocab_size)
 
 
-def _ids(context: EngineContext, prompt: PromptInput) -> tuple[list[int], Turn | None]:
-    """All prompt ids; of a session's turn those of its context, too."""
+def _ids(context: EngineContext, prompt: GenerateReqInput, turns: dict[str, Turn]) -> list[int]:
+    """All prompt ids; of a session's turn, which goes to `turns`, those of its context, too."""
     ids = prompt_ids(context.parts, prompt)
     if prompt.session_params is None:
-        return ids, None
+        return ids
     bos_id = None if context.parts.tokenizer is None else context.parts.tokenizer.bos_id
-    turn = context.sessions.prepare(prompt.session_params, ids, prompt.rids[0], bos_id)
+    turn = context.sessions.prepare(prompt.session_params, ids, prompt.rid[0], bos_id)
     ids = turn.prompt_ids()
     if not ids:
         raise InvalidRequestError("session_params['offset'] leaves nothing of the context, and the prompt is empty.")
-    return ids, turn
+    turns[turn.rid] = turn
+    return ids
 
 
 def _fitting(context: EngineContext, ids: list[int], read_only: bool) -> list[int]:

@@ -42,7 +42,7 @@ PER_PROMPT_LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num"
 class GenerateReqInput:
     """One `generate` call, its fields in the order of `Engine.generate`, where `text` is called `prompt`.
 
-    Nothing is checked here; `InputProcessor.requests` does.
+    Nothing is checked here; `process_input` does.
     """
 
     text: Any = None  # str, or a list of str
@@ -98,30 +98,11 @@ class EncodeReqInput:
     input_ids: Any = field(default=None, kw_only=True, metadata={"call": False})
 
 
-@dataclass(frozen=True, slots=True)
-class PromptInput:
-    """One prompt of a call, not yet checked against the model; GenerateReqInput's names. A rid for each sample."""
+def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[list[GenerateReqInput], bool]:
+    """A call of one prompt for each of them, and whether it was a single one with a single sample.
 
-    text: Any
-    input_ids: Any
-    sampling_params: Any
-    rids: tuple[str, ...]
-    return_logprob: Any
-    logprob_start_len: Any
-    top_logprobs_num: Any
-    token_ids_logprob: Any
-    return_hidden_states: Any
-    custom_logit_processor: Any
-    session_params: Any
-    priority: Any
-    cache_salt: Any
-    lora_path: Any
-
-
-def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[list[PromptInput], bool]:
-    """The prompts of a call, and whether it was a single one with a single sample.
-
-    `preferred` are sampling parameters that hold where the call gives none.
+    Nothing of a prompt is checked against the model; `rid` is a tuple with one for each sample. `preferred` are
+    sampling parameters that hold where the call gives none.
     Errors: InvalidRequestError, UnsupportedFeatureError.
     """
     req = replace(req, **{f.name: plain(getattr(req, f.name)) for f in fields(req)})
@@ -140,16 +121,10 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
     columns = {name: per_prompt(name, getattr(req, name), count) for name in _PER_PROMPT}
     columns["token_ids_logprob"] = _id_lists(req.token_ids_logprob, count)
     columns["session_params"] = _sessions(req, count, samples)
-    columns |= {"sampling_params": sampling, "rids": _rids(req.rid, count, samples, single)}
-    prompts = [
-        PromptInput(
-            text=value if text else None,
-            input_ids=None if text else value,
-            **{name: column[i] for name, column in columns.items()},
-        )
-        for i, value in enumerate(values)
-    ]
-    return prompts, single and samples == 1
+    columns |= {"sampling_params": sampling, "rid": _rids(req.rid, count, samples, single)}
+    columns["text" if text else "input_ids"] = values
+    rows = zip(*columns.values(), strict=True)
+    return [GenerateReqInput(**dict(zip(columns, row, strict=True))) for row in rows], single and samples == 1
 
 
 _PER_PROMPT = (
@@ -266,21 +241,25 @@ def _refuse_lists(req: GenerateReqInput) -> None:
 
 def _rids(rid: Any, count: int, samples: int, single: bool) -> list[tuple[str, ...]]:
     """Request ids, one for each sample. Several samples of a prompt get new ones, as in SGLang."""
-    rids: list[str]
-    if rid is None:
-        rids = [uuid.uuid4().hex for _ in range(count)]
-    elif isinstance(rid, str):
-        rids = [rid] if single else [f"{rid}_{i}" for i in range(count)]
-    else:
-        rids = per_prompt("rid", rid, count) if isinstance(rid, list) else []
-        if not isinstance(rid, list) or any(not isinstance(r, str) for r in rids):
-            raise InvalidRequestError(f"rid must be a string or a list of strings, got {rid!r:.200}.")
-        if len(set(rids)) != len(rids):
-            twice = sorted(r for r, times in Counter(rids).items() if times > 1)
-            raise InvalidRequestError(f"Duplicate request IDs detected within the request: {twice[:20]}")
-    if samples == 1:
+    rids = _given_rids(rid, count, single)
+    if rids is not None and samples == 1:
         return [(r,) for r in rids]
     return [tuple(uuid.uuid4().hex for _ in range(samples)) for _ in range(count)]
+
+
+def _given_rids(rid: Any, count: int, single: bool) -> list[str] | None:
+    """One for each prompt; None where none are given. Errors: InvalidRequestError."""
+    if rid is None:
+        return None
+    if isinstance(rid, str):
+        return [rid] if single else [f"{rid}_{i}" for i in range(count)]
+    rids = per_prompt("rid", rid, count) if isinstance(rid, list) else []
+    if not isinstance(rid, list) or any(not isinstance(r, str) for r in rids):
+        raise InvalidRequestError(f"rid must be a string or a list of strings, got {rid!r:.200}.")
+    if len(set(rids)) != len(rids):
+        twice = sorted(r for r, times in Counter(rids).items() if times > 1)
+        raise InvalidRequestError(f"Duplicate request IDs detected within the request: {twice[:20]}")
+    return rids
 
 
 def _sessions(req: GenerateReqInput, count: int, samples: int) -> list[Any]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fengine.api.io_struct import PromptInput
+from fengine.api.io_struct import GenerateReqInput
 from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
 from fengine.core.parameters import json_like
 from fengine.core.request import Adapter, SamplingParams
-from fengine.core.scalars import exact_int, integer, told
+from fengine.core.scalars import exact_int, flag, integer, told
 from fengine.engine.parts import Parts
 from fengine.errors import FengineError, GrammarError, InvalidRequestError
 from fengine.structured_output.backend import Grammar, Grammars, Source
@@ -93,29 +93,27 @@ def stop_ids(context: EngineContext, params: SamplingParams) -> frozenset[int]:
 
 
 def request_params(
-    context: EngineContext, prompt: PromptInput, params: SamplingParams, count: int, return_logprob: bool
+    context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, count: int
 ) -> SamplingParams:  # fmt: skip
     """`params` with what the call's other arguments ask for, a request's own copy.
 
     Logprob options are checked in any case and, as in SGLang, have an effect only with return_logprob.
     Errors: InvalidRequestError.
     """
-    vocab_size = context.parts.spec.vocab_size
+    vocab_size, return_logprob = context.parts.spec.vocab_size, flag("return_logprob", prompt.return_logprob)
     start = _logprob_start(prompt.logprob_start_len, count)
     top = _top_logprobs(prompt.top_logprobs_num, vocab_size)
     ids = _logprob_ids(prompt.token_ids_logprob, vocab_size)
     asked = {
         "processor": _processor(context, prompt.custom_logit_processor),
         "grammar": _grammar(context, params),
-        "logprob_start": start if return_logprob else None,
-        "top_logprobs": top if return_logprob else 0,
-        "logprob_ids": ids if return_logprob else (),
         "hidden": _hidden(context.args, prompt.return_hidden_states),
     }
+    if return_logprob:
+        asked |= {"return_logprob": True, "logprob_start": start, "top_logprobs": top, "logprob_ids": ids}
     if asked["processor"] is not None:
         asked["custom_params"] = json_like(params.custom_params or {}, "custom_params")
-    plain = asked["processor"] is None and asked["grammar"] is None and not asked["hidden"] and not return_logprob
-    return params if plain else replace(params, **asked)
+    return replace(params, **asked) if any(value is not None for value in asked.values()) else params
 
 
 def _grammar(context: EngineContext, params: SamplingParams) -> Grammar | None:

@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fengine.core.request import Request
-from fengine.engine.request_state import RequestState, version_spans
+from fengine.engine.request_state import RequestOutput, RequestState, version_spans
 
 Output = dict[str, Any]  # types.GenerateOutput or EncodeOutput, while it is made
 
@@ -69,45 +68,34 @@ class FloatList(np.ndarray):
         return sum(value == item for item in self)
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """How much of a request an output shows: characters and tokens from .. to. `done`: nothing follows."""
-
-    text: str
-    count: int
-    text_from: int = 0
-    count_from: int = 0
-    done: bool = False
-
-
 def output_of(
-    state: RequestState, shown: Shown, *, return_logprob: bool, has_text: bool, metrics: bool, brief: bool = False
-) -> Output:
-    """SGLang's dict for one request: everything so far, or with a `from` what is new. Pure but for the clock.
+    state: RequestState, output: RequestOutput, before: RequestOutput, *, has_text: bool, metrics: bool,
+    brief: bool = False,
+) -> Output:  # fmt: skip
+    """SGLang's dict for one request: what `output` has and `before` has not. Pure but for the clock.
 
     `brief`: `meta_info` has no more than `finish_reason` and what was asked for of each token.
     """
-    request, start = state.request, state.request.prompt_len
-    ids = request.token_ids[start + shown.count_from : start + shown.count]
-    meta = {"finish_reason": None} if brief else _meta(state, shown) | _speculation(request, shown.count)
-    if return_logprob:
-        meta |= _logprobs(state, shown.count_from, shown.count, ids)
+    request, start, count = state.request, state.request.prompt_len, output.num_tokens
+    ids = request.token_ids[start + before.num_tokens : start + count]
+    meta = {"finish_reason": None} if brief else _meta(request, output) | _speculation(request, count)
+    if request.params.return_logprob:
+        meta |= _logprobs(state, before.num_tokens, count, ids)
     if request.params.hidden is not None:
-        meta["hidden_states"] = _hidden(state, shown.count)
-    if shown.done:
-        meta |= _times(state, shown.count, metrics)
-    output: Output = {"text": shown.text[shown.text_from :]} if has_text else {}
-    return output | {"output_ids": ids, "meta_info": meta}
+        meta["hidden_states"] = _hidden(state, count)
+    if output.finish is not None:
+        meta |= _times(state, count, metrics)
+    found: Output = {"text": output.text[len(before.text) :]} if has_text else {}
+    return found | {"output_ids": ids, "meta_info": meta}
 
 
-def _meta(state: RequestState, shown: Shown) -> dict[str, Any]:
-    request = state.request
-    spans = version_spans(request, shown.count)
+def _meta(request: Request, output: RequestOutput) -> dict[str, Any]:
+    spans = version_spans(request, output.num_tokens)
     return {
         "id": request.rid,
-        "finish_reason": state.finish.as_dict() if shown.done and state.finish is not None else None,
+        "finish_reason": None if output.finish is None else output.finish.as_dict(),
         "prompt_tokens": request.prompt_len,
-        "completion_tokens": shown.count,
+        "completion_tokens": output.num_tokens,
         "reasoning_tokens": 0,
         "cached_tokens": request.num_cached,
         "cached_tokens_details": {"device": request.num_cached, "host": 0},

@@ -100,8 +100,9 @@ class Turn:
         if state is None or not (state.done or state.abandoned):
             return now
         start = state.request.prompt_len
-        self.aborted = state.error is not None or state.finish is None or state.finish.kind == "abort"
-        self.output = None if self.aborted else state.request.token_ids[start : start + state.num_tokens]
+        finish = state.output.finish
+        self.aborted = state.error is not None or finish is None or finish.kind == "abort"
+        self.output = None if self.aborted else state.request.token_ids[start : start + state.output.num_tokens]
         self.state = None
         return now if state.finished is None else state.finished
 

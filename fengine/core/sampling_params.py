@@ -99,6 +99,7 @@ class SamplingParams:
 
     processor: Any = None  # (logits [1, V], [custom_params]) -> logits; may write to them
     grammar: Any = None  # the compiled form of `grammar_key`
+    return_logprob: bool = False  # logprobs, those of the drawn tokens at least, are told
     logprob_start: int | None = None  # first prompt position whose input logprob is wanted; None: none
     top_logprobs: int = 0
     logprob_ids: tuple[int, ...] = ()

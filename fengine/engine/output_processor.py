@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from fengine.core.request import Finish, Request
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.engine.request_state import RequestState
+from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.engine.threads import REAL, Threads
 from fengine.errors import EngineDeadError, FengineError, InvalidRequestError, NumericsError
 
@@ -88,7 +88,7 @@ class OutputProcessor:
         live = [
             (state, state.request.num_output)
             for state in self.live.values()
-            if state.quiet_until <= now and state.request.num_output > state.num_tokens
+            if state.quiet_until <= now and state.request.num_output > state.output.num_tokens
         ]
         if live or finished:
             self.steps.put((live, [self.forget(request) for request in finished]))
@@ -124,7 +124,7 @@ class OutputProcessor:
                 if not state.done:
                     self._push(state, known)
             for state in step[1]:
-                if state.finish is None:
+                if state.output.finish is None:
                     self._finish(state)
             step = state = None  # an idle engine keeps nothing of the requests that it had
 
@@ -134,28 +134,30 @@ class OutputProcessor:
         if request.finish is not None:
             known = min(known, request.num_output)
         try:
-            finish = self._read(state, known)
+            output = self._read(state, known)
         except Exception as error:
             self._fail(state, error)
         else:
-            if finish is not None:
-                state.finished = state.now()
-                state.finish = finish  # last: the caller may look at any moment
+            if output.finish is not None:
+                state.finished = state.now()  # before the caller may see that it has
                 self.abort_later([state])
-            if finish is not None or request.finish is None:
+            state.output = output
+            if output.finish is not None or request.finish is None:
                 self._tell(state)
 
-    def _read(self, state: RequestState, known: int, last: bool = False) -> Finish | None:
-        """Takes in output tokens up to `known`. Returns what in the text ends the request. Modifies: the state."""
-        request, detokenizer, (text, had) = state.request, state.detokenizer, state.seen
+    def _read(self, state: RequestState, known: int, finish: Finish | None = None) -> RequestOutput:
+        """The output with tokens up to `known`; `finish`: these are all. What ends the request in its text comes before
+        that. Modifies: the detokenizer."""
+        request, detokenizer, text, had = state.request, state.detokenizer, state.output.text, state.output.num_tokens
         matched = None
         if detokenizer is not None:
             fresh = request.token_ids[request.prompt_len + had : request.prompt_len + known]
             text += detokenizer.push(fresh, trim_last=known == request.num_output and ends_in_stop_token(request))
-            text += detokenizer.finish() if last else ""
+            text += "" if finish is None else detokenizer.finish()
             matched = detokenizer.matched_tokens  # fewer than known, if more tokens came with those that matched
-        state.seen = (text, known if matched is None else matched)
-        return None if detokenizer is None or matched is None else Finish("stop", matched=detokenizer.matched)
+        if detokenizer is None or matched is None:
+            return RequestOutput(text, known, finish)
+        return RequestOutput(text, matched, Finish("stop", matched=detokenizer.matched))
 
     def _tell(self, state: RequestState) -> None:
         done = state.done
@@ -177,7 +179,7 @@ class OutputProcessor:
                 state.error = NumericsError(f"request {request.rid!r}: {request.finish.message}")
             else:
                 try:
-                    state.finish = self._read(state, request.num_output, last=True) or request.finish
+                    state.output = self._read(state, request.num_output, request.finish)
                 except Exception as error:
                     self._fail(state, error, notify=False)
         self._tell(state)

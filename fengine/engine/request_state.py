@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,6 +32,14 @@ class Detokenizer(Protocol):
     def finish(self) -> str: ...
 
 
+class RequestOutput(NamedTuple):
+    """What a caller may see of a request: text and number of output tokens so far; `finish` once it has ended."""
+
+    text: str = ""
+    num_tokens: int = 0
+    finish: Finish | None = None
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """Written by the loop and the text thread, read by the caller after `notify`.
@@ -45,8 +53,7 @@ class RequestState:
     notify: Callable[["RequestState"], None]
     now: Callable[[], float] = time.perf_counter  # the clock of its moments
     quiet_until: float = 0.0  # nobody wants to know of its tokens before, unless it has ended
-    seen: tuple[str, int] = ("", 0)  # text, and number of output tokens, that the caller may see; replaced as one
-    finish: Finish | None = None
+    output: RequestOutput = RequestOutput()  # replaced as one, for the caller may look at any moment
     error: FengineError | None = None
     received: float = field(default_factory=time.time)  # the moment of `submitted`; the others are of `now`
     submitted: float = field(default_factory=time.perf_counter)
@@ -68,11 +75,7 @@ class RequestState:
 
     @property
     def done(self) -> bool:
-        return self.finish is not None or self.error is not None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.seen[1]
+        return self.output.finish is not None or self.error is not None
 
     @property
     def stops_in_text(self) -> bool:

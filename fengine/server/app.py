@@ -102,7 +102,7 @@ class Routes:
         try:
             outputs = await service.outputs(call.wait_async(), gone(request.receive))
         finally:
-            service.end(call.collector)
+            service.end(call)
         return JSONResponse(embeddings.answer(outputs, service.adapter_of(body) or service.model, as_base64))
 
     async def tokenize(self, request: Request) -> Response:

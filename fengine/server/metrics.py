@@ -69,11 +69,11 @@ class Meter:
 
     def ended(self, state: RequestState) -> None:
         """Counts one row of a request, however it ended."""
-        finish, request = state.finish, state.request
+        finish, request = state.output.finish, state.request
         reason = "error" if state.error is not None else "abort" if finish is None else finish.kind
         self.finished[reason] += 1
         self.prompt_tokens += request.prompt_len
-        drawn, add = state.num_tokens, self.histograms
+        drawn, add = state.output.num_tokens, self.histograms
         add["request_prompt_tokens"].add(request.prompt_len)
         add["request_generation_tokens"].add(drawn)
         if state.started is not None:

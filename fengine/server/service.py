@@ -15,7 +15,6 @@ import torch
 
 from fengine import __version__
 from fengine.api.collector import OutputCollector
-from fengine.api.encode import EncodeCollector
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
@@ -119,13 +118,13 @@ class Service:
         except Exception as error:
             raise api_error_of(error, body, words) from error
 
-    async def encode(self, body: Mapping[str, Any]) -> tuple[EncodeCollector, bool]:
+    async def encode(self, body: Mapping[str, Any]) -> tuple[OutputCollector, bool]:
         """A body of embeddings, checked and queued, and whether base64 is wanted; `end` its call. Errors: ApiError."""
         adapter = self.adapter_of(body)
         begin = partial(self._begin_encode, body, adapter, asyncio.get_running_loop())
-        return await self._in_thread(begin, lambda begun: self.end(begun[0].collector))
+        return await self._in_thread(begin, lambda begun: self.end(begun[0]))
 
-    def _begin_encode(self, body: Mapping[str, Any], adapter: str | None, loop: Any) -> tuple[EncodeCollector, bool]:
+    def _begin_encode(self, body: Mapping[str, Any], adapter: str | None, loop: Any) -> tuple[OutputCollector, bool]:
         try:
             arguments, prompts, as_base64 = embeddings.read(body)
             req = EncodeReqInput(**arguments, lora_path=adapter)

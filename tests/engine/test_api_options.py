@@ -59,7 +59,7 @@ def test_a_plain_request_carries_nothing(asked: Any) -> None:
     }  # fmt: skip
     for sampling in (None, {}, off, dict.fromkeys(off)):
         (request,) = asked(input_ids=[1, 2], sampling_params=sampling, return_logprob=True, logprob_start_len=-1)
-        assert request.params.bare and request.record is None
+        assert request.params.bare
         assert request.cache_salt is None and request.priority == 0
     (request,) = asked(
         input_ids=[1], logprob_start_len=0, top_logprobs_num=5, token_ids_logprob=[3]
@@ -79,10 +79,10 @@ def test_everything_asked_for_is_in_the_parameters(asked: Any) -> None:
     )  # fmt: skip
     assert request.params == SamplingParams(
         frequency_penalty=0.5, presence_penalty=-1.0, repetition_penalty=1.25, logit_bias=((3, -2.5), (7, 1.0)),
-        processor=identity, custom_params={"deep": [1, {"x": 2}]}, logprob_start=1, top_logprobs=2,
-        logprob_ids=(5, 4, 5), hidden="last",
+        processor=identity, custom_params={"deep": [1, {"x": 2}]}, return_logprob=True, logprob_start=1,
+        top_logprobs=2, logprob_ids=(5, 4, 5), hidden="last",
     )  # fmt: skip
-    assert request.record is not None and (request.cache_salt, request.priority) == ("mine", 3)
+    assert (request.cache_salt, request.priority) == ("mine", 3)
     sampling["custom_params"]["deep"][1]["x"] = 9
     assert request.params.custom_params == {"deep": [1, {"x": 2}]}
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fengine.api.engine import Engine
-from fengine.api.outputs import FloatList, Shown, output_of
+from fengine.api.outputs import FloatList, output_of
 from fengine.api.server_args import ServerArgs
 from fengine.core.request import Finish, Request, SamplingParams
-from fengine.engine.request_state import RequestState
+from fengine.engine.request_state import RequestOutput, RequestState
 
 BASE = {
     "id", "finish_reason", "prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens",
@@ -37,15 +37,18 @@ def made(
         max_new_tokens=9, stop_ids=frozenset(), logprobs=[-0.5 * i for i in range(drawn)],
         unasked=unasked, num_cached=2, num_preempted=1, versions=(("default", 0),),
     )  # fmt: skip
-    state = RequestState(request, None, False, lambda _: None, seen=("abcdef", drawn), **found)
+    output = RequestOutput("abcdef", drawn, Finish("length", length=drawn))
+    state = RequestState(request, None, False, lambda _: None, output=output, **found)
     state.started, state.first_token = state.submitted + 1, state.submitted + 2
-    state.finished, state.finish = state.submitted + 4, Finish("length", length=drawn)
+    state.finished = state.submitted + 4
     return state
 
 
-def shown(state: RequestState, seen: Shown | None = None, **more: bool) -> dict[str, Any]:
-    options = {"return_logprob": False, "has_text": True, "metrics": False} | more
-    return output_of(state, seen or Shown("abcdef", state.num_tokens, done=True), **options)
+def shown(
+    state: RequestState, output: RequestOutput | None = None, before: RequestOutput | None = None, **more: bool
+) -> dict[str, Any]:
+    options = {"has_text": True, "metrics": False} | more
+    return output_of(state, output or state.output, before or RequestOutput(), **options)
 
 
 def test_the_keys_of_a_plain_result() -> None:
@@ -79,7 +82,7 @@ def test_metrics_add_times_that_fit_together() -> None:
 
 
 def test_what_runs_has_no_finish_and_no_times() -> None:
-    meta = shown(made(), Shown("abc", 2))["meta_info"]
+    meta = shown(made(), RequestOutput("abc", 2))["meta_info"]
     assert set(meta) == BASE and meta["finish_reason"] is None and meta["completion_tokens"] == 2
 
 
@@ -91,11 +94,11 @@ def test_versions_of_weights_in_spans() -> None:
     assert meta["weight_versions"] == [
         {"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3},
     ]  # fmt: skip
-    assert shown(state, Shown("a", 1))["meta_info"]["weight_version"] == "v1"
+    assert shown(state, RequestOutput("a", 1))["meta_info"]["weight_version"] == "v1"
 
 
 def test_logprobs_of_the_output_alone() -> None:
-    meta = shown(made(), return_logprob=True)["meta_info"]
+    meta = shown(made(SamplingParams(return_logprob=True)))["meta_info"]
     assert set(meta) == BASE | FINAL | LOGPROBS
     assert meta["input_token_logprobs"] == [] and meta["output_token_logprobs_length"] == 3
     assert meta["output_token_logprobs"] == [(-0.0, 10, None), (-0.5, 11, None), (-1.0, 12, None)]
@@ -110,11 +113,11 @@ def full() -> RequestState:
         output_top=[[(-0.1, 10), (-2.5, 4)]] * 4,  # one more than is shown yet
         output_ids=[[(-9.0, 5)]] * 4,
     )
-    return made(SamplingParams(logprob_start=1, top_logprobs=2, logprob_ids=(5,)), **found)
+    return made(SamplingParams(return_logprob=True, logprob_start=1, top_logprobs=2, logprob_ids=(5,)), **found)
 
 
 def test_logprobs_of_all_kinds() -> None:
-    meta = shown(full(), return_logprob=True)["meta_info"]
+    meta = shown(full())["meta_info"]
     assert meta["input_token_logprobs"] == [(None, 2, None), (-1.5, 3, None)]
     assert meta["input_top_logprobs"] == [None, [(-1.0, 7, None), (-2.0, 8, None)]]
     assert meta["output_top_logprobs"] == [[(-0.1, 10, None), (-2.5, 4, None)]] * 3
@@ -123,7 +126,7 @@ def test_logprobs_of_all_kinds() -> None:
 
 
 def test_a_delta_holds_what_is_new_of_text_ids_and_output_logprobs() -> None:
-    output = shown(full(), Shown("abcdef", 3, text_from=4, count_from=1), return_logprob=True)
+    output = shown(full(), RequestOutput("abcdef", 3), RequestOutput("abcd", 1))
     meta = output["meta_info"]
     assert (output["text"], output["output_ids"], meta["completion_tokens"]) == ("ef", [11, 12], 3)
     assert [token for _, token, _ in meta["output_token_logprobs"]] == [11, 12]
@@ -131,9 +134,9 @@ def test_a_delta_holds_what_is_new_of_text_ids_and_output_logprobs() -> None:
 
 
 def test_a_request_for_no_tokens_tells_of_the_one_that_was_drawn() -> None:
-    asked = SamplingParams(logprob_ids=(5,))
+    asked = SamplingParams(return_logprob=True, logprob_ids=(5,))
     state = made(asked, drawn=0, unasked=(-0.25, 42), output_ids=[[(-1.0, 5)]])
-    meta = shown(state, return_logprob=True)["meta_info"]
+    meta = shown(state)["meta_info"]
     assert meta["output_token_logprobs"] == [(-0.25, 42, None)] and meta["completion_tokens"] == 0
     assert meta["output_token_ids_logprobs"] == [[(-1.0, 5, None)]]
 
@@ -151,7 +154,7 @@ def test_hidden_states_full_and_last() -> None:
         4,
         5,
     ]
-    seen = shown(made(SamplingParams(hidden="full"), hidden=states), Shown("", 2))["meta_info"]["hidden_states"]
+    seen = shown(made(SamplingParams(hidden="full"), hidden=states), RequestOutput("", 2))["meta_info"]["hidden_states"]
     assert len(seen) == 2
     assert "hidden_states" not in shown(full())["meta_info"]
 

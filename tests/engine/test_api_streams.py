@@ -342,7 +342,7 @@ def test_whatever_fails_in_a_notification_ends_one_request_only() -> None:
     def broken(_: RequestState) -> None:
         raise RuntimeError("Event loop is closed")
 
-    bad, good = state("bad", broken), state("good", lambda t: told.append(t.num_tokens))
+    bad, good = state("bad", broken), state("good", lambda t: told.append(t.output.num_tokens))
     text.steps.put(([(bad, 1), (good, 1)], []))
     text.steps.put(([(good, 2)], [bad]))
     text.steps.put(None)

@@ -137,13 +137,12 @@ def test_a_stream_shows_no_token_behind_a_stop_string(llm: sgl.Engine) -> None:
     class Watched(RequestState):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
-            if name == "seen":
-                seen.append(value)
-            if name == "finish" and value is not None:
-                assert self.finished is not None
+            if name == "output":
+                seen.append(value[:2])
+                assert value.finish is None or self.finished is not None
 
     state = Watched(request, Detokenizer(llm.tokenizer, params), True, lambda _: None)
     llm._parts.core.requests._push(state, len(answer))
-    assert state.finish == Finish("stop", matched=" two")
+    assert state.output.finish == Finish("stop", matched=" two")
     assert [text for text, _ in seen] == ["", "one"] and 0 < seen[-1][1] < len(answer)
     assert " two" in llm.tokenizer.decode(answer[: seen[-1][1]])
