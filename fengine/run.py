@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 from fengine.errors import ConfigError
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
-from fengine.eval.commands import diff, evaluate, lm_eval, merge, prompts, report, rerun, serve, verify
+from fengine.eval.commands import diff, evaluate, lm_eval, merge, report, rerun, serve, verify
 
 __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
 # The first word, and who takes those behind it. Their modules import no torch (tests/eval/test_commands.py).
@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])
-    if words and prompts.is_prompt(words[0]):
-        return prompts.main([prompts.prompt_override(words[0]), *words[1:]])
+    if words and evaluate.is_prompt(words[0]):
+        return evaluate.prompts([evaluate.prompt_override(words[0]), *words[1:]])
     if words and words[0].isidentifier() and words[0].islower():
         return ended(lambda: _refuse(words[0]))
-    return prompts.main(words)
+    return evaluate.prompts(words)
 
 
 def _refuse(word: str) -> int:

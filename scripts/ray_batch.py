@@ -38,8 +38,7 @@ from fengine.eval.runs.index import OK, RowIndex, RowTable, index_rows, reopen
 from fengine.eval.runs.journal import Journal, encode
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.shards import shard_of
-from fengine.eval.tasks.task import BadRow, Row, Task
+from fengine.eval.tasks.task import BadRow, Row, Task, shard_of
 from fengine.eval.tasks.task_config import base_directory
 
 try:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fengine.errors import InputFileError, StorageError
 from fengine.eval.runs.config import RunConfig, evaluation_of
-from fengine.eval.runs.export import Export
 from fengine.eval.runs.journal import Entry
+from fengine.eval.runs.output import Export
 from fengine.eval.runs.record import line_of
-from fengine.eval.tasks import rows as rows_file
+from fengine.eval.tasks import sources as rows_file
 from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import BadRow, Row, Task
 

@@ -1,6 +1,8 @@
 """Sweeps: one engine for points that share it, a point's failure is its own, the whole goes on where it was."""
 
+import csv
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.runs import manifest
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs.config import EVAL
-from fengine.eval.runs.sweep import PointStatus, markdown
+from fengine.eval.runs.sweep_tables import PointStatus, as_csv, markdown, over_seeds
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none"]
 ROWS = 6
@@ -77,13 +79,19 @@ def test_a_sweep_and_its_folder(engines: list[FakeEngine], capsys: pytest.Captur
     metrics = json.loads(Path("s/1/metrics.json").read_text())
     assert found[1]["metrics"] == metrics["metrics"] and (found[1]["rows"], found[1]["failed"]) == (ROWS + 1, 1)
     table = Path("s/sweep.md").read_text().splitlines()
+    assert table[0] == "Means over seeds ± their standard errors:" and table[4].startswith("| sampling.temperature=0 ")
+    table = table[table.index("All points:") + 2 :]
     assert table[0].split(" | ")[4].strip() == "exact_match" and "0.0000 ± 0.0000" in table[3] and len(table) == 6
+    lines = list(csv.DictReader(Path("s/sweep.csv").read_text().splitlines()))
+    assert [(one["sampling.temperature"], one["seed"], one["exact_match"]) for one in lines] == [
+        (t, s, "0.0") for t in ("0", "0.7") for s in "12"
+    ]
     shown = capsys.readouterr()
     assert "point 4 of 4: sampling.temperature=0.7  seed=2" in shown.err and "sweep.md" in shown.out
-    assert "1 of 7 rows failed" in shown.out and "to go on" not in shown.err
+    assert "2 of 14 rows failed" in shown.out and "to go on" not in shown.err
     assert sweep("seed=1,2") == run.FAILED
     (own,) = Path("runs").glob("*/*/sweep.json")
-    assert {p.name for p in own.parent.iterdir()} == {"0", "1", "lock", "sweep.json", "sweep.md"}
+    assert {p.name for p in own.parent.iterdir()} == {"0", "1", "lock", "sweep.csv", "sweep.json", "sweep.md"}
 
 
 def test_points_that_share_an_engine_follow_one_another(engines: list[FakeEngine]) -> None:
@@ -181,6 +189,25 @@ def test_the_table_is_told_plainly() -> None:
     good = PointStatus("a|b", "0", "ok", None, 1000, 0, {"acc": metric})
     text = markdown([good, PointStatus("c", "1", "refused", "no\nway")])
     assert text.splitlines()[2].replace(" ", "") == "|a\\|b|ok|1,000|0|0.5000|0|" and text.endswith("\nc: no\nway\n")
+
+
+def test_seeds_are_folded() -> None:
+    """Against means and standard errors by hand; a point that has not ended is told and not counted."""
+
+    def point(name: str, value: float | None, status: str = "ok") -> PointStatus:
+        metrics = None if value is None else {"acc": {"value": value, "stderr": 0.5, "n": 9}}
+        return PointStatus(name, "0", status, None, 9, 1, metrics)
+
+    swept = [point(f"task=a  x={x}  seed={seed}", x + seed / 10) for x in (1, 2) for seed in (0, 2, 4)]
+    swept += [point("task=a  x=3  seed=0", 7.0), point("task=a  x=3  seed=2", None, "failed")]
+    one, two, three = over_seeds(swept)
+    assert (one.point, one.rows, one.failed, one.status) == ("task=a  x=1  3 seeds", 27, 3, "ok")
+    assert one.metrics is not None and math.isclose(one.metrics["acc"]["value"], 1.2)
+    assert math.isclose(one.metrics["acc"]["stderr"], 0.2 / math.sqrt(3)) and one.metrics["acc"]["n"] == 3
+    assert two.metrics is not None and math.isclose(two.metrics["acc"]["value"], 2.2)
+    assert three.status == "ok, failed" and three.metrics == {"acc": {"value": 7.0, "stderr": None, "n": 1}}
+    assert over_seeds([point("x=1", 1.0), point("x=2", 1.0)]) == [], "nothing to fold"
+    assert as_csv(swept).splitlines()[1] == "a,1,0,0,ok,9,1,1.0,0.5"
 
 
 # -- composing ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from fengine.errors import ConfigError, InputFileError, UnsupportedFeatureError
 from fengine.eval.cli.compose import parse
 from fengine.eval.runs.config import EVAL
-from fengine.eval.tasks import rows as rows_file
+from fengine.eval.tasks import sources as rows_file
 from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, base_directory, check

@@ -81,7 +81,7 @@ def check_words(path: Path, source: str) -> None:
 LAZY = {
     "eval.cli.engines",
     "eval.tasks.tables",
-    "eval.report.pieces",
+    "eval.report.page",
     "structured_output.backend",
     "tokenizer.pipeline",
     "eval.commands.lm_eval",

@@ -168,6 +168,11 @@ def _names(section: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
+def leaves(section: Any) -> list[str]:
+    """Every "section.key" that has a value. Pure."""
+    return [name for name, kind in _names(section, "").items() if not dataclasses.is_dataclass(kind)]
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,7 @@
-"""`fengine eval task=NAME ...`: a task's rows through a model, kept in a run folder.
+"""`fengine eval task=NAME ...` and `fengine prompts=FILE out=FILE ...`: rows through a model, kept in a run folder.
+
+A run of prompts is an evaluation that scores nothing. Its run folder is FILE.run beside the output file, or the run's
+own directory, so that it goes on where it was interrupted, and `fengine verify`, `diff` and `report` read it.
 
 Exit codes: 0 all rows good; 1 rows failed, or the run could not go on (the engine died, the disk is full, too many
 errors); 2 usage, configuration, input, or a folder of another run; 130 interrupted; 143 terminated.
@@ -10,15 +13,42 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fengine.eval.cli import view
-from fengine.eval.cli.command import OK, composed
+from fengine.eval.cli.command import INTERRUPTED, OK, composed
 from fengine.eval.cli.compose import jobs
-from fengine.eval.cli.engines import EngineCache
-from fengine.eval.cli.schema import BadPoint, Point
-from fengine.eval.runs.config import EVAL
-from fengine.eval.runs.run import run_point
-from fengine.eval.runs.sweep import guarded, how_to_go_on, run_sweep
+from fengine.eval.cli.engines import EngineCache, model_directory
+from fengine.eval.cli.launch import quoted
+from fengine.eval.cli.schema import BadPoint, Point, Schema
+from fengine.eval.runs.config import EVAL, RUN, RunConfig, evaluation_of
+from fengine.eval.runs.digests import has_chat_template, local_directory
+from fengine.eval.runs.output import Export
+from fengine.eval.runs.run import Ended, run_point
+from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
+
+OUTPUT = "output.jsonl"  # of a run of prompts, in its own directory
+# What a run of prompts has that names none: SGLang's examples of the offline engine, and what the model in the box can.
+TEXTS = (
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+    "Once upon a time",
+    "Write a short, neutral self-introduction for a fictional character. Hello, my name is",
+    "Provide a concise factual statement about France's capital city. The capital of France is",
+    "Explain possible future trends in artificial intelligence. The future of AI is",
+    "Question: What is 27 + 48?\nAnswer:",
+    "Sort these numbers: 83, 12, 57, 30\nSorted:",
+    "Copy: river moon 42 tiger lamp ->",
+    "Sentence: Anna is 31 years old, lives in Oslo and works as a teacher.\nJSON:",
+)
+CHATS = (
+    ("Who are you?",),
+    ("What is the capital of Japan?",),
+    ("What is 90 - 35?",),
+    ("Hello, my name is Tom.", "Hello, Tom! Nice to meet you.", "What is my name?"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,19 +56,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def work(command: Namespace) -> int:
-        found = own_folders(jobs(command, EVAL))
-        with EngineCache() as engines:
-            if len(found) > 1:
-                run = partial(run_point, argv=words)
-                return run_sweep(command, EVAL, found, engines, run, partial(run_alone, words))
-            (point,) = (job for job in found if isinstance(job, Point))
-            screen = view.choose(point.config.view)
-            code, metrics = run_point(point, engines, screen, words)
-            if code != OK and metrics is None:
-                screen.note(how_to_go_on(point.directory, EVAL))
-            return code
+        return _run(command, EVAL, own_folders(jobs(command, EVAL)), partial(run_point, argv=words), words)
 
     return composed(words, EVAL, work)
+
+
+def prompts(argv: Sequence[str]) -> int:
+    """Runs `fengine` without a command's name, with these arguments, and returns the exit code."""
+
+    def work(command: Namespace) -> int:
+        return _run(command, RUN, [_in_place(job) for job in jobs(command, RUN)], partial(run_prompts, argv=argv), argv)
+
+    return composed(argv, RUN, work)
+
+
+def _run(command: Namespace, schema: Schema, found: Sequence[Point | BadPoint], run: Work, words: Sequence[str]) -> int:
+    """A run, or a sweep of them, each with `run`."""
+    with EngineCache() as engines:
+        if len(found) > 1:
+            return run_sweep(command, schema, found, engines, run, partial(run_alone, words))
+        (point,) = (job for job in found if isinstance(job, Point))
+        screen = view.choose(point.config.view)
+        code, metrics = run(point, engines, screen)
+        if code >= INTERRUPTED or (code != OK and metrics is None):
+            screen.note(how_to_go_on(point.directory, schema, point.config.out))
+        return code
 
 
 def own_folders(found: Sequence[Point | BadPoint]) -> list[Point | BadPoint]:
@@ -58,6 +100,47 @@ def run_alone(words: Sequence[str], point: Point) -> int:
     screen = view.QuietView() if point.config.view.value == "quiet" else view.PlainView()
     with EngineCache() as engines:
         return guarded(point, engines, partial(run_point, argv=words), screen)[0]
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def is_prompt(word: str) -> bool:
+    """Whether an argument is a prompt as it stands: it has a blank before any =. Pure."""
+    return any(c.isspace() for c in word.partition("=")[0].strip()) and not word.startswith("-")
+
+
+def prompt_override(text: str) -> str:
+    """The argument that gives one prompt. Pure."""
+    return f"prompts=[{quoted(text)}]"
+
+
+def builtin_rows(chats: bool) -> tuple[Any, ...]:
+    """The rows of a run that names none; `chats` is False for a model without chat template. Pure."""
+    roles = ("user", "assistant")
+    talks = [[{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)] for turns in CHATS]
+    return (*TEXTS, *({"messages": talk} for talk in talks if chats))
+
+
+def _in_place(job: Point | BadPoint) -> Any:
+    """The point with the run folder beside its output file, where one is named."""
+    if isinstance(job, BadPoint) or job.config.out is None:
+        return job
+    export = Export(job.config.out)
+    return job if export.device else replace(job, directory=export.folder)
+
+
+def run_prompts(point: Point, engines: EngineCache, screen: view.QuietView, argv: Sequence[str]) -> Ended:
+    """One run of prompts. Errors: FengineError."""
+    config: RunConfig = point.config
+    model, out = config.engine.model, point.directory / OUTPUT if config.out is None else config.out
+    inputs = config.prompts if isinstance(config.prompts, str) else None
+    export = Export(out, config.return_logprob, not model.skip_tokenizer_init, inputs)
+    rows: tuple[Any, ...] = ()
+    if config.prompts is None:
+        rows = builtin_rows(has_chat_template(local_directory(model.path) or model_directory(model)))
+    own = replace(point, config=evaluation_of(config, rows))
+    return run_point(own, engines, screen, argv, Path.cwd(), export)
 
 
 if __name__ == "__main__":

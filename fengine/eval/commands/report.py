@@ -8,8 +8,7 @@ from fengine.eval.cli import command
 from fengine.eval.cli.command import OK
 from fengine.eval.cli.view import place
 from fengine.eval.records.records import runs_of
-from fengine.eval.report.assemble import report_data
-from fengine.eval.report.page import page
+from fengine.eval.report.page import page, report_data
 from fengine.eval.runs.folder import write_file
 
 USAGE = """

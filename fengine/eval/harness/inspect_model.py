@@ -22,9 +22,15 @@ from fengine.errors import (
     MissingExtraError,
     UnsupportedFeatureError,
 )
-from fengine.eval.harness.chats import raw_prompt, template_messages, tool_schemas
 from fengine.eval.harness.engine import open_engine
-from fengine.eval.harness.inspect_config import DEFAULT_MAX_TOKENS, logprob_arguments, sampling_of
+from fengine.eval.harness.inspect_requests import (
+    DEFAULT_MAX_TOKENS,
+    logprob_arguments,
+    raw_prompt,
+    sampling_of,
+    template_messages,
+    tool_schemas,
+)
 from fengine.eval.runs.manifest import row_seed
 from fengine.server.output_parser import parse_output
 from fengine.server.tool_calls import Format, require_format

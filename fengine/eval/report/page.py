@@ -1,15 +1,184 @@
-"""Data → one HTML file that needs nothing else: styles and scripts of this folder are put into it. No torch.
+"""Folders → the data of a page: plain values, in which every text is data; and data → one HTML file that needs nothing
+else. No torch; nothing is written.
 
 A content security policy in the page lets it run this one script (by its SHA-256) and fetch nothing at all, whatever
-texts the data holds; the script itself never makes markup of them.
+texts the data holds; the script itself never makes markup of them. Tokenizer and hub client are imported where they are
+used: no command line is to wait for them that needs none.
 """
 
 import base64
 import hashlib
+import io
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fengine.eval.report.plain import script_json
+import fengine
+from fengine.errors import FengineError, StorageError
+from fengine.eval.records.compare import RowDifference, compare, edges
+from fengine.eval.records.records import Records, causes, pairs_of, runs_of
+from fengine.eval.report import facts, rows, schedule, sweep
+from fengine.eval.report.plain import cut, mapping, number, plain, script_json, size, told
+from fengine.eval.report.rows import STRANGE, item, rounded, weight
+from fengine.eval.runs.digests import local_directory
+from fengine.eval.runs.finish import TIMINGS
+from fengine.eval.runs.folder import read_object
+
+ROWS, SCHEDULE, PAIRS, PIECES = 0.68, 0.22, 0.85, 0.06  # parts of a page's bytes
+MISSING = 50  # points without a run that are told
+
+
+def report_data(places: Sequence[Path], *, most_rows: int = 1000, megabytes: float = 5.0) -> dict[str, Any]:
+    """The data of a page about a run, about a sweep, or about two runs. Errors: StorageError, ResumeMismatchError."""
+    budget = int(megabytes * 1e6)
+    found: dict[str, Any] = {"page": 1, "fengine": fengine.__version__, "made": _now()}
+    if len(places) == 2:
+        return found | _two(places[0], places[1], budget)
+    runs = runs_of(places[0])
+    if runs == [places[0]]:
+        return found | _one(runs[0], most_rows, budget)
+    return found | _many(places[0], runs)
+
+
+def _one(folder: Path, most_rows: int, budget: int) -> dict[str, Any]:
+    with Records(folder) as records:
+        seen = rows.row_kinds(records)
+        about = facts.overview(records, seen)
+        kept = rows.chosen(seen.kinds, most_rows)
+        found = rows.items(records, seen, kept, int(budget * ROWS))
+        ids, in_force = rows.token_ids(found), records.manifest.get("in_force")
+        vocab, missing = texts(records.identity, in_force, ids, int(budget * PIECES))
+        seconds = _seconds(folder / TIMINGS, set(kept)) if records.finished else {}
+        for one in found:
+            one |= {"sec": seconds[one["n"]]} if one["n"] in seconds else {}
+        about["rows_here"] = {"items": found, "why": rows.why(seen.kinds, kept), "tokens": missing, "vocab": vocab}
+        about["rows_here"]["recorded"] = any("top" in answer for one in found for answer in one.get("a", ()))
+    sessions, notes = schedule.timeline(folder / "trace.json", int(budget * SCHEDULE))
+    about["schedule"] = {"sessions": sessions, "notes": notes}
+    return {"kind": "run", "title": f"{about['task'][0]} · {about['name']}", "run": about}
+
+
+def _two(a: Path, b: Path, budget: int) -> dict[str, Any]:
+    runs = [runs_of(path) for path in (a, b)]
+    for path, those in zip((a, b), runs, strict=True):
+        if those != [path]:
+            raise StorageError(
+                f"{path} is a sweep; a difference is of two runs: give one of its points, such as {those[0]}"
+            )
+    with Records(a) as mine, Records(b) as its:
+        about = [facts.overview(records, rows.row_kinds(records)) for records in (mine, its)]
+        found = compared(mine, its, int(budget * PAIRS))
+        shown = [one for first in found["firsts"] for one in first["pair"] or ()]
+        ids, in_force = rows.token_ids(shown), mine.manifest.get("in_force")
+        vocab, missing = texts(mine.identity, in_force, ids, int(budget * PIECES))
+    title = f"{about[0]['name']} ↔ {about[1]['name']}"
+    return {"kind": "diff", "title": title, "runs": about, "diff": found, "vocab": vocab, "tokens": missing}
+
+
+def _many(folder: Path, runs: Sequence[Path]) -> dict[str, Any]:
+    points = [sweep.read_point(run) for run in runs]
+    names, missing = _names(folder, {run.name for run in runs})
+    found = sweep.assembled(folder, points, names)
+    found["missing"] = missing
+    return {"kind": "sweep", "title": f"sweep · {folder.resolve().name}", "sweep": found}
+
+
+def _names(folder: Path, there: set[str]) -> tuple[dict[str, str], list[str]]:
+    """The folder's own words for its points by their folders, where its sweep.json tells them; and a line for each
+    point that has no run here: refused, failed before it began, or not come to."""
+    names, missing = {}, []
+    try:
+        for one in (read_object(folder / "sweep.json") or {}).get("points", []):
+            name = cut(str(one["point"]), 200)
+            if one.get("folder") in there:
+                names[one["folder"]] = name
+            else:
+                problem = one.get("problem")
+                missing.append(f"{name} has no run here: {cut(told(problem or one.get('status', 'not begun')), 400)}")
+    except (FengineError, TypeError, KeyError, AttributeError):
+        return names, missing[:MISSING]
+    return names, missing[:MISSING]
+
+
+def _seconds(path: Path, wanted: set[int]) -> dict[int, float | None]:
+    """How long rows took, as far as the file tells."""
+    found: dict[int, float | None] = {}
+    try:
+        with path.open("rb") if path.is_file() else io.BytesIO() as lines:
+            for line in lines:
+                line_of = json.loads(line)
+                if line_of["row"] in wanted:
+                    found[line_of["row"]] = number(line_of["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return found
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# -- two runs ----------------------------------------------------------------------------------------------------------
+
+
+MOST = 200  # differing rows that are shown
+CAPS = (None, 4096, 512, 64, 16)
+
+
+def compared(a: Records, b: Records, budget: int) -> dict[str, Any]:
+    """`compare`'s value, the causes by the manifests, and the first differing rows of both sides. Errors:
+    StorageError."""
+    found = compare(pairs_of(a, b), MOST)
+    wanted = {one.id for one in found.firsts}
+    pairs = {}
+    for mine, its in pairs_of(a, b) if wanted else ():
+        if mine is not None and its is not None and mine["id"] in wanted:
+            pairs[mine["id"]] = _pair(mine, its, budget // len(wanted))
+            if len(pairs) == len(wanted):
+                break
+    told = found.as_dict()
+    counts = ("same", "differing_rows", "differing_tokens", "differing_logprobs", "differing_bits")
+    return {name: told[name] for name in (*counts, "rows", "only_a", "only_b", "tokens", "logprobs", "rows_with")} | {
+        "largest_delta": number(found.largest_delta, 9),
+        "metrics": {cut(name, 100): plain(delta) for name, delta in told["metrics"].items()},
+        "only_a_ids": [cut(one, 200) for one in found.only_a_ids[:20]],
+        "only_b_ids": [cut(one, 200) for one in found.only_b_ids[:20]],
+        "histogram": [[low, high, count] for (low, high), count in zip(edges(), found.histogram, strict=True)],
+        "causes": [cut(line, 600) for line in causes(a, b)[:200]],
+        "firsts": [_first(one, pairs.get(one.id)) for one in found.firsts],
+    }
+
+
+def _first(one: RowDifference, pair: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """`token`, `logprob`: [answer, place] of the first that differs; `sides`: both runs at whichever comes first."""
+    at = {
+        name: [d.sample, d.token] if d else None
+        for name, d in (("token", one.first_token), ("logprob", one.first_logprob))
+    }
+    both = () if one.first is None else (one.first.a, one.first.b)
+    sides = [{"token": s.token, "logprob": number(s.logprob, 12), "bits": s.bits} for s in both]
+    other = [cut(name, 100) for name in one.other]
+    return {"id": cut(one.id, 200), **at, "sides": sides or None, "other": other, "pair": pair} | {
+        "largest": number(one.largest[0], 9)
+    }
+
+
+def _pair(a: dict[str, Any], b: dict[str, Any], allowance: int) -> list[dict[str, Any]] | None:
+    """Both records, cut alike; None if they do not fit."""
+    for cap in CAPS:
+        try:
+            found = [item(a, 0, cap), item(b, 0, cap)]
+            if sum(map(weight, found)) <= allowance:
+                return list(map(rounded, found))
+        except STRANGE:
+            return None
+    return None
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
 
 STYLES = ("page.css", "views.css")
 SCRIPTS = "base chart heat row rows summary schedule pages session compare sweep main".split()
@@ -30,3 +199,66 @@ def page(data: dict[str, Any]) -> bytes:
 
 def _file(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
+
+
+# -- token ids as texts, by the run's tokenizer, if its files are still here and still the same ------------------------
+
+
+FILE = "tokenizer.json"
+
+
+def texts(
+    identity: dict[str, Any], in_force: Any, ids: Iterable[int], budget: int
+) -> tuple[dict[str, str], str | None]:
+    """Id (as a text) → what it adds to the text, of the first ids, in all of about `budget` bytes; and if there are
+    none, why not."""
+    from fengine.tokenizer.tokenizer import Tokenizer
+
+    config, model = mapping(identity.get("config")), mapping(identity.get("model"))
+    path = str(config.get("model.tokenizer_path") or config.get("model.path") or "")
+    files = model.get("tokenizer_files") or model.get("files")
+    if files is None and isinstance(in_force, dict):
+        files = in_force.get("model_files")
+    directory = _directory(path, config.get("model.revision"))
+    if directory is None:
+        return {}, f"the tokenizer of {path!r} is not on this machine, so that tokens are shown by their ids"
+    try:
+        if isinstance(files, dict) and FILE in files and files[FILE] != _sha256(directory / FILE):
+            return {}, f"{directory / FILE} has changed since the run, so that tokens are shown by their ids"
+        tokenizer = Tokenizer.from_directory(directory)
+    except (OSError, FengineError) as error:
+        return {}, f"the tokenizer of {path!r} cannot be read, so that tokens are shown by their ids: {error}"
+    table = tokenizer.decoding.tables[False]
+    found: dict[str, str] = {}
+    for i in ids:
+        if type(i) is int and 0 <= i < 2**32:
+            found[str(i)] = piece = shown(table[i])
+            budget -= size(piece) + len(str(i)) + 4
+            if budget < 0:
+                break
+    return found, None
+
+
+def shown(piece: bytes | str | int | None) -> str:
+    """A piece as a text; bytes that are no whole character in UTF-8 as ‹E2 96›. Pure."""
+    if isinstance(piece, int):
+        piece = bytes([piece])
+    if isinstance(piece, bytes):
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return f"‹{piece.hex(' ').upper()}›"
+    return piece or ""
+
+
+def _directory(path: str, revision: Any) -> Path | None:
+    if (found := local_directory(path)) is not None:
+        return found
+    from fengine.worker.hub import HUB_ID, resolve_local
+
+    return resolve_local(path, revision) if HUB_ID.fullmatch(path) else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -19,11 +19,10 @@ from fengine.errors import InputFileError, StorageError
 from fengine.eval.cli.view import STREAMED_ROWS, QuietView, Shown
 from fengine.eval.runs.answering import FATAL, Asker, answer_row
 from fengine.eval.runs.config import EvalConfig
-from fengine.eval.runs.export import Export
-from fengine.eval.runs.in_order import InOrder, prompt_of
 from fengine.eval.runs.index import OK, ROW_HEAD, RowIndex, RowTable, row_key
 from fengine.eval.runs.journal import Journal, framed
 from fengine.eval.runs.meter import Meter
+from fengine.eval.runs.output import Export, InOrder, prompt_of
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.task import BadRow, Row, Task

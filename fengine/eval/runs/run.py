@@ -24,16 +24,15 @@ from fengine.eval.cli.view import QuietView, count, duration, place
 from fengine.eval.runs import digests, loop, machine, manifest
 from fengine.eval.runs.config import EvalConfig, parse_shard
 from fengine.eval.runs.config import Trace as TraceKind
-from fengine.eval.runs.export import Export
 from fengine.eval.runs.finish import finish, is_finished, read_metrics
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.eval.runs.index import RowIndex, RowTable, index_rows, reopen
 from fengine.eval.runs.journal import Journal, read_at
+from fengine.eval.runs.output import Export
 from fengine.eval.runs.sweep import figure
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.shards import shard_of
-from fengine.eval.tasks.task import Task
+from fengine.eval.tasks.task import Task, shard_of
 from fengine.eval.tasks.task_config import base_directory
 
 OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143

@@ -1,8 +1,8 @@
 """A sweep: its points run one after another with one engine, or by a launcher; what is kept of them all. No torch.
 
 A point that fails does not stop the others. Every point is a run folder of its own that goes on where it was, so the
-same command with the same folder goes on with the whole sweep. `sweep.json` and `sweep.md` tell of the points and are
-written again after each; they hold no times, so that the same sweep has the same files.
+same command with the same folder goes on with the whole sweep. `sweep.json`, `sweep.md` and `sweep.csv` tell of the
+points and are written again after each; they hold no times, so that the same sweep has the same files.
 """
 
 import os
@@ -11,7 +11,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,21 @@ from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.cli.view import count, place
 from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import LOCK, RunFolder, read_object
+from fengine.eval.runs.sweep_tables import PointStatus, as_csv, figure, markdown, over_seeds
 
 FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-Run = Callable[[Point, EngineCache, view.QuietView], tuple[int, Any]]  # one run -> its exit code, and its metrics
-SWEEP, TABLE, SCHEMA = "sweep.json", "sweep.md", 1
+Job = Point | BadPoint
+Work = Callable[[Point, EngineCache, view.QuietView], tuple[int, Any]]  # one run -> its exit code, and its metrics
+SWEEP, TABLE, CSV, SCHEMA = "sweep.json", "sweep.md", "sweep.csv", 1
 STATUS = {0: "ok", 1: "failed", 2: "refused", 130: "interrupted", 143: "terminated"}
 
 
-@dataclass
-class PointStatus:
-    """What `sweep.json` says of one point. `status`: waiting, ok, rows failed, failed, refused, interrupted,
-    terminated, or died (the process that computed it). `metrics` is that of the point's metrics.json."""
-
-    point: str
-    folder: str | None
-    status: str = "waiting"
-    problem: str | None = None
-    rows: int | None = None
-    failed: int | None = None
-    metrics: dict[str, Any] | None = None
+def begun(job: Job, number: int, home: Path) -> PointStatus:
+    """A point of a sweep in the folder `home`, before anything is computed. Pure."""
+    name = "  ".join(job.swept) or f"point {number}"
+    if isinstance(job, BadPoint):
+        return PointStatus(name, None, "refused", job.message)
+    return PointStatus(name, os.path.relpath(job.directory, home))
 
 
 class SweepFolder(RunFolder):
@@ -49,25 +45,19 @@ class SweepFolder(RunFolder):
 
     record, word = SWEEP, "sweep"
 
-    def _refuse_other_files(self) -> None:
-        known = {LOCK, *(f".{name}.tmp" for name in (SWEEP, TABLE))}
-        others = sorted(p.name for p in self.path.iterdir() if p.name not in known and not p.is_dir())
-        if others:
-            raise StorageError(
-                f"sweep folder {self.path} holds {others[0]!r:.80} and no {SWEEP}: it is not a sweep's. Choose another "
-                "out=DIR"
-            )
+    def _is_own(self, path: Path) -> bool:
+        return path.name in {LOCK, *(f".{name}.tmp" for name in (SWEEP, TABLE, CSV))} or path.is_dir()
 
 
 class Sweep:
-    """What is told of a sweep's points, kept in a folder if they have one. Modified by `put`."""
+    """The status of a sweep's points, kept in a folder if they have one. Modified by `put`."""
 
-    def __init__(self, folder: RunFolder | None, jobs: Sequence[Point | BadPoint]) -> None:
+    def __init__(self, folder: RunFolder | None, jobs: Sequence[Job]) -> None:
         """Errors: ResumeMismatchError if the folder is that of other points; StorageError."""
         self.folder = folder
         home = Path.cwd() if folder is None else folder.path
         self.places = [job.directory if isinstance(job, Point) else None for job in jobs]
-        self.told = [_begin(job, number, home) for number, job in enumerate(jobs)]
+        self.points = [begun(job, number, home) for number, job in enumerate(jobs)]
         before = None if folder is None else folder.read(SWEEP)
         if before is not None:
             self._refuse_others(before, home)
@@ -75,15 +65,14 @@ class Sweep:
 
     def _refuse_others(self, before: dict[str, Any], home: Path) -> None:
         try:
-            recorded = [(one["point"], one["folder"]) for one in before["points"]]
+            recorded = [one["point"] for one in before["points"]]
         except (KeyError, TypeError) as error:
             raise StorageError(f"{home / SWEEP} is no sweep's; choose another out=DIR") from error
-        now = [(one.point, one.folder) for one in self.told]
-        if [point for point, _ in recorded] != [point for point, _ in now]:
-            pairs = zip(
-                [*recorded, *[("none", None)] * len(now)], [*now, *[("none", None)] * len(recorded)], strict=False
-            )
-            number, (old, new) = next((i, (a[0], b[0])) for i, (a, b) in enumerate(pairs) if a[0] != b[0])
+        now = [one.point for one in self.points]
+        if recorded != now:
+            number = next((i for i, (a, b) in enumerate(zip(recorded, now, strict=False)) if a != b), None)
+            number = min(len(recorded), len(now)) if number is None else number
+            old, new = ([*names, *["none"] * (number + 1)][number] for names in (recorded, now))
             raise ResumeMismatchError(
                 f"{home} holds a sweep of {len(recorded)} other points (recorded → now, of {len(now)}):\n"
                 f"  point {number}: {old} → {new}\nput that back to go on with it, or choose another out=DIR"
@@ -91,11 +80,11 @@ class Sweep:
 
     def put(self, number: int, code: int | None, problem: str | None = None) -> None:
         """A point has ended, with this exit code; None: its process died. Errors: StorageError."""
-        one = self.told[number]
+        one = self.points[number]
         one.status, one.problem = "died" if code is None else STATUS.get(code, "failed"), problem
-        metrics, place = None, self.places[number]
-        if code in (0, 1) and place is not None:
-            metrics = read_object(place / METRICS)
+        metrics, folder = None, self.places[number]
+        if code in (0, 1) and folder is not None:
+            metrics = read_object(folder / METRICS)
         if metrics is not None:
             one.rows, one.failed, one.metrics = (metrics.get(key) for key in ("rows", "failed", "metrics"))
             one.status = "rows failed" if code else "ok"
@@ -104,81 +93,49 @@ class Sweep:
     @property
     def complete(self) -> bool:
         """Whether every point that can be computed has come to its end."""
-        return all(one.status in ("ok", "rows failed", "refused") for one in self.told)
+        return all(one.status in ("ok", "rows failed", "refused") for one in self.points)
 
     def lines(self) -> list[tuple[str, str]]:
-        """(point, figures) for a view. Pure."""
-        found = []
-        for one in self.told:
+        """(point, figures) for a view; points that differ in their seed only are one. Pure."""
+        lines = []
+        for one in over_seeds(self.points) or self.points:
             figures = [f"{name} {figure(metric)}" for name, metric in (one.metrics or {}).items()]
             failed = [f"{one.failed:,} of {one.rows:,} rows failed"] if one.failed else []
             rows = [] if one.rows is None or figures or failed else [count(one.rows, "row")]
-            found.append((one.point, ", ".join([*figures, *rows, *failed]) or one.status))
-        return found
+            lines.append((one.point, ", ".join([*figures, *rows, *failed]) or one.status))
+        return lines
 
     def write(self) -> None:
         """Errors: StorageError."""
         if self.folder is None:
             return
-        points = [asdict(one) for one in self.told]
-        files = {SWEEP: {"fengine_sweep": SCHEMA, "points": points}, TABLE: markdown(self.told)}
-        self.folder.write_several(files, durable=False)  # all of it is in the points' folders
-
-
-def _begin(job: Point | BadPoint, number: int, home: Path) -> PointStatus:
-    name = "  ".join(job.swept) or f"point {number}"
-    if isinstance(job, BadPoint):
-        return PointStatus(name, None, "refused", job.message)
-    return PointStatus(name, os.path.relpath(job.directory, home))
-
-
-def home_of(jobs: Sequence[Point | BadPoint]) -> Path | None:
-    """The folder that holds those of all points; None if they are in several. Pure."""
-    parents = {job.directory.parent for job in jobs if isinstance(job, Point)}
-    return parents.pop() if len(parents) == 1 else None
-
-
-def figure(metric: dict[str, Any] | None) -> str:
-    """value ± standard error. Pure."""
-    if metric is None or metric["value"] is None:
-        return "–"
-    error = "" if metric["stderr"] is None else f" ± {metric['stderr']:.4f}"
-    return f"{metric['value']:.4f}{error}"
-
-
-def markdown(told: Sequence[PointStatus]) -> str:
-    """The points as a table, aligned for the eye. Pure."""
-    names = list(dict.fromkeys(name for one in told for name in one.metrics or {}))
-    lines = [["point", "status", "rows", "failed", *names, "folder"]]
-    for one in told:
-        counts = ["" if value is None else f"{value:,}" for value in (one.rows, one.failed)]
-        figures = ["" if one.metrics is None else figure(one.metrics.get(name)) for name in names]
-        lines.append([one.point, one.status, *counts, *figures, one.folder or ""])
-    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    rule = ["-" * width for width in widths]
-    rows = [cells[0], rule, *cells[1:]]
-    table = "".join(
-        "| " + " | ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)) + " |\n" for line in rows
-    )
-    problems = "".join(f"\n{one.point}: {one.problem}\n" for one in told if one.problem)
-    return table + problems
+        points = [asdict(one) for one in self.points]
+        files = {SWEEP: {"fengine_sweep": SCHEMA, "points": points}, TABLE: markdown(self.points)}
+        self.folder.write_several(files | {CSV: as_csv(self.points)}, durable=False)  # all is in the points' folders
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def how_to_go_on(folder: Path, schema: Schema) -> str:
-    key = "hydra.sweep.dir" if schema.one_file else "out"
-    return f"to go on, run the same command with {key}={place(str(folder))}"
+def home_of(jobs: Sequence[Job]) -> Path | None:
+    """The folder that holds those of all points; None if they are in several. Pure."""
+    parents = {job.directory.parent for job in jobs if isinstance(job, Point)}
+    return parents.pop() if len(parents) == 1 else None
+
+
+def how_to_go_on(folder: Path, schema: Schema, out: str | None = None, key: str = "hydra.run.dir") -> str:
+    """What to type for a run or a sweep in `folder` that has not come to its end; `out` is a file that it was given."""
+    if schema.one_file and out is not None:
+        return "to go on, run the same command"
+    return f"to go on, run the same command with {key if schema.one_file else 'out'}={place(str(folder))}"
 
 
 def run_sweep(
     command: Namespace,
     schema: Schema,
-    jobs: Sequence[Point | BadPoint],
+    jobs: Sequence[Job],
     engines: EngineCache,
-    run: Run,
+    run: Work,
     alone: Callable[[Point], int],
 ) -> int:
     """Returns the worst exit code of the points. `alone` is `run` for a process of its own, and is pickled by name.
@@ -186,16 +143,15 @@ def run_sweep(
     Errors: ConfigError, ResumeMismatchError, StorageError, with nothing computed.
     """
     home, first = home_of(jobs), next(job for job in jobs if isinstance(job, Point))
-    screen = view.choose(first.config.view)
     if schema.one_file and first.config.out is not None:  # their files lie where they were asked for
         home = None
     elif home is None:
         raise ConfigError("the points of a sweep must have one folder in common: give out=DIR, or leave it out")
+    screen, bad = view.choose(first.config.view), [job for job in jobs if isinstance(job, BadPoint)]
     with nullcontext() if home is None else SweepFolder(home) as folder:
         sweep = Sweep(folder, jobs)
-        for job in jobs:
-            if isinstance(job, BadPoint):
-                report(ConfigError(f"{'  '.join(job.swept)} is left out: {job.message}"))
+        for job in bad:
+            report(ConfigError(f"{'  '.join(job.swept)} is left out: {job.message}"))
         try:
             if first.launcher == "basic":
                 code = _in_turn(jobs, sweep, engines, run)
@@ -206,18 +162,18 @@ def run_sweep(
             code = INTERRUPTED
         screen.figures([*sweep.lines(), *([] if home is None else [("sweep", place(str(home / TABLE)))])])
         if not sweep.complete and home is not None:
-            screen.note(how_to_go_on(home, schema))
-        return max(code, USAGE) if any(isinstance(job, BadPoint) for job in jobs) else code
+            screen.note(how_to_go_on(home, schema, key="hydra.sweep.dir"))
+        return max(code, USAGE) if bad else code
 
 
-def _in_turn(jobs: Sequence[Point | BadPoint], sweep: Sweep, engines: EngineCache, run: Run) -> int:
+def _in_turn(jobs: Sequence[Job], sweep: Sweep, engines: EngineCache, run: Work) -> int:
     """In this process. Points that share an engine follow one another, so that each engine is loaded once."""
     kinds = list(dict.fromkeys(job.config.engine for job in jobs if isinstance(job, Point)))
     points = [(number, job) for number, job in enumerate(jobs) if isinstance(job, Point)]
     worst = 0
     for number, point in sorted(points, key=lambda item: kinds.index(item[1].config.engine)):
         screen = view.choose(point.config.view)
-        screen.headline(f"point {number + 1} of {len(jobs)}: {sweep.told[number].point}")
+        screen.headline(f"point {number + 1} of {len(jobs)}: {sweep.points[number].point}")
         code, problem = guarded(point, engines, run, screen)
         sweep.put(number, code, problem)
         worst = max(worst, code)
@@ -226,7 +182,7 @@ def _in_turn(jobs: Sequence[Point | BadPoint], sweep: Sweep, engines: EngineCach
     return worst
 
 
-def guarded(point: Point, engines: EngineCache, run: Run, screen: view.QuietView) -> tuple[int, str | None]:
+def guarded(point: Point, engines: EngineCache, run: Work, screen: view.QuietView) -> tuple[int, str | None]:
     """One point of several: whatever fails is told and is its own. (exit code, what was wrong)."""
     try:
         return run(point, engines, screen)[0], None
@@ -242,7 +198,7 @@ def guarded(point: Point, engines: EngineCache, run: Run, screen: view.QuietView
 def _launched(
     command: Namespace,
     schema: Schema,
-    jobs: Sequence[Point | BadPoint],
+    jobs: Sequence[Job],
     sweep: Sweep,
     screen: view.QuietView,
     alone: Callable[[Point], int],

@@ -11,7 +11,7 @@ from typing import Any
 from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
-from fengine.eval.tasks.rows import RESULT_COLUMNS, data_path, read_rows
+from fengine.eval.tasks.sources import RESULT_COLUMNS, data_path, read_rows
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, check
 

@@ -8,6 +8,7 @@ order that is the same for every run (the order of the rows).
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 Kind = Literal["generate", "loglikelihood", "rolling"]
@@ -103,3 +104,38 @@ class Task(Protocol):
     def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
         """The task's figures over the scores of its rows; one pass, memory for numbers only. Pure."""
         ...
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """`task` with the rows number, number + count, ... of it (from 0). The whole input is read all the same, so that
+    what is wrong with it is found in every shard."""
+
+    task: Task
+    number: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def version(self) -> str:
+        return self.task.version
+
+    def rows(self) -> Iterator[Row | BadRow]:
+        return islice(self.task.rows(), self.number, None, self.count)
+
+    def asks(self, row: Row) -> list[Ask]:
+        return self.task.asks(row)
+
+    def score(self, row: Row, answers: list[Answer]) -> Scores:
+        return self.task.score(row, answers)
+
+    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
+        return self.task.metrics(scores)
+
+
+def shard_of(task: Task, shard: tuple[int, int] | None) -> Task:
+    """The task itself where there are no shards. Pure."""
+    return task if shard is None else ShardTask(task, *shard)
