@@ -433,7 +433,7 @@ def test_perplexity(tmp_path: Path) -> None:
         ({"data": "x.jsonl", "kind": TaskKind.perplexity, "match": Match.none, "target": None}, "task.target"),
         ({"data": "x.jsonl", "kind": TaskKind.choice, "samples": 2}, "task.samples is for kind=generate"),
         ({"data": "x.jsonl", "kind": TaskKind.choice, "format": Format.openai}, "task.format=openai"),
-        ({"data": "x.jsonl", "extract": "(a)\\1"}, "task.extract: .*back-reference"),
+        ({"data": "x.jsonl", "extract": "("}, "task.extract: .*not a regular expression"),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:

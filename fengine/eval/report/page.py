@@ -21,7 +21,6 @@ from fengine.eval.records.compare import RowDifference, compare, edges
 from fengine.eval.records.records import Records, causes, pairs_of, runs_of
 from fengine.eval.report import facts, rows, schedule, sweep
 from fengine.eval.report.plain import cut, mapping, number, plain, script_json, size, told
-from fengine.eval.report.rows import STRANGE, item, rounded, weight
 from fengine.eval.runs.digests import local_directory
 from fengine.eval.runs.finish import TIMINGS
 from fengine.eval.runs.folder import read_object
@@ -124,7 +123,6 @@ def _now() -> str:
 
 
 MOST = 200  # differing rows that are shown
-CAPS = (None, 4096, 512, 64, 16)
 
 
 def compared(a: Records, b: Records, budget: int) -> dict[str, Any]:
@@ -167,14 +165,10 @@ def _first(one: RowDifference, pair: list[dict[str, Any]] | None) -> dict[str, A
 
 def _pair(a: dict[str, Any], b: dict[str, Any], allowance: int) -> list[dict[str, Any]] | None:
     """Both records, cut alike; None if they do not fit."""
-    for cap in CAPS:
-        try:
-            found = [item(a, 0, cap), item(b, 0, cap)]
-            if sum(map(weight, found)) <= allowance:
-                return list(map(rounded, found))
-        except STRANGE:
-            return None
-    return None
+    try:
+        return rows.fitted([a, b], 0, allowance)
+    except rows.STRANGE:
+        return None
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

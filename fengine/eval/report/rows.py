@@ -4,6 +4,7 @@ A row is failed (it has an error), wrong or right (by its first score that says 
 """
 
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,10 @@ PRIMARY = (
     "json_match",
     "acc",
 )  # scores that say right or wrong, the first that is there
-LEAST, CHARS = 4, 6  # tokens of an answer that are kept of the largest rows; characters of a text for each of them
+CAPS = [int(4 * 1.2**i) for i in range(100)]  # tokens of an answer that are kept of a row that is too large
+CHARS = 6  # characters of a text for each of them
 MAX_LINE = 64 << 20  # a longer line is not parsed
 ID, TOP = 200, 20  # characters of an id; likeliest tokens beside one
-LOGPROB = len("-12.3456,")
 STRANGE = (TypeError, ValueError, KeyError, IndexError, AttributeError)  # a record has parts that no run writes
 
 
@@ -112,20 +113,19 @@ def items(records: Records, seen: RowKinds, kept: Sequence[int], budget: int) ->
     for place in kept:
         try:
             record = _small(records, seen, place)
-            weights.append(0 if record is None else weight(item(record, place)))
+            weights.append(0 if record is None else size(item(record, place)))
         except STRANGE:
             weights.append(0)
-    allowance, found = level(weights, budget), []
+    allowance, shown = level(weights, budget), []
     for place in kept:
         stub = {"n": place, "s": seen.kinds[place], "lost": seen.sizes[place], "i": f"row {place + 1}"}
         try:
             record = _small(records, seen, place)
             stub["i"] = stub["i"] if record is None else cut(record["id"], 40)
-            one = None if record is None else fitted(record, place, allowance)
-            found.append(stub if one is None else rounded(one))
+            shown += (None if record is None else fitted([record], place, allowance)) or [stub]
         except STRANGE:
-            found.append(stub | {"strange": 1})
-    return found
+            shown.append(stub | {"strange": 1})
+    return shown
 
 
 def _small(records: Records, seen: RowKinds, place: int) -> dict[str, Any] | None:
@@ -149,81 +149,45 @@ def level(sizes: Sequence[int], budget: int) -> int:
     return max([budget, *ordered])
 
 
-def fitted(record: dict[str, Any], place: int, allowance: int) -> dict[str, Any] | None:
-    """One row, cut as little as the allowance asks for, with numbers as they are; None if it cannot be cut enough.
+def fitted(records: Sequence[dict[str, Any]], place: int, allowance: int) -> list[dict[str, Any]] | None:
+    """Records as items, cut alike and as little as the allowance in bytes asks for; None if they cannot be cut enough.
     Pure. Errors: one of STRANGE."""
-    found = item(record, place)
-    if (large := weight(found)) <= allowance:
-        return found
-    cap, least = _longest(found), item(record, place, LEAST)
-    if (small := weight(least)) > allowance:
-        return None
-    while cap > LEAST:  # a row grows by its cap ever more slowly, so that the chord leads to its place from above
-        chord = LEAST + (cap - LEAST) * (allowance - small) // (large - small)
-        cap = min(chord, cap * 31 // 32)
-        found = item(record, place, cap)
-        if (large := weight(found)) <= allowance:
-            return found
-    return least
 
+    def bytes_at(cap: int | None) -> int:
+        return sum(size(item(record, place, cap)) for record in records)
 
-def weight(found: dict[str, Any]) -> int:
-    """Bytes of a `rounded` item in a page, found without rounding: texts are measured, numbers counted as the longest
-    that are usual. Pure."""
-    bare = [{key: value for key, value in answer.items() if key not in ("k", "l", "top")} for answer in found["a"]]
-    total = size(found | {"a": bare})
-    for answer in found["a"]:
-        digits = len(str(max(answer["k"], default=0)))
-        total += len(answer["k"]) * (digits + 1) + len(answer["l"]) * LOGPROB + 20
-        total += sum(map(len, answer.get("top", ()))) * (LOGPROB + max(digits, 5) + 3) + 2 * len(answer.get("top", ()))
-    return total
-
-
-def rounded(found: dict[str, Any]) -> dict[str, Any]:
-    """An item with logprobs as a page has them. Modifies: found."""
-    for answer in found.get("a", ()):
-        answer["l"] = [number(value) for value in answer["l"]]
-        if "top" in answer:
-            answer["top"] = [[[number(lp), _token(token)] for lp, token in top] for top in answer["top"]]
-    return found
-
-
-def _token(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r:.40} is no token id")
-    return value
-
-
-def _longest(found: dict[str, Any]) -> int:
-    """In tokens, or what counts as one for a cap. Pure."""
-    texts = [*(a["t"] for a in found["a"]), *found["p"], *(v for _, v in found["d"]), *found.get("e", ())]
-    counts = [*(len(a["k"]) for a in found["a"]), len(found["a"]), len(found["d"]), len(found["sc"])]
-    return max([*counts, *(len(text) // CHARS for text in texts)])
+    if (whole := bytes_at(None)) <= allowance:
+        return [item(record, place) for record in records]
+    caps = CAPS[: bisect_left(CAPS, whole)]
+    fitting = bisect_right(caps, allowance, key=bytes_at)
+    return [item(record, place, caps[fitting - 1]) for record in records] if fitting else None
 
 
 def item(record: dict[str, Any], place: int, cap: int | None = None) -> dict[str, Any]:
-    """A record with short keys and its own numbers: n place, s kind, i id, d columns, e error, p prompts, a answers,
-    sc scores; `cut`: not all of it. `cap` bounds answers, tokens of each, and (times CHARS) characters of each text.
-    Pure. Errors: one of STRANGE."""
-    most = None if cap is None else CHARS * cap
-    prompts: list[Any] = []
+    """A record with short keys: n place, s kind, i id, d columns, e error, p prompts, a answers, sc scores; `cut`: not
+    all of it. `cap` bounds answers, tokens of each, and (times CHARS) characters of each text. Pure. Errors: one of
+    STRANGE."""
+    most, prompts = None if cap is None else CHARS * cap, []
     answers = [_answer(one, prompts, cap) for one in record.get("answers", ())[:cap]]
-    texts = {prompt for prompt in prompts if isinstance(prompt, str)}
-    columns = [(k, v) for k, v in (record.get("data") or {}).items() if v not in (record["id"], None)]
-    found: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "n": place,
         "s": kind_of(record),
         "i": cut(record["id"], ID),
-        "d": [[cut(k, ID), cut(told(v), most)] for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)],
+        "d": _columns(record, {prompt for prompt in prompts if isinstance(prompt, str)}, cap),
         "p": [cut(p, most) if isinstance(p, str) else list(map(_token, p[:cap])) for p in prompts],
         "a": answers,
         "sc": {cut(k, ID): _score(v, most) for k, v in list(record.get("scores", {}).items())[:cap]},
     }
     if "error" in record:
-        found["e"] = [cut(told(record["error"].get(key, "")), most) for key in ("type", "message")]
-    if cap is not None:
-        found["cut"] = 1
-    return found
+        shown["e"] = [cut(told(record["error"].get(key, "")), most) for key in ("type", "message")]
+    return shown | ({} if cap is None else {"cut": 1})
+
+
+def _columns(record: dict[str, Any], texts: set[str], cap: int | None) -> list[list[str]]:
+    """Those that tell more than id and prompts, `texts`. Pure."""
+    most = None if cap is None else CHARS * cap
+    columns = [(k, v) for k, v in (record.get("data") or {}).items() if v not in (record["id"], None)]
+    return [[cut(k, ID), cut(told(v), most)] for k, v in columns[:cap] if not (isinstance(v, str) and v in texts)]
 
 
 def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict[str, Any]:
@@ -231,26 +195,31 @@ def _answer(answer: dict[str, Any], prompts: list[Any], cap: int | None) -> dict
 
     Modifies: prompts.
     """
-    prompt = answer.get("prompt", "")
+    prompt, ids = answer.get("prompt", ""), answer["output_ids"]
     if prompt not in prompts:
         prompts.append(prompt)
-    ids = answer["output_ids"]
-    found: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "p": prompts.index(prompt),
         "t": cut(answer["text"], None if cap is None else CHARS * cap),
         "k": ids[:cap],
-        "l": answer["logprobs"][:cap],
+        "l": [number(value) for value in answer["logprobs"][:cap]],
         "f": _finish(answer.get("finish_reason")),
     }
     if cap is not None and len(ids) > cap:
-        found["m"] = len(ids)
+        shown["m"] = len(ids)
     if "sampling_seed" in answer:
-        found["seed"] = str(answer["sampling_seed"])
+        shown["seed"] = str(answer["sampling_seed"])
     if "kind" in answer:
-        found["kind"] = cut(told(answer["kind"]), ID)
-    if answer.get("top_logprobs"):
-        found["top"] = [top if len(top) <= TOP else top[:TOP] for top in answer["top_logprobs"][:cap]]
-    return found
+        shown["kind"] = cut(told(answer["kind"]), ID)
+    if tops := answer.get("top_logprobs"):
+        shown["top"] = [[[number(logprob), _token(token)] for logprob, token in top[:TOP]] for top in tops[:cap]]
+    return shown
+
+
+def _token(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.40} is no token id")
+    return value
 
 
 def _finish(reason: Any) -> str:

@@ -53,21 +53,20 @@ def timeline(path: Path, budget: int) -> tuple[list[dict[str, Any]], list[str]]:
         return [], ["there is no trace.json: the run had trace=off"]
     except OSError as error:
         return [], [f"trace.json cannot be read: {error.strerror or error}"]
-    found = [session for session in reader.sessions.values() if session.steps["n"] or session.spans]
+    sessions = [session for session in reader.sessions.values() if session.steps["n"] or session.spans]
+    steps, dropped = sum(len(s.steps["n"]) for s in sessions), sum(s.dropped for s in sessions)
     notes = []
     if reader.damaged:
         notes.append(f"trace.json is damaged: {reader.damaged:,} of its events are left out")
-    dropped = sum(session.dropped for session in found)
     if dropped:
-        there = sum(len(session.steps["n"]) for session in found)
         notes.append(
-            f"the first {there:,} of {there + dropped:,} steps are drawn; trace.json has all (ui.perfetto.dev)"
+            f"the first {steps:,} of {steps + dropped:,} steps are drawn; trace.json has all (ui.perfetto.dev)"
         )
-    if not found and not reader.damaged:
+    if not sessions and not reader.damaged:
         notes.append("trace.json has no event that can be drawn")
-    elif not any(session.steps["n"] for session in found):
+    elif not steps:
         notes.append("the trace tells of requests only; a run with trace=steps also shows steps and pages")
-    return [session.as_dict() for session in found], notes
+    return [session.as_dict() for session in sessions], notes
 
 
 class _Reader:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -80,34 +81,37 @@ def assembled(folder: Path, points: Sequence[SweptRun], names: dict[str, str]) -
     """`names`: the sweep's own words for points, by folder."""
     keys = swept(points)
     short = [key for key in keys if not key.startswith("task.")] or keys
-    if any(point.identity.get("task") != points[0].identity.get("task") for point in points if point.problem is None):
+    if len({told(point.identity.get("task")) for point in points if point.problem is None}) > 1:
         short = ["task.name", *(key for key in short if key != "task.name")]
-    told_of = []
-    for point in points:
-        values = [[key, scalar(point.config[key]) if key in point.config else None] for key in short]
-        label = "  ".join(f"{_word(key)}={told(value)}" for key, value in values)
-        told_of.append(
-            {
-                "name": cut(names.get(point.folder.name) or label or point.folder.name, 200),
-                "folder": point.folder.name,
-                "task": cut(told(mapping(point.identity.get("task")).get("name", "?")), 200),
-                "input": cut(told(mapping(point.identity.get("input")).get("sha256", "")), 100),
-                "values": values,
-                "problem": point.problem,
-                "finished": point.finished,
-                "rows": point.rows,
-                "counts": point.seen.counts(),
-                "metrics": figures(_metrics(point.folder)) if point.problem is None else [],
-                "notes": point.notes,
-            }
-        )
     return {
         "folder": place(str(folder.resolve())),
         "keys": short,
-        "points": told_of,
+        "points": [_overview(point, short, names) for point in points],
         **_deltas(points),
         "grid": _grid(points),
     }
+
+
+def _overview(point: SweptRun, keys: Sequence[str], names: dict[str, str]) -> dict[str, Any]:
+    values = [[key, scalar(point.config[key]) if key in point.config else None] for key in keys]
+    label = "  ".join(f"{_word(key)}={told(value)}" for key, value in values)
+    return {
+        "name": cut(names.get(point.folder.name) or label or point.folder.name, 200),
+        "folder": point.folder.name,
+        "task": _task_name(point),
+        "input": cut(told(mapping(point.identity.get("input")).get("sha256", "")), 100),
+        "values": values,
+        "problem": point.problem,
+        "finished": point.finished,
+        "rows": point.rows,
+        "counts": point.seen.counts(),
+        "metrics": figures(_metrics(point.folder)) if point.problem is None else [],
+        "notes": point.notes,
+    }
+
+
+def _task_name(point: SweptRun) -> str:
+    return cut(told(mapping(point.identity.get("task")).get("name", "?")), 200)
 
 
 def _word(key: str) -> str:
@@ -121,19 +125,23 @@ def _word(key: str) -> str:
 def _deltas(points: Sequence[SweptRun]) -> dict[str, Any]:
     """`deltas`: [a, b, score, value, stderr, low, high, n, up, down] of b - a over the rows that both have. Every
     pair of points of one input, where they are not too many; then each with the first of its input."""
-    good = [i for i, point in enumerate(points) if point.problem is None and len(point.keys)]
-    kin = [(a, b) for a in good for b in good if a < b and _input(points[a]) == _input(points[b])]
-    cost = sum(len(points[a].keys) * (1000 if RESAMPLED in points[a].columns else 1) for a, _ in kin)
-    complete = cost <= PAIRS
-    if not complete:
-        first = {_input(points[i]): i for i in reversed(good)}
-        kin = [(a, b) for a, b in kin if first[_input(points[a])] == a]
-    found = []
+    kin, costs = _kin(points), {}
     for a, b in kin:
+        costs[a, b] = len(points[a].keys) * (1000 if RESAMPLED in points[a].columns else 1)
+    complete = sum(costs.values()) <= PAIRS
+    firsts = {a for a, _ in kin} - {b for _, b in kin}  # of each input
+    found = []
+    for a, b in kin if complete else (pair for pair in kin if pair[0] in firsts):
         for name, delta in paired(_both(points[a], points[b])).items():
             values = [number(value, 9) for value in (delta.value, delta.stderr, delta.low, delta.high)]
             found.append([a, b, cut(name, 100), *values, delta.n, delta.up, delta.down])
     return {"deltas": found, "complete": complete}
+
+
+def _kin(points: Sequence[SweptRun]) -> list[tuple[int, int]]:
+    """The places of two points that have the same input. Pure."""
+    good = [i for i, point in enumerate(points) if point.problem is None and len(point.keys)]
+    return [(a, b) for a, b in combinations(good, 2) if _input(points[a]) == _input(points[b])]
 
 
 def _input(point: SweptRun) -> tuple[str, str]:
@@ -160,17 +168,11 @@ def _grid(points: Sequence[SweptRun]) -> list[dict[str, Any]]:
             found.setdefault(_input(point), []).append(i)
     grids = []
     for places in found.values():
-        rows = len(points[places[0]].seen.kinds)
+        first = points[places[0]]
         if len(places) > 1:
             digits = ["".join(map(str, points[i].seen.kinds[:ROWS])) for i in places]
-            grids.append(
-                {
-                    "points": places,
-                    "kinds": digits,
-                    "rows": rows,
-                    "task": cut(told(mapping(points[places[0]].identity.get("task")).get("name")), 200),
-                }
-            )
+            shown = {"points": places, "kinds": digits, "rows": len(first.seen.kinds), "task": _task_name(first)}
+            grids.append(shown)
     return grids
 
 
