@@ -1,10 +1,10 @@
 """Chats to prompts: messages rendered by the model's template, as text or as token ids."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 from fengine.api.options import EngineContext
-from fengine.api.types import Message
+from fengine.api.types import CallOptions, Message
 from fengine.core.scalars import plain, told
 from fengine.errors import InvalidRequestError
 from fengine.tokenizer.chat import RESERVED
@@ -19,28 +19,67 @@ def is_chat(value: Any) -> bool:
     return isinstance(first, dict) or isinstance(first, (list, tuple)) and bool(first) and isinstance(first[0], dict)
 
 
-def render_chat(
-    context: EngineContext, messages: Chat, tools: Any, add_generation_prompt: bool, tokenize: bool, values: Any
-) -> str | list[int]:
-    """One chat as the text that the model sees, or as its ids. Errors: InvalidRequestError, ChatTemplateError."""
-    values = _template_values(context, tools, values)
-    tokenizer = _tokenizer_of(context)
+# -- methods of `Engine` -----------------------------------------------------------------------------------------------
+
+
+def chat(
+    engine: Any, messages: Chat | Sequence[Chat], sampling_params: Any = None, tools: Any = None,
+    add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None, stream: bool = False,
+    **more: Unpack[CallOptions],
+) -> Any:  # fmt: skip
+    """`generate` for a chat, or a list of chats, rendered by the model's template (`chat_template_kwargs` are its
+    variables). Special-token text in a message stays text. `more` are further arguments of `generate`.
+
+    Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable with a meaning of its own).
+    """
+    ids = chat_ids(engine, messages, tools, add_generation_prompt, chat_template_kwargs)
+    return engine.generate(None, sampling_params, ids, stream=stream, **more)
+
+
+async def async_chat(
+    engine: Any, messages: Chat | Sequence[Chat], sampling_params: Any = None, tools: Any = None,
+    add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None, stream: bool = False,
+    **more: Unpack[CallOptions],
+) -> Any:  # fmt: skip
+    """As `chat`, in any event loop."""
+    ids = chat_ids(engine, messages, tools, add_generation_prompt, chat_template_kwargs)
+    return await engine.async_generate(None, sampling_params, ids, stream=stream, **more)
+
+
+def apply_chat_template(
+    engine: Any, messages: Chat, tools: Any = None, add_generation_prompt: bool = True, tokenize: bool = False,
+    **chat_template_kwargs: Any,
+) -> Any:  # fmt: skip
+    """A chat as the text that the model sees, or with `tokenize` as its ids. Errors: as `chat`."""
+    context = engine._context
+    values, tokenizer = _template_values(context, tools, chat_template_kwargs), _tokenizer_of(context)
     render = tokenizer.encode_chat if tokenize else tokenizer.apply_chat_template
     return render(messages, add_generation_prompt=add_generation_prompt, **values)
 
 
 def chat_ids(
+    engine: Any, messages: Chat | Sequence[Chat], tools: Any = None, add_generation_prompt: bool = True,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """The ids of a chat, or of each of several. Errors: as `chat`."""
+    return ids_of(engine._context, messages, tools, add_generation_prompt, chat_template_kwargs)
+
+
+# -- their parts -------------------------------------------------------------------------------------------------------
+
+
+def ids_of(
     context: EngineContext, messages: Any, tools: Any = None, add_generation_prompt: bool = True, values: Any = None
 ) -> Any:
-    """The ids of a chat, or of each of several. `values`: variables of the template. Errors: as `render_chat`."""
+    """The ids of a chat, or of each of several. `values`: variables of the template. Errors: as `chat`."""
     tokenizer, values = _tokenizer_of(context), _template_values(context, tools, values)
 
-    def ids(chat: Any) -> list[int]:
-        return tokenizer.encode_chat(chat, add_generation_prompt=add_generation_prompt, **values)
+    def ids(one: Any) -> list[int]:
+        return tokenizer.encode_chat(one, add_generation_prompt=add_generation_prompt, **values)
 
     messages = plain(messages)
     several = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
-    return [ids(chat) for chat in messages] if several else ids(messages)
+    return [ids(one) for one in messages] if several else ids(messages)
 
 
 def _template_values(context: EngineContext, tools: Any, values: Any) -> dict[str, Any]:
@@ -57,11 +96,3 @@ def _tokenizer_of(context: EngineContext) -> Tokenizer:
     if context.parts.tokenizer is None:
         raise InvalidRequestError("chats need the tokenizer; start without skip_tokenizer_init, or pass input_ids.")
     return context.parts.tokenizer
-
-
-def further(more: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate` behind a chat. Errors: InvalidRequestError for those that would give a second prompt."""
-    for name in ("prompt", "input_ids"):
-        if more.get(name) is not None:
-            raise InvalidRequestError(f"chat takes its prompt from messages; leave {name} out.")
-    return {name: value for name, value in more.items() if name not in ("prompt", "input_ids")}

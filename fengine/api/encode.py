@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from fengine.api.chat import chat_ids, is_chat
+from fengine.api.chat import ids_of, is_chat
 from fengine.api.collector import OutputCollector
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput, refuse_not_built
@@ -64,7 +64,7 @@ def as_generate(context: EngineContext, req: EncodeReqInput) -> GenerateReqInput
     refuse_not_built(req)
     text, ids = plain(req.text), req.input_ids
     if is_chat(text):
-        text, ids = None, chat_ids(context, text)
+        text, ids = None, ids_of(context, text)
     elif _are_ids(text):
         text, ids = None, text
     elif isinstance(text, str) or (isinstance(text, (list, tuple)) and all(isinstance(part, str) for part in text)):

@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, cast, overload
 
 from fengine.api import admin, weights
+from fengine.api import chat as chats
+from fengine.api import score as scoring
 from fengine.api.arguments import checked_calls, described_by, record_of, takes
-from fengine.api.chat import Chat, chat_ids, further, render_chat
 from fengine.api.collector import AsyncStream, OutputCollector, Stream
-from fengine.api.encode import pair_ids, rerank_scores, submit_encode
+from fengine.api.encode import submit_encode
 from fengine.api.features import FEATURES
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.options import EngineContext, grammars_in
 from fengine.api.request_log import RequestLog
-from fengine.api.score import ScoreReqInput, ScoreResult, Scoring
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
 from fengine.api.tokenizer_manager import TokenizerManager
@@ -66,9 +66,7 @@ class Engine:
     def __init__(self, *given: Any, **settings: Any) -> None: ...
     def __init__(self, *given: Any, server_args: ServerArgs | None = None, **settings: Any) -> None:
         if server_args is not None and (given or settings):
-            raise InvalidRequestError(
-                f"give server_args or single fields, not both (got {', '.join(sorted(settings))})"
-            )
+            raise InvalidRequestError(f"give server_args or single fields, not both (got {', '.join(settings)})")
         args = server_args if server_args is not None else ServerArgs(*given, **settings)
         parts = build(args.to_config(), FEATURES)
         try:
@@ -148,9 +146,6 @@ class Engine:
     @overload
     def generate(self, prompt: Prompts = None, sampling_params: Sampling = None, input_ids: Any = None, *,
                  stream: Literal[True], **options: Unpack[CallOptions]) -> Iterator[GenerateOutput]: ...
-    @overload
-    def generate(self, prompt: Prompts = None, sampling_params: Sampling = None, input_ids: Any = None, *,
-                 stream: bool = False, **options: Unpack[CallOptions]) -> Any: ...
     # fmt: on
     @described_by(GenerateReqInput)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,20 +166,16 @@ class Engine:
     # fmt: off
     @overload
     async def async_generate(self, prompt: str | None = None, sampling_params: Sampling = None,
-        input_ids: Ids | None = None, *,
-        stream: Literal[False] = False, **options: Unpack[CallOptions]) -> GenerateOutput: ...
+                             input_ids: Ids | None = None, *, stream: Literal[False] = False,
+                             **options: Unpack[CallOptions]) -> GenerateOutput: ...
     @overload
     async def async_generate(self, prompt: list[str] | None = None, sampling_params: Sampling = None,
-        input_ids: Sequence[Ids] | None = None, *,
-        stream: Literal[False] = False, **options: Unpack[CallOptions]) -> list[GenerateOutput]: ...
+                             input_ids: Sequence[Ids] | None = None, *, stream: Literal[False] = False,
+                             **options: Unpack[CallOptions]) -> list[GenerateOutput]: ...
     @overload
     async def async_generate(self, prompt: Prompts = None, sampling_params: Sampling = None,
-        input_ids: Any = None, *,
-        stream: Literal[True], **options: Unpack[CallOptions]) -> AsyncIterator[GenerateOutput]: ...
-    @overload
-    async def async_generate(self, prompt: Prompts = None, sampling_params: Sampling = None,
-        input_ids: Any = None, *,
-        stream: bool = False, **options: Unpack[CallOptions]) -> Any: ...
+                             input_ids: Any = None, *, stream: Literal[True],
+                             **options: Unpack[CallOptions]) -> AsyncIterator[GenerateOutput]: ...
     # fmt: on
     @described_by(GenerateReqInput)
     async def async_generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,52 +210,7 @@ class Engine:
             for name in adapters.given_up(req.lora_path):
                 await asyncio.to_thread(adapters.resolve, name)
 
-    # -- chats ---------------------------------------------------------------------------------------------------------
-
-    def chat(
-        self,
-        messages: Chat | Sequence[Chat],
-        sampling_params: Sampling = None,
-        tools: Any = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        stream: bool = False,
-        **more: Unpack[CallOptions],
-    ) -> Any:
-        """`generate` for a chat, or a list of chats, rendered by the model's template (`chat_template_kwargs` are its
-        variables). Special-token text in a message stays text. `more` are further arguments of `generate`.
-
-        Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable with a meaning of its own).
-        """
-        ids = self.chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
-        return self.generate(None, sampling_params, ids, stream=stream, **further(more))
-
-    async def async_chat(
-        self,
-        messages: Chat | Sequence[Chat],
-        sampling_params: Sampling = None,
-        tools: Any = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        stream: bool = False,
-        **more: Unpack[CallOptions],
-    ) -> Any:
-        """As `chat`, in any event loop."""
-        ids = self.chat_ids(messages, tools, add_generation_prompt, chat_template_kwargs)
-        return await self.async_generate(None, sampling_params, ids, stream=stream, **further(more))
-
-    def apply_chat_template(
-        self,
-        messages: Chat,
-        tools: Any = None,
-        add_generation_prompt: bool = True,
-        tokenize: bool = False,
-        **chat_template_kwargs: Any,
-    ) -> Any:
-        """A chat as the text that the model sees, or with `tokenize` as its ids. Errors: as `chat`."""
-        return render_chat(self._context, messages, tools, add_generation_prompt, tokenize, chat_template_kwargs)
-
-    # -- embeddings and scores -----------------------------------------------------------------------------------------
+    # -- embeddings ----------------------------------------------------------------------------------------------------
 
     @overload
     def encode(self, prompt: str, **options: Any) -> EncodeOutput: ...
@@ -302,58 +248,15 @@ class Engine:
         self._refuse_own_thread()
         return submit_encode(self._context, req, loop, head)
 
-    def rerank(self, prompt: list[list[str]]) -> list[EncodeOutput]:
-        """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification.
+    # -- what else it can do: functions of other files are methods -----------------------------------------------------
 
-        A model of several labels gives a list of scores instead of one.
-        """
-        outputs: Any = prompt and self.submit_encode(EncodeReqInput(pair_ids(self._context, prompt))).wait()
-        return cast(list[EncodeOutput], rerank_scores(outputs or []))
-
-    @takes(ScoreReqInput)
-    def score(self, *args: Any, **kwargs: Any) -> ScoreResult:
-        """For each item, each label's probability right after query + item; a list of lists, with more attributes.
-
-        With `apply_softmax` the labels' probabilities (at `temperature`) add up to 1. `label_token_ids` is one list for
-        all items or one for each. A classifier gives its labels' logits, or their softmax; it looks at no tokens.
-        Errors: AbortedError if one of its requests is aborted.
-        """
-        scoring = self._scoring(args, kwargs)
-        if not scoring.prompts:
-            return ScoreResult()
-        if scoring.labels is not None:
-            return scoring.from_logprobs(self.submit(scoring.generate_input()).wait())
-        calls = [self.submit_encode(EncodeReqInput(scoring.prompts), head=head) for head in scoring.heads]
-        return scoring.from_heads(*(call.wait() for call in calls))
-
-    @takes(ScoreReqInput)
-    async def async_score(self, *args: Any, **kwargs: Any) -> ScoreResult:
-        """As `score`. Works in any event loop."""
-        scoring = self._scoring(args, kwargs)
-        if not scoring.prompts:
-            return ScoreResult()
-        loop = asyncio.get_running_loop()
-        if scoring.labels is not None:
-            return scoring.from_logprobs(await self.submit(scoring.generate_input(), loop).wait_async())
-        calls = [self.submit_encode(EncodeReqInput(scoring.prompts), loop, head) for head in scoring.heads]
-        return scoring.from_heads(*[await call.wait_async() for call in calls])
-
-    def chat_ids(
-        self,
-        messages: Chat | Sequence[Chat],
-        tools: Any = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """The ids of a chat, or of each of several. Errors: as `chat`."""
-        return chat_ids(self._context, messages, tools, add_generation_prompt, chat_template_kwargs)
-
-    def _scoring(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scoring:
-        spec = self._parts.spec
-        return Scoring.of(ScoreReqInput(*args, **kwargs), spec.num_labels is None, spec.vocab_size)
-
-    # -- what else it can do: the functions of weights.py and admin.py are methods -------------------------------------
-
+    chat = chats.chat
+    async_chat = chats.async_chat
+    apply_chat_template = chats.apply_chat_template
+    chat_ids = chats.chat_ids
+    rerank = scoring.rerank
+    score = scoring.score
+    async_score = scoring.async_score
     update_weights_from_disk = weights.update_weights_from_disk
     update_weights_from_tensor = weights.update_weights_from_tensor
     update_weights_from_distributed = weights.update_weights_from_distributed

@@ -2,15 +2,20 @@
 
 A language model is asked for the logprobs of the labels at the last prompt position, through `generate` with
 max_new_tokens 0; a classifier for its head's outputs, through `encode`. Everything after that is float64 arithmetic on
-the host, so a score has the same bits in any batch. No torch.
+the host, so a score has the same bits in any batch.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from fengine.api.io_struct import GenerateReqInput
+from fengine.api.arguments import takes
+from fengine.api.collector import OutputCollector
+from fengine.api.encode import pair_ids, rerank_scores
+from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.types import EncodeOutput
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import exact_float, exact_int, plain, told
 from fengine.errors import AbortedError, InvalidRequestError, UnsupportedFeatureError
@@ -120,11 +125,6 @@ class Scoring:
         tokens = sum(meta["prompt_tokens"] for meta in metas)
         return ScoreResult(scores, tokens, token_logprobs=rows if self.want_logprobs else None)
 
-    @property
-    def heads(self) -> list[bool]:
-        """For a classifier, the calls of `encode`: with its head, and without it where the hidden states are wanted."""
-        return [True, False] if self.want_hidden else [True]
-
     def from_heads(self, outputs: Any, hidden: Any = None) -> ScoreResult:
         """The result of a classifier, from what these calls returned. Pure. Errors: AbortedError."""
         _refuse_aborted([*outputs, *(hidden or ())])
@@ -133,11 +133,65 @@ class Scoring:
         tokens = sum(output["meta_info"]["prompt_tokens"] for output in outputs)
         return ScoreResult(scores, tokens, None if hidden is None else [output["embedding"] for output in hidden])
 
+    def calls(self, engine: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[OutputCollector]:
+        """What is asked: a classifier with its head, and without it where the hidden states are wanted."""
+        if not self.prompts:
+            return []
+        if self.labels is not None:
+            return [engine.submit(self.generate_input(), loop)]
+        heads = [True, False] if self.want_hidden else [True]
+        return [engine.submit_encode(EncodeReqInput(self.prompts), loop, head) for head in heads]
+
+    def result(self, *found: Any) -> ScoreResult:
+        """The result, from what the calls returned. Pure. Errors: AbortedError."""
+        if not found:
+            return ScoreResult()
+        return self.from_heads(*found) if self.labels is None else self.from_logprobs(*found)
+
     def _softmax(self, row: list[float]) -> list[float]:
         top = max(row)
         powers = [math.exp((value - top) / self.temperature) for value in row]
         total = math.fsum(powers)
         return [power / total for power in powers]
+
+
+# -- methods of `Engine` -----------------------------------------------------------------------------------------------
+
+
+def rerank(engine: Any, prompt: list[list[str]]) -> list[EncodeOutput]:
+    """[{"embedding": score, "meta_info"}] of [[query, document], …] by a …ForSequenceClassification.
+
+    A model of several labels gives a list of scores instead of one.
+    """
+    outputs: Any = prompt and engine.submit_encode(EncodeReqInput(pair_ids(engine._context, prompt))).wait()
+    return cast(list[EncodeOutput], rerank_scores(outputs or []))
+
+
+@takes(ScoreReqInput)
+def score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
+    """For each item, each label's probability right after query + item; a list of lists, with more attributes.
+
+    With `apply_softmax` the labels' probabilities (at `temperature`) add up to 1. `label_token_ids` is one list for
+    all items or one for each. A classifier gives its labels' logits, or their softmax; it looks at no tokens.
+    Errors: AbortedError if one of its requests is aborted.
+    """
+    scoring = _scoring(engine, args, kwargs)
+    return scoring.result(*(call.wait() for call in scoring.calls(engine)))
+
+
+@takes(ScoreReqInput)
+async def async_score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
+    """As `score`. Works in any event loop."""
+    scoring = _scoring(engine, args, kwargs)
+    return scoring.result(*[await call.wait_async() for call in scoring.calls(engine, asyncio.get_running_loop())])
+
+
+def _scoring(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scoring:
+    spec = engine._parts.spec
+    return Scoring.of(ScoreReqInput(*args, **kwargs), spec.num_labels is None, spec.vocab_size)
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------------------
 
 
 def _refuse_aborted(outputs: list[dict[str, Any]]) -> None:

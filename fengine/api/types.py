@@ -117,31 +117,20 @@ class EncodeOutput(TypedDict):
 
 
 class CallOptions(TypedDict, total=False):
-    """Arguments of `generate` behind prompt, sampling_params, input_ids and stream. A list has one entry a prompt."""
+    """Arguments of `generate` behind prompt, sampling_params, input_ids and stream. A list has one entry a prompt.
 
-    image_data: Any
-    audio_data: Any
-    video_data: Any
-    mm_hashes: Any
-    mm_content_hashes: Any
+    Those of SGLang's that are not built are refused at run time, too.
+    """
+
     return_logprob: bool | list[bool]
     logprob_start_len: int | list[int] | None
     top_logprobs_num: int | list[int] | None
     token_ids_logprob: list[int] | list[list[int]] | None
     lora_path: str | list[str | None] | None
     custom_logit_processor: Callable[..., Any] | str | list[Any] | None
-    require_reasoning: bool
     return_hidden_states: HiddenStates | list[HiddenStates]
-    return_routed_experts: bool
-    routed_experts_start_len: int
-    bootstrap_host: Any
-    bootstrap_port: Any
-    bootstrap_room: Any
     routed_dp_rank: int | None
-    disagg_prefill_dp_rank: int | None
-    kv_hints: Any
     data_parallel_rank: int | None
-    external_trace_header: Any
     rid: str | list[str] | None
     session_params: dict[str, Any] | list[dict[str, Any]] | None
     priority: int | list[int] | None

@@ -338,7 +338,7 @@ def test_chats_that_are_refused(llm: sgl.Engine) -> None:
     assert llm.chat(MESSAGES, GREEDY, chat_template_kwargs={"no_such": 1})["text"] == plain  # no template reads it
     with pytest.raises(InvalidRequestError, match="chat_template_kwargs must be a dict of values by name"):
         llm.chat(MESSAGES, GREEDY, chat_template_kwargs={1: 1})
-    with pytest.raises(InvalidRequestError, match="leave prompt out"):
+    with pytest.raises(InvalidRequestError, match="multiple values for argument 'prompt'"):
         llm.chat(MESSAGES, GREEDY, prompt="x")
     with pytest.raises(TypeError, match="no_such"):
         llm.chat(MESSAGES, GREEDY, no_such=1)
