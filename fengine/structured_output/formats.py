@@ -51,9 +51,8 @@ _NEVER = ("uri-template",)
 
 def check(name: str, at: str) -> None:
     """Errors: GrammarError for a format that is not held, and for a near miss of one. Pure but for the log."""
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), [*FORMATS, *_NEVER], n=1, cutoff=0.8)
     if name in FORMATS:
         return
-    if near or name in _NEVER:
+    if name in _NEVER or difflib.get_close_matches(name.lower().replace("_", "-"), FORMATS, n=1, cutoff=0.8):
         raise GrammarError(f"json_schema: format {name!r:.80} at {at} is not supported; {', '.join(FORMATS)} are")
     logger.info("json_schema: format %r at %s is none of JSON Schema, and is ignored.", name[:80], at)

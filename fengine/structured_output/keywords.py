@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -132,6 +133,7 @@ def _check_annotation(key: str, at: str) -> None:
     logger.info("json_schema: %r at %s is no keyword of JSON Schema, and is ignored.", key[:80], at)
 
 
+@lru_cache(256)
 def _near(key: str) -> str | None:
     """The keyword that a word may have been meant as. Pure."""
     words = {_bare(word): word for word in sorted(KEYWORDS | _NEVER)}

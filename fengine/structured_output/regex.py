@@ -10,7 +10,7 @@ from typing import Any
 from fengine.errors import GrammarError, InvalidRequestError
 from fengine.structured_output import characters
 from fengine.structured_output.characters import Ranges
-from fengine.tokenizer.regex_parts import one_character, parser
+from fengine.tokenizer.regex_parts import one_character, parse, parser
 
 MAX_REPEAT = 100_000
 MAX_NESTED = 500_000  # repetitions inside repetitions, multiplied
@@ -24,8 +24,7 @@ def explicit(pattern: str, what: str, *, searched: bool = False) -> str:
     `what` names it in errors. Errors: GrammarError. Pure.
     """
     try:
-        re.compile(pattern)
-        tree = parser.parse(pattern)
+        tree = parse(pattern)
         return _Writer(f"{what} {pattern!r:.200}", searched).sequence(tree, tree.state.flags, True, True)
     except GrammarError:
         raise
@@ -83,11 +82,11 @@ class _Writer:
         """The characters that an item for one character stands for. Errors: InvalidRequestError for any other item."""
         if kind == "LITERAL" and not flags & _IGNORECASE:  # nearly always
             return characters.without_surrogates(((value, value),))
+        if not flags & _IGNORECASE and kind in ("IN", "ANY", "NOT_LITERAL"):
+            return self.plain(kind, value, flags)
         readings = [one_character(self.whole, kind, value, f) for f in (flags & ~_ASCII, flags & ~_UNICODE | _ASCII)]
         ranges = self.plain(kind, value, flags)
-        if flags & _IGNORECASE:
-            return characters.common(*(characters.folded(ranges, test) for test in readings))
-        return ranges
+        return characters.common(*(characters.folded(ranges, test) for test in readings))
 
     def plain(self, kind: str, value: Any, flags: int) -> Ranges:
         """`one` but for case. Pure."""

@@ -28,8 +28,9 @@ def rewritten(document: Node) -> Node:
         if not isinstance(value, dict):
             return value
         node = dict(value)
-        for rule in RULES:
-            rule(logic, node)
+        for key, rule in RULES.items():
+            if key in value:
+                rule(logic, node)
         return keywords.mapped(node, visit, at)
 
     return visit(document, "#")
@@ -173,6 +174,9 @@ def unevaluated(_: Logic, node: Node) -> None:
             del node[key]
 
 
-RULES: tuple[Callable[[Logic, Node], None], ...] = (
-    unevaluated, named_formats, one_of, unique_items, negation, conditional, dependencies, property_names,
-)  # fmt: skip
+RULES: dict[str, Callable[[Logic, Node], None]] = {  # by what makes them necessary
+    "unevaluatedProperties": unevaluated, "unevaluatedItems": unevaluated, "format": named_formats, "oneOf": one_of,
+    "uniqueItems": unique_items, "not": negation, "if": conditional, "then": conditional, "else": conditional,
+    "dependencies": dependencies, "dependentRequired": dependencies, "dependentSchemas": dependencies,
+    "propertyNames": property_names,
+}  # fmt: skip

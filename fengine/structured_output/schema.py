@@ -166,4 +166,11 @@ def _check_repeated_keys(node: Node, at: str) -> None:
 
 
 def _objects(value: Any) -> Iterator[Node]:
-    return (part for part in keywords.parts(value) if isinstance(part, dict))
+    """Every object in a JSON value, itself included. Pure."""
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            yield value
+        todo += [item for item in (value.values() if isinstance(value, dict) else value)
+                 if isinstance(item, (dict, list))]  # fmt: skip

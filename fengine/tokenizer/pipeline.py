@@ -20,7 +20,7 @@ from tokenizers import models, processors
 
 from fengine.errors import ModelLoadError, UnsupportedFeatureError
 from fengine.tokenizer import trial
-from fengine.tokenizer.regex_parts import parser
+from fengine.tokenizer.regex_parts import parse, parser
 from fengine.tokenizer.tokenizer_files import TokenizerFiles
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -168,7 +168,7 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 def is_bounded(pattern: str) -> bool:
     """Whether a split pattern backtracks over at most two runs of characters: none inside another one. Pure."""
     try:
-        tree = parser.parse(re.sub(r"\\[pP]\{[^{}]*\}", r"\\w", pattern))
+        tree = parse(re.sub(r"\\[pP]\{[^{}]*\}", r"\\w", pattern))
         return _runs(tree) <= 2
     except (re.error, OverflowError, RecursionError, TypeError):  # another dialect
         return False

@@ -1,6 +1,8 @@
 """What two machines over regular expressions share: Python's own parser, and patterns for single characters."""
 
 import re
+import threading
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +15,16 @@ _REFUSED = {
     "ASSERT": "look-around", "ASSERT_NOT": "look-around", "ATOMIC_GROUP": "an atomic group",
     "POSSESSIVE_REPEAT": "a possessive quantifier",
 }  # fmt: skip
+
+
+_QUIET = threading.Lock()  # the warnings module has one list of filters for all threads
+
+
+def parse(pattern: str) -> Any:
+    """The parser's tree of a user's pattern, without its warnings of syntax to come. Errors: as `re.compile`. Pure."""
+    with _QUIET, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return parser.parse(pattern)
 
 
 def one_character(whole: str, kind: str, value: Any, flags: int) -> re.Pattern[str]:

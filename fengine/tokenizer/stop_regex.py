@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.errors import InvalidRequestError
-from fengine.tokenizer.regex_parts import one_character, parser
+from fengine.tokenizer.regex_parts import one_character, parse, parser
 
 MAX_PATTERNS = 32
 MAX_PATTERN_BYTES = 256
@@ -52,8 +52,7 @@ class StopRegex:
         self.pattern = pattern
         self._states: list[_State] = []
         try:
-            re.compile(pattern)
-            tree = parser.parse(pattern)
+            tree = parse(pattern)
             self._first, self._accept = self._chain(tree, tree.state.flags)
         except (re.error, OverflowError, RecursionError) as error:
             raise InvalidRequestError(f"stop_regex {pattern!r} is not a regular expression: {error}") from None

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from fengine.errors import GrammarError, MissingExtraError, UnsupportedFeatureError
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
+from fengine.structured_output.regex import explicit
 from fengine.structured_output.schema import Whitespace
+from fengine.tokenizer.stop_regex import StopRegex
 from fengine.tokenizer.token_texts import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
 
@@ -80,6 +82,13 @@ def test_a_text_of_a_regex_matches_it_in_every_reading(pattern: str, seed: int) 
 def test_regexes_by_example(pattern: str, right: str, wrong: str) -> None:
     grammar = compiled("regex", pattern)
     assert accepts(grammar, right) and not accepts(grammar, wrong)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_pattern_that_python_warns_of_is_silent_and_means_what_it_means_today() -> None:
+    assert explicit("[[a]b", "regex") == r"[\x{5b}a]b" and StopRegex("[[a]b").size
+    with pytest.raises(GrammarError, match="look-around"):
+        explicit("a(?<=b+)", "regex")
 
 
 # -- EBNF --------------------------------------------------------------------------------------------------------------
