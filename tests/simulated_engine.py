@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from books import check_scheduler
 from simulated_oracle import Solo, judge
 from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, need
 from simulated_threads import Machine, SimulatedThread
@@ -143,7 +144,7 @@ class World:
 
         def checked(*arguments: Any) -> list[Request]:
             finished = update(*arguments)
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
             return finished
 
         def noted(end: Any) -> bool:
@@ -164,7 +165,7 @@ class World:
     def _execute(self, kv: Any, output: SchedulerOutput) -> tuple[Any, Callable[[], StepOutput]]:
         self.machine.clock += STEP
         self.machine.pause()
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         if self.fault == ("launch", output.step):
             raise DeviceError
         tokens, logprobs, errors = self.device.execute(output)
@@ -312,7 +313,7 @@ class World:
 
     def _check_books(self) -> None:
         """Of an idle engine: nothing is held, nothing is kept."""
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         requests = self.core.requests
         if requests.states or requests.live or requests.unstarted:
             raise Violation(f"the loop keeps {list(requests.states)}")

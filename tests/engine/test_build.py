@@ -152,7 +152,7 @@ def test_an_engine_may_start_in_inference_mode(tmp_path) -> None:  # noqa: ANN00
         ({"max_running_requests": True}, ConfigError, "max_running_requests must be .*True"),
         ({"max_running_requests": 10**9}, ConfigError, "max_running_requests must be at most 65536"),
         ({"mem_fraction_static": "a", "random_seed": "b"}, ConfigError, "mem_fraction_static.*random_seed"),
-        ({"dtype": ["a"]}, ConfigError, "dtype must be str"),
+        ({"dtype": ["a"]}, ConfigError, "dtype must be"),
         ({"disable_radix_cache": "no"}, ConfigError, "disable_radix_cache must be bool"),
         ({"device": "cpu:0"}, ConfigError, "use device=cpu"),
         ({"max_total_tokens": 2**40}, ConfigError, "lower max_total_tokens"),
