@@ -1,6 +1,5 @@
 """Runs steps on CUDA: captured graphs over static buffers, one of the forward pass and one of the sampler."""
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,7 +62,6 @@ class CudaRunner:
         self.sampler = sampler
         self.width, self.vocab, self.adapter_slots = width, vocab, adapter_slots
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
-        self.thread: int | None = None  # whose current device is this runner's
         self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0, prefill_graphs, graph_rows)
         self.graphs = Graphs(self.device)
         self.tables = 0  # the versions of the stages' tables that graphs hold
@@ -113,10 +111,10 @@ class CudaRunner:
         return most
 
     def _enter(self) -> None:
-        """Makes this runner's GPU the current one of the calling thread: the loop's, or the one that builds it."""
-        if self.thread != threading.get_ident():
+        """Makes this runner's GPU the current one of the calling thread: the loop's, or the one that builds it. What
+        runs in it, such as a logit processor, may have chosen another since."""
+        if torch.cuda.current_device() != self.device.index:
             torch.cuda.set_device(self.device)
-            self.thread = threading.get_ident()
 
     def warm_up(self, kv: KVState, page_size: int) -> KVState:
         """Captures every bucket's graphs over `kv`; `prepare` has run once before."""

@@ -83,7 +83,8 @@ def processed(call: Call, row_1V: Tensor) -> Tensor:
     if not bool(row_1V.isfinite().all()):
         return row_1V  # the model's fault, and `draw` will say so
     shown_1V = torch.where(row_1V <= -BAN, -torch.inf, row_1V)
-    result = call.function(shown_1V, [call.params])
+    with torch.cuda.device_of(row_1V):  # whichever device the function leaves behind as this thread's
+        result = call.function(shown_1V, [call.params])
     if not isinstance(result, Tensor) or result.shape != row_1V.shape or not result.is_floating_point():
         got = f"{tuple(result.shape)} {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
         raise LogitProcessorError(
