@@ -43,7 +43,7 @@ def submit_encode(
         meta = {key: value for key, value in output["meta_info"].items() if key not in OF_DRAWING}
         return {"embedding": vector, "meta_info": meta}
 
-    pool = "last" if classifies else pooling.pool  # transformers' classifiers look at the last token
+    pool = context.parts.spec.score_pool if classifies else pooling.pool
     pooled = {"pool": pool, "head": head and classifies}
     requests, turns, single = process_input(context, as_generate(context, req), pooled)
     return OutputCollector(context, requests, turns, stream=False, single=single, loop=loop, result=embedding)
@@ -110,7 +110,9 @@ def pair_ids(context: EngineContext, pairs: Any) -> list[list[int]]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise InvalidRequestError(f"prompt[{i}] must be a pair [query, document] of texts, got {pair!r:.80}.")
         query, document = (tokenizer.check_text(text, f"prompt[{i}][{j}]") for j, text in enumerate(pair))
-        rows.append(tokenizer.backend.encode(query, document, add_special_tokens=True).ids)
+        encoded, spec = tokenizer.backend.encode(query, document, add_special_tokens=True), context.parts.spec
+        typed = zip(encoded.ids, encoded.type_ids if spec.token_types > 1 else [0] * len(encoded.ids), strict=True)
+        rows.append([token + kind * spec.vocab_size for token, kind in typed])
     return rows
 
 

@@ -127,7 +127,7 @@ def _seed(engine_seed: int, params: SamplingParams, index: int, sample: int) -> 
 
 def prompt_ids(parts: Parts, prompt: GenerateReqInput) -> list[int]:
     """The prompt as ids within the width of the logits."""
-    vocab_size, tokenizer = parts.spec.vocab_size, parts.tokenizer
+    vocab_size, tokenizer = parts.spec.input_ids, parts.tokenizer
     if prompt.input_ids is not None:
         return check_ids(prompt.input_ids, vocab_size)
     if tokenizer is None:

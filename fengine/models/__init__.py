@@ -1,10 +1,12 @@
 """The supported architectures, by their Hugging Face class name. A family is one file, and a line here."""
 
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from types import MappingProxyType
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import (
+    bert,
     cohere,
     exaone4,
     gemma2,
@@ -17,6 +19,7 @@ from fengine.models import (
     llama,
     mistral,
     mixtral,
+    modernbert,
     olmo2,
     olmoe,
     phi3,
@@ -54,14 +57,26 @@ FAMILIES = (
     granite.MOE,
     glm4_moe.FAMILY,
     gpt_oss.FAMILY,
+    bert.FAMILY,
+    bert.ROBERTA,
+    bert.XLM_R,
+    modernbert.FAMILY,
 )
 MODELS: Mapping[str, Model] = MappingProxyType({k: v for family in FAMILIES for k, v in family.models().items()})
 
 
 def lookup(architecture: str) -> Model:
-    """Errors: UnsupportedArchitectureError, listing what is supported."""
+    """Errors: UnsupportedArchitectureError, listing what is supported, the nearest name first."""
     if architecture not in MODELS:
-        raise UnsupportedArchitectureError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(MODELS)}."
-        )
+        names = ", ".join(sorted(MODELS, key=lambda name: (_unlike(stem(name), stem(architecture)), len(name))))
+        raise UnsupportedArchitectureError(f"architecture {architecture!r:.80} is not supported; supported: {names}.")
     return MODELS[architecture]
+
+
+def stem(architecture: str) -> str:
+    """The name of the family in that of a class. Pure."""
+    return architecture.partition("For")[0].removesuffix("Model")
+
+
+def _unlike(one: str, other: str) -> float:
+    return -SequenceMatcher(None, one, other).ratio()

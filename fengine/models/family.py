@@ -17,6 +17,7 @@ SpecReader = Callable[[Config], ModelSpec]
 Forward = Callable[[Params, ModelSpec, KVState, StepBatch], tuple[KVState, Tensor]]
 Unembed = Callable[[Params, ModelSpec, Tensor], Tensor]
 Weights = Callable[[ModelSpec], list[Weight]]
+Rename = Callable[[ModelSpec, str], str]  # our name of a checkpoint's tensor; "": it is not read
 
 
 class Model(NamedTuple):
@@ -27,6 +28,7 @@ class Model(NamedTuple):
     unembed: Unembed
     weights: Weights
     layer: layers.LayerFn | None = None  # of which `forward` is made, if it is made of one
+    rename: Rename = lambda spec, name: name
 
 
 class Family(NamedTuple):
@@ -41,13 +43,14 @@ class Family(NamedTuple):
     unembed: Unembed = layers.unembed
     base: str | None = None  # what the names of its other classes begin with; None: with that of the language model
     weights: Weights = decoder_weights
+    rename: Rename = lambda spec, name: name
 
     def models(self) -> dict[str, Model]:
         """The language model, its decoder alone (an embedding model), and its classifier or reward model. Pure."""
         base = self.base or self.architecture.removesuffix("ForCausalLM")
         names = (self.architecture, f"{base}Model", f"{base}ForSequenceClassification")
         forward = layers.decoder(self.layer)
-        shared = (forward, self.unembed, self.weights, self.layer)
+        shared = (forward, self.unembed, self.weights, self.layer, self.rename)
         return {name: Model(partial(self._read, name), *shared) for name in names}
 
     def _read(self, architecture: str, config: Config) -> ModelSpec:

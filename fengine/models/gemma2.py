@@ -28,8 +28,6 @@ DEFAULTS: Mapping[str, Any] = {
 
 def gemma_spec(config: Config, **switches: Any) -> ModelSpec:
     """What Gemma 2 and 3 share, without windows. Pure. Errors: as `reader.decoder_spec`."""
-    if config.get("use_bidirectional_attention"):
-        raise UnsupportedArchitectureError("use_bidirectional_attention = true is not supported.")
     read = ConfigReader(config)
     hidden = read.size("hidden_size", 1 << 20)
     scale = read.number("query_pre_attn_scalar", 0.0, 1e9, default=256.0) ** -0.5
@@ -45,6 +43,8 @@ def spec_from_hf(config: Config) -> ModelSpec:
     """Pure. Errors: as `reader.decoder_spec`."""
     read = ConfigReader(config)
     cap = read.number("attn_logit_softcapping", 0.0, 1e9) if config["attn_logit_softcapping"] is not None else 0.0
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedArchitectureError("use_bidirectional_attention = true is not supported for Gemma 2.")
     spec = gemma_spec(config, attention_cap=cap)
     read.done(spec.architecture)
     return windowed(spec, sliding_window(config), config.get("layer_types") or every(2, spec.num_layers))

@@ -1,5 +1,5 @@
 """Gemma 3, text: Gemma 2 without the cap on scores, with norms on q and k, and windows in five of six layers, whose
-rotary embedding has a base of its own.
+rotary embedding has a base of its own. In EmbeddingGemma all tokens see each other, through windows to both sides.
 """
 
 from dataclasses import replace
@@ -28,11 +28,17 @@ def spec_from_hf(config: Config) -> ModelSpec:
     if config["attn_logit_softcapping"] is not None:
         raise UnsupportedArchitectureError("attn_logit_softcapping is not one of Gemma 3.")
     far, near = ropes_by_type(config, 1_000_000.0, 10_000.0)
-    spec = gemma_spec(config | {"rope_parameters": far} | UNREAD, qk_norm=True)
-    return gemma_windows(config, spec, near, 6)
+    both_ways = ConfigReader(config).flag("use_bidirectional_attention")
+    if both_ways and config["sliding_window"] is not None:
+        config = config | {"sliding_window": (sliding_window(config) or 0) // 2 + 1}
+    causal = {"causal": False} if both_ways else {}
+    spec = gemma_spec(config | {"rope_parameters": far} | UNREAD, qk_norm=True, **causal)
+    return gemma_windows(config, spec, near, 6, both_ways)
 
 
-def gemma_windows(config: Config, spec: ModelSpec, near: Config, interval: int) -> ModelSpec:
+def gemma_windows(
+    config: Config, spec: ModelSpec, near: Config, interval: int, both_ways: bool = False
+) -> ModelSpec:  # fmt: skip
     """The spec with windows in most layers, which have the rotary embedding `near`. Pure. Errors: ModelLoadError."""
     read, part = ConfigReader(config), ConfigReader({"rope_parameters": near})
     local = rope_spec(part, spec.head_dim, spec.max_position)
@@ -40,7 +46,7 @@ def gemma_windows(config: Config, spec: ModelSpec, near: Config, interval: int) 
     read.problems += part.problems
     read.done(spec.architecture)
     types = config.get("layer_types") or every(interval, spec.num_layers)
-    return windowed(replace(spec, rope_local=local), sliding_window(config), types, near=LOCAL)
+    return windowed(replace(spec, rope_local=local), sliding_window(config), types, near=LOCAL, both_ways=both_ways)
 
 
 def ropes_by_type(config: Config, far_theta: float, near_theta: float) -> tuple[Config, Config]:

@@ -31,7 +31,7 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
         """
         layers = params["layers"]
         norms = [layer.get("attn_norm_D") for layer in layers[1:]] + [params["final_norm_D"]]
-        normed_TD, residual_TD = embed(params, spec, batch.token_T, layers[0].get("attn_norm_D"))
+        normed_TD, residual_TD = embed(params, spec, batch, layers[0].get("attn_norm_D"))
         k_layers, v_layers = [], []
         for layer, next_norm_D, k_PSGK, v_PSGK in zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True):
             rope_MK = params[layer["kind"].rope]
@@ -45,15 +45,22 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
     return forward
 
 
-def embed(params: Params, spec: ModelSpec, token_T: Tensor, norm_D: Tensor | None) -> tuple[Tensor, Tensor]:
+def embed(params: Params, spec: ModelSpec, batch: StepBatch, norm_D: Tensor | None) -> tuple[Tensor, Tensor]:
     """(normed, residual): the rows of the tokens, normed if there is a norm. Pure."""
     first_D = params["final_norm_D"] if norm_D is None else norm_D
-    how = (first_D, spec.rms_eps, spec.norm_shift)
+    how = (first_D[: spec.hidden_size], spec.rms_eps, spec.norm_shift)
+    token_T = batch.token_T % spec.vocab_size if spec.token_types else batch.token_T
     normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, *how)
     if spec.embed_scale != 1.0:
         residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
+    if spec.token_types:
+        residual_TD = residual_TD + params["type_ND"][batch.token_T // spec.vocab_size]
+    if spec.positions:
+        residual_TD = residual_TD + params["position_ND"][batch.pos_T + spec.position_offset]
     if spec.embed_scale != 1.0 or spec.layer_norm:
         normed_TD = norm(residual_TD, first_D, spec)
+    if spec.embed_norm:
+        return normed_TD, normed_TD
     return residual_TD if norm_D is None else normed_TD, residual_TD
 
 

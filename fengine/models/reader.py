@@ -9,6 +9,7 @@ from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec, embeddin
 
 SILU = ("silu", "swish")  # two names of one function
 GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
+GELU_ALL = {"gelu": "gelu", **dict.fromkeys(GELU_TANH, "gelu_tanh")}  # by the names that configs give them
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = {
@@ -152,11 +153,13 @@ def every(interval: int, count: int) -> list[str]:
 
 
 def windowed(
-    spec: ModelSpec, window: int | None, types: Any, near: str | None = None, far: str | None = None
-) -> ModelSpec:
+    spec: ModelSpec, window: int | None, types: Any, near: str | None = None, far: str | None = None,
+    both_ways: bool = False,
+) -> ModelSpec:  # fmt: skip
     """The spec with `window` in the layers that `types` calls sliding; None: in none. Pure.
 
-    `near` and `far`: which rotary table sliding layers and the others take. A window as long as the context cuts
+    `near` and `far`: which rotary table sliding layers and the others take; `both_ways`: a token sees window - 1 tokens
+    on either side. A window as long as the context cuts
     nothing off. Errors: ModelLoadError, UnsupportedArchitectureError.
     """
     if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
@@ -170,7 +173,7 @@ def windowed(
         was, table = spec.kind(index), near if kind == SLIDING else far
         cut = window if kind == SLIDING and window is not None and window < spec.max_position else 0
         kinds.append(replace(was, window=cut, rope=table or was.rope))
-    if any(kind.window for kind in kinds) and not spec.causal:
+    if any(kind.window for kind in kinds) and not spec.causal and not both_ways:
         raise UnsupportedArchitectureError("is_causal = false with sliding windows is not supported.")
     return replace(spec, kinds=tuple(kinds) if any(kind != LayerKind() for kind in kinds) else ())
 

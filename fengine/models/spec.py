@@ -86,12 +86,24 @@ class ModelSpec:
     experts: ExpertSpec | None = None
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
     logit_scale: float = 1.0
+    norm_bias: bool = False  # layer norms have biases
+    score_bias: bool = True  # so has the dense layer in front of a classifier's last
+    embed_norm: bool = False  # the stream begins with normed embeddings: the first layer's norm
+    positions: int = 0  # rows of a table of learned positions; 0: there is none
+    position_offset: int = 0  # which of them is the first token's
+    token_types: int = 0  # rows of a table of token types; the id of a token of type t is t * vocab_size higher
+    score_pool: str = "last"  # which hidden state a classification head looks at: last, cls or mean
     draft_layers: int = 0  # behind the last in the checkpoint, for speculative decoding: they are not read
 
     @property
     def scale(self) -> float:
         """Of attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def input_ids(self) -> int:
+        """Token ids that a prompt may hold are smaller."""
+        return self.vocab_size * max(self.token_types, 1)
 
     def kind(self, layer: int) -> LayerKind:
         """Pure."""

@@ -1,5 +1,6 @@
 """The names, shapes and dtypes of a checkpoint against what its architecture declares, before anything is allocated."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ BARE_EMBEDDING = "embed_tokens.weight"
 HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours is computed
 
 
-def full_names(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors of a decoder that was saved alone ("layers.0…") under the names it has inside a model. Pure."""
+def full_names(entries: dict[str, TensorEntry], rename: Callable[[str], str]) -> dict[str, TensorEntry]:
+    """The tensors by our names, those of a decoder that was saved alone ("layers.0…") as inside a model. Pure."""
+    entries = {new: entries[old]._replace(name=new) for old in entries if (new := rename(old))}
     if BARE_EMBEDDING not in entries or EMBEDDING in entries:
         return entries
     bare = ("embed_tokens.", "layers.", "norm.")

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,7 +217,7 @@ def _load(
     directory: Path, spec: ModelSpec, weights: list[Weight], device: torch.device, wanted: torch.dtype | None,
     group: Group | None,
 ) -> Params:  # fmt: skip
-    entries = full_names(read_shards(directory))
+    entries = full_names(read_shards(directory), partial(models.lookup(spec.architecture).rename, spec))
     weights = check_entries(directory, spec, weights, entries, mixed=wanted is not None)
     placement = Placement(device, wanted or DTYPES[entries[EMBEDDING].dtype], group)
     with ExitStack() as stack:

@@ -17,10 +17,13 @@ from fengine.core.scheduler_output import Scores, StepOutput
 from fengine.models import lookup
 from fengine.models.kv_state import AdapterBatch, KVState, Params, SamplingBatch, StepBatch
 from fengine.models.layers import decoder
+from fengine.models.modernbert import EPS as HEAD_EPS
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
 from fengine.ops.columns import Group, share
+from fengine.ops.layer_norm import layer_norm
 from fengine.ops.linear import linear
+from fengine.ops.silu_mul import activate
 from fengine.worker.compiled import compiled_layers
 from fengine.worker.fields import Arrays, Tensors, built
 from fengine.worker.input_batch import StepInput
@@ -165,8 +168,17 @@ def scores_of(logprob_RZ: np.ndarray, top_id_RX: np.ndarray, rows: int) -> Score
 
 
 def apply_head(params: Params, pooled_D: np.ndarray) -> np.ndarray:
-    """The classification or reward head on one pooled hidden state: float32 [C]. Pure."""
+    """The classification or reward head on one pooled hidden state: float32 [C]. Pure.
+
+    Encoders have a dense layer in front of it: ModernBERT's is followed by gelu and a norm, the others' by tanh.
+    """
     norm_D = params["final_norm_D"]  # of the activations' device and dtype
     x_1D = torch.from_numpy(pooled_D)[None].to(norm_D)
+    if "score_dense" in params:
+        x_1D = linear(x_1D, params["score_dense"], params.get("score_dense_bias_D"))
+        if "score_norm_D" in params:
+            x_1D = layer_norm(activate(x_1D, "gelu"), params["score_norm_D"], HEAD_EPS)
+        else:
+            x_1D = x_1D.tanh()
     y_1C = linear(x_1D, params["score"], params.get("score_bias_C"), out_dtype=torch.float32)
     return y_1C[0].cpu().numpy()

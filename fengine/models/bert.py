@@ -1,0 +1,144 @@
+"""BERT, RoBERTa and XLM-R: encoders, all of whose tokens see each other. Learned positions, layer norms with biases
+that stand behind attention and MLP, no rotary embedding; the head of a classifier looks at the first token.
+
+Names are those of decoders. The norm behind a layer is the one in front of the next: so a layer is
+
+    x = mlp_norm(x + attention(x));  x = next_norm(x + mlp(x))
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+from torch import Tensor
+
+from fengine.errors import UnsupportedArchitectureError
+from fengine.models import layers
+from fengine.models.family import Family
+from fengine.models.fields import COMMON, READ, TRAINING
+from fengine.models.kv_state import Params, StepBatch
+from fengine.models.reader import GELU_ALL, ConfigReader, decoder_spec
+from fengine.models.rope import NONE
+from fengine.models.spec import Config, LayerKind, ModelSpec
+from fengine.models.weights import (
+    EMBEDDING,
+    LayerWeights,
+    Source,
+    Weight,
+    attention_weights,
+    decoder_weights,
+    plain_mlp_weights,
+)
+
+OWN = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
+    "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "position_embedding_type",
+)  # fmt: skip
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+FIELDS = {
+    **{key: why for key, why in COMMON.items() if key != "is_decoder"}, **dict.fromkeys(OWN, READ),
+    **dict.fromkeys(DROPOUTS, TRAINING), "tie_word_embeddings": "of a head that is not built",
+}  # fmt: skip
+DEFAULTS = {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "hidden_act": "gelu"}
+PARTS: Mapping[str, str] = MappingProxyType({
+    "embeddings.word_embeddings": EMBEDDING.removesuffix(".weight"),
+    "embeddings.position_embeddings": "model.positions", "embeddings.token_type_embeddings": "model.types",
+    "embeddings.LayerNorm": "model.layers.0.input_layernorm", "attention.self.query": "self_attn.q_proj",
+    "attention.self.key": "self_attn.k_proj", "attention.self.value": "self_attn.v_proj",
+    "attention.output.dense": "self_attn.o_proj", "attention.output.LayerNorm": "post_attention_layernorm",
+    "intermediate.dense": "mlp.up_proj", "output.dense": "mlp.down_proj", "pooler.dense": "score_dense",
+    "classifier.dense": "score_dense", "classifier.out_proj": "score", "classifier": "score",
+})  # fmt: skip
+
+
+def spec_from_hf(config: Config, padded: bool = False) -> ModelSpec:
+    """`padded`: the first token's position is behind that of padding; a padding token inside a text is one like any
+    other, for which transformers does not count on. Pure. Errors: as `reader.decoder_spec`."""
+    if config.get("position_embedding_type") not in (None, "absolute"):
+        kind = config["position_embedding_type"]
+        raise UnsupportedArchitectureError(f"position_embedding_type = {kind!r} is not supported; 'absolute' is.")
+    read = ConfigReader(config)
+    eps, types = read.number("layer_norm_eps", 0.0, 1.0), read.size("type_vocab_size", 1 << 10)
+    offset = read.size("pad_token_id", 1 << 24, default=1, least=0) + 1 if padded else 0
+    rows = read.size("max_position_embeddings", 1 << 24)
+    if rows <= offset:
+        read.problems.append(f"max_position_embeddings ({rows}) leaves no position behind that of padding ({offset})")
+    read.done(config["architectures"][0])
+    facts = {"rms_norm_eps": eps, "max_position_embeddings": rows - offset}
+    act = GELU_ALL.get(config["hidden_act"], "")
+    spec = decoder_spec(
+        config | facts, activation=("hidden_act", tuple(GELU_ALL)), act=act, causal=False,
+        generates=False, layer_norm=True, embed_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, positions=rows,
+        position_offset=offset, token_types=types, score_pool="cls",
+    )  # fmt: skip
+    return replace(spec, kinds=(LayerKind(rope=NONE),) * spec.num_layers)
+
+
+def layer(
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
+    normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
+) -> layers.LayerOut:  # fmt: skip
+    """As the file says; the stream is what was normed."""
+    delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
+    normed_TD, _ = layers.add_norm(delta_TD, normed_TD, layer["mlp_norm_D"], spec)
+    delta_TD = layers.mlp(layer, spec, batch.adapters, normed_TD)
+    normed_TD, _ = layers.add_norm(delta_TD, normed_TD, next_norm_D, spec)
+    return normed_TD, normed_TD, k_PSGK, v_PSGK
+
+
+def rename(spec: ModelSpec, name: str) -> str:
+    """The name that a tensor would have in a decoder. Pure."""
+    name = re.sub(r"^(bert|roberta)\.", "", name)
+    module, _, kind = name.rpartition(".")
+    found = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
+    if found is None:
+        score = module.startswith(("pooler", "classifier"))
+        return f"{PARTS[module]}.{kind}" if module in PARTS and (spec.num_labels or not score) else _unread(name)
+    index, part = int(found[1]), found[2]
+    if part == "output.LayerNorm":
+        last = index == spec.num_layers - 1
+        return f"model.norm.{kind}" if last else f"model.layers.{index + 1}.input_layernorm.{kind}"
+    return f"model.layers.{index}.{PARTS.get(part, part)}.{kind}"
+
+
+def _unread(name: str) -> str:
+    """What an embedding model does not need: the pooler, a head that tells masked tokens, a list of positions."""
+    return "" if name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids") else name
+
+
+def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Pure."""
+    return [
+        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size, bias=True),
+        *attention_weights(spec, layer),
+        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size, bias=True),
+        *plain_mlp_weights(spec, layer, "mlp.up_proj", "mlp.down_proj"),
+    ]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    tables = (("position_ND", "model.positions", spec.positions), ("type_ND", "model.types", spec.token_types))
+    found = decoder_weights(spec, layer_weights, norm_bias=True)
+    found += [
+        Weight((key,), (Source(f"{name}.weight", (rows, spec.hidden_size)),), "ND", fill="small")
+        for key, name, rows in tables
+    ]
+    return found + (head_weights(spec, bias=True) if spec.num_labels else [])
+
+
+def head_weights(spec: ModelSpec, bias: bool) -> list[Weight]:
+    """The dense layer in front of a classifier's last. Pure."""
+    size = spec.hidden_size
+    dense = Weight(("score_dense",), (Source("score_dense.weight", (size, size)),), "DD")
+    added = Weight(("score_dense_bias_D",), (Source("score_dense.bias", (size,)),), "D", fill="small")
+    return [dense, added] if bias else [dense]
+
+
+Bert = partial(Family, fields=FIELDS, defaults=DEFAULTS, layer=layer, weights=weights, rename=rename)
+PADDED = partial(spec_from_hf, padded=True)
+FAMILY = Bert("BertModel", "bert", spec_from_hf=spec_from_hf, base="Bert")
+ROBERTA = Bert("RobertaModel", "roberta", spec_from_hf=PADDED, base="Roberta")
+XLM_R = Bert("XLMRobertaModel", "xlm-roberta", spec_from_hf=PADDED, base="XLMRoberta")

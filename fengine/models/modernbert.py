@@ -1,0 +1,114 @@
+"""ModernBERT: an encoder with norms in front of attention and MLP, rotary embedding, gated MLPs and, in two of three
+layers, a window to both sides. Names are those of decoders; the norm of the embeddings is the first layer's.
+"""
+
+import re
+
+from fengine.errors import UnsupportedArchitectureError
+from fengine.models.bert import DROPOUTS, head_weights
+from fengine.models.family import Family
+from fengine.models.fields import COMMON, READ, SPEED, TRAINING
+from fengine.models.gemma3 import UNREAD, ropes_by_type
+from fengine.models.reader import FULL, GELU_ALL, SLIDING, ConfigReader, decoder_spec, rope_spec, windowed
+from fengine.models.rope import LOCAL
+from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import (
+    EMBEDDING,
+    LayerWeights,
+    Source,
+    Weight,
+    attention_weights,
+    decoder_weights,
+    mlp_weights,
+    with_bias,
+)
+
+OWN = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_activation",
+    "max_position_embeddings", "norm_eps", "norm_bias", "attention_bias", "mlp_bias", "layer_types", "rope_parameters",
+    "local_attention", "global_rope_theta", "local_rope_theta", "global_attn_every_n_layers", "classifier_pooling",
+    "classifier_bias", "classifier_activation",
+)  # fmt: skip
+HEADS = ("decoder_bias", "tie_word_embeddings", "sparse_prediction", "sparse_pred_ignore_index")
+FIELDS = {
+    **{key: why for key, why in COMMON.items() if key != "is_decoder"}, **dict.fromkeys(OWN, READ),
+    **dict.fromkeys((*DROPOUTS, "embedding_dropout", "mlp_dropout", "initializer_cutoff_factor"), TRAINING),
+    **dict.fromkeys(HEADS, "of a head that is not built"), "position_embedding_type": "is not read by transformers",
+    **dict.fromkeys(("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"), SPEED),
+    "layer_norm_eps": "is not read by transformers", "hidden_act": "is not read by transformers",
+}  # fmt: skip
+DEFAULTS = {
+    "norm_eps": 1e-5, "hidden_activation": "gelu", "local_attention": 128, "classifier_activation": "gelu",
+    "classifier_pooling": "cls",
+}  # fmt: skip
+EPS = 1e-5  # of the head's norm
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    pool = config["classifier_pooling"]
+    if pool not in ("cls", "mean"):
+        raise UnsupportedArchitectureError(f"classifier_pooling = {pool!r} is not supported; 'cls' and 'mean' are.")
+    if config["architectures"][0].endswith("Classification"):
+        for name, only in (("classifier_activation", "gelu"), ("norm_eps", EPS)):
+            if config[name] != only:
+                raise UnsupportedArchitectureError(f"{name} = {config[name]!r} is not supported; {only!r} is.")
+    read = ConfigReader(config)
+    eps, reach = read.number("norm_eps", 0.0, 1.0), read.size("local_attention", 1 << 27, least=2) // 2
+    interval = read.size("global_attn_every_n_layers", 1 << 12, default=3)
+    far, near = ropes_by_type(
+        config | {"rope_theta": config.get("global_rope_theta") or 160_000.0},
+        160_000.0, config.get("local_rope_theta") or 10_000.0,
+    )  # fmt: skip
+    part, act = ConfigReader({"rope_parameters": near}), GELU_ALL.get(config["hidden_activation"], "")
+    spec = decoder_spec(
+        config | {"rms_norm_eps": eps, "rope_parameters": far} | UNREAD,
+        activation=("hidden_activation", tuple(GELU_ALL)), act=act, causal=False,
+        generates=False, layer_norm=True, embed_norm=True, score_pool=pool, norm_bias=read.flag("norm_bias"),
+        score_bias=read.flag("classifier_bias"),
+        rope_local=rope_spec(part, 2, 1),
+    )  # fmt: skip
+    read.problems += part.problems
+    read.done(spec.architecture)
+    types = config.get("layer_types") or [SLIDING if i % interval else FULL for i in range(spec.num_layers)]
+    return windowed(spec, reach + 1, types, near=LOCAL, both_ways=True)
+
+
+def rename(spec: ModelSpec, name: str) -> str:
+    """The name that a tensor would have in a decoder. Pure."""
+    name = name.removeprefix("model.")
+    if name.startswith(("head.", "decoder.")) and not spec.num_labels:
+        return ""
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    parts = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.Wqkv": "self_attn.qkv_proj",
+             "attn.Wo": "self_attn.o_proj", "mlp.Wi": "mlp.gate_up_proj", "mlp.Wo": "mlp.down_proj"}  # fmt: skip
+    if found is not None:
+        return f"model.layers.{found[1]}.{parts.get(found[2], found[2])}.{found[3]}"
+    wholes = {"embeddings.tok_embeddings": EMBEDDING.removesuffix(".weight"), "final_norm": "model.norm",
+              "embeddings.norm": "model.layers.0.input_layernorm", "head.dense": "score_dense",
+              "head.norm": "score_norm", "classifier": "score"}  # fmt: skip
+    module, _, kind = name.rpartition(".")
+    return f"{wholes.get(module, module)}.{kind}"
+
+
+def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Pure."""
+    return [
+        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size, bias=spec.norm_bias),
+        *attention_weights(spec, layer, fused=True),
+        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size, bias=spec.norm_bias),
+        *mlp_weights(spec, layer, fused=True),
+    ]
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    found = decoder_weights(spec, layer_weights, norm_bias=spec.norm_bias)
+    norm = Weight(("score_norm_D",), (Source("score_norm.weight", (spec.hidden_size,)),), "D", fill="one")
+    norm = with_bias(norm) if spec.norm_bias else norm
+    return found + ([*head_weights(spec, bias=spec.score_bias), norm] if spec.num_labels else [])
+
+
+FAMILY = Family(
+    "ModernBertModel", "modernbert", FIELDS, spec_from_hf, DEFAULTS, base="ModernBert", weights=weights, rename=rename
+)  # fmt: skip

@@ -1,0 +1,185 @@
+"""Encoders against transformers in float32: hidden states, heads, and bits that do not know their neighbours."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints
+import torch
+import transformers
+from torch import Tensor
+
+from fengine import models
+from fengine.api.engine import Engine
+from fengine.errors import InvalidRequestError, UnsupportedArchitectureError
+from fengine.models.kv_state import StepBatch, init_kv
+from fengine.models.spec import ModelSpec
+from fengine.worker.hub import BOX
+from fengine.worker.loader import load_params, read_config, spec_from_config
+
+TOLERANCE = 1e-4
+VOCAB = 311
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 200, "pad_token_id": 1,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {}),
+    "bert, tanh form": ("Bert", {"hidden_act": "gelu_new", "pad_token_id": 0, "layer_norm_eps": 1e-6}),
+    "roberta": ("Roberta", {"type_vocab_size": 1}),
+    "xlm-r": ("XLMRoberta", {"type_vocab_size": 1, "pad_token_id": 5}),
+    "modernbert": ("ModernBert", {"local_attention": 22, "num_hidden_layers": 5, "pad_token_id": 0}),
+    "modernbert, biases": (
+        "ModernBert",
+        {"local_attention": 9, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True,
+         "classifier_pooling": "mean", "pad_token_id": 0},
+    ),
+    "embeddinggemma": (
+        "Gemma3Text",
+        {"use_bidirectional_attention": True, "sliding_window": 20, "head_dim": 16, "num_key_value_heads": 2,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 20},
+    ),
+}  # fmt: skip
+
+
+def write(directory: Path, name: str, kind: str = "Model", **more: Any) -> Any:
+    """A tiny random checkpoint with the box's tokenizer, and transformers' model of it."""
+    base, overrides = CASES[name]
+    model_class = getattr(transformers, f"{base}{kind}")
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = model_class(model_class.config_class(**(SIZES | overrides | more)))
+        for key, parameter in model.named_parameters():
+            tiny_checkpoints._fill(key, parameter.data, shift=1.0 if base.startswith("Gemma") else 0.0)
+    model.save_pretrained(directory)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / file).write_bytes((BOX / file).read_bytes())
+    return model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def prompts(lengths: tuple[int, ...] = (150, 1, 33, 64), vocab: int = VOCAB) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(12, vocab) for _ in range(length)] for length in lengths]
+
+
+def hidden(directory: Path, spec: ModelSpec, rows: list[list[int]]) -> list[Tensor]:
+    """Hidden states of whole rows, in one step."""
+    model, params = models.lookup(spec.architecture), load_params(directory, spec)
+    size, counts = 16, [-(-len(row) // 16) for row in rows]
+    pages = [list(range(1 + sum(counts[:i]), 1 + sum(counts[: i + 1]))) for i in range(len(rows))]
+    table = [own + [0] * (max(counts) - len(own)) for own in pages]
+    pos = [p for row in rows for p in range(len(row))]
+    slot = [own[p // size] * size + p % size for own, row in zip(pages, rows, strict=True) for p in range(len(row))]
+    start = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
+    fields = ([t for row in rows for t in row], pos, slot, start, [len(row) for row in rows], table, start[1:])
+    batch = StepBatch._make((*(torch.tensor(field, dtype=torch.int32) for field in fields), None))
+    kv = init_kv(spec, sum(counts) + 1, size, torch.float32, "cpu")
+    _, hidden_TD = model.forward(params, spec, kv, batch)
+    return list(hidden_TD.split([len(row) for row in rows]))
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_hidden_states_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference, rows = write(tmp_path, name), prompts()
+    spec = spec_from_config(read_config(tmp_path))
+    assert not spec.causal and not spec.generates
+    together = hidden(tmp_path, spec, rows)
+    for row, got in zip(rows, together, strict=True):
+        want = reference(torch.tensor([row])).last_hidden_state[0]
+        assert (got - want).abs().max() < TOLERANCE
+        assert torch.equal(hidden(tmp_path, spec, [row])[0], got)
+
+
+@torch.no_grad()
+def test_types_of_tokens(tmp_path: Path) -> None:
+    reference, [row] = write(tmp_path, "bert", type_vocab_size=3), prompts((40,))
+    types = [0] * 10 + [1] * 20 + [2] * 10
+    spec = spec_from_config(read_config(tmp_path))
+    got = hidden(tmp_path, spec, [[token + kind * VOCAB for token, kind in zip(row, types, strict=True)]])[0]
+    want = reference(torch.tensor([row]), token_type_ids=torch.tensor([types])).last_hidden_state[0]
+    assert (got - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "embeddinggemma"])
+def test_heads_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = write(tmp_path, name, "ForSequenceClassification", num_labels=3, vocab_size=4096)
+    rows = prompts((30, 7))
+    with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:
+        outputs = llm.encode(rows)
+        assert llm.encode(rows[0])["embedding"] == outputs[0]["embedding"]
+        with pytest.raises(InvalidRequestError, match="generates no text"):
+            llm.generate("Hello")
+    for row, output in zip(rows, outputs, strict=True):
+        with torch.no_grad():
+            want = reference(torch.tensor([row])).logits[0].tolist()
+        assert output["embedding"] == pytest.approx(want, abs=TOLERANCE)
+
+
+def test_rerank_tells_query_and_document_apart(tmp_path: Path) -> None:
+    """Through a tokenizer that gives the second text another type, as BERT's does."""
+    reference = write(tmp_path, "bert", "ForSequenceClassification", num_labels=1, vocab_size=4096)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    pair = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": pair[:1], "pair": pair, "special_tokens": {},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    pairs = [["What is it?", "A small model."], ["Hello", "The capital of France is Paris."]]
+    with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:
+        outputs = llm.rerank(pairs)
+        assert llm.tokenizer is not None
+        ids = [[llm.tokenizer.encode(text) for text in both] for both in pairs]
+    for (first, second), output in zip(ids, outputs, strict=True):
+        types = torch.tensor([[0] * len(first) + [1] * len(second)])
+        with torch.no_grad():
+            want = reference(torch.tensor([first + second]), token_type_ids=types).logits[0, 0]
+        assert output["embedding"] == pytest.approx(float(want), abs=TOLERANCE)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ("bert", {"is_decoder": True}, "is_decoder"),
+    ("bert", {"hidden_act": "relu"}, "hidden_act"),
+    ("modernbert", {"hidden_activation": "relu"}, "hidden_activation"),
+    ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_what_is_not_built_is_refused(name: str, change: dict[str, Any], message: str) -> None:
+    base, overrides = CASES[name]
+    config = getattr(transformers, f"{base}Config")(**(SIZES | overrides)).to_dict() | change
+    with pytest.raises(UnsupportedArchitectureError, match=message):
+        spec_from_config(config | {"architectures": [f"{base}Model"]})
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-r", "modernbert"])
+@torch.no_grad()
+def test_a_changed_field_is_honoured_or_refused(name: str, tmp_path: Path) -> None:
+    """As test_config_fields.py, on hidden states."""
+    reference, [row] = write(tmp_path, name), prompts((40,))
+    base, state = json.loads((tmp_path / "config.json").read_text()), reference.state_dict()
+    compared = changed = 0
+    for key, value in base.items():
+        if key in ("architectures", "model_type", "dtype", "transformers_version", "rope_parameters", "layer_types"):
+            continue
+        kind = type(value)
+        others: list[Any] = [None, *([not value] if kind is bool else [value + 1, 2 * value] if kind is int else
+                             [value * 1.5 + 0.1] if kind is float else [f"{value}x", "gelu_new"])]  # fmt: skip
+        for other in others:
+            config = base | {key: other}
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            try:
+                model = type(reference)(type(reference.config).from_dict(config)).eval()
+                model.load_state_dict(state)
+                want = model(torch.tensor([row])).last_hidden_state[0]
+                got = hidden(tmp_path, spec_from_config(read_config(tmp_path)), [row])[0]
+            except Exception:  # refused by one of both
+                continue
+            compared += 1
+            changed += not torch.equal(want, reference(torch.tensor([row])).last_hidden_state[0])
+            assert (got - want).abs().max() < TOLERANCE, (key, other)
+    assert compared > 10 and changed >= 1
