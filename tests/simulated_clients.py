@@ -9,7 +9,6 @@ from simulated_plan import Event, Job
 from simulated_threads import FOREVER
 
 from fengine.api.collector import OutputCollector, Stream
-from fengine.api.input_processor import CheckedRequest
 from fengine.api.sessions import Turn
 from fengine.core.request import Adapter
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, MemoryReleasedError, SessionError
@@ -88,27 +87,31 @@ def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: Output
 def check_chunks(world: World, seen: dict[int, tuple[str, list[int]]], collector: OutputCollector) -> None:
     for index, (text, ids) in seen.items():
         state = collector.states[index]
-        if state.finish is not None and not state.abandoned and state.error is None:
+        shown, count, finish = state.output
+        if finish is not None and not state.abandoned and state.error is None:
             start = state.request.prompt_len
-            if (text, ids) != (state.seen[0], state.request.token_ids[start : start + state.num_tokens]):
+            if (text, ids) != (shown, state.request.token_ids[start : start + count]):
                 raise Violation(f"the chunks of {state.request.rid} are not its output")
 
 
 def again(world: World, event: Event) -> None:
     """Leaves a stream, and asks again with the same rids, perhaps before those have ended."""
+    loop = Loop(world.machine, bool(event.what % 3))
     for attempt in range(3):
         try:
-            collector = world.submit(event, world.requests(event))
+            collector = world.submit(event, world.requests(event), None if attempt == 2 else loop)
         except InvalidRequestError as error:
             if "is in use" not in str(error):
                 raise
             world.machine.sleep(STEP)
             continue
-        if attempt == 2 or event.leave is None:
+        if attempt == 2:
             collector.wait()
-            return
-        world.machine.sleep(event.pace)
-        collector.abort()
+        elif event.what % 2:
+            loop.closed = True
+        else:
+            world.machine.sleep(event.pace)
+            collector.abort()
 
 
 def chat(world: World, event: Event) -> None:
@@ -139,9 +142,9 @@ def chat(world: World, event: Event) -> None:
         touched = begun
         if turn.prompt_ids() != kept + list(job.ids):
             raise Violation(f"turn {rid} has another context")
-        requests = [CheckedRequest(world.request(rid, job, turn.prompt_ids()), return_logprob=True, turn=turn)]
+        requests = [world.request(rid, job, turn.prompt_ids())]
         try:
-            result: Any = world.submit(event, requests).wait()
+            result: Any = world.submit(event, requests, turn=turn).wait()
         except SessionError:
             if world.machine.clock - touched <= timeout:
                 raise

@@ -15,8 +15,7 @@ from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, need
 from simulated_threads import Machine, SimulatedThread
 
 from fengine.api.collector import OutputCollector
-from fengine.api.input_processor import CheckedRequest
-from fengine.api.sessions import Sessions
+from fengine.api.sessions import Sessions, Turn
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request, SamplingParams
@@ -86,8 +85,8 @@ class World:
         self.solo = Solo()
         self.jobs: dict[str, Job] = {}
         self.collectors: list[tuple[Event, OutputCollector]] = []
-        self.adapters: dict[str, Adapter] = {}
-        self.loads = 0
+        self.adapters = {name: Adapter(name, i, None) for i, name in enumerate("ABC")}
+        self.loads = len(self.adapters)
         self.labels = {"default": 0}
         self.aborted: set[str] = set()
         self.answered: set[tuple[int, int]] = set()  # (call, index) of streams that have ended
@@ -144,7 +143,7 @@ class World:
 
         def checked(*arguments: Any) -> list[Request]:
             finished = update(*arguments)
-            check_scheduler(self.scheduler)
+            self._check_step()
             return finished
 
         def noted(end: Any) -> bool:
@@ -165,7 +164,7 @@ class World:
     def _execute(self, kv: Any, output: SchedulerOutput) -> tuple[Any, Callable[[], StepOutput]]:
         self.machine.clock += STEP
         self.machine.pause()
-        check_scheduler(self.scheduler)
+        self._check_step()
         if self.fault == ("launch", output.step):
             raise DeviceError
         tokens, logprobs, errors = self.device.execute(output)
@@ -251,7 +250,8 @@ class World:
     def request(self, rid: str, job: Job, ids: list[int]) -> Request:
         self.jobs[rid] = job
         params = SamplingParams(
-            stop=job.stop, min_new_tokens=job.least, grammar=job.grammar or None,
+            stop=job.stop, min_new_tokens=job.least, grammar=job.grammar or None, logprob_start=job.scored,
+            return_logprob=True,
             processor=None if job.processor is None else self._processor(job),
         )  # fmt: skip
         request = Request(rid, len(ids), list(ids), params, job.seed, job.new, job.stop_ids)
@@ -260,7 +260,9 @@ class World:
         request.adapter = self.adapters.get(job.adapter or "")
         return request
 
-    def submit(self, event: Event, requests: list[CheckedRequest], loop: Any = None) -> OutputCollector:
+    def submit(
+        self, event: Event, requests: list[Request], loop: Any = None, turn: Turn | None = None
+    ) -> OutputCollector:
         args = SimpleNamespace(
             incremental_streaming_output=self.settings.incremental, stream_output=False, enable_metrics=True,
             stream_interval=self.settings.interval,
@@ -269,15 +271,21 @@ class World:
         parts = SimpleNamespace(core=self.core, tokenizer=tokenizer)
         context: Any = SimpleNamespace(parts=parts, args=args, sessions=self.sessions, log=None)
         stream = event.kind in ("stream", "async")
-        collector = OutputCollector(context, requests, stream=stream, single=len(requests) == 1, loop=loop)
+        turns = {} if turn is None else {turn.rid: turn}
+        collector = OutputCollector(context, requests, turns, stream=stream, single=len(requests) == 1, loop=loop)
         self.collectors.append((event, collector))
         return collector
 
-    def requests(self, event: Event) -> list[CheckedRequest]:
-        return [
-            CheckedRequest(self.request(f"{event.name}.{i}", job, list(job.ids)), return_logprob=True)
-            for i, job in enumerate(event.jobs)
-        ]
+    def requests(self, event: Event) -> list[Request]:
+        return [self.request(f"{event.name}.{i}", job, list(job.ids)) for i, job in enumerate(event.jobs)]
+
+    def _check_step(self) -> None:
+        """After every step."""
+        check_scheduler(self.scheduler)
+        waiting = self.scheduler._waiting.requests()
+        again = [request.arrival for request in waiting if request.num_preempted]
+        if again != sorted(again) or any(request.num_preempted for request in waiting[len(again) :]):
+            raise Violation("requests that were preempted lost their place in the queue")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -288,6 +296,14 @@ class World:
             self.core.call("check_books")
         self.excused.add(EngineClosedError)
         self.core.close()
+        if self.died_at is not None and self.core.inbox.end.__cause__ is None:  # type: ignore[union-attr]
+            raise Violation("nobody says what the engine died of")
+        began = self.machine.clock
+        try:
+            self.core.call("ping")
+        except (EngineClosedError, EngineDeadError):
+            if self.machine.clock > began:
+                raise Violation("a command waits for a closed engine") from None
         if any(thread.is_alive() for thread in self.core.threads) and not self.stuck:
             raise Violation("a thread goes on after the end")
         if self.core.requests.untold:
@@ -306,7 +322,8 @@ class World:
                     if not self._is_explained(event, state.error):
                         raise state.error
                     continue
-                excused = state.abandoned or type(self) in self.excused or state.request.rid in self.aborted
+                gone = collector.loop is not None and collector.loop.is_closed()
+                excused = gone or state.abandoned or type(self) in self.excused or state.request.rid in self.aborted
                 broken = BROKEN if self._is_broken(event) else TOKENIZER
                 if wrong := judge(self.solo, state, job, self.labels, broken, excused):
                     raise Violation(f"{state.request.rid}: {wrong}")

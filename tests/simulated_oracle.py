@@ -78,7 +78,7 @@ def judge(
     solo: Solo, state: RequestState, job: Job, labels: dict[str, int], tokenizer: Any, excused: bool
 ) -> str | None:
     """What is wrong with an answer. `excused`: somebody ended it."""
-    request, finish = state.request, state.finish
+    request, finish = state.request, state.output.finish
     assert finish is not None
     if not request.versions:  # ended before the loop saw it
         return None if excused and finish.kind == "abort" else "it never ran"
@@ -88,8 +88,8 @@ def judge(
         return f"tokens {drawn}, alone {tokens}"
     stops = bool(drawn) and drawn[-1] in job.stop_ids
     text, count, matched = text_of(drawn, request.params, tokenizer, stops)
-    if state.seen != (text, count):
-        return f"text {state.seen}, at once {(text, count)}"
+    if (shown := state.output[:2]) != (text, count):
+        return f"text {shown}, at once {(text, count)}"
     found = finish.kind, finish.matched if finish.kind == "stop" else finish.length
     if matched is not None:
         return None if found == ("stop", matched) else f"it ends with {found}, but its text with {matched!r}"

@@ -26,6 +26,7 @@ class Job:
     processor: str | None = None
     fails_at: int | None = None  # the output at which its processor raises
     nan_at: int | None = None  # the output at which its logits are not finite
+    scored: int | None = None  # its input logprobs are wanted from this token on
     adapter: str | None = None
     salt: str | None = None
     priority: int = 0
@@ -124,7 +125,7 @@ def client(rng: random.Random, name: int, settings: Settings, stems: list[tuple[
 def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]]) -> Job:
     stem = rng.choice(stems)
     ids = stem[: rng.randrange(1, len(stem) + 1)] + tuple(rng.randrange(12) for _ in range(rng.randrange(0, 4)))
-    new = rng.choice([0, 1, 2, rng.randrange(3, 24), rng.randrange(10, 24), rng.randrange(10, 24)])
+    new = rng.choice([0, 1, 2, rng.randrange(3, 24), rng.randrange(10, 32), rng.randrange(20, 32)])
     odd = rng.random()
     processor = rng.choice(PROCESSORS)
     return Job(
@@ -135,6 +136,7 @@ def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]])
         grammar=rng.random() < 0.15,
         processor=processor, fails_at=rng.randrange(6) if processor == "raises" else None,
         nan_at=rng.randrange(6) if odd < 0.05 else None,
+        scored=rng.randrange(len(ids)) if 0.6 < odd < 0.7 else None,
         adapter=rng.choice([None, "A", "B", "C"]) if settings.adapter_slots else None,
         salt=rng.choice([None, None, None, "s"]),
         priority=rng.choice([0, 0, 0, 1, -1]) if odd > 0.7 else 0,

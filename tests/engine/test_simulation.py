@@ -25,7 +25,7 @@ def test_a_seed_decides_everything() -> None:
         world.run()
         states = [state for _, collector in world.collectors for state in collector.states]
         return (world.machine.turns, world.machine.clock, [state.request.token_ids for state in states],
-                [(state.finished, state.finish, str(state.error)) for state in states])  # fmt: skip
+                [(state.finished, state.output.finish, str(state.error)) for state in states])  # fmt: skip
 
     for seed in range(20):
         assert trace(seed) == trace(seed)
