@@ -1,6 +1,7 @@
 """Small tokenizers of the kinds that checkpoints bring, trained here, each saved as a directory and loaded twice."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,21 @@ TEXTS = [
     "1234 56,789.0",
     "\ufffd\ue000",
 ]
+ODD = " \t\n\r\x00\x7f\xa0\u200b\u2028\ufeff\ufffd\ue000\U0001f642\U0010ffff.,!?'’\"<>|_-▁Ġ##éÉßİıſﬁ①字あ한ة0๓"
+
+
+def fuzzed(seed: int, count: int) -> list[str]:
+    """Texts of words, odd characters, special tokens and anything that UTF-8 can hold."""
+    draw = random.Random(seed)
+    parts = [
+        lambda: draw.choice(CORPUS)[: draw.randint(0, 40)],
+        lambda: draw.choice([*SPECIALS, "<s>", "</s>", "<think>", "[CLS]", "<0x41>", "<unk>", "n't", " 's", "  "]),
+        lambda: "".join(draw.choices(ODD, k=draw.randint(1, 6))),
+        lambda: "".join(chr(draw.choice([draw.randint(0, 0xD7FF), draw.randint(0xE000, 0x10FFFF)])) for _ in range(3)),
+    ]
+    return ["".join(draw.choice(parts)() for _ in range(draw.randint(0, 5))) for _ in range(count)]
+
+
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -113,6 +129,22 @@ def llama2(legacy_normalizer: bool = True) -> Backend:
     return backend
 
 
+def wordpiece() -> Backend:
+    """As BERT's."""
+    backend = Backend(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    backend.train_from_iterator(
+        CORPUS * 3, trainers.WordPieceTrainer(vocab_size=260, special_tokens=names, show_progress=False)
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
 def no_decoder() -> Backend:
     words = sorted({w for text in CORPUS for w in text.split()})
     backend = Backend(models.WordLevel({w: i for i, w in enumerate(["<unk>", *words])}, unk_token="<unk>"))
@@ -170,6 +202,8 @@ CASES = {
     "llama2_no_prefix": (llama2, {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}, LLAMA),
     "llama2_fast": (llama2, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}, LLAMA),
     "bare": (byte_level_bos, None, LLAMA),
+    "wordpiece": (wordpiece, {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}, LLAMA),
+    "bert": (wordpiece, {"tokenizer_class": "BertTokenizerFast"}, {"model_type": "bert"}),
     "no_decoder": (no_decoder, {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}, LLAMA),
 }  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 Two families are known, the rest is refused by name:
 - bytes: ByteLevel (GPT-2, Llama 3, Qwen). A token is some bytes.
-- pieces: Replace, ByteFallback, Fuse, Strip (Llama 2, Gemma), Metaspace (SentencePiece), or no decoder. A token is
-  text, or one byte of a run of byte tokens.
+- pieces: Replace, ByteFallback, Fuse, Strip (Llama 2, Gemma), Metaspace (SentencePiece), WordPiece (BERT), or no
+  decoder. A token is text, or one byte of a run of byte tokens.
 """
 
 import json
@@ -17,6 +17,7 @@ from fengine.errors import UnsupportedFeatureError
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CLEAN = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
           (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))  # fmt: skip
+_WORDPIECE_CLEAN = (*_CLEAN[:7], (" do not", " don't"), *_CLEAN[7:])  # of each token
 
 
 def clean_up(text: str) -> str:
@@ -73,6 +74,8 @@ class Decoding:
         self.replace: list[tuple[str, str]] = []
         self.separator, self.strip, self.strip_char = "", 0, " "
         self.first_drops: str | None = None  # character that the first piece loses everywhere
+        self.continues: str | None = None  # what begins a token that no space stands before
+        self._piece_clean: tuple[tuple[str, str], ...] = ()
         self._read(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
         self.tables = {skip: PieceTable(self, skip) for skip in (False, True)}
 
@@ -87,12 +90,15 @@ class Decoding:
         elif kinds == ["Metaspace"]:
             self.replace = [(stages[0]["replacement"], " ")]
             self.first_drops = None if stages[0]["prepend_scheme"] == "never" else stages[0]["replacement"]
+        elif kinds == ["WordPiece"]:
+            self.continues = stages[0]["prefix"]
+            self._piece_clean = _WORDPIECE_CLEAN if stages[0]["cleanup"] else ()
         elif re.fullmatch(r"(Replace )*(ByteFallback )?Fuse (Strip )?", "".join(f"{k} " for k in kinds)):
             self._read_pieces(stages, kinds)
         else:
             raise UnsupportedFeatureError(
-                f"decoder {' + '.join(kinds)} of tokenizer.json is not built; built are ByteLevel, Metaspace, and "
-                "Replace + ByteFallback + Fuse + Strip."
+                f"decoder {' + '.join(kinds)} of tokenizer.json is not built; built are ByteLevel, Metaspace, "
+                "WordPiece, and Replace + ByteFallback + Fuse + Strip."
             )
 
     def _read_pieces(self, stages: list[dict[str, Any]], kinds: list[str]) -> None:
@@ -118,7 +124,9 @@ class Decoding:
             if all(ord(c) in self._bytes for c in token):
                 return bytes(self._bytes[ord(c)] for c in token)
             return token.encode()
-        for old, new in self.replace:
+        if self.continues is not None:
+            token = token.removeprefix(self.continues) if token.startswith(self.continues) else f" {token}"
+        for old, new in (*self.replace, *self._piece_clean):
             token = token.replace(old, new)
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return int(match[1], 16)
@@ -126,6 +134,11 @@ class Decoding:
 
     def first_piece(self, token_id: int, piece: str) -> str:
         """`piece` as it reads when it is the first one. Pure."""
-        if self.first_drops is None:
+        if self.first_drops is None and self.continues is None:
             return piece
-        return (self._backend.id_to_token(token_id) or "").replace(self.first_drops, "")
+        token = self._backend.id_to_token(token_id) or ""
+        if self.first_drops is not None:
+            return token.replace(self.first_drops, "")
+        for old, new in self._piece_clean:
+            token = token.replace(old, new)
+        return token

@@ -21,7 +21,8 @@ def token_texts(tokenizer: Tokenizer | None, size: int) -> TokenTexts:
     if tokenizer is None:
         raise UnsupportedFeatureError("grammars need the tokenizer; start without skip_tokenizer_init")
     decoding = tokenizer.decoding
-    if decoding.cleanup or decoding.separator or decoding.strip > 1 or (decoding.strip and decoding.strip_char != " "):
+    spaced = decoding.separator or decoding.continues is not None
+    if decoding.cleanup or spaced or decoding.strip > 1 or (decoding.strip and decoding.strip_char != " "):
         raise UnsupportedFeatureError(
             "grammars need a tokenizer whose tokens join to a text as they are; the decoder of this one cleans spaces "
             "up, or puts some between tokens"

@@ -15,7 +15,7 @@ def made(tmp_path_factory):
     return Made(tmp_path_factory)
 
 
-STREAMED = ["byte_level", "new_tokens", "unigram", "llama2", "llama2_no_prefix", "no_decoder"]
+STREAMED = ["byte_level", "new_tokens", "unigram", "llama2", "llama2_no_prefix", "no_decoder", "wordpiece"]
 slow_ok = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
