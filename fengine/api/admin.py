@@ -5,23 +5,14 @@ import gc
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from fengine.api import info
-from fengine.api.options import EngineContext
+from fengine.api.options import HasContext
 from fengine.core.step_trace import StepRecord
-from fengine.engine.parts import Parts
 from fengine.engine.weights.save import save_weights
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, UnsupportedFeatureError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
-
-
-class HasContext(Protocol):
-    """What these methods need of an engine."""
-
-    _parts: Parts
-    _context: EngineContext
 
 
 # -- sessions and steering ---------------------------------------------------------------------------------------------
@@ -116,22 +107,6 @@ def ping(engine: HasContext) -> None:
 def stats(engine: HasContext) -> dict[str, Any]:
     """Counters since the start, and gauges of this moment."""
     return engine._parts.stats()
-
-
-def get_server_info(engine: HasContext) -> dict[str, Any]:
-    """Every setting as resolved, sizes, version, and the internal state."""
-    return info.server_info(engine._parts, engine._context.args, engine._parts.core.call("get_stats"))
-
-
-def get_model_info(engine: HasContext) -> dict[str, Any]:
-    """What kind of model runs. `preferred_sampling_params` are those in force, the model's own included."""
-    found = info.model_info(engine._parts, engine._context.args, engine._parts.core.call("get_stats"))
-    return found | {"preferred_sampling_params": dict(engine._context.preferred) or None}
-
-
-def get_load(engine: HasContext) -> list[dict[str, int]]:
-    """Requests that run and wait, and the tokens that they hold."""
-    return info.load(engine._parts, engine._parts.core.call("get_stats"))
 
 
 def get_all_child_pids(engine: HasContext) -> list[int]:

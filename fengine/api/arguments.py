@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
@@ -56,29 +57,26 @@ def checked_calls(cls: type[C]) -> type[C]:
 
 
 def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(method):
+    @contextmanager
+    def explained(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        refuse_fork(engine)
+        try:
+            yield
+        except TypeError:
+            _explain(method, (engine, *args), kwargs)
+            raise
 
-        @wraps(method)
-        async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-            refuse_fork(self)
-            try:
-                return await method(self, *args, **kwargs)
-            except TypeError:
-                _explain(method, (self, *args), kwargs)
-                raise
-
-        return call_async
+    @wraps(method)
+    async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with explained(self, args, kwargs):
+            return await method(self, *args, **kwargs)
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_fork(self)
-        try:
+        with explained(self, args, kwargs):
             return method(self, *args, **kwargs)
-        except TypeError:
-            _explain(method, (self, *args), kwargs)
-            raise
 
-    return call
+    return call_async if inspect.iscoroutinefunction(method) else call
 
 
 def refuse_fork(engine: Any) -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, cast, overload
 
-from fengine.api import admin, weights
+from fengine.api import admin, info, weights
 from fengine.api import chat as chats
 from fengine.api import score as scoring
 from fengine.api.arguments import checked_calls, described_by, record_of, takes
@@ -284,9 +284,9 @@ class Engine:
     freeze_gc = admin.freeze_gc
     ping = admin.ping
     stats = admin.stats
-    get_server_info = admin.get_server_info
-    get_model_info = admin.get_model_info
-    get_load = admin.get_load
+    get_server_info = info.get_server_info
+    get_model_info = info.get_model_info
+    get_load = info.get_load
     get_all_child_pids = admin.get_all_child_pids
     start_profile = admin.start_profile
     stop_profile = admin.stop_profile

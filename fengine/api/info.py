@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fengine import __version__
+from fengine.api.options import HasContext
 from fengine.api.server_args import ServerArgs, in_force
 from fengine.config import Algorithm
 from fengine.engine.parts import Parts
@@ -18,11 +19,9 @@ from fengine.worker.kv_pool import kv_bytes_per_token
 from fengine.worker.safetensors_file import read_json
 
 
-def server_info(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[str, Any]:
-    """ServerArgs with every "auto" resolved, what the engine is made of, and one internal state.
-
-    `stats`: those of the core.
-    """
+def get_server_info(engine: HasContext) -> dict[str, Any]:
+    """Every setting as resolved, what the engine is made of, and one internal state."""
+    parts, args, stats = engine._parts, engine._context.args, engine._parts.core.call("get_stats")
     return resolved_args(parts, args, stats) | {
         "launch_command": " ".join(sys.argv),
         "status": "ready" if not stats["refusals"] else next(iter(stats["refusals"].values())),
@@ -53,26 +52,17 @@ def resolved_args(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict
 def internal_state(parts: Parts, core_stats: dict[str, Any]) -> dict[str, Any]:
     """SGLang's state of one data-parallel rank, fengine's counters with it. Memory in GiB. Pure."""
     stats = parts.stats(core_stats)
-    busy = time.perf_counter() - parts.ready_at
+    busy, tokens = time.perf_counter() - parts.ready_at, stats["output_tokens"]
+    accepted = tokens / max(tokens - stats["correct_draft_tokens"], 1)  # for each draw of a row in a step
     return {
         "world_size": 1,
         "effective_max_running_requests_per_dp": parts.config.scheduler.max_running_requests,
-        "last_gen_throughput": stats["output_tokens"] / busy,  # output tokens per second since the start
+        "last_gen_throughput": tokens / busy,  # output tokens per second since the start
         "memory_usage": memory_usage(parts, core_stats["refusals"]),
         "weight_version": core_stats["weight_version"],
-        **(
-            {}
-            if parts.config.speculation.algorithm is Algorithm.none
-            else {"avg_spec_accept_length": _accept_length(stats)}
-        ),
+        **({} if parts.config.speculation.algorithm is Algorithm.none else {"avg_spec_accept_length": accepted}),
         **stats,
     }
-
-
-def _accept_length(stats: dict[str, Any]) -> float:
-    """Output tokens for each draw of a row in a step. Pure."""
-    tokens = stats["output_tokens"]
-    return tokens / max(tokens - stats["correct_draft_tokens"], 1)
 
 
 def memory_usage(parts: Parts, refusals: Container[str]) -> dict[str, Any]:
@@ -90,22 +80,22 @@ def memory_usage(parts: Parts, refusals: Container[str]) -> dict[str, Any]:
     }
 
 
-def model_info(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[str, Any]:
-    """What kind of model runs. Pure."""
-    path = parts.model_dir / "config.json"
-    config = read_json(path) if path.exists() else {}
+def get_model_info(engine: HasContext) -> dict[str, Any]:
+    """What kind of model runs. `preferred_sampling_params` are those in force, the model's own included."""
+    parts, args, stats = engine._parts, engine._context.args, engine._parts.core.call("get_stats")
     return {
         "model_path": str(args.model_path),
         "tokenizer_path": args.tokenizer_path or str(args.model_path),
         "served_model_name": args.served_model_name or str(args.model_path),
         "is_generation": parts.spec.generates,
+        "preferred_sampling_params": dict(engine._context.preferred) or None,
         "weight_version": stats["weight_version"],
         "load_format": args.load_format,
         "has_image_understanding": False,
         "has_audio_understanding": False,
         "num_parameters": sum(math.prod(place.shape) for place in parts.weights.places.values()),
         "weight_dtypes": sorted({str(place.leaf.dtype) for place in parts.weights.places.values()}),
-        "model_type": config.get("model_type"),
+        "model_type": hf_config(parts).get("model_type"),
         "architectures": [parts.spec.architecture],
         "reasoning_parser": None,
         "tool_call_parser": None,
@@ -115,8 +105,6 @@ def model_info(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[st
 
 def model_config(parts: Parts, args: ServerArgs) -> dict[str, Any]:
     """What programs read of SGLang's `model_config`. Pure."""
-    path = parts.model_dir / "config.json"
-    config = read_json(path) if path.exists() else {}
     spec = parts.spec
     return {
         "model_path": str(args.model_path),
@@ -130,13 +118,20 @@ def model_config(parts: Parts, args: ServerArgs) -> dict[str, Any]:
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "hf_eos_token_id": set(parts.eos_ids),
-        "hf_config": SimpleNamespace(**config),
+        "hf_config": SimpleNamespace(**hf_config(parts)),
     }
 
 
-def load(parts: Parts, core_stats: dict[str, Any]) -> list[dict[str, int]]:
-    """SGLang's load of each data-parallel rank: requests, those that wait, tokens in the pages that they hold. Pure."""
-    stats = parts.stats(core_stats)
-    waiting = stats["waiting"]
+def hf_config(parts: Parts) -> dict[str, Any]:
+    """The model's config.json; {} where it has none."""
+    path = parts.model_dir / "config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def get_load(engine: HasContext) -> list[dict[str, int]]:
+    """SGLang's load of each data-parallel rank: requests, those that wait, and tokens in the pages that they hold."""
+    parts = engine._parts
+    stats = parts.stats(parts.core.call("get_stats"))
     tokens = stats["pages_used"] * (parts.config.cache.page_size or 16)
-    return [{"dp_rank": 0, "num_reqs": stats["running"] + waiting, "num_waiting_reqs": waiting, "num_tokens": tokens}]
+    requests = stats["running"] + stats["waiting"]
+    return [{"dp_rank": 0, "num_reqs": requests, "num_waiting_reqs": stats["waiting"], "num_tokens": tokens}]

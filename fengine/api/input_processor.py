@@ -6,6 +6,7 @@ Nothing is queued here. Every error names value, limit and remedy; those of seve
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from fengine.api.io_struct import GenerateReqInput, split_batch
@@ -41,17 +42,17 @@ def process_input(
     Errors: InvalidRequestError and its kinds, UnsupportedFeatureError.
     """
     prompts, single = split_batch(req, {} if pooled else context.preferred)
-    first = 0 if pooled else context.indices.take(len(prompts))
+    indices = range(len(prompts)) if pooled else list(islice(context.indices, len(prompts)))
     requests: list[Request] = []
     turns: dict[str, Turn] = {}
     errors: list[tuple[int, FengineError]] = []
     known: dict[Hashable, SamplingParams] = {}  # most calls give all prompts the same ones
-    for i, prompt in enumerate(prompts):
+    for i, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
         try:
             if (key := _key(prompt.sampling_params)) not in known:
                 known[key] = SamplingParams.of(prompt.sampling_params, context.parts.spec.vocab_size)
                 compile_patterns(known[key].stop_regex)
-            requests += _check(context, prompt, known[key], first + i, turns)
+            requests += _check(context, prompt, known[key], index, turns)
         except FengineError as error:
             errors.append((i, error))
     if errors:

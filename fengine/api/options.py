@@ -1,11 +1,11 @@
 """What a call's options come to for one request, and `EngineContext`: what they are checked against."""
 
-import threading
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from operator import countOf
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,20 +26,6 @@ MAX_LOGPROBS = 1 << 23  # of one prompt with all its samples: some GiB of Python
 MAX_SALT = 4096
 
 
-class Indices:
-    """Numbers the prompts of an engine: seeds that are not given derive from them. Thread-safe. Modifies: itself."""
-
-    def __init__(self) -> None:
-        self.next = 0
-        self._lock = threading.Lock()
-
-    def take(self, count: int) -> int:
-        """The first of the next `count` numbers."""
-        with self._lock:
-            first, self.next = self.next, self.next + count
-            return first
-
-
 @dataclass(frozen=True, slots=True)
 class EngineContext:
     """What requests are checked against: the model, the settings, and what the caller has registered."""
@@ -50,8 +36,15 @@ class EngineContext:
     grammars: Grammars
     preferred: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters where a call gives none
     processors: dict[str, Callable[..., Any]] = field(default_factory=dict)  # custom logit processors by name
-    indices: Indices = field(default_factory=Indices)
+    indices: Iterator[int] = field(default_factory=count)  # of prompts: seeds that are not given derive from them
     log: RequestLog | None = None
+
+
+class HasContext(Protocol):
+    """What the functions that are methods of `Engine` need of it."""
+
+    _parts: Parts
+    _context: EngineContext
 
 
 def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from fengine.engine.parts import Parts
+from fengine.api.options import HasContext
 from fengine.engine.weights.group import GroupError
 from fengine.engine.weights.updates import UpdateResult
 from fengine.errors import FengineError, InvalidRequestError, UnsupportedFeatureError
@@ -13,17 +13,11 @@ from fengine.lora.adapters import Adapters
 GROUP_TIMEOUT = 300.0  # seconds
 
 
-class HasParts(Protocol):
-    """What these methods need of an engine."""
-
-    _parts: Parts
-
-
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def update_weights_from_disk(
-    engine: HasParts, model_path: str, load_format: str | None = None, *, weight_version: str | None = None,
+    engine: HasContext, model_path: str, load_format: str | None = None, *, weight_version: str | None = None,
     abort_all_requests: bool = False,
 ) -> UpdateResult:  # fmt: skip
     """All weights from a checkpoint of the same model; on any fault (False, reason) and the old ones stay.
@@ -37,7 +31,7 @@ def update_weights_from_disk(
 
 
 def update_weights_from_tensor(
-    engine: HasParts, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True, *,
+    engine: HasContext, named_tensors: Any, load_format: str | None = None, flush_cache: bool = True, *,
     weight_version: str | None = None, abort_all_requests: bool = False,
 ) -> UpdateResult:  # fmt: skip
     """Some or all weights, as (name, tensor) pairs or a dict in Hugging Face names; as `update_weights_from_disk`.
@@ -50,7 +44,7 @@ def update_weights_from_tensor(
 
 
 def update_weights_from_distributed(
-    engine: HasParts, names: list[str], dtypes: list[Any], shapes: list[list[int]],
+    engine: HasContext, names: list[str], dtypes: list[Any], shapes: list[list[int]],
     group_name: str = "weight_update_group", flush_cache: bool = True, load_format: str | None = None, *,
     weight_version: str | None = None, abort_all_requests: bool = False,
 ) -> UpdateResult:  # fmt: skip
@@ -60,7 +54,7 @@ def update_weights_from_distributed(
     )
 
 
-def update_weights_from_ipc(engine: HasParts, zmq_handles: Any, flush_cache: bool = True) -> UpdateResult:
+def update_weights_from_ipc(engine: HasContext, zmq_handles: Any, flush_cache: bool = True) -> UpdateResult:
     raise UnsupportedFeatureError(
         "update_weights_from_ipc is not built: its handles are pickles. Use update_weights_from_tensor or "
         "update_weights_from_distributed."
@@ -68,7 +62,7 @@ def update_weights_from_ipc(engine: HasParts, zmq_handles: Any, flush_cache: boo
 
 
 def init_weights_update_group(
-    engine: HasParts, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
+    engine: HasContext, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
     backend: str = "nccl", *, timeout: float = GROUP_TIMEOUT,
 ) -> UpdateResult:  # fmt: skip
     """Joins a trainer's group (its rank is 0) and waits for it up to `timeout` seconds, which is also how long a
@@ -83,7 +77,7 @@ def init_weights_update_group(
     return UpdateResult(True, f"rank {rank_offset} of {world_size} is in group {group_name!r}")
 
 
-def destroy_weights_update_group(engine: HasParts, group_name: str) -> UpdateResult:
+def destroy_weights_update_group(engine: HasContext, group_name: str) -> UpdateResult:
     """Leaves a group."""
     engine._parts.core.call("ping")
     try:
@@ -93,19 +87,19 @@ def destroy_weights_update_group(engine: HasParts, group_name: str) -> UpdateRes
     return UpdateResult(True, f"left group {group_name!r}")
 
 
-def begin_weight_update(engine: HasParts, selector: str = "all") -> UpdateResult:
+def begin_weight_update(engine: HasContext, selector: str = "all") -> UpdateResult:
     """Updates are collected from here on, and take effect together in `end_weight_update`."""
     return engine._parts.updates.begin(selector)
 
 
 def end_weight_update(
-    engine: HasParts, *, weight_version: str | None = None, abort_all_requests: bool = False
+    engine: HasContext, *, weight_version: str | None = None, abort_all_requests: bool = False
 ) -> UpdateResult:
     """All that was collected takes effect; nothing, if any part of it was refused."""
     return engine._parts.updates.end(version=weight_version, abort=abort_all_requests)
 
 
-def get_weights_by_name(engine: HasParts, name: str, truncate_size: int = 100) -> list[Any] | None:
+def get_weights_by_name(engine: HasContext, name: str, truncate_size: int = 100) -> list[Any] | None:
     """The first `truncate_size` rows of a tensor as lists of floats; None for a name that the model has not."""
     return engine._parts.weights.read(name, truncate_size)
 
@@ -113,7 +107,7 @@ def get_weights_by_name(engine: HasParts, name: str, truncate_size: int = 100) -
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def release_memory_occupation(engine: HasParts, tags: list[str] | None = None) -> None:
+def release_memory_occupation(engine: HasContext, tags: list[str] | None = None) -> None:
     """Gives memory back: "kv_cache", "weights", "cuda_graph", or for None all. Requests are refused meanwhile.
 
     Errors: EngineBusyError while requests run, MemoryReleasedError for what is released, InvalidRequestError.
@@ -121,7 +115,7 @@ def release_memory_occupation(engine: HasParts, tags: list[str] | None = None) -
     engine._parts.memory.release(tags)
 
 
-def resume_memory_occupation(engine: HasParts, tags: list[str] | None = None) -> None:
+def resume_memory_occupation(engine: HasContext, tags: list[str] | None = None) -> None:
     """Takes memory again; for None all that is released.
 
     Weights come back if they were those of a checkpoint that is unchanged; else requests are refused until an update
@@ -144,7 +138,7 @@ class AdapterResult(NamedTuple):
 NOT_ENABLED = "LoRA is not enabled. Please set `--enable-lora` (enable_lora=True) to enable LoRA."
 
 
-def load_lora_adapter(engine: HasParts, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterResult:
+def load_lora_adapter(engine: HasContext, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterResult:
     """Loads a PEFT adapter from a directory or hub id; requests name it with `lora_path=lora_name`.
 
     Its files are read and checked while steps go on; what is wrong with them is the answer. `pinned`: once it has come
@@ -154,7 +148,7 @@ def load_lora_adapter(engine: HasParts, lora_name: str, lora_path: str, pinned: 
 
 
 def load_lora_adapter_from_tensors(
-    engine: HasParts, lora_name: str, tensors: Any, config_dict: dict[str, Any], load_format: str | None = None
+    engine: HasContext, lora_name: str, tensors: Any, config_dict: dict[str, Any], load_format: str | None = None
 ) -> AdapterResult:
     """Loads an adapter from tensors under PEFT's names, and the values of its adapter_config.json."""
     if load_format is not None:
@@ -162,29 +156,29 @@ def load_lora_adapter_from_tensors(
     return _change(engine, lambda adapters: adapters.load_tensors(lora_name, tensors, config_dict))
 
 
-def unload_lora_adapter(engine: HasParts, lora_name: str) -> AdapterResult:
+def unload_lora_adapter(engine: HasContext, lora_name: str) -> AdapterResult:
     """Forgets an adapter. Requests that came before finish with it; its slot and memory are free then."""
     return _change(engine, lambda adapters: adapters.unload(lora_name))
 
 
 async def async_load_lora_adapter(
-    engine: HasParts, lora_name: str, lora_path: str, pinned: bool = False
+    engine: HasContext, lora_name: str, lora_path: str, pinned: bool = False
 ) -> AdapterResult:
     """As `load_lora_adapter`; the event loop goes on meanwhile."""
     return await asyncio.to_thread(load_lora_adapter, engine, lora_name, lora_path, pinned)
 
 
-async def async_unload_lora_adapter(engine: HasParts, lora_name: str) -> AdapterResult:
+async def async_unload_lora_adapter(engine: HasContext, lora_name: str) -> AdapterResult:
     """As `unload_lora_adapter`."""
     return await asyncio.to_thread(unload_lora_adapter, engine, lora_name)
 
 
-def lora_adapters(engine: HasParts) -> dict[str, str]:
+def lora_adapters(engine: HasContext) -> dict[str, str]:
     """Names and paths of the adapters that requests may name."""
     return {} if engine._parts.adapters is None else engine._parts.adapters.paths()
 
 
-def _change(engine: HasParts, change: Callable[[Adapters], None]) -> AdapterResult:
+def _change(engine: HasContext, change: Callable[[Adapters], None]) -> AdapterResult:
     engine._parts.core.call("ping")  # a closed engine says so
     adapters = engine._parts.adapters
     if adapters is None:

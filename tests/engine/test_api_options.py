@@ -116,7 +116,7 @@ def test_lists_give_each_prompt_its_own_and_scalars_are_for_all(asked: Any) -> N
 
 
 def test_samples_are_prompt_major_with_seeds_and_ids_of_their_own(asked: Any, engine: Engine) -> None:
-    first = engine._context.indices.next
+    first = next(engine._context.indices) + 1
     requests = asked(input_ids=[[1], [2, 3]], sampling_params={"n": 3}, rid="b")
     assert [r.token_ids for r in requests] == [[1]] * 3 + [[2, 3]] * 3
     assert [r.seed for r in requests] == [derive_seed(0, first + p, s) for p in range(2) for s in range(3)]
