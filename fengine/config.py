@@ -90,11 +90,17 @@ class SchedulerConfig:
 
 class Algorithm(Enum):
     """Who guesses tokens ahead. `ngram`: what followed an earlier copy of a request's last tokens; `standalone`: a
-    small model of the same vocabulary."""
+    small model of the same vocabulary; `eagle3`: a head trained for the model, which goes on from its streams."""
 
     none = "none"
     ngram = "ngram"
     standalone = "standalone"
+    eagle3 = "eagle3"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it is a model, with a checkpoint."""
+        return self in (Algorithm.standalone, Algorithm.eagle3)
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class SpeculationConfig:
     `num_draft_tokens` is SGLang's: the most tokens of a row in one step, its own included. Drafts fill a step up to
     `step_tokens` tokens; a step that has as many already is full of work and gets none. The last `ngram_min_match`
     tokens must have occurred before; copies are compared up to `ngram_max_match` tokens back.
-    `draft_model` is the model of `standalone`, as `model.path`.
+    `draft_model` is the checkpoint of `standalone` or `eagle3`, as `model.path`.
     """
 
     algorithm: Algorithm = Algorithm.none
@@ -256,10 +262,10 @@ def _check_sizes(config: EngineConfig) -> list[str]:
             f"cache.page_size ({cache.page_size}) is larger than cache.max_total_tokens ({cache.max_total_tokens}): "
             "the pool would hold no page"
         )
-    if (drafts.draft_model is None) == (drafts.algorithm is Algorithm.standalone):
+    if (drafts.draft_model is None) == drafts.algorithm.drafts:
         problems.append(
             f"speculation.draft_model is {drafts.draft_model!r} with speculation.algorithm={drafts.algorithm.value}: "
-            "it belongs to standalone, and that needs it"
+            "it belongs to standalone and eagle3, which need it"
         )
     tokens, rows = scheduler.max_step_tokens, scheduler.max_running_requests
     if tokens and rows and tokens < rows:
@@ -326,7 +332,7 @@ def _resolved(config: EngineConfig, *, gpu: bool) -> dict[str, Any]:
         "compile": replace(compiling, enabled=compiled),
         "speculation": replace(
             drafts,
-            num_draft_tokens=drafts.num_draft_tokens or (6 if drafts.algorithm is Algorithm.standalone else 16),
+            num_draft_tokens=drafts.num_draft_tokens or (6 if drafts.algorithm.drafts else 16),
             step_tokens=min(drafts.step_tokens or (64 if gpu else 16), tokens),
         ),
     }

@@ -27,7 +27,7 @@ FOREIGN = {
     name: default for groups in (HARMLESS, REFUSED) for group in groups.values() for name, default in group.items()
 }
 C = TypeVar("C")
-ALGORITHMS = ("NGRAM", "STANDALONE")  # of speculation
+ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE3")  # of speculation
 _LORA_KEYS = {"lora_name", "lora_path", "pinned"}
 
 
@@ -65,7 +65,7 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
         if values[name] is not None and not any(_same(values[name], off) for off in (default, *ALSO_OFF.get(name, ())))
     ]
     if (algorithm := values["speculative_algorithm"]) is not None and algorithm.upper() not in ALGORITHMS:
-        bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation {' and '.join(ALGORITHMS)} are built)")
+        bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation {', '.join(ALGORITHMS)} are built)")
     if bad:
         raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
 

@@ -15,7 +15,7 @@ Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fengine.core.batch import Batch
 from fengine.core.request import Drafting, Request
@@ -51,7 +51,10 @@ class Speculation:
     vocab_size: int
     waits: bool = False  # a proposal needs every token: rows wait for theirs
     kv_bytes: int = 0  # that a token of the pool takes beside the model's own
-    open: Callable[[int, int], None] = lambda pages, rows: None  # the pool has so many pages, the batch so many rows
+    open: Callable[[Any, int], None] = lambda kv, rows: (
+        None
+    )  # told of the model's KV state, and how many rows there are
+    feature_layers: tuple[int, ...] = ()  # of the model, whose streams are wanted beside the KV
 
 
 def drafting_of(request: Request, waits: bool = False) -> Drafting | None:

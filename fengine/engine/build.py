@@ -66,7 +66,7 @@ class Features:
 
     tokenizer: Callable[[Path], Any]  # of a directory
     adapters: Callable[[LoraConfig, ModelSpec, Params, str], AdapterSlots | None]  # modifies the params
-    speculation: Callable[[EngineConfig, ModelSpec], Speculation | None]  # loads the draft model, if there is one
+    speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
 
 
 @dataclass(frozen=True)
@@ -207,19 +207,26 @@ def assemble(
 ) -> Parts:
     """The running engine over a loaded model. `started`: when its start began, of `time.perf_counter`."""
     compiles, spec, page_size = compile_count(), loaded.spec, config.cache.page_size or 16
-    speculation = features.speculation(config, spec)
+    speculation = features.speculation(config, spec, loaded.params)
+    if speculation is not None:
+        loaded = replace(loaded, spec=replace(spec, feature_layers=speculation.feature_layers))
     group, least = (None, int) if ranks is None else (ranks.group, ranks.join())
     worker = make_worker(config, loaded, features, group, least, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
-        speculation.open(worker.pages, config.scheduler.max_running_requests or 1)
+        speculation.open(worker.kv, config.scheduler.max_running_requests or 1)
     pages, kv_dtype, adapters = worker.pages, worker.kv_dtype, worker.adapters
     scheduler = make_scheduler(config, spec, pages, speculation, 0 if adapters is None else adapters.slots)
     runner = worker.runner if ranks is None else RankedRunner(worker.runner, ranks)
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk)
-    memory = Memory(
-        core, worker.runner, weights, lambda: new_pool(spec, pages, page_size, kv_dtype, device_of(config)), page_size
-    )
+
+    def new_kv() -> KVState:
+        kv = new_pool(loaded.spec, pages, page_size, kv_dtype, device_of(config))
+        if speculation is not None:
+            speculation.open(kv, config.scheduler.max_running_requests or 1)
+        return kv
+
+    memory = Memory(core, worker.runner, weights, new_kv, page_size)
     if ranks is not None:
         ranks.attach(core)
     return Parts(

@@ -92,7 +92,7 @@ class Memory:
         trim()
 
     def _free_kv(self, kv: KVState | None) -> None:
-        for tensor in () if kv is None else kv.k_PSGK + kv.v_PSGK:
+        for tensor in () if kv is None else kv.tensors:
             if tensor.is_cuda:  # the runner still names these tensors; a CPU's are freed with their last name
                 tensor.untyped_storage().resize_(0)
 

@@ -36,10 +36,16 @@ def layer_kinds(layers: list[Params]) -> list[int]:
 
 
 class KVState(NamedTuple):
-    """Keys and values of every page, one whole tensor per layer. A pytree."""
+    """Keys and values of every page, one whole tensor per layer; and where the spec has `feature_layers`, one tensor of
+    these streams side by side, of X columns. A pytree."""
 
     k_PSGK: tuple[Tensor, ...]
     v_PSGK: tuple[Tensor, ...]
+    feature_PSX: tuple[Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.k_PSGK + self.v_PSGK + self.feature_PSX
 
     @property
     def num_pages(self) -> int:
@@ -117,6 +123,7 @@ class PageSnapshot(NamedTuple):
 
     k_LPSGK: tuple[Tensor, ...]
     v_LPSGK: tuple[Tensor, ...]
+    feature_PSX: tuple[Tensor, ...] = ()
 
 
 def init_kv(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str) -> KVState:
@@ -128,7 +135,10 @@ def init_kv(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype,
             return _huge_zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    return KVState(tuple(layer() for _ in range(spec.num_layers)), tuple(layer() for _ in range(spec.num_layers)))
+    k_PSGK, v_PSGK = (tuple(layer() for _ in range(spec.num_layers)) for _ in "kv")
+    width = len(spec.feature_layers) * spec.hidden_size
+    features = (torch.zeros(num_pages, page_size, width, dtype=dtype, device=device),) if width else ()
+    return KVState(k_PSGK, v_PSGK, features)
 
 
 def _huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -154,9 +164,7 @@ def _page_index(kv: KVState, pages: list[int], name: str) -> Tensor:
 def snapshot(kv: KVState, pages: list[int]) -> PageSnapshot:
     """Copies `pages` out of `kv`. Pure: `kv` stays live."""
     index = _page_index(kv, pages, "pages")
-    return PageSnapshot(
-        tuple(k.index_select(0, index) for k in kv.k_PSGK), tuple(v.index_select(0, index) for v in kv.v_PSGK)
-    )
+    return PageSnapshot(*(tuple(pages.index_select(0, index) for pages in part) for part in kv))
 
 
 def restore(kv: KVState, saved: PageSnapshot, pages: list[int]) -> KVState:
@@ -166,9 +174,10 @@ def restore(kv: KVState, saved: PageSnapshot, pages: list[int]) -> KVState:
         raise InvalidRequestError(
             f"snapshot holds {saved.k_LPSGK[0].shape[0]} pages but {len(pages)} targets were given"
         )
-    for target, source in zip(kv.k_PSGK + kv.v_PSGK, saved.k_LPSGK + saved.v_LPSGK, strict=True):
-        target.index_copy_(0, index, source)
-    return KVState(kv.k_PSGK, kv.v_PSGK)
+    for targets, sources in zip(kv, saved, strict=True):
+        for target, source in zip(targets, sources, strict=True):
+            target.index_copy_(0, index, source)
+    return KVState(*kv)
 
 
 def fork(kv: KVState, source: list[int], target: list[int]) -> KVState:

@@ -32,17 +32,28 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
         layers = params["layers"]
         norms = [layer.get("attn_norm_D") for layer in layers[1:]] + [params["final_norm_D"]]
         normed_TD, residual_TD = embed(params, spec, batch, layers[0].get("attn_norm_D"))
-        k_layers, v_layers = [], []
-        for layer, next_norm_D, k_PSGK, v_PSGK in zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True):
+        k_layers, v_layers, features = [], [], []
+        for index, (layer, next_norm_D, k_PSGK, v_PSGK) in enumerate(
+            zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True)
+        ):
+            features += [residual_TD] * (index in spec.feature_layers)
             rope_MK = params[layer["kind"].rope]
             normed_TD, residual_TD, k_PSGK, v_PSGK = layer_fn(
                 layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD, next_norm_D
             )
             k_layers.append(k_PSGK)
             v_layers.append(v_PSGK)
-        return KVState(tuple(k_layers), tuple(v_layers)), normed_TD
+        for feature_PSX in kv.feature_PSX:
+            keep_features(feature_PSX, features, batch.slot_T)
+        return KVState(tuple(k_layers), tuple(v_layers), kv.feature_PSX), normed_TD
 
     return forward
+
+
+def keep_features(feature_PSX: Tensor, features: list[Tensor], slot_T: Tensor) -> None:
+    """Writes streams side by side to the tokens' slots. Modifies: feature_PSX."""
+    feature_TX = torch.cat(features, 1)  # narrower while one layer of each kind is tried for all
+    feature_PSX.flatten(0, 1)[:, : feature_TX.shape[1]].index_copy_(0, slot_T.long(), feature_TX.to(feature_PSX.dtype))
 
 
 def embed(params: Params, spec: ModelSpec, batch: StepBatch, norm_D: Tensor | None) -> tuple[Tensor, Tensor]:

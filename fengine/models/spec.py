@@ -94,6 +94,7 @@ class ModelSpec:
     token_types: int = 0  # rows of a table of token types; the id of a token of type t is t * vocab_size higher
     score_pool: str = "last"  # which hidden state a classification head looks at: last, cls or mean
     draft_layers: int = 0  # behind the last in the checkpoint, for speculative decoding: they are not read
+    feature_layers: tuple[int, ...] = ()  # the stream in front of these layers is kept beside the KV, for a draft
 
     @property
     def scale(self) -> float:

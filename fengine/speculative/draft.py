@@ -12,6 +12,8 @@ Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invarian
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,10 +23,12 @@ from fengine import models
 from fengine.config import Algorithm, EngineConfig
 from fengine.core.speculation import Ask, Speculation
 from fengine.errors import ConfigError
-from fengine.models.kv_state import KVHandle, KVState, StepBatch, init_kv
-from fengine.models.spec import ModelSpec
+from fengine.models import eagle3
+from fengine.models.kv_state import KVHandle, KVState, Params, StepBatch, init_kv
+from fengine.models.spec import Config, ModelSpec
 from fengine.ops.edges import take
 from fengine.ops.sampling import draw
+from fengine.speculative.eagle import EagleHead
 from fengine.speculative.ngram import Trust, ngram_proposer
 from fengine.worker.device import device_of
 from fengine.worker.hub import resolve_model
@@ -46,39 +50,70 @@ class Memo:
     room: int = 0  # tokens that the request's own pages held then
     tries: int = 0  # learnt from
 
-    def learn(self, ask: Ask) -> None:
-        """Takes what became of the last try: guesses that were drawn are computed already."""
+    def learn(self, ask: Ask, behind: int) -> None:
+        """Takes what became of the last try: guesses that were drawn are computed already, but for a draft that has
+        gone on from its own stream where the target's is known now."""
         ids, drafting = ask.request.token_ids, ask.drafting
         if drafting.tries > self.tries:
             self.tries, size = drafting.tries, self.trust.size
             self.trust.learn(drafting.tried, drafting.right, len(ids))
             self.trust.size = size  # a guess costs little beside the step: only what is always wrong is tried less
         pairs = zip(self.guesses[:-1], ids[self.known :], strict=False)  # the last one was not computed
-        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        done = max(self.done, min(self.known + right, self.room))
-        self.done, self.guesses = min(done, len(ids) - 1), []  # what the last token gives is needed
+        right = 0 if behind else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        done = max(self.done, min(self.known - behind + right, self.room))
+        self.done, self.guesses = min(done, len(ids) - behind - 1), []  # what the last token gives is needed
+
+
+class Head(Protocol):
+    """The model that guesses."""
+
+    spec: ModelSpec
+    behind: int  # so many tokens behind a position stands the one that it has
+
+    def fuse(self, feature_TX: Tensor) -> Tensor:
+        """What it goes on from where the target's streams are known."""
+        ...
+
+    def run(self, kv: KVState, batch: StepBatch, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
+        """(KV state, logits_RV, what row's next guess goes on from). Modifies: the storage of `kv`."""
+        ...
+
+
+class SmallModel:
+    """A model of its own, that reads the tokens alone. Immutable."""
+
+    behind = 0
+
+    def __init__(self, directory: Path, config: Config, target: ModelSpec, settings: EngineConfig) -> None:
+        """Errors: ConfigError if it has another vocabulary; ModelLoadError and its kinds."""
+        self.spec = spec_from_config(config)
+        if not self.spec.generates or not self.spec.causal or self.spec.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"speculation.draft_model {str(directory)!r} is {self.spec.architecture} with a vocabulary of "
+                f"{self.spec.vocab_size}; a draft generates text from the target's, of {target.vocab_size}"
+            )
+        self.params = load_params(directory, self.spec, dtype=settings.model.dtype, device=device_of(settings))
+        self.model = models.lookup(self.spec.architecture)
+
+    def fuse(self, feature_TX: Tensor) -> Tensor:
+        return feature_TX
+
+    def run(self, kv: KVState, batch: StepBatch, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
+        """(KV state, logits_RV, None) behind each row. Modifies: the storage of `kv`, which is dead then."""
+        kv, hidden_TD = self.model.forward(self.params, self.spec, kv, batch)
+        return kv, self.model.unembed(self.params, self.spec, take(hidden_TD, batch.logit_index_R)), None
 
 
 class DraftModel:
     """Proposes by a second model. For the loop's thread. Modifies: its KV state, and `Drafting.memo`, a `Memo`."""
 
-    def __init__(self, config: EngineConfig, target: ModelSpec) -> None:
-        """Loads the draft. Errors: ConfigError, ModelLoadError and its kinds."""
-        path = config.speculation.draft_model
-        assert path is not None and config.speculation.num_draft_tokens is not None, "`check` and `resolve` have run"
-        directory = resolve_model(path)
-        self.spec = spec_from_config(read_config(directory))
-        if not self.spec.generates or not self.spec.causal or self.spec.vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"speculation.draft_model {path!r} is {self.spec.architecture} with a vocabulary of "
-                f"{self.spec.vocab_size}; a draft generates text from the target's, of {target.vocab_size}"
-            )
-        self.device = torch.device(device_of(config))
-        self.params = load_params(directory, self.spec, dtype=config.model.dtype, device=self.device)
-        self.kv_dtype = self.params["final_norm_D"].dtype  # on a CPU float32
+    def __init__(self, config: EngineConfig, head: Head, kv_dtype: torch.dtype) -> None:
+        """Errors: ConfigError."""
+        assert config.speculation.num_draft_tokens is not None, "`resolve` has run"
+        self.head, self.spec, self.kv_dtype, self.device = head, head.spec, kv_dtype, torch.device(device_of(config))
         self.pages = 0  # of the target; behind them lie those of row slots
         self.kv: KVHandle
-        self.model = models.lookup(self.spec.architecture)
+        self.feature_PSX: Tensor | None = None  # the target's streams
         self.most = config.speculation.num_draft_tokens - 1
         self.page_size = config.cache.page_size or 16
         if self.most >= self.page_size:
@@ -87,10 +122,10 @@ class DraftModel:
                 f"({self.page_size})"
             )
 
-    def open(self, pages: int, rows: int) -> None:
+    def open(self, target: KVState, rows: int) -> None:
         """Makes the draft's KV: the target's pages, and one for each row slot."""
-        self.pages = pages
-        self.kv = KVHandle(init_kv(self.spec, pages + rows, self.page_size, self.kv_dtype, self.device))
+        self.pages, self.feature_PSX = target.num_pages, next(iter(target.feature_PSX), None)
+        self.kv = KVHandle(init_kv(self.spec, self.pages + rows, self.page_size, self.kv_dtype, self.device))
 
     def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
         """One proposal for each ask; none where the draft has to catch up, or has been wrong."""
@@ -99,9 +134,14 @@ class DraftModel:
             known, drafting = len(ask.request.token_ids), ask.drafting
             if drafting.memo is None:
                 drafting.memo = Memo(Trust(self.most), tries=drafting.tries)
-            drafting.memo.learn(ask)
+            drafting.memo.learn(ask, self.head.behind)
             size = min(self.most, ask.most, self.spec.max_position - known)
-            if ask.skip == 0 and size >= ask.least and known >= drafting.memo.trust.resume_at:
+            if (
+                ask.skip == 0
+                and known > self.head.behind
+                and size >= ask.least
+                and known >= drafting.memo.trust.resume_at
+            ):
                 sizes[i] = size
         if not sizes:
             return [[] for _ in asks]
@@ -112,35 +152,34 @@ class DraftModel:
 
     def _propose(self, asks: list[Ask], count: int) -> list[list[int]]:
         """`count` guesses for each, none where the draft has to catch up. Modifies: the KV state, the memos."""
-        rows = [(ask, ask.drafting.memo) for ask in asks]
-        chunks = [ask.request.token_ids[memo.done : memo.done + CATCH_UP] for ask, memo in rows]
+        rows, behind = [(ask, ask.drafting.memo) for ask in asks], self.head.behind
+        chunks = [ask.request.token_ids[memo.done + behind :][:CATCH_UP] for ask, memo in rows]
         starts = [memo.done for _, memo in rows]
         for (_, memo), chunk in zip(rows, chunks, strict=True):
             memo.done += len(chunk)
         ends = np.array([memo.done for _, memo in rows], np.int32)
         table = self._table(asks, int(ends.max()) + count)
         sampling = self._sampling(asks)
-        guesses = [self._guess(table, chunks, starts, sampling, ends)]
+        token_R, stream_RD = self._guess(table, chunks, starts, sampling)
+        guesses = [token_R]
         for step in range(1, count):
             tokens = [[max(int(token), 0)] for token in guesses[-1]]
-            at = ends + step
-            guesses.append(self._guess(table, tokens, (at - 1).tolist(), sampling, at))
+            token_R, stream_RD = self._guess(table, tokens, (ends + step - 1).tolist(), sampling, stream_RD)
+            guesses.append(token_R)
         for i, (ask, memo) in enumerate(rows):
-            if memo.done < len(ask.request.token_ids):
+            if memo.done + behind < len(ask.request.token_ids):
                 continue  # it has not caught up
-            memo.known, memo.room = memo.done, len(ask.request.pages) * self.page_size
+            memo.known, memo.room = len(ask.request.token_ids), len(ask.request.pages) * self.page_size
             memo.guesses = [int(token) for token in takewhile(lambda token: token >= 0, (step[i] for step in guesses))]
         return [list(memo.guesses) for _, memo in rows]
 
     def _guess(
-        self,
-        table: np.ndarray,
-        tokens: list[list[int]],
-        starts: list[int],
-        sampling: dict[str, Tensor],
-        pos: np.ndarray,
-    ) -> np.ndarray:  # fmt: skip
-        """The token that each row draws behind these, at position `pos`; -1 where its logits are not finite."""
+        self, table: np.ndarray, tokens: list[list[int]], starts: list[int], sampling: dict[str, Tensor],
+        stream_TD: Tensor | None = None,
+    ) -> tuple[np.ndarray, Tensor | None]:  # fmt: skip
+        """(the token that each row draws behind these, -1 where its logits are not finite; what the next goes on from).
+
+        `stream_TD` None: the target's streams are known."""
         counts = np.array([len(chunk) for chunk in tokens])
         ends = np.cumsum(counts)
         row_T = np.repeat(np.arange(len(tokens)), counts)
@@ -148,11 +187,12 @@ class DraftModel:
         slot_T = table[row_T, pos_T // self.page_size] * self.page_size + pos_T % self.page_size
         fields = ([t for chunk in tokens for t in chunk], pos_T, slot_T, [0, *ends], starts + counts, table, ends - 1)
         batch = StepBatch._make([*(self._put(np.array(values, np.int32)) for values in fields), None])
-        kv, hidden_TD = self.model.forward(self.params, self.spec, self.kv.take(), batch)
-        self.kv = KVHandle(KVState(kv.k_PSGK, kv.v_PSGK))
-        logits_RV = self.model.unembed(self.params, self.spec, take(hidden_TD, batch.logit_index_R))
-        token_R, logprob_R = draw(logits_RV, **sampling, pos_R=self._put(pos.astype(np.int32)))
-        return torch.where(logprob_R.isnan(), -1, token_R).cpu().numpy()
+        if stream_TD is None and self.feature_PSX is not None:
+            stream_TD = self.head.fuse(self.feature_PSX.flatten(0, 1).index_select(0, batch.slot_T))
+        kv, logits_RV, stream_RD = self.head.run(self.kv.take(), batch, stream_TD)
+        self.kv = KVHandle(kv)
+        token_R, logprob_R = draw(logits_RV, **sampling, pos_R=batch.kv_len_R + self.head.behind)
+        return torch.where(logprob_R.isnan(), -1, token_R).cpu().numpy(), stream_RD
 
     def _table(self, asks: list[Ask], longest: int) -> np.ndarray:
         """Page tables [R, N], with the row slot's own page behind those of its request."""
@@ -178,10 +218,10 @@ class DraftModel:
         return torch.from_numpy(array).to(self.device)
 
 
-def speculation_of(config: EngineConfig, target: ModelSpec) -> Speculation | None:
-    """What a resolved configuration asks for; None: no drafts. Loads the draft model, if there is one.
+def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> Speculation | None:
+    """What a resolved configuration asks for; None: no drafts. Loads the draft, if there is one.
 
-    Errors: ConfigError, ModelLoadError and its kinds.
+    `params`: the target's. Errors: ConfigError, ModelLoadError and its kinds.
     """
     drafts = config.speculation
     if drafts.algorithm is Algorithm.none:
@@ -190,7 +230,21 @@ def speculation_of(config: EngineConfig, target: ModelSpec) -> Speculation | Non
     sizes = (drafts.num_draft_tokens - 1, drafts.step_tokens, target.vocab_size)
     if drafts.algorithm is Algorithm.ngram:
         return Speculation(ngram_proposer(drafts.ngram_min_match, drafts.ngram_max_match), *sizes)
-    model = DraftModel(config, target)
-    return Speculation(
-        model, *sizes, waits=True, kv_bytes=kv_bytes_per_token(model.spec, model.kv_dtype), open=model.open
-    )
+    assert drafts.draft_model is not None, "`check` has run"
+    directory, kv_dtype = resolve_model(drafts.draft_model), params["final_norm_D"].dtype  # on a CPU float32
+    hf_config = read_config(directory)
+    eagle = hf_config.get("architectures") in [[name] for name in eagle3.ARCHITECTURES]
+    if eagle != (drafts.algorithm is Algorithm.eagle3):
+        raise ConfigError(
+            f"speculation.draft_model {drafts.draft_model!r} has architectures {hf_config.get('architectures')!r}: "
+            f"use speculation.algorithm={'eagle3' if eagle else 'standalone'}"
+        )
+    if drafts.algorithm is Algorithm.standalone:
+        head: Head = SmallModel(directory, hf_config, target, config)
+        layers: tuple[int, ...] = ()
+    else:
+        head = EagleHead(directory, hf_config, target, params)
+        layers = head.feature_layers
+    model = DraftModel(config, head, kv_dtype)
+    kv_bytes = kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize
+    return Speculation(model, *sizes, waits=True, kv_bytes=kv_bytes, open=model.open, feature_layers=layers)

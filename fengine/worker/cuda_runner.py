@@ -92,7 +92,8 @@ class CudaRunner:
         whole, kinds = self.params, layer_kinds(self.params["layers"])
         norm_D: Any = whole["final_norm_D"]
         self.params = whole | {"layers": [whole["layers"][index] for index in kinds]}
-        self.kv = [KVState(*(tuple(pages[index] for index in kinds) for pages in kv))]
+        k_PSGK, v_PSGK = (tuple(pages[index] for index in kinds) for pages in kv[:2])
+        self.kv = [KVState(k_PSGK, v_PSGK, kv.feature_PSX)]
         for rows in (1, 32, 64, 128, SLICE):
             blank = PromptRows(np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32), 1, [])
             score_prompts(partial(self.unembed, whole), norm_D[None], blank)

@@ -228,10 +228,10 @@ def _load(
 
         if spec.generates and spec.tie_embeddings and HEAD in entries:
             check_tied(read(HEAD), read(EMBEDDING))
-        return _build(spec, weights, lambda w: _place(w, [s.ours(read(s.name)) for s in w.sources], placement), group)
+        return _build(spec, weights, lambda w: place(w, [s.ours(read(s.name)) for s in w.sources], placement), group)
 
 
-def _place(weight: Weight, parts: list[Tensor], placement: Placement) -> Leaf:
+def place(weight: Weight, parts: list[Tensor], placement: Placement) -> Leaf:
     """Joins the parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
     dtype, group = placement.of(weight), placement.group
     cut = group if weight.shard else None
@@ -274,4 +274,4 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
     if not weight.shard or placement.group is None:
         return linear.pack(tensor) if weight.matrix else tensor
-    return _place(weight, list(tensor.split([source.shape[0] for source in weight.sources])), placement)
+    return place(weight, list(tensor.split([source.shape[0] for source in weight.sources])), placement)

@@ -121,9 +121,9 @@ def test_bad_settings_are_refused_by_name(target: str, tmp_path: Path) -> None:
         answers(target, target, speculative_num_steps=3, speculative_num_draft_tokens=9)
     with pytest.raises(ConfigError, match="draft_model is None"):
         Engine(model_path=target, speculative_algorithm="STANDALONE")
-    with pytest.raises(ConfigError, match="draft_model.*belongs to standalone"):
+    with pytest.raises(ConfigError, match="draft_model.*belongs to standalone and eagle3"):
         Engine(model_path=target, speculative_algorithm="NGRAM", speculative_draft_model_path=target)
-    with pytest.raises(UnsupportedFeatureError, match="NGRAM and STANDALONE"):
+    with pytest.raises(UnsupportedFeatureError, match="NGRAM, STANDALONE, EAGLE3"):
         Engine(model_path=target, speculative_algorithm="EAGLE", speculative_draft_model_path=target)
     with pytest.raises(UnsupportedFeatureError, match="eagle_topk=4.*trees of drafts"):
         answers(target, target, speculative_eagle_topk=4)

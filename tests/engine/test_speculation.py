@@ -405,9 +405,9 @@ def test_copies_take_a_third_of_the_steps() -> None:
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "DFLASH", "ngrams", ""])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "DFLASH", "ngrams", ""])
 def test_other_algorithms_are_refused_by_name(algorithm: str) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=f"speculative_algorithm='{algorithm}'.*NGRAM and STANDALONE"):
+    with pytest.raises(UnsupportedFeatureError, match=f"algorithm='{algorithm}'.*NGRAM, STANDALONE, EAGLE3"):
         ServerArgs(model_path="box", speculative_algorithm=algorithm).to_config()
 
 

@@ -1,0 +1,118 @@
+"""EAGLE-3: a draft of one layer that goes on from a target's own streams. No model by itself.
+
+    fused_D = fc(three streams of the target)          at position p, with the token of position p + 1
+    stream  = fused + attention(norm(embed), norm(fused) side by side);  stream += mlp(norm(stream))
+    logits  = head(norm(stream)), over a part of the vocabulary;  the next guess goes on from `stream`
+
+Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test".
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fengine.errors import UnsupportedFeatureError
+from fengine.models import layers
+from fengine.models.fields import DECODER, READ, check_fields
+from fengine.models.kv_state import KVState, Params, StepBatch
+from fengine.models.reader import decoder_spec
+from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import LayerWeights, Source, Weight, attention_weights, mlp_weights
+from fengine.ops import edges, linear, rms_norm
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+FIELDS = {
+    **DECODER, "draft_vocab_size": READ, "target_hidden_size": READ, "norm_before_residual": READ,
+    "eagle_config": READ, "attention_bias": READ, "mlp_bias": READ, "bias": READ,
+}  # fmt: skip
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # of eagle_config: layers behind which the target's stream is taken
+BARRED = -1e30  # a finite logit that is never drawn
+HEAD_IDS = "d2t"  # int64: what is added to an id of the head to give one of the target
+
+
+def spec_from_hf(config: Config) -> ModelSpec:
+    """Pure. Errors: ModelLoadError, UnsupportedArchitectureError, UnsupportedFeatureError."""
+    check_fields(config, FIELDS, config["architectures"][0])
+    spec = decoder_spec(config)
+    told = config.get("eagle_config") or {}
+    unbuilt = {
+        "num_hidden_layers": spec.num_layers != 1, "attention_bias": spec.qkv_bias, "mlp_bias": spec.mlp_bias,
+        "bias": config.get("bias"), "tie_word_embeddings": spec.tie_embeddings,
+        "eagle_config": told.keys() - {LAYER_IDS, "use_aux_hidden_state"} or told.get("use_aux_hidden_state") is False,
+    }  # fmt: skip
+    for name, refused in unbuilt.items():
+        if refused:
+            raise UnsupportedFeatureError(f"config.json of the EAGLE-3 draft: {name}={config.get(name)!r} is not built")
+    return spec
+
+
+def feature_layers(config: Config, target: ModelSpec) -> tuple[int, ...]:
+    """In front of which layers the target's stream is taken. Pure."""
+    ids = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    if ids is None:
+        return (2, target.num_layers // 2, target.num_layers - 3)
+    return tuple(index + 1 for index in ids)
+
+
+def weights(spec: ModelSpec, config: Config, target: ModelSpec) -> list[Weight]:
+    """Every leaf that a checkpoint holds; the embedding is the target's. Pure."""
+    hidden, layer = spec.hidden_size, LayerWeights(0)
+    head = (config.get("draft_vocab_size") or spec.vocab_size, hidden)
+    found = [
+        Weight(("fc",), (Source("fc.weight", (hidden, 3 * target.hidden_size)),), "DX"),
+        layer.norm("input_norm_D", "input_layernorm", hidden),
+        layer.norm("hidden_norm_D", "hidden_norm", hidden),
+        layer.norm("mlp_norm_D", "post_attention_layernorm", hidden),
+        *mlp_weights(spec, layer),
+        Weight(("final_norm_D",), (Source("norm.weight", (hidden,)),), "D", fill="one"),
+        Weight(("unembed",), (Source("lm_head.weight", head),), "VD"),
+    ]
+    for weight in attention_weights(spec, layer):
+        wide = weight.path[-1] == "wqkv"  # of embedding and stream side by side
+        sources = [s._replace(shape=(s.shape[0], 2 * hidden)) if wide else s for s in weight.sources]
+        found.append(weight._replace(sources=tuple(sources)))
+    prefix = "model.layers.0."
+    named = {s: s._replace(name=s.name.replace(prefix, "midlayer.")) for w in found for s in w.sources}
+    return [weight._replace(sources=tuple(named[source] for source in weight.sources)) for weight in found]
+
+
+def stored_name(name: str) -> str:
+    """The name that `weights` has for a tensor of a checkpoint, in SGLang's form or vLLM's. Pure."""
+    return name.removeprefix("model.").replace("layers.0.", "midlayer.")
+
+
+def fuse(params: Params, feature_TX: Tensor) -> Tensor:
+    """The target's streams as one: [T, D]. Pure."""
+    return linear.linear(feature_TX, params["fc"])
+
+
+def forward(
+    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, stream_TD: Tensor, normed: bool
+) -> tuple[KVState, Tensor, Tensor]:
+    """(KV state, normed_TD, stream_TD) behind the layer. `normed`: attention is added to the normed stream.
+
+    Modifies: the storage of `kv`, which is dead after the call.
+    """
+    layer: Any = params["layers"][0]
+    embed_TD, _ = rms_norm.rows_rms_norm(
+        params["embed"].packed, batch.token_T, layer["input_norm_D"], spec.rms_eps, spec.norm_shift
+    )
+    hidden_TD = rms_norm.rms_norm(stream_TD, layer["hidden_norm_D"], spec.rms_eps)
+    x_TX = torch.cat((embed_TD, hidden_TD), 1)
+    rope_MK = params[layer["kind"].rope]
+    delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, kv.k_PSGK[0], kv.v_PSGK[0], batch, x_TX)
+    residual_TD = hidden_TD if normed else stream_TD
+    normed_TD, residual_TD = layers.add_norm(delta_TD, residual_TD, layer["mlp_norm_D"], spec)
+    delta_TD = layers.gated_mlp(layer, spec, None, normed_TD)
+    normed_TD, stream_TD = layers.add_norm(delta_TD, residual_TD, params["final_norm_D"], spec)
+    return KVState((k_PSGK,), (v_PSGK,)), normed_TD, stream_TD
+
+
+def unembed(params: Params, spec: ModelSpec, normed_RD: Tensor, index_R: Tensor) -> Tensor:
+    """logits_RV in float32 over the target's vocabulary; BARRED where the head has no id. Pure."""
+    logits_RH = linear.linear(edges.take(normed_RD, index_R), params["unembed"], out_dtype=torch.float32)
+    if "head_ids" not in params:
+        return logits_RH
+    logits_RV = logits_RH.new_full((len(logits_RH), spec.vocab_size), BARRED)
+    return logits_RV.index_copy_(1, params["head_ids"], logits_RH)

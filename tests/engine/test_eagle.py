@@ -1,0 +1,182 @@
+"""EAGLE-3 against a draft written by the paper's formulas over transformers' hidden states; and no bit changes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from transformers import AutoModelForCausalLM
+
+from fengine import Engine
+from fengine.errors import ConfigError, CorruptCheckpointError, FengineError, UnsupportedFeatureError
+from fengine.speculative.draft import DraftModel
+
+V, D, F, H, G, K, HEAD = 131, 64, 96, 4, 2, 16, 40
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": V, "draft_vocab_size": HEAD,
+    "hidden_size": D, "intermediate_size": F, "num_hidden_layers": 1, "num_attention_heads": H, "head_dim": K,
+    "num_key_value_heads": G, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 500.0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES = {
+    "fc.weight": (D, 3 * D), "midlayer.input_layernorm.weight": (D,), "midlayer.hidden_norm.weight": (D,),
+    "midlayer.post_attention_layernorm.weight": (D,), "midlayer.self_attn.q_proj.weight": (H * K, 2 * D),
+    "midlayer.self_attn.k_proj.weight": (G * K, 2 * D), "midlayer.self_attn.v_proj.weight": (G * K, 2 * D),
+    "midlayer.self_attn.o_proj.weight": (D, H * K), "midlayer.mlp.gate_proj.weight": (F, D),
+    "midlayer.mlp.up_proj.weight": (F, D), "midlayer.mlp.down_proj.weight": (D, F), "norm.weight": (D,),
+    "lm_head.weight": (HEAD, D),
+}  # fmt: skip
+
+
+def draft_tensors(seed: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in SHAPES.items()}
+    tensors |= {name: 1 + 0.3 * tensors[name] * D**0.5 for name in SHAPES if "norm" in name}
+    ids = torch.randperm(V, generator=generator)[:HEAD].sort().values
+    return tensors | {"d2t": ids - torch.arange(HEAD), "t2d": torch.zeros(V, dtype=torch.bool)}
+
+
+def write_draft(folder: Path, tensors: dict[str, Tensor] | None = None, **changes: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(draft_tensors() if tensors is None else tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(
+        tiny_checkpoints.write(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=8, rms_norm_eps=1e-5)
+    )
+
+
+class Reference:
+    """The draft over whole sequences, without a cache."""
+
+    def __init__(self, target: str, tensors: dict[str, Tensor], layers: tuple[int, ...], normed: bool) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.w = {name.removeprefix("midlayer."): x for name, x in tensors.items()}
+        self.layers, self.normed = layers, normed
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.w[f"{name}.weight"]
+
+    def rope(self, x_THK: Tensor) -> Tensor:
+        angle = torch.arange(len(x_THK))[:, None] * 500.0 ** (-torch.arange(0, K, 2) / K)
+        cos, sin = (f(angle).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
+        first, second = x_THK.chunk(2, -1)
+        return x_THK * cos + torch.cat((-second, first), -1) * sin
+
+    def layer(self, tokens: list[int], stream: Tensor) -> Tensor:
+        hidden = self.norm(stream, "hidden_norm")
+        x = torch.cat((self.norm(self.model.get_input_embeddings().weight[tokens], "input_layernorm"), hidden), 1)
+        q, k, v = (linear(x, self.w[f"self_attn.{n}_proj.weight"]).view(len(x), -1, K) for n in "qkv")
+        k, v = (part.repeat_interleave(H // G, 1) for part in (self.rope(k), v))
+        scores = torch.einsum("ahk,bhk->hab", self.rope(q), k) * K**-0.5
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+        heads = torch.einsum("hab,bhk->ahk", scores.softmax(-1), v).flatten(1)
+        stream = (hidden if self.normed else stream) + linear(heads, self.w["self_attn.o_proj.weight"])
+        y = self.norm(stream, "post_attention_layernorm")
+        gate, up = (linear(y, self.w[f"mlp.{n}_proj.weight"]) for n in ("gate", "up"))
+        return stream + linear(silu(gate) * up, self.w["mlp.down_proj.weight"])
+
+    @torch.no_grad()
+    def guesses(self, ids: list[int], count: int) -> list[int]:
+        """Greedy, from the target's streams of all but the last token."""
+        states = self.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        stream = linear(torch.cat([states[layer][0, :-1] for layer in self.layers], 1), self.w["fc.weight"])
+        tokens, found = ids[1:], []
+        for _ in range(count):
+            out = self.layer(tokens, stream)
+            logits = linear(self.norm(out[-1:], "norm"), self.w["lm_head.weight"])
+            best = int(logits.argmax())
+            found.append(best + int(self.w["d2t"][best]))
+            tokens, stream = [*tokens, found[-1]], torch.cat((stream, out[-1:]))
+        return found
+
+
+IDS = [[5, 9, 7, 60, 3], [8] * 19, [100, 3, 90] * 9, [44]]
+
+
+def answers(target: str, draft: str | None, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
+    eagle = {} if draft is None else {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft}
+    params: Any = [{"temperature": 0.9 * (i % 2), "max_new_tokens": 24, "ignore_eos": True} for i in range(len(IDS))]
+    with Engine(model_path=target, skip_tokenizer_init=True, page_size=8, **eagle, **settings) as engine:
+        outputs: Any = [engine.generate(input_ids=IDS, sampling_params=params, return_logprob=True) for _ in range(2)]
+        stats = engine.stats()
+    return [o["meta_info"]["output_token_logprobs"] for out in outputs for o in out], stats
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"norm_before_residual": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}}],
+    ids=["plain", "normed, other layers"],
+)
+def test_guesses_are_those_of_the_formulas(
+    changes: dict[str, Any], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, own = [], DraftModel.__call__
+
+    def listen(self: DraftModel, asks: Any) -> list[list[int]]:
+        found = own(self, asks)
+        told.extend((list(a.request.token_ids), guess, a.request.params.temperature, a.request.params.top_k)
+                    for a, guess in zip(asks, found, strict=True))  # fmt: skip
+        return found
+
+    monkeypatch.setattr(DraftModel, "__call__", listen)
+    answers(target, write_draft(tmp_path, **changes), speculative_num_steps=4, max_running_requests=1)
+    reference = Reference(target, draft_tensors(), (1, 3, 7) if changes else (2, 4, 5), bool(changes))
+    greedy = [(ids, guess) for ids, guess, _, top_k in told if guess and top_k == 1]
+    assert len(greedy) >= 12 and max(len(guess) for _, guess in greedy) == 4
+    for ids, guess in greedy:
+        assert guess == reference.guesses(ids, len(guess))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_total_tokens": 72, "max_running_requests": 3}, {"chunked_prefill_size": 8, "max_running_requests": 4},
+     {"disable_overlap_schedule": False}],
+    ids=["plain", "preempted", "chunked", "overlap"],
+)  # fmt: skip
+def test_no_bit_changes(settings: dict[str, Any], target: str, tmp_path: Path) -> None:
+    found, stats = answers(target, write_draft(tmp_path), speculative_num_steps=3, **settings)
+    assert found == answers(target, None)[0] and stats["draft_tokens"] > 0
+
+
+def test_a_draft_that_gives_no_number_stops_guessing(target: str, tmp_path: Path) -> None:
+    tensors = draft_tensors()
+    tensors["norm.weight"][:] = torch.nan
+    found, stats = answers(target, write_draft(tmp_path, tensors))
+    assert found == answers(target, None)[0] and stats["draft_tokens"] == 0
+
+
+def test_bad_drafts_are_refused_by_name(target: str, tmp_path: Path) -> None:
+    def refused(kind: type[FengineError], match: str, draft: str, algorithm: str = "EAGLE3") -> None:
+        with pytest.raises(kind, match=match):
+            Engine(
+                model_path=target, skip_tokenizer_init=True, speculative_algorithm=algorithm,
+                speculative_draft_model_path=draft,
+            )  # fmt: skip
+
+    tensors = draft_tensors()
+    refused(ConfigError, "vocab_size 99, not 131", write_draft(tmp_path / "a", vocab_size=99))
+    refused(ConfigError, "layers.*40", write_draft(tmp_path / "b", eagle_config={
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 39]}))  # fmt: skip
+    refused(UnsupportedFeatureError, "num_hidden_layers=2", write_draft(tmp_path / "c", num_hidden_layers=2))
+    missing = {name: x for name, x in tensors.items() if name != "d2t"}
+    refused(CorruptCheckpointError, "'d2t' must be an int64 for each of the 40", write_draft(tmp_path / "d", missing))
+    twice = tensors | {"d2t": -torch.arange(HEAD)}
+    refused(CorruptCheckpointError, "different ids", write_draft(tmp_path / "e", twice))
+    refused(
+        CorruptCheckpointError, "'extra' is not part", write_draft(tmp_path / "f", tensors | {"extra": torch.ones(1)})
+    )
+    refused(ConfigError, "algorithm=standalone", target)
+    refused(ConfigError, "algorithm=eagle3", write_draft(tmp_path / "g"), "STANDALONE")
+    with pytest.raises(FengineError, match="LlamaForCausalLMEagle3"):
+        Engine(model_path=write_draft(tmp_path / "h"))
+    assert load_file(tmp_path / "h" / "model.safetensors")
