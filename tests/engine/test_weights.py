@@ -56,6 +56,14 @@ KINDS: dict[str, dict[str, Any]] = {  # heads of 10: the parts of fused matrices
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "stacked experts": {
+        "family": "gpt_oss",
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 9,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
 PROMPTS = [[3, 4, 5, 6, 7], [9] * 40, [100, 1, 50]]
 

@@ -109,6 +109,7 @@ def test_heads_equal_transformers(name: str, tmp_path: Path) -> None:
     rows = prompts((30, 7))
     with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:
         outputs = llm.encode(rows)
+        assert llm.update_weights_from_disk(str(tmp_path)).success
         assert llm.encode(rows[0])["embedding"] == outputs[0]["embedding"]
         with pytest.raises(InvalidRequestError, match="generates no text"):
             llm.generate("Hello")

@@ -466,6 +466,54 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], type[FengineE
 }
 
 
+EXPERT = "model.layers.1.mlp.experts"
+EXPERT_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "an expert less": (
+        lambda t: t.pop(f"{EXPERT}.3.up_proj.weight"),
+        rf"tensor '{EXPERT}.3.up_proj.weight' of shape \[32, 64\] is missing",
+    ),
+    "an expert more": (
+        lambda t: t.update({f"{EXPERT}.4.up_proj.weight": torch.zeros(32, 64)}),
+        f"tensor '{EXPERT}.4.up_proj.weight' is not part of Qwen3MoeForCausalLM",
+    ),
+    "fused beside unfused": (
+        lambda t: t.update({f"{EXPERT}.gate_up_proj": torch.zeros(4, 64, 64)}),
+        f"tensor '{EXPERT}.gate_up_proj' is not part of Qwen3MoeForCausalLM",
+    ),
+    "another router": (
+        lambda t: t.update({"model.layers.1.mlp.gate.weight": torch.zeros(5, 64)}),
+        r"'model.layers.1.mlp.gate.weight': expected shape \[4, 64\], got \[5, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_experts_that_contradict_the_config(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_allocation(monkeypatch)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    directory = tiny_checkpoints.write(tmp_path, "qwen3_moe", **sizes)
+    change, message = EXPERT_FAULTS[fault]
+    edit_tensors(directory / SINGLE, change)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 5}, r"num_experts_per_tok \(5\) is more than the experts \(4\)"),
+        ({"num_experts": 0}, "num_experts must be a whole number from 1"),
+        ({"num_experts": 4, "num_local_experts": 5}, "contradict each other"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers"),
+    ],
+)
+def test_bad_numbers_of_experts(changes: dict[str, Any], message: str) -> None:
+    config = tiny_checkpoints.SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config |= {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16} | changes
+    with pytest.raises(ModelLoadError, match=message):
+        spec_from_config(config)
+
+
 @pytest.mark.parametrize("fault", TENSOR_FAULTS)
 def test_tensors_that_contradict_the_config(checkpoint: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, error, message = TENSOR_FAULTS[fault]

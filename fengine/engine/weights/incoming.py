@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,8 +134,9 @@ def check(
     """
     problems: list[str] = []
     changes: list[Change] = []
-    names = set(seen)
-    for name, tensor in _split_fused(tensors, fused, places):
+    names, rename = set(seen), models.lookup(spec.architecture).rename
+    ours = ((rename(spec, name), tensor) for name, tensor in tensors)
+    for name, tensor in _split_fused(((name, tensor) for name, tensor in ours if name), fused, places):
         tied = spec.tie_embeddings and name == HEAD
         place = places.get(EMBEDDING if tied else name)
         if name in names:
@@ -242,8 +244,9 @@ def read_directory(
             if getattr(found, f.name) != getattr(told, f.name)
         ]
         raise CorruptCheckpointError(f"{directory} is another model than the one that runs: {'; '.join(differ)}.")
-    entries = full_names(read_shards(directory))
-    check_entries(directory, spec, models.lookup(spec.architecture).weights(spec), entries, mixed=True)
+    model = models.lookup(spec.architecture)
+    entries = full_names(read_shards(directory), partial(model.rename, spec))
+    check_entries(directory, spec, model.weights(spec), entries, mixed=True)
     absent = sorted(set(names) - entries.keys())
     if absent:
         raise CorruptCheckpointError(f"{directory} lacks tensor {absent[0]!r}, which the model that runs has.")

@@ -61,6 +61,7 @@ class LiveWeights:
             raise InvalidRequestError(f"name must be the name of a tensor, got {name!r:.80}.")
         if type(rows) is not int or rows < 0:
             raise InvalidRequestError(f"truncate_size must be a whole number of rows, got {rows!r:.80}.")
+        name = models.lookup(self.spec.architecture).rename(self.spec, name)
         tied = self.spec.tie_embeddings and name == HEAD
         out: list[Any] = []
         for part in (EMBEDDING,) if tied else self._fused.get(name, (name,)):
