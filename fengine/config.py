@@ -44,6 +44,8 @@ class ModelConfig:
     `dtype` auto keeps matrices as stored. `device` is cpu, cuda or cuda:N; without a number `gpu_id` is it.
     `json_overrides` is a JSON object whose values take the place of config.json's. `context_length` is in tokens, at
     most the checkpoint's. `is_embedding` reads a language model without its output head, for embeddings.
+    `sampling_defaults` "model": where a request gives nothing, generation_config.json's hold; of an open engine these
+    stand here, as JSON.
     """
 
     path: str = "box"
@@ -57,6 +59,7 @@ class ModelConfig:
     context_length: int | None = None
     skip_tokenizer_init: bool = False
     is_embedding: bool = False
+    sampling_defaults: str = "openai"
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,8 @@ def _check_bounds(config: EngineConfig) -> list[str]:
     fraction = config.cache.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")
+    if config.model.sampling_defaults not in ("openai", "model"):
+        problems.append(f"model.sampling_defaults must be openai or model, got {config.model.sampling_defaults!r}")
     if config.model.device == "":
         problems.append("model.device must be null, cpu, cuda or cuda:N, got ''")
     return problems

@@ -1,9 +1,11 @@
 """`Engine`: SGLang's offline Engine API over one engine core. Callable from any thread and any event loop."""
 
 import asyncio
+import json
 import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
 
 from fengine.api import admin, info, weights
@@ -101,11 +103,15 @@ class Engine:
 
     def _start(self, parts: Parts, args: ServerArgs, *, owned: bool) -> None:
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), args.whitespace)
+        preferred = args.preferred()
+        if parts.config.model.sampling_defaults == "model":
+            found = read_sampling_defaults(parts.model_dir)
+            told = replace(parts.config.model, sampling_defaults=json.dumps(found, sort_keys=True))
+            parts.config, preferred = replace(parts.config, model=told), found | preferred
         self._parts, self.server_args, self.config = parts, args, parts.config
         log = RequestLog(args, parts.tokenizer) if args.log_requests or args.crash_dump_folder else None
-        recommended = read_sampling_defaults(parts.model_dir) if args.sampling_defaults == "model" else {}
         sessions = Sessions(parts.core.abort, parts.core.system)
-        self._context = EngineContext(parts, args, sessions, grammars, recommended | args.preferred(), log=log)
+        self._context = EngineContext(parts, args, sessions, grammars, preferred, log=log)
         parts.memory.keeps_weights = args.enable_weights_cpu_backup
         self._pid = os.getpid()
         parts.core.call("label_weights", version=args.weight_version)

@@ -99,7 +99,9 @@ class ServerArgs:
     stream_output: bool = False  # SGLang's older name of the same
     enable_metrics: bool = False
     preferred_sampling_params: str | dict | None = None  # JSON or a dict: defaults under what each call gives
-    sampling_defaults: str | None = None  # "model": under these come generation_config.json's
+    sampling_defaults: str | None = setting(
+        None, "model.sampling_defaults"
+    )  # "model": under these come generation_config.json's
     allow_auto_truncate: bool = False
     enable_custom_logit_processor: bool = False
     enable_return_hidden_states: bool = False

@@ -12,6 +12,7 @@ TOP_K_ALL = 1 << 30  # stored form of "top_k off", as SGLang does
 MAX_TEMPERATURE = 1e30  # still a finite float32; above it every token is equally likely anyway
 MAX_SAMPLES = 4096  # n of one prompt
 
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what generation_config.json may give
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")  # at most one of them
 # Known to SGLang's users but not built. A value that means "off" is accepted, anything else is refused by name.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fengine.core.sampling_params import SamplingParams
+from fengine.core.sampling_params import RECOMMENDED, SamplingParams
 from fengine.errors import FengineError, ModelLoadError, UnsupportedFeatureError
 from fengine.worker.safetensors_file import read_json
 
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # those that SGLang and vLLM take
 LENGTH = "a request says itself how much it wants"
 SPEED = "how the same result is computed"
 OUTPUTS = "chooses what a call of transformers returns"

@@ -16,7 +16,11 @@ from fengine.api.engine import Engine
 from fengine.api.server_args import ServerArgs
 from fengine.api.sglang_args import ALSO_OFF, FOREIGN, HARMLESS, REFUSED
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, ModelConfig
+from fengine.core.sampling_params import RECOMMENDED
 from fengine.errors import ConfigError, FengineError, UnknownParameterError, UnsupportedFeatureError
+from fengine.eval.runs.answering import sampling_of
+from fengine.eval.runs.config import EvalConfig, SamplingConfig
+from fengine.eval.tasks.task import Ask
 from fengine.worker.cuda_graphs import Buckets
 
 BASE = ServerArgs(model_path="box").to_config()
@@ -68,10 +72,11 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "lora_target_modules": (["q_proj"], lambda c: c.lora.target_modules == ("q_proj",)),
     "max_loaded_loras": (9, lambda c: c.lora.max_loaded_loras == 9),
     "numerics": ("fast", lambda c: c.numerics.name == "fast"),
+    "sampling_defaults": ("model", lambda c: c.model.sampling_defaults == "model"),
 }
 BY_THE_ENGINE = set(  # they shape calls, outputs and logs, not the config
     "incremental_streaming_output stream_output enable_metrics stream_interval preferred_sampling_params "
-    "sampling_defaults allow_auto_truncate enable_custom_logit_processor enable_return_hidden_states "
+    "allow_auto_truncate enable_custom_logit_processor enable_return_hidden_states "
     "return_hidden_states_mode "
     "enable_priority_scheduling schedule_low_priority_values_first default_priority_value weight_version chat_template "
     "hf_chat_template_name default_chat_template_kwargs grammar_backend constrained_json_whitespace_pattern "
@@ -215,6 +220,16 @@ def test_the_models_own_sampling_is_taken_where_it_is_asked_for(tmp_path: Path) 
                 got = engine.generate(input_ids=[5, 6], sampling_params=asked | more)["output_ids"]
                 assert got == plain.generate(input_ids=[5, 6], sampling_params=holds | asked | more)["output_ids"]
             assert engine.get_model_info()["preferred_sampling_params"] == (holds or None)
+            told = engine.config.model.sampling_defaults  # what applies goes to the records of runs
+            assert json.loads(told) == own if "model" in given.values() else told == "openai"
+
+
+def test_a_run_leaves_to_the_model_what_it_does_not_set() -> None:
+    for defaults, left in (("openai", set()), ("model", set(RECOMMENDED) - {"temperature"})):
+        engine = EngineConfig(ModelConfig(sampling_defaults=defaults))
+        config = EvalConfig(engine=engine, sampling=SamplingConfig(temperature=0.8))
+        asked = sampling_of(config, Ask("a", {}, "generate"), "0", 0)
+        assert asked["temperature"] == 0.8 and set(RECOMMENDED) - asked.keys() == left
 
 
 def test_values_over_those_of_the_config_are_applied_and_checked_like_them() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
+from fengine.core.sampling_params import RECOMMENDED
 from fengine.errors import FengineError, ModelLoadError, UnsupportedFeatureError
 from fengine.tokenizer.tokenizer import Tokenizer
-from fengine.worker.generation_config import HARMLESS, RECOMMENDED, read_sampling_defaults
+from fengine.worker.generation_config import HARMLESS, read_sampling_defaults
 from fengine.worker.hub import BOX
 from fengine.worker.pooling import Pooling, read_pooling
 

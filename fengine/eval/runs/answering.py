@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.core.request import derive_seed
+from fengine.core.sampling_params import RECOMMENDED
 from fengine.errors import (
     ContextLengthError,
     EngineClosedError,
@@ -14,14 +15,14 @@ from fengine.errors import (
     InvalidRequestError,
     StorageError,
 )
-from fengine.eval.runs.config import EvalConfig
+from fengine.eval.runs.config import EvalConfig, SamplingConfig
 from fengine.eval.runs.journal import MAX_LINE
 from fengine.eval.runs.manifest import row_seed
 from fengine.eval.runs.record import Record, common, line_of, row_record
 from fengine.eval.tasks.task import Answer, Ask, Pair, Row, Task
 from fengine.eval.tasks.task_config import Format
 
-DEFAULT_MAX_NEW_TOKENS = 128
+UNSET = SamplingConfig()
 MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
 FATAL = (EngineDeadError, EngineClosedError, StorageError)  # not a row's own
 NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}
@@ -31,11 +32,12 @@ Watcher = Callable[[str], None]  # gets a text as it grows
 def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[str, Any]:
     """The sampling parameters of one ask: the run's, the ask's over them, and the seed. Pure.
 
-    The default of max_new_tokens is left to the engine, which then fits it to the context; another value is a demand.
+    Defaults are left to the engine where it has its own: max_new_tokens, which it then fits to the context, and what
+    the model recommends. Another value is a demand.
     """
     params = config.sampling.as_dict()
-    if params["max_new_tokens"] == DEFAULT_MAX_NEW_TOKENS:
-        del params["max_new_tokens"]
+    open_ = {"max_new_tokens", *(RECOMMENDED if config.engine.model.sampling_defaults == "model" else ())}
+    params = {name: value for name, value in params.items() if name not in open_ or value != getattr(UNSET, name)}
     params |= ask.sampling
     if params.get("sampling_seed") is None:
         plain = config.task.format is Format.prompts  # as Engine(random_seed=seed) does
