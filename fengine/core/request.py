@@ -52,7 +52,7 @@ class Finish:
 class Drafting:
     """How a request's drafts fared so far. Modifies: itself, by the loop alone."""
 
-    waits: bool = False  # nothing is proposed before every token is known
+    waits: bool = False  # while it runs: nothing is proposed before every token is known
     in_flight: int = 0  # drafts of the step that is not read yet
     tries: int = 0  # steps with drafts that are read
     tried: int = 0  # drafts of the last of these

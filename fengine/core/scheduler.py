@@ -98,7 +98,7 @@ class Scheduler:
             raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
         if request.finish is not None or request.prompt_len < 1 or len(request.token_ids) != request.prompt_len:
             raise InvalidRequestError(f"request {request.rid!r} must be new and have at least one prompt token")
-        request.drafting = drafting_of(request, self.speculation.waits) if self.speculation else None
+        request.drafting = drafting_of(request) if self.speculation else None
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.rid] = request
@@ -255,6 +255,8 @@ class Scheduler:
         if request.num_preempted == 0:
             request.num_cached = hit
         self._waiting.admit(request)
+        if self.speculation and self.speculation.waits and request.drafting is not None:
+            request.drafting.waits = rows.num_running < self.speculation.step_tokens  # fuller steps have no drafts
         batch.adapters += rows.enter(request, pages)
         count = min(known - hit, left)
         self._schedule_chunk(batch, request, count, 0)

@@ -57,10 +57,10 @@ class Speculation:
     feature_layers: tuple[int, ...] = ()  # of the model, whose streams are wanted beside the KV
 
 
-def drafting_of(request: Request, waits: bool = False) -> Drafting | None:
+def drafting_of(request: Request) -> Drafting | None:
     """The record of a request that may have drafts. None: its logits depend on its drawn tokens, or more is read
     from its steps than draws. Pure."""
-    return Drafting(waits=waits) if replace(request.params, logprob_start=None, min_new_tokens=0).bare else None
+    return Drafting() if replace(request.params, logprob_start=None, min_new_tokens=0).bare else None
 
 
 def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:

@@ -82,9 +82,9 @@ def stored_name(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
 
 
-def fuse(params: Params, feature_TX: Tensor) -> Tensor:
+def fuse(params: Params, spec: ModelSpec, feature_TX: Tensor) -> Tensor:
     """The target's streams as one: [T, D]. Pure."""
-    return linear.linear(feature_TX, params["fc"])
+    return linear.linear(feature_TX, params["fc"], exact=spec.exact)
 
 
 def forward(
@@ -111,7 +111,8 @@ def forward(
 
 def unembed(params: Params, spec: ModelSpec, normed_RD: Tensor, index_R: Tensor) -> Tensor:
     """logits_RV in float32 over the target's vocabulary; BARRED where the head has no id. Pure."""
-    logits_RH = linear.linear(edges.take(normed_RD, index_R), params["unembed"], out_dtype=torch.float32)
+    rows_RD = edges.take(normed_RD, index_R)
+    logits_RH = linear.linear(rows_RD, params["unembed"], out_dtype=torch.float32, exact=spec.exact)
     if "head_ids" not in params:
         return logits_RH
     logits_RV = logits_RH.new_full((len(logits_RH), spec.vocab_size), BARRED)

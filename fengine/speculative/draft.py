@@ -10,7 +10,7 @@ Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invarian
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
@@ -86,7 +86,7 @@ class SmallModel:
 
     def __init__(self, directory: Path, config: Config, target: ModelSpec, settings: EngineConfig) -> None:
         """Errors: ConfigError if it has another vocabulary; ModelLoadError and its kinds."""
-        self.spec = spec_from_config(config)
+        self.spec = replace(spec_from_config(config), exact=False)  # no bit depends on it
         if not self.spec.generates or not self.spec.causal or self.spec.vocab_size != target.vocab_size:
             raise ConfigError(
                 f"speculation.draft_model {str(directory)!r} is {self.spec.architecture} with a vocabulary of "

@@ -33,7 +33,7 @@ class EagleHead:
             eagle3.feature_layers(config, target),
             bool(config.get("norm_before_residual")),
         )
-        self.spec = replace(spec, max_position=max(spec.max_position, target.max_position))
+        self.spec = replace(spec, max_position=max(spec.max_position, target.max_position), exact=False)
         tables = rope_tables(self.spec, self.spec.max_position)
         self.params = load(directory, self.spec, eagle3.weights(spec, config, target), params["final_norm_D"])
         self.params |= {name: table.to(params["final_norm_D"].device) for name, table in tables.items()}
@@ -41,7 +41,7 @@ class EagleHead:
 
     def fuse(self, feature_TX: Tensor) -> Tensor:
         """What it goes on from: [T, D]. Pure."""
-        return eagle3.fuse(self.params, feature_TX)
+        return eagle3.fuse(self.params, self.spec, feature_TX)
 
     def run(self, kv: KVState, batch: StepBatch, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
         """(KV state, logits_RV, stream_RD) behind each row. Modifies: the storage of `kv`, which is dead then."""
