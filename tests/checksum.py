@@ -22,8 +22,9 @@ from fengine.api.engine import Engine
 from fengine.api.features import FEATURES
 from fengine.config import CacheConfig, CompileConfig, EngineConfig, Policy, SchedulerConfig, SpeculationConfig
 from fengine.core.request import Request
-from fengine.engine.build import Loaded, assemble
+from fengine.engine.build import assemble
 from fengine.engine.engine_core import EngineCore
+from fengine.engine.load import Loaded
 from fengine.engine.parts import Parts
 from fengine.models import Model
 from fengine.models.kv_state import KVState, Params, StepBatch

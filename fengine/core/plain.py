@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from fengine.core.request import Adapter
 from fengine.core.sampling_params import SamplingParams
@@ -33,23 +33,20 @@ class Handles:
 
 def to_plain(value: Any, handles: Handles) -> Any:
     """Dataclasses without fields that have their default, NamedTuples and sets as lists. Pure."""
-    if isinstance(value, SamplingParams):
-        name, own = value.processor and handles.name_of(value.processor), value.custom_params
-        own = own and {key: item for key, item in own.items() if key != "__req__"}  # what is made anew for each call
-        value = replace(value, grammar=None, processor=name, custom_params=own)
     if isinstance(value, Adapter):
         return [value.name, value.number]
+    if isinstance(value, SamplingParams):
+        value = _with_names(value, handles)
     if is_dataclass(value) and not isinstance(value, type):
-        given = ((f, getattr(value, f.name)) for f in fields(value))
-        return {f.name: to_plain(item, handles) for f, item in given if _differs(f, item)}
-    if isinstance(value, Enum):
-        return value.value
+        value = {f.name: item for f in fields(value) if _differs(f, item := getattr(value, f.name))}
+    if isinstance(value, dict):
+        return {key: to_plain(item, handles) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(item, handles) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    if isinstance(value, dict):
-        return {key: to_plain(item, handles) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return value.value
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UnsupportedFeatureError(f"{type(value).__name__} is no plain value")
@@ -64,28 +61,33 @@ def _differs(f: Field[Any], item: Any) -> bool:
 def from_plain(kind: Any, data: Any, handles: Handles) -> Any:
     """The value of this type that `to_plain` was given. Pure."""
     origin, args = get_origin(kind), get_args(kind)
-    if kind is Adapter:
-        return handles.adapter(*data)
-    if origin in (Union, UnionType):
-        return None if data is None else from_plain(next(one for one in args if one is not type(None)), data, handles)
-    if is_dataclass(kind):
-        hints, make = get_type_hints(kind), cast(Callable[..., Any], kind)
-        made = make(**{name: from_plain(hints[name], item, handles) for name, item in data.items()})
-        return _with_handles(made, handles) if isinstance(made, SamplingParams) else made
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(data)
-    if isinstance(kind, type) and hasattr(kind, "_fields"):  # a NamedTuple
-        return kind(*(from_plain(hint, item, handles) for hint, item in zip(_hints(kind), data, strict=True)))
+    if origin in (Union, UnionType):  # of a type and None
+        return None if data is None else from_plain(args[args[0] is type(None)], data, handles)
     if origin is tuple:
         each = [args[0]] * len(data) if args[-1] is Ellipsis else args
         return tuple(from_plain(one, item, handles) for one, item in zip(each, data, strict=True))
     if origin in (list, set, frozenset):
         return origin(from_plain(args[0], item, handles) for item in data)
-    return data
+    if kind is Adapter:
+        return handles.adapter(*data)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(data)
+    return _record(kind, data, handles) if is_dataclass(kind) or hasattr(kind, "_fields") else data
 
 
-def _hints(kind: Any) -> list[Any]:
-    return list(get_type_hints(kind).values())
+def _record(kind: Any, data: Any, handles: Handles) -> Any:
+    """A dataclass from its fields by name, a NamedTuple from a list. Pure."""
+    hints = get_type_hints(kind)
+    named = data if isinstance(data, dict) else dict(zip(hints, data, strict=True))
+    made = kind(**{name: from_plain(hints[name], item, handles) for name, item in named.items()})
+    return _with_handles(made, handles) if isinstance(made, SamplingParams) else made
+
+
+def _with_names(params: SamplingParams, handles: Handles) -> SamplingParams:
+    """Names in place of the processor and the grammar, and no parameter that is made anew for each call. Pure."""
+    name, own = params.processor and handles.name_of(params.processor), params.custom_params
+    own = own and {key: item for key, item in own.items() if key != "__req__"}
+    return replace(params, grammar=None, processor=name, custom_params=own)
 
 
 def _with_handles(params: SamplingParams, handles: Handles) -> SamplingParams:

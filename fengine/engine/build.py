@@ -11,21 +11,22 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fengine.config import Algorithm, EngineConfig, LoadFormat, LoraConfig, Numerics, resolve
+from fengine.config import Algorithm, EngineConfig, LoraConfig, Numerics, resolve
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.scheduler import Scheduler
 from fengine.core.speculation import Speculation
 from fengine.engine.engine_core import EngineCore
+from fengine.engine.load import Loaded, load, read_spec
 from fengine.engine.memory import Memory
 from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
 from fengine.engine.ranks import Follower, RankedRunner, Ranks, check_parts, process_group
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
-from fengine.errors import ConfigError, OutOfMemoryError, UnsupportedFeatureError
+from fengine.errors import ConfigError, OutOfMemoryError
 from fengine.models.kv_state import KVState, Params, init_kv
-from fengine.models.spec import Config, ModelSpec, embedding_spec
+from fengine.models.spec import ModelSpec
 from fengine.ops.ahead import compiling
 from fengine.ops.columns import Group
 from fengine.ops.compiler import private_cache_dir
@@ -38,13 +39,10 @@ from fengine.worker.device import (
     refuse_default_device,
     refuse_unbuilt_shape,
 )
-from fengine.worker.hub import resolve_model
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import new_pool, pool_pages
-from fengine.worker.loader import load_params, read_config, read_generation_config, spec_from_config
 from fengine.worker.logits.stage import LogitsStage
 from fengine.worker.model_runner import CpuRunner
-from fengine.worker.pooling import Pooling, read_pooling
 from fengine.worker.sampler import logits_stages
 from fengine.worker.step import ForwardFn, make_forward, make_unembed, ranked_rows, sample_rows
 
@@ -69,20 +67,6 @@ class Features:
     speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model in memory. `from_disk`: its weights are those in `model_dir`, and may be read again."""
-
-    spec: ModelSpec
-    params: Params
-    context_length: int
-    eos_ids: frozenset[int]
-    model_dir: Path
-    tokenizer: Any = None
-    from_disk: bool = False
-    pooling: Pooling | None = None  # of an embedding model or classifier
-
-
 def _from_compiler(error: Exception) -> bool:
     return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
 
@@ -96,7 +80,7 @@ def build(config: EngineConfig, features: Features) -> Parts:
     refuse_default_device()
     use_private_caches()
     with current_device(device_of(config)), ranks_of(config) as ranks:
-        loaded = load(config, features, None if ranks is None else ranks.group)
+        loaded = load(config, features.tokenizer, None if ranks is None else ranks.group)
         return assemble(config, loaded, features, ranks, started=started)
 
 
@@ -112,46 +96,6 @@ def ranks_of(config: EngineConfig) -> Iterator[Ranks | None]:
         if ranks is not None:
             ranks.close()
         raise
-
-
-def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
-    """(the model's directory, its parsed config.json, what it is). Errors: as `build`."""
-    model = config.model
-    model_dir = resolve_model(model.path, model.revision, weights=model.load_format is not LoadFormat.dummy)
-    hf_config = read_config(model_dir, model.json_overrides)
-    spec = spec_from_config(hf_config)
-    return model_dir, hf_config, embedding_spec(spec) if model.is_embedding else spec
-
-
-def load(config: EngineConfig, features: Features, group: Group | None = None) -> Loaded:
-    """Reads model and tokenizer. Errors: as `build`."""
-    model = config.model
-    model_dir, hf_config, spec = read_spec(config)
-    if spec.generates and not spec.causal:
-        raise UnsupportedFeatureError(
-            "config.json has is_causal = false: every token sees those that follow, so nothing can be generated; "
-            "Engine(..., is_embedding=True) gives its embeddings."
-        )
-    pooling = None if spec.generates else read_pooling(model_dir, hf_config)
-    context = context_length(config, spec)
-    tokenizer = None
-    if not model.skip_tokenizer_init:
-        path = model.tokenizer_path
-        tokenizer = features.tokenizer(resolve_model(path, weights=False) if path else model_dir)
-    generation = read_generation_config(model_dir, model.json_overrides)
-    eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
-    params = load_params(
-        model_dir,
-        spec,
-        dtype=model.dtype,
-        device=device_of(config),
-        context_length=context,
-        load_format=model.load_format,
-        group=group,
-    )
-    return Loaded(
-        spec, params, context, eos_ids, model_dir, tokenizer, model.load_format is not LoadFormat.dummy, pooling
-    )
 
 
 class Worker(NamedTuple):
@@ -195,7 +139,7 @@ def follow(follower: Follower, features: Features) -> None:
     with follower.telling():
         use_private_caches()
         with current_device(device_of(config)):
-            loaded = load(config, features, group)
+            loaded = load(config, features.tokenizer, group)
             follower.loaded()
             with process_group(group, store, device_of(config)) as least:
                 worker = make_worker(config, loaded, features, group, least)
@@ -336,18 +280,6 @@ def prepare(runner: CudaRunner, kv: KVState, eager: ForwardFn) -> int:
 def activation_dtype(params: Params) -> torch.dtype:
     """Activations, and on CUDA the KV pages, have the dtype of the norm weights."""
     return params["final_norm_D"].dtype
-
-
-def context_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """The context in force. Errors: ConfigError if more is asked than the checkpoint was made for."""
-    asked = config.model.context_length
-    if asked is None:
-        return spec.max_position
-    if asked > spec.max_position:
-        raise ConfigError(
-            f"model.context_length is {asked} but the checkpoint was made for {spec.max_position} positions; lower it"
-        )
-    return asked
 
 
 def use_private_caches() -> None:

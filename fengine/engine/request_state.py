@@ -141,7 +141,7 @@ def record(
     To be called before `Scheduler.update` of the same step; returns its `faults`. Modifies: the states, and
     `out.logprobs` where a pooled row turns out not to be finite: it becomes NaN, as for a row that draws.
     """
-    found = [state if (state := states.get(r.rid)) is not None and state.request is r else None for r in requests]
+    found = [_open(states, request) for request in requests]
     for row, error in out.errors.items():
         if (state := found[row]) is not None:
             state.fault = error
@@ -152,15 +152,17 @@ def record(
     if out.outputs is not None:
         drawn = [sample and x == x for sample, x in zip(samples, out.logprobs, strict=False)]
         _add_outputs([state if draws else None for state, draws in zip(found, drawn, strict=True)], out.outputs)
-    for span in out.hidden:
-        assert out.hidden_HD is not None
-        rows = out.hidden_HD[span.at : span.at + span.count]
-        if (state := found[span.row]) is not None and not _add_hidden(state, span.first, rows):
-            out.logprobs[span.row] = float("nan")
+    _add_hidden_states(found, out)
     for row in out.pooled:
         if (state := found[row]) is not None:
             _finish_pool(state, head)
     return {requests[row].rid: str(error) for row, error in out.errors.items()}
+
+
+def _open(states: Mapping[str, RequestState], request: Request) -> RequestState | None:
+    """The request's state, if it has not ended: its rid may belong to another one since."""
+    state = states.get(request.rid)
+    return None if state is None or state.request is not request else state
 
 
 def _pairs(logprobs: np.ndarray, ids: np.ndarray) -> list[list[tuple[float, int]]]:
@@ -199,6 +201,14 @@ def _add_outputs(states: Sequence[RequestState | None], scores: Scores) -> None:
             state.output_top.append(list(zip(tops[row][:k], ids[row][:k], strict=True)))
         if params.logprob_ids:
             state.output_ids.append(list(zip(asked[row], params.logprob_ids, strict=False)))
+
+
+def _add_hidden_states(found: Sequence[RequestState | None], out: StepOutput) -> None:
+    for span in out.hidden:
+        assert out.hidden_HD is not None
+        rows = out.hidden_HD[span.at : span.at + span.count]
+        if (state := found[span.row]) is not None and not _add_hidden(state, span.first, rows):
+            out.logprobs[span.row] = float("nan")
 
 
 def _add_hidden(state: RequestState, first: int, rows: np.ndarray) -> bool:

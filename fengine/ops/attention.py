@@ -142,16 +142,15 @@ def run(
         splits > 1, MERGE_AHEAD, *bound, num_warps=s.rows.warps, num_stages=s.rows.stages,
         **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
     )  # fmt: skip
-    if s.tiles is None:
-        return o_THK
-    if s.tiles.hopper:
-        attention_hopper.launch(*tensors, c, limit, CHUNK, block)
-        return o_THK
-    grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
-    launcher(tiles_kernel, grid)(
-        *tensors, sinks_H, c, tokens, rows, table_width, limit, heads, groups, width, padded_width, size, padded,
-        s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
-    )  # fmt: skip
+    if s.tiles is not None:
+        if s.tiles.hopper:
+            attention_hopper.launch(*tensors, c, limit, CHUNK, block)
+            return o_THK
+        grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
+        launcher(tiles_kernel, grid)(
+            *tensors, sinks_H, c, tokens, rows, table_width, limit, heads, groups, width, padded_width, size, padded,
+            s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
+        )  # fmt: skip
     return o_THK
 
 

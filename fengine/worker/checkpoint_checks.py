@@ -25,6 +25,12 @@ def full_names(entries: dict[str, TensorEntry], rename: Callable[[str], str]) ->
     return {new: entries[old]._replace(name=new) for old, new in names.items()}
 
 
+def listed(problems: list[str]) -> str:
+    """The first of them, one a line. Pure."""
+    shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
+    return "\n  ".join(["", *shown])
+
+
 def check_entries(
     directory: Path, spec: ModelSpec, weights: list[Weight], entries: dict[str, TensorEntry], mixed: bool
 ) -> list[Weight]:
@@ -35,23 +41,26 @@ def check_entries(
     """
     needed = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
     expected = {source.name: source.shape for weight in needed for source in weight.sources}
-    drafts = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.draft_layers))
     problems = [f"tensor {n!r} of shape {list(s)} is missing" for n, s in expected.items() if n not in entries]
     if HEAD in expected.keys() - entries.keys():
         problems.append(f"without {HEAD!r} config.json should say tie_word_embeddings = true")
     if spec.tie_embeddings or not spec.generates:  # a head may be stored all the same
         expected[HEAD] = expected[EMBEDDING]
-    problems += [
-        f"tensor {name!r} is not part of {spec.architecture} with this config.json"
-        for name in sorted(entries.keys() - expected.keys())
-        if not name.endswith(HARMLESS) and not name.startswith(drafts)
-    ]
+    problems += _foreign(sorted(entries.keys() - expected.keys()), spec)
     problems += _misshapen(expected, entries)
     problems += [] if mixed else _several_dtypes(needed, entries)
     if problems:
-        shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
-        raise CorruptCheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(shown))
+        raise CorruptCheckpointError(f"{directory} does not fit its config.json:{listed(problems)}")
     return needed
+
+
+def _foreign(names: list[str], spec: ModelSpec) -> list[str]:
+    drafts = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.draft_layers))
+    return [
+        f"tensor {name!r} is not part of {spec.architecture} with this config.json"
+        for name in names
+        if not name.endswith(HARMLESS) and not name.startswith(drafts)
+    ]
 
 
 def _misshapen(expected: dict[str, tuple[int, ...]], entries: dict[str, TensorEntry]) -> list[str]:

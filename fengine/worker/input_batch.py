@@ -218,21 +218,26 @@ class InputBatch:
         drawing = [c for c in chunks if draws_R[c.row]]
         rows = DrawRows(slot_R, arrays["pos_R"], draws_R, drawing)
         step = StepInput(arrays, bool(draws_R.any()), pooled=pooled)
-        step.prompts = prompt_rows([c for c in chunks if c.start < c.state.prompt_len])
+        step.prompts = prompt_rows(chunks)
         if step.draws:
             step.stages = tuple(stage for stage in self.stages if stage.stage(rows, arrays))
             asked = [c for c in drawing if c.state.asks_draws]
             if asked:
                 step.top = max(c.state.params.top_logprobs for c in asked)
                 arrays[ASKED.name] = asked_ids(asked, len(slot_R))
-        index, at = [np.zeros(0, np.int64)], 0
-        for chunk in [c for c in chunks if c.state.asks_hidden]:
-            for first, last in _hidden_due(chunk):
-                index.append(np.arange(first, last) - chunk.start + chunk.at)
-                step.hidden.append(Span(chunk.row, first, last - first, at))
-                at += last - first
-        step.hidden_H = np.concatenate(index).astype(np.int32) if at else None
+        step.hidden, step.hidden_H = _hidden_wanted([c for c in chunks if c.state.asks_hidden])
         return step
+
+
+def _hidden_wanted(chunks: Sequence[Chunk]) -> tuple[list[Span], np.ndarray | None]:
+    """The spans of hidden states that chunks want, and their tokens of the step."""
+    spans, index, at = [], [np.zeros(0, np.int64)], 0
+    for chunk in chunks:
+        for first, last in _hidden_due(chunk):
+            index.append(np.arange(first, last) - chunk.start + chunk.at)
+            spans.append(Span(chunk.row, first, last - first, at))
+            at += last - first
+    return spans, np.concatenate(index).astype(np.int32) if at else None
 
 
 def _hidden_due(chunk: Chunk) -> list[tuple[int, int]]:

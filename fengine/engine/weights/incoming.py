@@ -16,7 +16,7 @@ from fengine.engine.weights.places import Place
 from fengine.errors import CorruptCheckpointError, InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD
-from fengine.worker.checkpoint_checks import HARMLESS, check_entries, check_tied, full_names
+from fengine.worker.checkpoint_checks import HARMLESS, check_entries, check_tied, full_names, listed
 from fengine.worker.loader import read_config, spec_from_config
 from fengine.worker.safetensors_file import DTYPES, open_file, read_shards, read_tensor
 
@@ -155,8 +155,7 @@ def check(
                 problems.append(f"tensor {name!r} holds NaN or infinite values (as {place.leaf.dtype})")
         names.add(name)
     if problems:
-        shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
-        raise InvalidRequestError("the weights were refused and nothing was changed:\n  " + "\n  ".join(shown))
+        raise InvalidRequestError(f"the weights were refused and nothing was changed:{listed(problems)}")
     return changes
 
 

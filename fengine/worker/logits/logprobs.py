@@ -76,8 +76,8 @@ def prompt_rows(chunks: Sequence[Chunk]) -> list[PromptRows]:
 
 def _is_scored(chunk: Chunk) -> bool:
     """Whether input logprobs land with this chunk; with the last one also where only the first entry, None, does."""
-    first = chunk.state.new.first_scored
-    return first < chunk.state.prompt_len and (chunk.draws or first < chunk.end)
+    first, prompt_len = chunk.state.new.first_scored, chunk.state.prompt_len
+    return chunk.start < prompt_len and first < prompt_len and (chunk.draws or first < chunk.end)
 
 
 def _group(chunks: list[Chunk], top: int) -> PromptRows:

@@ -1,0 +1,82 @@
+"""A configuration's model, read into memory: its spec, parameters, tokenizer, and what its files say beside these."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fengine.config import EngineConfig, LoadFormat
+from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.models.kv_state import Params
+from fengine.models.spec import Config, ModelSpec, embedding_spec
+from fengine.ops.columns import Group
+from fengine.worker.device import device_of
+from fengine.worker.hub import resolve_model
+from fengine.worker.loader import load_params, read_config, read_generation_config, spec_from_config
+from fengine.worker.pooling import Pooling, read_pooling
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory. `from_disk`: its weights are those in `model_dir`, and may be read again."""
+
+    spec: ModelSpec
+    params: Params
+    context_length: int
+    eos_ids: frozenset[int]
+    model_dir: Path
+    tokenizer: Any = None
+    from_disk: bool = False
+    pooling: Pooling | None = None  # of an embedding model or classifier
+
+
+def load(config: EngineConfig, make_tokenizer: Callable[[Path], Any], group: Group | None = None) -> Loaded:
+    """Reads model and tokenizer. Errors: ConfigError, ModelLoadError and kinds, OutOfMemoryError."""
+    model = config.model
+    model_dir, hf_config, spec = read_spec(config)
+    if spec.generates and not spec.causal:
+        raise UnsupportedFeatureError(
+            "config.json has is_causal = false: every token sees those that follow, so nothing can be generated; "
+            "Engine(..., is_embedding=True) gives its embeddings."
+        )
+    pooling = None if spec.generates else read_pooling(model_dir, hf_config)
+    context = context_length(config, spec)
+    tokenizer = None
+    if not model.skip_tokenizer_init:
+        path = model.tokenizer_path
+        tokenizer = make_tokenizer(resolve_model(path, weights=False) if path else model_dir)
+    generation = read_generation_config(model_dir, model.json_overrides)
+    eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
+    params = load_params(
+        model_dir,
+        spec,
+        dtype=model.dtype,
+        device=device_of(config),
+        context_length=context,
+        load_format=model.load_format,
+        group=group,
+    )
+    return Loaded(
+        spec, params, context, eos_ids, model_dir, tokenizer, model.load_format is not LoadFormat.dummy, pooling
+    )
+
+
+def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
+    """(the model's directory, its parsed config.json, what it is). Errors: as `load`."""
+    model = config.model
+    model_dir = resolve_model(model.path, model.revision, weights=model.load_format is not LoadFormat.dummy)
+    hf_config = read_config(model_dir, model.json_overrides)
+    spec = spec_from_config(hf_config)
+    return model_dir, hf_config, embedding_spec(spec) if model.is_embedding else spec
+
+
+def context_length(config: EngineConfig, spec: ModelSpec) -> int:
+    """The context in force. Errors: ConfigError if more is asked than the checkpoint was made for."""
+    asked = config.model.context_length
+    if asked is None:
+        return spec.max_position
+    if asked > spec.max_position:
+        raise ConfigError(
+            f"model.context_length is {asked} but the checkpoint was made for {spec.max_position} positions; lower it"
+        )
+    return asked
