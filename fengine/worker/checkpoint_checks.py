@@ -1,22 +1,27 @@
 """The names, shapes and dtypes of a checkpoint against what its architecture declares, before anything is allocated."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fengine import models
 from fengine.errors import CorruptCheckpointError, UnsupportedFormatError
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD, Weight
-from fengine.worker.safetensors_file import DTYPES, TensorEntry
+from fengine.worker.safetensors_file import DTYPES, TensorEntry, read_shards
 
 BARE_EMBEDDING = "embed_tokens.weight"
 HARMLESS = (".rotary_emb.inv_freq",)  # a table that old checkpoints store; ours is computed
 
 
-def full_names(entries: dict[str, TensorEntry], rename: Callable[[str], str]) -> dict[str, TensorEntry]:
-    """The tensors by our names, those of a decoder that was saved alone ("layers.0…") as inside a model. Pure."""
+def read_entries(directory: Path, spec: ModelSpec) -> dict[str, TensorEntry]:
+    """The tensors by our names, those of a decoder that was saved alone ("layers.0…") as inside a model.
+
+    Errors: as `read_shards`.
+    """
+    entries, rename = read_shards(directory), partial(models.lookup(spec.architecture).rename, spec)
     entries = {new: entries[old]._replace(name=new) for old in entries if (new := rename(old))}
     if BARE_EMBEDDING not in entries or EMBEDDING in entries:
         return entries

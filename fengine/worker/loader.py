@@ -7,8 +7,6 @@ is the weights plus one fused matrix.
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,16 +28,14 @@ from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD, Weight, head_weight
 from fengine.ops import linear
 from fengine.ops.columns import Columns, Group
-from fengine.worker.checkpoint_checks import check_entries, check_tied, full_names
+from fengine.worker.checkpoint_checks import check_entries, check_tied, read_entries
 from fengine.worker.safetensors_file import (
     DTYPES,
     INDEX,
     SINGLE,
     listing,
-    open_file,
     read_json,
-    read_shards,
-    read_tensor,
+    reading,
     refuse_other_formats,
 )
 
@@ -217,15 +213,10 @@ def _load(
     directory: Path, spec: ModelSpec, weights: list[Weight], device: torch.device, wanted: torch.dtype | None,
     group: Group | None,
 ) -> Params:  # fmt: skip
-    entries = full_names(read_shards(directory), partial(models.lookup(spec.architecture).rename, spec))
+    entries = read_entries(directory, spec)
     weights = check_entries(directory, spec, weights, entries, mixed=wanted is not None)
     placement = Placement(device, wanted or DTYPES[entries[EMBEDDING].dtype], group)
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
-
-        def read(name: str) -> Tensor:
-            return read_tensor(files[entries[name].path], entries[name])
-
+    with reading(entries) as read:
         if spec.generates and spec.tie_embeddings and HEAD in entries:
             check_tied(read(HEAD), read(EMBEDDING))
         return _build(spec, weights, lambda w: place(w, [s.ours(read(s.name)) for s in w.sources], placement), group)

@@ -7,6 +7,8 @@ with pread(2) and maps nothing, so a file that shrinks meanwhile is an error mes
 import json
 import os
 import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -187,6 +189,14 @@ def read_tensor(file: safe_open, entry: TensorEntry) -> Tensor:
     if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
         raise CorruptCheckpointError(f"{entry.path} changed while it was read: tensor {entry.stored!r} is another one.")
     return tensor
+
+
+@contextmanager
+def reading(entries: Mapping[str, TensorEntry]) -> Iterator[Callable[[str], Tensor]]:
+    """Inside, what reads a tensor by its name; the files are opened once. Errors: as `open_file`, `read_tensor`."""
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
+        yield lambda name: read_tensor(files[entries[name].path], entries[name])
 
 
 def refuse_other_formats(directory: Path) -> None:

@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +14,9 @@ from fengine.engine.weights.places import Place
 from fengine.errors import CorruptCheckpointError, InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD
-from fengine.worker.checkpoint_checks import HARMLESS, check_entries, check_tied, full_names, listed
+from fengine.worker.checkpoint_checks import HARMLESS, check_entries, check_tied, listed, read_entries
 from fengine.worker.loader import read_config, spec_from_config
-from fengine.worker.safetensors_file import DTYPES, open_file, read_shards, read_tensor
+from fengine.worker.safetensors_file import DTYPES, reading
 
 FLOATS = tuple(DTYPES.values())
 
@@ -243,16 +241,13 @@ def read_directory(
             if getattr(found, f.name) != getattr(told, f.name)
         ]
         raise CorruptCheckpointError(f"{directory} is another model than the one that runs: {'; '.join(differ)}.")
-    model = models.lookup(spec.architecture)
-    entries = full_names(read_shards(directory), partial(model.rename, spec))
-    check_entries(directory, spec, model.weights(spec), entries, mixed=True)
+    entries = read_entries(directory, spec)
+    check_entries(directory, spec, models.lookup(spec.architecture).weights(spec), entries, mixed=True)
     absent = sorted(set(names) - entries.keys())
     if absent:
         raise CorruptCheckpointError(f"{directory} lacks tensor {absent[0]!r}, which the model that runs has.")
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
-        wanted = [entry for entry in entries.values() if not entry.name.endswith(HARMLESS)]
-        tensors = {entry.name: read_tensor(files[entry.path], entry) for entry in wanted}
+    with reading(entries) as read:
+        tensors = {name: read(name) for name in entries if not name.endswith(HARMLESS)}
     if spec.generates and spec.tie_embeddings and HEAD in tensors:
         check_tied(tensors.pop(HEAD), tensors[EMBEDDING])
     return list(tensors.items())
