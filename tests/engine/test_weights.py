@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from fengine import Engine
 from fengine.core.sampling_params import SamplingParams as Params
 from fengine.engine.request_state import version_spans
-from fengine.engine.weights import incoming
 from fengine.engine.weights.places import Place
 from fengine.errors import (
     EngineBusyError,
@@ -35,6 +34,7 @@ from fengine.errors import (
 )
 from fengine.models.weights import Source
 from fengine.ops import linear
+from fengine.worker import safetensors_file
 
 KINDS: dict[str, dict[str, Any]] = {  # heads of 10: the parts of fused matrices begin in the middle of a packed block
     "tied": {"family": "llama", "tie_word_embeddings": True, "dtype": torch.bfloat16},
@@ -433,7 +433,7 @@ def test_a_file_truncated_while_it_is_read(
     shared: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     broken = tiny_checkpoints.write(tmp_path, seed=1)
-    file, before, read, seen = broken / "model.safetensors", ask(shared), incoming.read_tensor, []
+    file, before, read, seen = broken / "model.safetensors", ask(shared), safetensors_file.read_tensor, []
 
     def reading(*arguments: Any) -> Tensor:
         seen.append(1)
@@ -441,7 +441,7 @@ def test_a_file_truncated_while_it_is_read(
             file.write_bytes(file.read_bytes()[:5000])
         return read(*arguments)
 
-    monkeypatch.setattr(incoming, "read_tensor", reading)
+    monkeypatch.setattr(safetensors_file, "read_tensor", reading)
     result = shared.update_weights_from_disk(broken)
     assert not result.success and "while it was read" in result.message and len(seen) >= 10
     assert ask(shared) == before
