@@ -10,13 +10,14 @@ from difflib import get_close_matches
 
 from fengine.errors import ConfigError
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
-from fengine.eval.commands import diff, evaluate, lm_eval, merge, report, rerun, serve, verify
+from fengine.eval.commands import diff, evaluate, lm_eval, merge, models, report, rerun, serve, verify
 
 __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
 # The first word, and who takes those behind it. Their modules import no torch (tests/eval/test_commands.py).
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate.main,
     "merge": merge.main,
+    "models": models.main,
     "diff": diff.main,
     "lm-eval": lm_eval.main,
     "report": report.main,

@@ -30,39 +30,43 @@ from fengine.models import (
     smollm3,
     starcoder2,
 )
-from fengine.models.family import Model
+from fengine.models.family import Family, Model
 
-FAMILIES = (
-    llama.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    mistral.FAMILY,
-    phi3.FAMILY,
-    granite.FAMILY,
-    olmo2.FAMILY,
-    olmo2.FAMILY3,
-    exaone4.FAMILY,
-    smollm3.FAMILY,
-    glm4.FAMILY,
-    gemma2.FAMILY,
-    gemma3.FAMILY,
-    starcoder2.FAMILY,
-    hunyuan.FAMILY,
-    cohere.FAMILY,
-    cohere.FAMILY2,
-    qwen3_moe.FAMILY,
-    qwen2_moe.FAMILY,
-    mixtral.FAMILY,
-    olmoe.FAMILY,
-    granite.MOE,
-    glm4_moe.FAMILY,
-    gpt_oss.FAMILY,
-    bert.FAMILY,
-    bert.ROBERTA,
-    bert.XLM_R,
-    modernbert.FAMILY,
+FAMILIES: Mapping[str, Family] = MappingProxyType(  # by the names under which people know them
+    {
+        "Llama 1–3.x, Falcon 3, Yi, SmolLM 2": llama.FAMILY,
+        "Qwen2, Qwen2.5, gte-Qwen2": qwen2.FAMILY,
+        "Qwen3, Qwen3-Embedding, Qwen3-Reranker": qwen3.FAMILY,
+        "Mistral, Ministral (2410), Nemo": mistral.FAMILY,
+        "Phi-3, Phi-3.5, Phi-4": phi3.FAMILY,
+        "Granite 3": granite.FAMILY,
+        "OLMo 2": olmo2.FAMILY,
+        "OLMo 3": olmo2.FAMILY3,
+        "EXAONE 4": exaone4.FAMILY,
+        "SmolLM3": smollm3.FAMILY,
+        "GLM-4-0414": glm4.FAMILY,
+        "Gemma 2": gemma2.FAMILY,
+        "Gemma 3 (text), EmbeddingGemma": gemma3.FAMILY,
+        "StarCoder2": starcoder2.FAMILY,
+        "Hunyuan (dense)": hunyuan.FAMILY,
+        "Command R, Command R+": cohere.FAMILY,
+        "Command R7B, Command A": cohere.FAMILY2,
+        "Qwen3-MoE": qwen3_moe.FAMILY,
+        "Qwen2-MoE, Qwen1.5-MoE": qwen2_moe.FAMILY,
+        "Mixtral": mixtral.FAMILY,
+        "OLMoE": olmoe.FAMILY,
+        "Granite-MoE": granite.MOE,
+        "GLM-4.5, GLM-4.5-Air, GLM-4.6": glm4_moe.FAMILY,
+        "gpt-oss (in bfloat16)": gpt_oss.FAMILY,
+        "BERT, bge, e5, MiniLM": bert.FAMILY,
+        "RoBERTa": bert.ROBERTA,
+        "XLM-R, multilingual e5, bge-m3, bge-reranker": bert.XLM_R,
+        "ModernBERT, gte-modernbert": modernbert.FAMILY,
+    }
 )
-MODELS: Mapping[str, Model] = MappingProxyType({k: v for family in FAMILIES for k, v in family.models().items()})
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {k: v for family in FAMILIES.values() for k, v in family.models().items()}
+)
 
 
 def lookup(architecture: str) -> Model:

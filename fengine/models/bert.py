@@ -17,7 +17,7 @@ from torch import Tensor
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models import layers
 from fengine.models.family import Family
-from fengine.models.fields import COMMON, READ, TRAINING
+from fengine.models.fields import COMMON, OUTPUTS, READ, TRAINING
 from fengine.models.kv_state import Params, StepBatch
 from fengine.models.reader import GELU_ALL, ConfigReader, decoder_spec
 from fengine.models.rope import NONE
@@ -37,9 +37,14 @@ OWN = (
     "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "position_embedding_type",
 )  # fmt: skip
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+POOLER = (
+    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
+    "pooler_type",
+)  # fmt: skip
 FIELDS = {
     **{key: why for key, why in COMMON.items() if key != "is_decoder"}, **dict.fromkeys(OWN, READ),
-    **dict.fromkeys(DROPOUTS, TRAINING), "tie_word_embeddings": "of a head that is not built",
+    **dict.fromkeys(DROPOUTS, TRAINING), "tie_word_embeddings": "of a head that is not built", "output_past": OUTPUTS,
+    **dict.fromkeys(POOLER, "is not read by transformers"),
 }  # fmt: skip
 DEFAULTS = {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "hidden_act": "gelu"}
 PARTS: Mapping[str, str] = MappingProxyType({

@@ -25,7 +25,14 @@ from fengine.models.weights import (
 OWN = ("attention_bias", "logit_scale", "layer_norm_eps", "use_qk_norm")
 WINDOWS = ("sliding_window", "sliding_window_pattern", "layer_types")
 FIELDS = {**DECODER, **dict.fromkeys(OWN, READ)}
-FIELDS2 = {**DECODER, **dict.fromkeys((*OWN[:3], *WINDOWS), READ), "cache_implementation": SPEED}
+SHAPES = (
+    "layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct", "use_embedding_sharing",
+    "use_gated_activation", "use_parallel_block",
+)  # fmt: skip
+FIELDS2 = {
+    **DECODER, **dict.fromkeys((*OWN[:3], *WINDOWS), READ), "cache_implementation": SPEED,
+    **dict.fromkeys(SHAPES, "is not read by transformers, which builds one shape only"),
+}  # fmt: skip
 DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 500000.0}
 DEFAULTS2 = {"tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 4}
 

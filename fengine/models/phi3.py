@@ -10,7 +10,8 @@ from fengine.models.reader import SLIDING, decoder_spec, sliding_window, windowe
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
 
-FIELDS = {**DECODER, "sliding_window": READ, "resid_pdrop": TRAINING, "embd_pdrop": TRAINING}
+FIELDS = {**DECODER, "sliding_window": READ, "resid_pdrop": TRAINING, "embd_pdrop": TRAINING,
+          **dict.fromkeys(("full_attn_mod", "interpolate_factor"), "is not read by transformers")}  # fmt: skip
 DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 
 

@@ -10,7 +10,8 @@ from fengine.models.rope import NONE
 from fengine.models.spec import Config, LayerKind, ModelSpec
 
 OWN = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types")
-FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, **dict.fromkeys(OWN, READ)}
+FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, **dict.fromkeys(OWN, READ),
+          "max_window_layers": "is not read by transformers"}  # fmt: skip
 DEFAULTS = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import struct
 import sys
 from collections.abc import Callable
@@ -631,9 +632,11 @@ def test_directories_and_the_box(checkpoint: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_registry_lists_what_is_supported() -> None:
-    for family in models.FAMILIES:
+    for family in models.FAMILIES.values():
         assert getattr(transformers, family.architecture).config_class.model_type == family.model_type
-    generating = [family for family in models.FAMILIES if family.architecture.endswith("ForCausalLM")]
+    table = re.findall(r"^\| (.+?) \| `(\w+)` \|", (Path(models.__file__).parent / "README.md").read_text(), re.M)
+    assert table == [(title, family.architecture) for title, family in models.FAMILIES.items()]
+    generating = [family for family in models.FAMILIES.values() if family.architecture.endswith("ForCausalLM")]
     assert len(generating) == len(tiny_checkpoints.CLASSES)
     assert len(models.MODELS) == 3 * len(generating) + 2 * (len(models.FAMILIES) - len(generating))
     for asked, nearest in (

@@ -30,6 +30,13 @@ def model_directory(config: ModelConfig) -> Path:
     return resolve_model(config.path, config.revision)
 
 
+def model_families() -> dict[str, list[str]]:
+    """The architectures of each family, by the names under which people know it. Imports torch."""
+    from fengine.models import FAMILIES
+
+    return {title: list(family.models()) for title, family in FAMILIES.items()}
+
+
 class EngineCache:
     """At most one open engine, kept while consecutive points ask for an equal config. Closed at the end of `with`."""
 
