@@ -20,14 +20,25 @@ from tokenizers import models, processors
 
 from fengine.errors import ModelLoadError, UnsupportedFeatureError
 from fengine.tokenizer import trial
-from fengine.tokenizer.regex_parts import parse, parser
 from fengine.tokenizer.tokenizer_files import TokenizerFiles
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes without behaviour of their own
+_CASE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+KNOWN_SPLITS = frozenset((  # which take time linear in the text; others are tried
+    rf"{_CASE}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}",  # Llama 3
+    rf"{_CASE}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}",  # Qwen 2
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CASE}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CASE}?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}",  # GPT-4o
+    rf"'(?:s|t|re|ve|m|ll|d)| ?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|{_REST}",  # the model in the box
+    r"\p{N}{1,3}", r"\p{N}", r"\d", r"\s+", r"\s?\p{L}+", r"\s?\p{P}+", r"[\r\n]", r"[一-龥぀-ゟ゠-ヿ]+",
+))  # fmt: skip
 SAMPLE = "Hello, world! It's 1234.5\n\tx = naïve 字 🙂 \x00\ue000"
 RUN = 20_000  # characters alike, on which a catastrophic pattern shows
+LIMITS = trial.Limits(2.0, 2 << 30)  # of a trial
 MAX_GROWTH = 16  # of a text by all replacements together, without a trial
 MAX_INSERTED = 256  # characters that are put before each text, without a trial
 
@@ -39,9 +50,9 @@ def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
         found = _plain(files) or _by_transformers(files.directory)
         found[0].no_truncation()
         found[0].no_padding()
-        risky = _may_hang(found[0])
+        risky = may_hang(found[0])
     if risky:
-        child = trial.Trial(__name__)
+        child = trial.Trial(__name__, LIMITS)
         try:
             child.ask(files.tokenizer_json)
         except trial.Refused as error:
@@ -143,12 +154,12 @@ def _states(backend: Backend) -> list[Any]:
     return [json.loads(part.__getstate__()) for part in parts if part is not None]
 
 
-def _may_hang(backend: Backend) -> bool:
+def may_hang(backend: Backend) -> bool:
     """Whether time or memory to encode may grow faster than the text, by features that few tokenizers have. Pure."""
     growth, states = 1.0, _states(backend)
     for node in _objects(states):
         pattern = node["pattern"] if isinstance(node.get("pattern"), dict) else {}
-        if "Regex" in pattern and not is_bounded(pattern["Regex"]):
+        if "Regex" in pattern and pattern["Regex"] not in KNOWN_SPLITS:
             return True
         if node.get("type") == "Replace":
             growth *= max(1.0, len(node["content"]) / max(1, len(pattern.get("String", ""))))
@@ -163,36 +174,3 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _objects(item)
-
-
-def is_bounded(pattern: str) -> bool:
-    """Whether a split pattern backtracks over at most two runs of characters: none inside another one. Pure."""
-    try:
-        tree = parse(re.sub(r"\\[pP]\{[^{}]*\}", r"\\w", pattern))
-        return _runs(tree) <= 2
-    except (re.error, OverflowError, RecursionError, TypeError):  # another dialect
-        return False
-
-
-def _runs(tree: Any) -> float:
-    """Runs without bound that stand behind one another in one way through it; infinite if one stands in another."""
-    total = 0.0
-    for kind, value in tree:
-        name = str(kind)
-        if name == "BRANCH":
-            total += max(map(_runs, value[1]))
-        elif name == "SUBPATTERN":
-            total += _runs(value[3])
-        elif name in ("ASSERT", "ASSERT_NOT"):
-            total += _runs(value[1])
-        elif name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            low, high, items = value
-            inner = _runs(items)
-            varies = len(items) > 1 or str(items[0][0]) in ("BRANCH", "SUBPATTERN")
-            if high == parser.MAXREPEAT or high > 16:
-                total += float("inf") if inner or varies else 1
-            else:
-                total += inner * high
-        elif name not in ("LITERAL", "NOT_LITERAL", "IN", "ANY", "AT"):
-            return float("inf")
-    return total
