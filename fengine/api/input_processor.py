@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fengine.api.io_struct import GenerateReqInput, split_batch
+from fengine.api.io_struct import GenerateReqInput
 from fengine.api.options import (
     EngineContext,
     adapter_of,
@@ -21,6 +21,7 @@ from fengine.api.options import (
     salt_of,
     stop_ids,
 )
+from fengine.api.prompts import split_batch
 from fengine.api.sessions import Turn
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS

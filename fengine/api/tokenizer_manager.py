@@ -6,10 +6,19 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from fengine.api import admin, info
+from fengine.api import admin, info, weights
 from fengine.api.admin import FlushResult
 from fengine.api.collector import AsyncStream
-from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.io_struct import (
+    ContinueGenerationReqInput,
+    EncodeReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+from fengine.engine.weights.updates import UpdateResult
 from fengine.tokenizer.hf_tokenizer import hf_tokenizer
 
 
@@ -62,9 +71,22 @@ class TokenizerManager:
     async def flush_cache(self) -> FlushResult:
         return admin.flush_cache(self._engine)
 
-    async def pause_generation(self, request: Any = None) -> None:
-        """As `Engine.pause_generation`; `request.mode` is the mode."""
-        admin.pause_generation(self._engine, getattr(request, "mode", "abort"))
+    # Those below take SGLang's records, and a web framework's request, which has no effect.
 
-    async def continue_generation(self, request: Any = None) -> None:
+    async def pause_generation(self, obj: PauseGenerationReqInput | None = None, request: Any = None) -> None:
+        admin.pause_generation(self._engine, "abort" if obj is None else obj.mode)
+
+    async def continue_generation(self, obj: ContinueGenerationReqInput | None = None, request: Any = None) -> None:
         admin.continue_generation(self._engine)
+
+    async def release_memory_occupation(self, obj: ReleaseMemoryOccupationReqInput, request: Any = None) -> None:
+        weights.release_memory_occupation(self._engine, obj.tags)
+
+    async def resume_memory_occupation(self, obj: ResumeMemoryOccupationReqInput, request: Any = None) -> None:
+        weights.resume_memory_occupation(self._engine, obj.tags)
+
+    async def update_weights_from_disk(self, obj: UpdateWeightFromDiskReqInput, request: Any = None) -> UpdateResult:
+        return weights.update_weights_from_disk(
+            self._engine, obj.model_path, obj.load_format, weight_version=obj.weight_version,
+            abort_all_requests=obj.abort_all_requests,
+        )  # fmt: skip

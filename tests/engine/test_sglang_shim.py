@@ -23,6 +23,7 @@ import fengine.api.server_args
 import fengine.test.doc_patch
 import fengine.test.test_utils
 import fengine.utils
+from fengine.api import io_struct
 from fengine.api.engine import Engine
 from fengine.errors import EngineClosedError
 from fengine.tokenizer.hf_tokenizer import get_tokenizer, hf_tokenizer
@@ -381,3 +382,23 @@ def test_signatures_are_sglangs(name: str) -> None:
     shown = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
     assert " ".join(shown) == SIGNATURES[name] and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     assert inspect.iscoroutinefunction(getattr(Engine, name)) == name.startswith("async_")
+
+
+def test_the_manager_takes_sglangs_records(sglang: ModuleType) -> None:
+    """As trainers call it: memory given back and taken again, a pause, weights from disk."""
+    llm = sglang.Engine(model_path="some/model", enable_memory_saver=True)
+    manager = llm.tokenizer_manager
+
+    async def used() -> list[int]:
+        await manager.release_memory_occupation(io_struct.ReleaseMemoryOccupationReqInput(tags=["kv_cache"]), None)
+        await manager.resume_memory_occupation(io_struct.ResumeMemoryOccupationReqInput(), None)
+        await manager.pause_generation(io_struct.PauseGenerationReqInput(mode="in_place"))
+        await manager.continue_generation(io_struct.ContinueGenerationReqInput())
+        assert (await manager.update_weights_from_disk(io_struct.UpdateWeightFromDiskReqInput(str(BOX)))).success
+        req = io_struct.GenerateReqInput(input_ids=[5, 6], sampling_params={"temperature": 0, "max_new_tokens": 4})
+        return (await anext(manager.generate_request(req, None)))["output_ids"]
+
+    assert (
+        asyncio.run(used())
+        == llm.generate(input_ids=[5, 6], sampling_params={"temperature": 0, "max_new_tokens": 4})["output_ids"]
+    )

@@ -1,0 +1,103 @@
+"""SGLang's parsers of whole or streamed answers, `ReasoningParser` and `FunctionCallParser`, by SGLang's names."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fengine.api.io_struct import Tool
+from fengine.errors import UnsupportedFeatureError
+from fengine.server.output_parser import OutputParser
+from fengine.server.tool_calls import FORMATS, Format
+
+FORMS = {  # SGLang's names of formats -> ours
+    **dict.fromkeys(("qwen", "qwen25", "qwen3", "hermes"), "hermes"), "qwen3_coder": "qwen_xml", "llama3": "llama",
+    **dict.fromkeys(("glm", "glm45", "glm47"), "glm"), "mistral": "mistral", "gpt-oss": "harmony",
+    **dict.fromkeys(("deepseekv3", "deepseekv31", "deepseekv32"), "deepseek"),
+}  # fmt: skip
+OPENED = ("deepseek-r1", "qwen3-thinking", "step3", "minimax")  # whose answers are thoughts until </think>
+THINKS = (*OPENED, "qwen3", "deepseek-v3", "glm45", "nano_v3", "interns1", "gpt-oss")
+
+
+class ReasoningParser:
+    """Tells thoughts, which end with </think> (gpt-oss: are a channel), from the answer. Modifies: itself."""
+
+    def __init__(
+        self, model_type: str | None = None, stream_reasoning: bool = True, force_reasoning: bool | None = None
+    ) -> None:
+        """Errors: UnsupportedFeatureError for a type that is not built, or thoughts that are to be held back."""
+        if model_type not in THINKS or not stream_reasoning:
+            raise UnsupportedFeatureError(
+                f"ReasoningParser({model_type!r:.80}, stream_reasoning={stream_reasoning!r:.80}) is not built; there "
+                f"are {', '.join(THINKS)}, and thoughts come as they are written."
+            )
+        self._form = _form("harmony") if model_type == "gpt-oss" else None
+        self._opened = model_type in OPENED if force_reasoning is None else force_reasoning
+        self._parser, self._head = self._new(), ""
+
+    def _new(self) -> OutputParser:
+        return OutputParser(self._form, thinks=self._form is None, opened=self._form is None and self._opened)
+
+    def parse_non_stream(self, full_text: str) -> tuple[str, str]:
+        """(the thoughts, the answer). Pure."""
+        if self._opened:
+            full_text = full_text.lstrip().removeprefix("<think>")
+        found = self._new().feed(full_text, last=True)
+        return found.reasoning, found.content
+
+    def parse_stream_chunk(self, chunk_text: str) -> tuple[str, str]:
+        """(what a piece adds to the thoughts, and to the answer)."""
+        if self._opened and not self._head.startswith("<think>"):  # the prompt may have opened them, or the answer does
+            self._head = (self._head + chunk_text).lstrip()
+            if len(self._head) < len("<think>") and "<think>".startswith(self._head):
+                return "", ""
+            chunk_text, self._head = self._head.removeprefix("<think>"), "<think>"
+        found = self._parser.feed(chunk_text)
+        return found.reasoning, found.content
+
+
+@dataclass
+class ToolCallItem:
+    """A call: which of the tools, its name, and its arguments as JSON."""
+
+    tool_index: int
+    name: str | None
+    parameters: str
+
+
+class FunctionCallParser:
+    """Tells calls of tools from the rest of an answer. Modifies: itself."""
+
+    def __init__(self, tools: Sequence[Tool], tool_call_parser: str) -> None:
+        """Errors: UnsupportedFeatureError for a format that is not built."""
+        if tool_call_parser not in FORMS:
+            raise UnsupportedFeatureError(
+                f"tool_call_parser={tool_call_parser!r:.80} is not built; there are {', '.join(FORMS)}."
+            )
+        self._form = _form(FORMS[tool_call_parser])
+        self._names = [tool.function.name for tool in tools]
+        self._parser = OutputParser(self._form)
+
+    def has_tool_call(self, text: str) -> bool:
+        return bool(self.parse_non_stream(text)[1])
+
+    def parse_non_stream(self, full_text: str) -> tuple[str, list[ToolCallItem]]:
+        """(the text beside the calls, the calls of tools that there are). Pure."""
+        found = OutputParser(self._form).feed(full_text, last=True)
+        return found.content, self._items(found.calls)
+
+    def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:
+        """What a piece adds; a call comes as a whole, with its last piece."""
+        found = self._parser.feed(chunk_text)
+        return found.content, self._items(found.calls)
+
+    def _items(self, calls: Sequence[Any]) -> list[ToolCallItem]:
+        return [
+            ToolCallItem(self._names.index(call.name), call.name, json.dumps(call.arguments, ensure_ascii=False))
+            for call in calls
+            if call.problem is None and call.name in self._names
+        ]
+
+
+def _form(name: str) -> Format:
+    return next(form for form in FORMATS if form.name == name)

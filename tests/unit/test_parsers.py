@@ -1,0 +1,73 @@
+"""SGLang's parsers, as its documents use them: whole answers, and pieces that add up to the same."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fengine.api.io_struct import Function, Tool
+from fengine.errors import UnsupportedFeatureError
+from fengine.server.parsers import FORMS, FunctionCallParser, ReasoningParser, ToolCallItem
+from fengine.server.tool_calls import FORMATS
+
+TOOLS = [Tool(Function("time")), Tool(Function("weather", "of a city", {"type": "object"}))]
+CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
+ITEM = ToolCallItem(1, "weather", '{"city": "Köln"}')
+WRITTEN = {  # by the name of a format: a call of `weather`
+    "qwen25": f"<tool_call>\n{CALL}\n</tool_call>",
+    "qwen3_coder": "<tool_call><function=weather><parameter=city>Köln</parameter></function></tool_call>",
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>",
+    "mistral": f"[TOOL_CALLS][{CALL}]",
+    "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Köln"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "llama3": CALL.replace("arguments", "parameters"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        ("deepseek-r1", "One and three.</think>\n\nFour", ("One and three.", "Four")),
+        ("deepseek-r1", "<think>One and three.</think>Four", ("One and three.", "Four")),
+        ("qwen3", "<think>\nso\n</think>\n4", ("so", "4")),
+        ("qwen3", "4", ("", "4")),
+        ("qwen3-thinking", "still at it", ("still at it", "")),
+    ],
+)
+def test_thoughts_are_told_from_the_answer(kind: str, text: str, wanted: tuple[str, str]) -> None:
+    assert ReasoningParser(kind).parse_non_stream(text) == wanted
+    assert ReasoningParser(model_type=kind.upper().lower()).parse_non_stream(text) == wanted
+
+
+def test_thoughts_may_be_forced() -> None:
+    assert ReasoningParser("qwen3", force_reasoning=True).parse_non_stream("a</think>b") == ("a", "b")
+    for kind, held in (("nobody", True), (None, True), ("qwen3", False)):
+        with pytest.raises(UnsupportedFeatureError, match="is not built; there are"):
+            ReasoningParser(kind, stream_reasoning=held)
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=6), opened=st.booleans())
+def test_pieces_add_up_to_the_whole(cuts: list[int], opened: bool) -> None:
+    text = ("<think>" if opened else "") + "One and three, so.</think>\nIt is four"
+    parser, edges = ReasoningParser("deepseek-r1"), [0, *sorted(cuts), len(text)]
+    found = [parser.parse_stream_chunk(text[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    assert ("".join(r for r, _ in found), "".join(c for _, c in found)) == ("One and three, so.", "It is four")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_told_from_the_text(name: str) -> None:
+    parser = FunctionCallParser(tools=TOOLS, tool_call_parser=name)
+    text, calls = parser.parse_non_stream(WRITTEN[name])
+    assert (text.strip(), calls) == ("", [ITEM]) and json.loads(calls[0].parameters) == {"city": "Köln"}
+    assert parser.has_tool_call(WRITTEN[name]) and not parser.has_tool_call("It rains.")
+
+
+def test_calls_in_pieces_and_of_unknown_tools() -> None:
+    parser, text = FunctionCallParser(TOOLS, "qwen25"), f"Wait. {WRITTEN['qwen25']}"
+    found = [parser.parse_stream_chunk(char) for char in text]
+    assert "".join(part for part, _ in found).strip() == "Wait." and sum((calls for _, calls in found), []) == [ITEM]
+    assert FunctionCallParser([], "qwen25").parse_non_stream(WRITTEN["qwen25"])[1] == []
+    with pytest.raises(UnsupportedFeatureError, match="tool_call_parser='nobody' is not built"):
+        FunctionCallParser(TOOLS, "nobody")
+    assert set(FORMS.values()) == {form.name for form in FORMATS}
