@@ -59,23 +59,31 @@ def apply_chat_template(
 
 def chat_ids(
     engine: Any, messages: Chat | Sequence[Chat], tools: Any = None, add_generation_prompt: bool = True,
-    chat_template_kwargs: dict[str, Any] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None, continue_final_message: bool = False,
 ) -> Any:  # fmt: skip
-    """The ids of a chat, or of each of several. Errors: as `chat`."""
-    return ids_of(engine._context, messages, tools, add_generation_prompt, chat_template_kwargs)
+    """The ids of a chat, or of each of several; `continue_final_message`: up to where the last message's text ends.
+
+    Errors: as `chat`.
+    """
+    return ids_of(
+        engine._context, messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message
+    )
 
 
 # -- their parts -------------------------------------------------------------------------------------------------------
 
 
 def ids_of(
-    context: EngineContext, messages: Any, tools: Any = None, add_generation_prompt: bool = True, values: Any = None
-) -> Any:
+    context: EngineContext, messages: Any, tools: Any = None, add_generation_prompt: bool = True, values: Any = None,
+    continue_final_message: bool = False,
+) -> Any:  # fmt: skip
     """The ids of a chat, or of each of several. `values`: variables of the template. Errors: as `chat`."""
     tokenizer, values = _tokenizer_of(context), _template_values(context, tools, values)
 
     def ids(one: Any) -> list[int]:
-        return tokenizer.encode_chat(one, add_generation_prompt=add_generation_prompt, **values)
+        return tokenizer.encode_chat(
+            one, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **values
+        )
 
     messages = plain(messages)
     several = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))

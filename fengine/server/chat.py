@@ -6,18 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fengine.api.engine import Engine
 from fengine.api.outputs import Output
 from fengine.core.sampling_params import GRAMMARS
+from fengine.server.answers import finish_reason, stopped_by
 from fengine.server.chat_body import ChatOptions
 from fengine.server.errors import unsupported
 from fengine.server.openai_body import OpenAIRequest
 from fengine.server.output_parser import OutputParser
-from fengine.server.responses import finish_reason
-from fengine.server.token_text import finite, token_bytes
+from fengine.server.token_text import TokenNames, hidden_states, prompt_logprobs
 from fengine.server.tool_calls import Format, ToolCall, forced_schema, format_of, is_hidden, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
-
-Encode = Callable[[Any, Any, bool, Any], list[int]]  # messages, tools, add_generation_prompt, template values
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,12 @@ def template_facts(tokenizer: Tokenizer, tools: bool) -> TemplateFacts:
 
 
 def prepare(
-    request: OpenAIRequest, tokenizer: Tokenizer, facts: TemplateFacts, encode: Encode
+    request: OpenAIRequest, chat: ChatOptions, engine: Engine, facts: TemplateFacts
 ) -> tuple[dict[str, Any], "ChatForm"]:
-    """(fields of GenerateReqInput, how the outputs read). Errors: those of `encode`; ApiError."""
-    chat = request.chat
-    assert chat is not None, "a body of chat completions"
-    values = _template_values(chat, facts)
-    ids = encode(chat.messages, chat.tools, chat.add_generation_prompt, values)
+    """(fields of GenerateReqInput, how the outputs read). Errors: those of `Engine.chat_ids`; ApiError."""
+    tokenizer = engine.tokenizer
+    ids = chat_ids(engine, chat, _template_values(chat, facts), request.add_special_tokens)
+    ids = request.truncation.of(ids, engine._parts.context_length) if request.truncation else ids
     sampling = dict(request.arguments["sampling_params"])
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     form = _form_read(chat, facts, constrained)
@@ -63,7 +61,16 @@ def prepare(
             return None
         return OutputParser(form, thinks=thinks, opened=opened, forced=bool(chat.forced))
 
-    return request.arguments | {"input_ids": ids, "sampling_params": sampling}, ChatForm(tokenizer, request, new_parser)
+    arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
+    return arguments, ChatForm(tokenizer, request, chat, new_parser, [ids])
+
+
+def chat_ids(engine: Engine, chat: ChatOptions, values: dict[str, Any], add_special_tokens: bool) -> list[int]:
+    """The ids of a chat, the last message left open where it goes on. Errors: those of `Engine.chat_ids`."""
+    ids = engine.chat_ids(
+        chat.messages, chat.tools, chat.add_generation_prompt, values, continue_final_message=chat.continue_final
+    )
+    return engine.tokenizer.with_special_tokens(ids) if add_special_tokens else ids
 
 
 def _form_read(chat: ChatOptions, facts: TemplateFacts, constrained: bool) -> Format | None:
@@ -90,7 +97,9 @@ class ChatForm:
 
     tokenizer: Tokenizer
     request: OpenAIRequest
+    chat: ChatOptions
     new_parser: Callable[[], OutputParser | None]
+    prompt_ids: list[list[int]] | None
     parsers: dict[int, OutputParser | None] = field(default_factory=dict)
     called: dict[int, int] = field(default_factory=dict)  # calls of a choice so far
     id_prefix: str = "chatcmpl"
@@ -98,22 +107,46 @@ class ChatForm:
     chunk_object: str = "chat.completion.chunk"
 
     def whole(self, index: int, output: Output) -> dict[str, Any]:
-        parts = self._parts(index, output, streamed=False)
+        parts = self.parts(index, output, streamed=False)
         content = parts.pop("content", None if parts.keys() & {"tool_calls", "function_call"} else "")
+        content = self._echo + (content or "") if self._echo else content
         message = {"role": "assistant", "content": content, "refusal": None, **parts}
-        return self._choice(index, output, {"message": message})
+        choice = self._choice(index, output, {"message": message}) | hidden_states(output)
+        choice.setdefault("token_ids", None)
+        return choice | ({"prompt_token_ids": self._prompt} if self.request.return_prompt_ids else {})
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": self._echo}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        delta = self._parts(index, output, streamed=True)
+        delta = self.parts(index, output, streamed=True)
         choice = self._choice(index, output, {"delta": delta})
+        if choice["finish_reason"]:
+            delta |= hidden_states(output)
         asked = self.request.logprobs is not None or self.request.return_token_ids
         return choice if delta or choice["finish_reason"] or asked else None
 
-    def _parts(self, index: int, output: Output, streamed: bool) -> dict[str, Any]:
+    def beside(self, outputs: list[Output]) -> dict[str, Any]:
+        """vLLM puts them here: a chat has one prompt."""
+        ids, most = self._prompt if self.request.return_token_ids else None, self.request.prompt_logprobs
+        if not outputs:
+            return {} if ids is None else {"prompt_token_ids": ids}
+        names = TokenNames(self.tokenizer, self.request.tokens_as_ids)
+        told = None if most is None else prompt_logprobs(names, outputs[0], most)
+        return {"prompt_logprobs": told, "prompt_token_ids": ids}
+
+    @property
+    def _prompt(self) -> list[int] | None:
+        return None if self.prompt_ids is None else self.prompt_ids[0]
+
+    @property
+    def _echo(self) -> str:
+        last = self.chat.messages[-1]
+        echoed = self.request.echo and last.get("role") == "assistant" and isinstance(last.get("content"), str)
+        return last["content"] if echoed else ""
+
+    def parts(self, index: int, output: Output, streamed: bool) -> dict[str, Any]:
         """What is new: content, reasoning_content and calls, as far as there is any."""
         if index not in self.parsers:
             self.parsers[index] = self.new_parser()
@@ -123,20 +156,20 @@ class ChatForm:
         found = parser.feed(text, last=finish_reason(output) is not None)
         content = found.content + "".join(call.text for call in found.calls if call.problem)
         named = {"reasoning_content": found.reasoning, "content": content}
-        if self.request.chat is not None and not self.request.chat.separate_reasoning:
+        if not self.chat.separate_reasoning:
             named = {"content": found.reasoning + content}
         return {k: v for k, v in named.items() if v} | self._calls(index, found.calls, streamed)
 
     def _calls(self, index: int, calls: tuple[ToolCall, ...], streamed: bool) -> dict[str, Any]:
-        chat, begun = self.request.chat, self.called.get(index, 0)
+        chat, begun = self.chat, self.called.get(index, 0)
         good = [call for call in calls if not call.problem]
-        if chat is not None and not chat.parallel:
+        if not chat.parallel:
             good = good[: 1 - begun]
         self.called[index] = begun + len(good)
         told = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in good]
         if not told:
             return {}
-        if chat is not None and chat.legacy:
+        if chat.legacy:
             return {"function_call": told[0]}
         return {
             "tool_calls": [
@@ -149,23 +182,23 @@ class ChatForm:
     def _choice(self, index: int, output: Output, said: dict[str, Any]) -> dict[str, Any]:
         finish = finish_reason(output)
         if finish == "stop" and self.called.get(index):
-            finish = "function_call" if self.request.chat is not None and self.request.chat.legacy else "tool_calls"
+            finish = "function_call" if self.chat.legacy else "tool_calls"
         choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
+        if finish is not None:
+            choice |= stopped_by(output, self.tokenizer.eos_ids)
         if self.request.logprobs is not None:
-            choice["logprobs"] = {"content": self._logprobs(output), "refusal": None}
+            choice["logprobs"] = {"content": self.logprobs(output), "refusal": None}
         if self.request.return_token_ids:
             choice["token_ids"] = output["output_ids"]
         return choice
 
-    def _logprobs(self, output: Output) -> list[dict[str, Any]]:
+    def logprobs(self, output: Output) -> list[dict[str, Any]]:
+        """Of what is new, as OpenAI tells them."""
         meta, count = output["meta_info"], len(output["output_ids"])
+        names, most = TokenNames(self.tokenizer, self.request.tokens_as_ids), self.request.logprobs or 0
         tops = meta.get("output_top_logprobs", [[]] * count)
         pairs = zip(meta["output_token_logprobs"][:count], tops[:count], strict=True)
         return [
-            self._entry(token, logprob) | {"top_logprobs": [self._entry(t, p) for p, t, _ in top]}
+            names.entry(token, logprob) | {"top_logprobs": [names.entry(t, p) for p, t, _ in top[:most]]}
             for (logprob, token, _), top in pairs
         ]
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        data = token_bytes(self.tokenizer, token)
-        return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": finite(logprob)}

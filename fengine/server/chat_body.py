@@ -6,12 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.server import fields
 from fengine.server.errors import invalid, missing, unsupported
+from fengine.server.fields import Field, Fields, array, flag, loose, one_of
 
 MAX_TOOLS = 128  # OpenAI's
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "self"})  # of a template's variables
+CHAT: Fields = {
+    "messages": loose("The chat: role and content, tool_calls, …", "array"),
+    "tools": array("Functions that the model may call."),
+    "tool_choice": loose("auto, none, required, or a function by name."),
+    "parallel_tool_calls": flag("More than the first call is told.", True),
+    "functions": array("OpenAI's older tools."),
+    "function_call": loose("OpenAI's older tool_choice."),
+    "chat_template_kwargs": loose("Variables of the chat template.", "object"),
+    "add_generation_prompt": Field({"type": "boolean", "description": "The template begins the answer; default true."}),
+    "continue_final_message": flag("The answer goes on where the last message ends."),
+    "reasoning_effort": one_of("How much thought, where the template asks for it.", *EFFORTS),
+    "separate_reasoning": flag("Thoughts as reasoning_content.", True),
+    "include_reasoning": flag("Another word for separate_reasoning.", True),
+}
+RESERVED = frozenset("messages tools add_generation_prompt continue_final_message self".split())  # of a template's
 _NAME = re.compile(r"[\w.:-]{1,128}")
 
 
@@ -20,7 +34,8 @@ class ChatOptions:
     """`tools`: what the template is shown, None: nothing. `callable`: the functions whose calls are looked for.
 
     `forced`: the output must be a call of one of these, and nothing else. `legacy`: the body has OpenAI's older
-    `functions`. `separate_reasoning`: thoughts are told apart from the content.
+    `functions`. `separate_reasoning`: thoughts are told apart from the content. `continue_final`: the last message is
+    the beginning of the answer.
     """
 
     messages: Any
@@ -32,36 +47,46 @@ class ChatOptions:
     template_values: dict[str, Any]
     reasoning_effort: str | None
     add_generation_prompt: bool
+    continue_final: bool
     separate_reasoning: bool
 
 
-def chat_options(body: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
-    """Pure. Errors: ApiError."""
-    if body.get("messages") is None:
+def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
+    """`given`: the fields of CHAT, taken. Pure. Errors: ApiError."""
+    if given["messages"] is None:
         raise missing("messages")
-    effort = body.get("reasoning_effort")
-    if effort is not None and effort not in EFFORTS:
-        raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r:.80}.")
-    tools, choice, legacy = _tools(body)
+    tools, choice, legacy = _tools(given)
     functions = tuple(tool["function"] for tool in tools)
     forced = _forced(functions, choice, legacy)
     if forced and has_grammar:
         name = "function_call" if legacy else "tool_choice"
         raise invalid(name, f"{name} forces a call, and the body has a grammar, too; give one.")
-    shown = bool(tools) and choice != "none"
+    shown, messages = bool(tools) and choice != "none", messages_of(given["messages"])
     return ChatOptions(
-        messages=messages_of(body["messages"]),
+        messages=messages,
         tools=tools if shown else None,
         callable=functions if shown else (),
         forced=forced,
-        parallel=fields.flag(body, "parallel_tool_calls", not legacy) and not isinstance(choice, dict),
+        parallel=given["parallel_tool_calls"] and not legacy and not isinstance(choice, dict),
         legacy=legacy,
-        template_values=_template_values(body.get("chat_template_kwargs")),
-        reasoning_effort=effort,
-        add_generation_prompt=fields.flag(body, "add_generation_prompt", True),
-        separate_reasoning=fields.flag(body, "separate_reasoning", True)
-        and fields.flag(body, "include_reasoning", True),
+        template_values=_template_values(given["chat_template_kwargs"]),
+        reasoning_effort=given["reasoning_effort"],
+        add_generation_prompt=given["add_generation_prompt"] is not False and not given["continue_final_message"],
+        continue_final=_continued(given, messages),
+        separate_reasoning=given["separate_reasoning"] and given["include_reasoning"],
     )
+
+
+def _continued(given: Mapping[str, Any], messages: Any) -> bool:
+    """Whether the answer goes on where the last message ends. Errors: ApiError."""
+    name, last = "continue_final_message", messages[-1] if isinstance(messages, list) and messages else None
+    if not given[name]:
+        return False
+    if given["add_generation_prompt"]:
+        raise invalid(name, f"{name} and add_generation_prompt cannot both be true.")
+    if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise invalid(name, f"{name} needs a last message of the assistant with text as its content.")
+    return True
 
 
 def _template_values(values: Any) -> dict[str, Any]:

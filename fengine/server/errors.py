@@ -61,13 +61,14 @@ def api_error_of(
 
     What is not fengine's own error is a bug: its text stays here.
     """
-    if isinstance(error, ApiError):
-        return error
-    if not isinstance(error, FengineError):
+    if not isinstance(error, (ApiError, FengineError)):
         return ApiError(500, f"internal error: {type(error).__name__}; see the server's log", code="internal_error")
-    message, body = str(error), body or {}
-    for old, new in (words or {}).items():
+    message, body, words = str(error), body or {}, words or {}
+    for old, new in words.items():
         message = re.sub(rf"\b{old}\b", new, message)
+    if isinstance(error, ApiError):
+        param = words.get(error.param or "", error.param)
+        return error if param == error.param else ApiError(error.status, message, param, error.code, error.headers)
     if isinstance(error, UNAVAILABLE):
         return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, OURS) or not isinstance(error, ValueError):

@@ -10,10 +10,16 @@ from starlette.requests import Request
 from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError
 
+BY_PAGES = ("origin", "sec-fetch-site")  # headers of what a web page sends, which needs no permission without a body
 
-async def read_json(request: Request, limits: ServerConfig) -> dict[str, Any]:
-    """The body's object. Errors: ApiError 400 (no JSON, no object), 408 (too slow), 413 (too large), 415 (other type);
-    ClientDisconnect."""
+
+async def read_json(request: Request, limits: ServerConfig, may_be_empty: bool = False) -> dict[str, Any]:
+    """The body's object; with `may_be_empty` no body is an empty one. Errors: ApiError 400 (no JSON, no object), 408
+    (too slow), 413 (too large), 415 (other type); ClientDisconnect."""
+    headers = request.headers
+    empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    if may_be_empty and empty and not any(name in headers for name in BY_PAGES):
+        return {}
     _check_headers(request, limits.max_body_bytes)
     try:
         async with asyncio.timeout(limits.read_seconds):

@@ -1,150 +1,268 @@
-"""Answers in OpenAI's shapes: the frame around choices, usage, and the events of a stream."""
+"""`/v1/responses`: OpenAI's newer bodies as chats, and chats as its answers. Nothing is stored.
 
-import json
-import secrets
+https://platform.openai.com/docs/api-reference/responses
+"""
+
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from fengine.api.collector import OutputCollector
 from fengine.api.outputs import Output
-from fengine.server.errors import ApiError, api_error_of
-from fengine.server.openai_body import OpenAIRequest
+from fengine.server.answers import event, finish_reason, new_id, usage_of
+from fengine.server.blocks import Block, Blocks, Step
+from fengine.server.chat import ChatForm
+from fengine.server.errors import ApiError, invalid, missing, unsupported
+from fengine.server.fields import MODEL, Fields, array, flag, loose, one_of, record, sampling_fields, take, text, whole
 
-DONE = b"data: [DONE]\n\n"
-
-
-class Form(Protocol):
-    """How one request's outputs read as choices. A stream's state, one per choice, is kept between its chunks."""
-
-    id_prefix: str
-    object: str
-    chunk_object: str
-
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
-        """The choice of a complete output."""
-        ...
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What a choice's stream starts with, before there is any token."""
-        ...
-
-    def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        """The choice of what is new; None if that shows nothing yet."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What every chunk of one answer repeats."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    @classmethod
-    def of(cls, form: Form, stream: bool, model: str, fingerprint: str) -> "Envelope":
-        kind = form.chunk_object if stream else form.object
-        return cls(f"{form.id_prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model, fingerprint)
-
-    def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The whole answer. Pure."""
-        head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
-        return head | {"system_fingerprint": self.system_fingerprint, "choices": choices, "usage": usage}
-
-    def split(self, told_usage: bool) -> tuple[str, str]:
-        """The text of an event before and behind its one choice. Pure."""
-        text = json.dumps({k: v for k, v in self.around([]).items() if told_usage or k != "usage"})
-        before, empty, behind = text.partition('"choices": []')
-        assert empty, "a frame without choices"
-        return f'data: {before}"choices": [', f"]{behind}\n\n"
+AS_IN_CHATS = ("model", "stream", "parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "lora_path", "rid")
+FIELDS: Fields = {
+    **MODEL,
+    "input": loose("A text, or a list of messages, calls and their results."),
+    "instructions": text("A first message of the system."),
+    "max_output_tokens": loose("Most tokens to draw.", "integer"),
+    "stream": flag("Answer with events."),
+    "stream_options": record("include_obfuscation: accepted; nothing is obfuscated."),
+    "tools": array("Functions that the model may call."),
+    "tool_choice": loose("auto, none, required, or a function by name."),
+    "parallel_tool_calls": flag("More than the first call is told.", True),
+    "reasoning": record("effort."),
+    "text": record("format: text, json_object or json_schema."),
+    "include": array("message.output_text.logprobs."),
+    "top_logprobs": whole("Likeliest tokens at each position.", 0, 20),
+    "truncation": one_of("disabled: an input that is too long is refused.", "disabled", default="disabled"),
+    "chat_template_kwargs": loose("Variables of the chat template.", "object"),
+    "lora_path": text("The name of an adapter."),
+    "rid": text("The response's id for /abort_request."),
+    **{name: field for name, field in sampling_fields().items() if name not in ("n", "stop")},
+    "stop": loose("Texts that end the output."),
+}
+REFUSED = {
+    "previous_response_id": "stored responses; send the whole conversation as input",
+    "conversation": "stored conversations; send the whole conversation as input",
+    "background": "answers in the background",
+    "prompt": "stored prompts",
+    "max_tool_calls": "tools of the server",
+    "context_management": "compaction of the context",
+}
+PARTS = ("input_text", "output_text", "text", "reasoning_text")
+LOGPROBS = "message.output_text.logprobs"
+WORDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
 
 
-def finish_reason(output: Output) -> str | None:
-    """stop, length, abort; None while it runs. Pure."""
-    finish = output["meta_info"]["finish_reason"]
-    return None if finish is None else finish["type"]
-
-
-def error_of(output: Output) -> ApiError | None:
-    """Why a request failed by itself, if it did. Pure."""
-    finish = output["meta_info"]["finish_reason"]
-    if finish is None or finish["type"] != "abort" or "status_code" not in finish:
-        return None
-    return ApiError(finish["status_code"], finish["message"], code="request_failed")
-
-
-def usage_of(outputs: list[Output], samples: int) -> dict[str, Any]:
-    """Tokens of prompts, each counted once, and of all their completions. Pure."""
-    metas = [output["meta_info"] for output in outputs]
-    prompts = sum(meta["prompt_tokens"] for meta in metas[::samples])
-    completions = sum(meta.get("completion_tokens", 0) for meta in metas)
-    return {
-        "prompt_tokens": prompts,
-        "completion_tokens": completions,
-        "total_tokens": prompts + completions,
-        "prompt_tokens_details": {"cached_tokens": sum(meta["cached_tokens"] for meta in metas[::samples])},
+def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat that asks the same. Pure. Errors: ApiError."""
+    given = take(body, FIELDS, REFUSED)
+    take(given["stream_options"] or {}, {"include_obfuscation": flag("")})
+    if given["input"] is None:
+        raise missing("input")
+    chat = {name: given[name] for name in (*AS_IN_CHATS, *(name for name in sampling_fields() if name != "n"))}
+    first = [{"role": "system", "content": given["instructions"]}] if given["instructions"] else []
+    chat |= {
+        "messages": first + _messages(given["input"]),
+        "max_completion_tokens": given["max_output_tokens"],
+        "tools": None if given["tools"] is None else [_tool(tool, i) for i, tool in enumerate(given["tools"])],
+        "tool_choice": _choice(given["tool_choice"]),
+        "response_format": _format(given["text"]),
+        "reasoning_effort": _effort(given["reasoning"]),
+        "logprobs": _wants_logprobs(given["include"]),
     }
+    if not chat["logprobs"]:
+        chat["top_logprobs"] = None
+    return {name: value for name, value in chat.items() if value is not None}
 
 
-def event(value: Any) -> bytes:
-    return f"data: {json.dumps(value)}\n\n".encode()
+def _wants_logprobs(include: list[Any] | None) -> bool:
+    """Errors: ApiError for anything else to include."""
+    for name in include or ():
+        if name not in (LOGPROBS, "reasoning.encrypted_content"):
+            raise unsupported("include", f"include may hold {LOGPROBS}; {name!r:.80} is not built.")
+    return LOGPROBS in (include or ())
 
 
-class Events:
-    """The server-sent events of one call: `async for` (bytes of some whole events, whether more follow). Ends with
-    [DONE].
+def _effort(reasoning: dict[str, Any] | None) -> Any:
+    return take(reasoning or {}, {"effort": loose(""), "summary": loose(""), "generate_summary": loose("")})["effort"]
 
-    An error ends the stream with an event that holds it. Whoever reads must abort the call behind.
-    """
 
-    def __init__(self, call: OutputCollector, request: OpenAIRequest, form: Form, envelope: Envelope) -> None:
-        self.call, self.request, self.form, self.envelope = call, request, form, envelope
-        self._before, self._behind = envelope.split(request.include_usage)
-        self._last: list[Output] = [{}] * len(call.states)
+def _format(told: dict[str, Any] | None) -> dict[str, Any] | None:
+    """As chats name it. Errors: ApiError."""
+    form = take(told or {}, {"format": record(""), "verbosity": one_of("", "medium")})["format"]
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
 
-    async def __aiter__(self) -> AsyncIterator[tuple[bytes, bool]]:
-        call, pieces = self.call, b""
-        openings = [self.form.opening(index) for index in range(len(call.states))]
-        if first := b"".join(self._choice(choice) for choice in openings if choice is not None):
-            yield first, True
-        while call.open:
-            try:
-                pieces = self._piece(await call.ready.get()) + self._rest()
-            except Exception as error:
-                yield event(api_error_of(error).body()) + DONE, False
-                return
-            if call.open and pieces:
-                yield pieces, True
-        yield pieces + self._end() + DONE, False
 
-    def _end(self) -> bytes:
-        """The usage, if it was asked for and all choices have ended."""
-        if not (self.request.include_usage and all(self._last)):
+def _tool(tool: Any, i: int) -> dict[str, Any]:
+    """As chats write it. Errors: ApiError."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        raise unsupported("tools", f"tools[{i}] must have the type function, got {kind!r:.80}: others are not run.")
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and "name" in choice:
+        return {"type": choice.get("type"), "function": {"name": choice["name"]}}
+    return choice
+
+
+# -- the input ---------------------------------------------------------------------------------------------------------
+
+
+def _messages(given: Any) -> list[Any]:
+    """Errors: ApiError."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise invalid("input", f"input must be a text or a list of items, got {given!r:.80}.")
+    messages: list[Any] = []
+    for i, item in enumerate(given):
+        _append(messages, item, f"input[{i}]")
+    return messages
+
+
+def _append(messages: list[Any], item: Any, where: str) -> None:
+    """Calls and thoughts join the assistant's message before them. Errors: ApiError."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), where)})
+    elif kind == "function_call_output":
+        told = _content(item.get("output"), where)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": told})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        if thought := "".join(part["text"] for part in _content(item.get("content") or [], where)):
+            messages.append({"role": "assistant", "reasoning_content": thought, "content": ""})
+    else:
+        raise invalid("input", f"{where} has the type {kind!r:.80}; known are message, function_call, "
+                      "function_call_output and reasoning.")  # fmt: skip
+    _join(messages)
+
+
+def _assistant(messages: list[Any]) -> dict[str, Any]:
+    """The assistant's message at the end, which is made if there is none. Modifies: `messages`."""
+    if not messages or messages[-1].get("role") != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _join(messages: list[Any]) -> None:
+    """A thought and the text behind it are one message. Modifies: `messages`."""
+    if len(messages) > 1 and messages[-2].get("reasoning_content") and messages[-1].get("role") == "assistant":
+        last, before = messages.pop(), messages[-1]
+        before["content"] = before["content"] or last["content"]
+
+
+def _content(content: Any, where: str) -> Any:
+    """Parts as chats write them. Errors: ApiError for what is no text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
+            raise invalid("input", f"{where}: content must be a text or input_text parts; no images, no files.")
+    return [{"type": "text", "text": part["text"]} for part in content]
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+ECHOED = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "text", "tool_choice",
+          "tools", "top_p", "user", "reasoning", "truncation")  # fmt: skip
+DEFAULTS: dict[str, Any] = {
+    "metadata": {}, "parallel_tool_calls": True, "temperature": 1.0, "text": {"format": {"type": "text"}},
+    "tool_choice": "auto", "tools": [], "top_p": 1.0, "reasoning": {"effort": None, "summary": None},
+    "truncation": "disabled",
+}  # fmt: skip
+
+
+class ResponseWriter:
+    """Modifies: itself, in a stream."""
+
+    def __init__(self, form: ChatForm, body: Mapping[str, Any], model: str) -> None:
+        self._blocks, self._ids, self._number = Blocks(form), dict[int, str](), 0
+        echoed = {name: DEFAULTS.get(name) if body.get(name) is None else body[name] for name in ECHOED}
+        self._head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": model,
+                      "background": False, "store": False, "previous_response_id": None, "error": None}  # fmt: skip
+        self._head |= echoed
+
+    def whole(self, outputs: list[Output]) -> dict[str, Any]:
+        for _ in self._blocks.feed(outputs[0]):
+            pass
+        return self._answer(outputs[0])
+
+    def first(self) -> bytes:
+        head = self._head | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        return self._event("response.created", response=head) + self._event("response.in_progress", response=head)
+
+    def piece(self, index: int, output: Output) -> bytes:
+        return b"".join(self._step(step) for step in self._blocks.feed(output))
+
+    def last(self, outputs: list[Output]) -> bytes:
+        if not outputs[0]:
             return b""
-        return event(self.envelope.around([], usage_of(self._last, self.request.samples)))
+        answer = self._answer(outputs[0])
+        return self._event(f"response.{answer['status']}", response=answer)
 
-    def _rest(self) -> bytes:
-        """All that is new by now, of any choice."""
-        ready, pieces = self.call.ready, []
-        while ready:
-            pieces.append(self._piece(ready.pop()))
-        return b"".join(pieces)
+    def failed(self, error: ApiError) -> bytes:
+        told = error.body()["error"]
+        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
 
-    def _piece(self, index: int) -> bytes:
-        """What is new of one choice. Errors: those of requests that failed."""
-        output = self.call.read(index)
-        if output is None:
-            return b""
-        if (failure := error_of(output)) is not None:
-            raise failure
-        if output["meta_info"]["finish_reason"] is not None:
-            self._last[index] = output
-        choice = self.form.chunk(index, output)
-        return b"" if choice is None else self._choice(choice)
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number - 1, **more}, kind)
 
-    def _choice(self, choice: dict[str, Any]) -> bytes:
-        return f"{self._before}{json.dumps(choice)}{self._behind}".encode()
+    def _answer(self, output: Output) -> dict[str, Any]:
+        finish, usage = finish_reason(output), usage_of([output])
+        whole = finish in ("stop", None)
+        reason = {"length": "max_output_tokens"}.get(finish or "", finish)
+        told = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens_details": {"reasoning_tokens": 0}}  # fmt: skip
+        return self._head | {
+            "status": "completed" if whole else "incomplete",
+            "incomplete_details": None if whole else {"reason": reason},
+            "output": [self._item(block, "completed") for block in self._blocks.found],
+            "usage": usage | told,
+        }
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        """One item of the output, as far as it has come. Modifies: the ids, when an item is new."""
+        kind = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}[block.kind]
+        head = {"id": self._ids.setdefault(block.index, new_id(kind)), "status": status}
+        if block.kind == "call":
+            return {**head, "type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+        content = [_part(block)] if status == "completed" else []
+        if block.kind == "reasoning":
+            return {**head, "type": "reasoning", "summary": [], "content": content}
+        return {**head, "type": "message", "role": "assistant", "content": content}
+
+    def _step(self, step: Step) -> bytes:
+        """The events of one step of a block."""
+        did, block, said = step
+        call, item = block.kind == "call", self._item(block, "completed" if did == "close" else "in_progress")
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": block.index}
+        named = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}[block.kind]
+        inside = at if call else at | {"content_index": 0}
+        if did == "delta":
+            more = {"logprobs": []} if block.kind == "text" else {}
+            return self._event(f"response.{named}.delta", **inside, delta=said, **more)
+        if did == "open":
+            shown = {**item, "arguments": ""} if call else item
+            opened = self._event("response.output_item.added", output_index=block.index, item=shown)
+            empty = _part(Block(block.kind, block.index))
+            return opened if call else opened + self._event("response.content_part.added", **inside, part=empty)
+        told: dict[str, Any] = {"arguments": said, "name": block.name} if call else {"text": said}
+        if block.kind == "text":
+            told["logprobs"] = block.logprobs
+        done = self._event(f"response.{named}.done", **inside, **told)
+        if not call:
+            done += self._event("response.content_part.done", **inside, part=_part(block))
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+
+def _part(block: Block) -> dict[str, Any]:
+    """The one part of a thought's or a message's content. Pure."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}

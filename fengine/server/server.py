@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import math
 import resource
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -19,6 +19,7 @@ from fengine.api.engine import Engine
 from fengine.errors import ConfigError
 from fengine.server.app import make_app
 from fengine.server.config import ServerConfig
+from fengine.server.logs import logger, report
 from fengine.server.protocol import LimitedProtocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,14 +31,18 @@ class Server(uvicorn.Server):
 
     stopped_by: int | None = None
 
-    def __init__(self, config: uvicorn.Config, drain_seconds: float, ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ServerConfig, ready: Callable[[], None] = lambda: None) -> None:
         """`ready` is called once connections are taken."""
         super().__init__(config)
-        self._drain_seconds, self._ready = drain_seconds, ready
+        self._limits, self._ready = limits, ready
         self._signal: int | None = None  # the last one
+        self._report: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._limits.status_seconds < math.inf:
+            engine = self.config.app.state.service.engine  # type: ignore[union-attr]
+            self._report = asyncio.create_task(report(engine.stats, self._limits.status_seconds))
         self._ready()
 
     @contextlib.contextmanager
@@ -59,11 +64,16 @@ class Server(uvicorn.Server):
         self._signal, self.should_exit = sig, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._cut, self._signal)
+        seconds, tasks = self._limits.drain_seconds, len(self.server_state.tasks)
+        timer = asyncio.get_running_loop().call_later(seconds, self._cut, self._signal)
+        logger.info("draining %d requests, for %d s at most; another signal cuts them off", tasks, seconds)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            if self._report is not None:
+                self._report.cancel()
+        logger.info("drained" if self.stopped_by is None else "answers were cut off")
 
     def _cut(self, sig: int | None) -> None:
         self.stopped_by = sig
@@ -119,7 +129,7 @@ def server_of(app: FastAPI, config: ServerConfig, ready: Callable[[], None] = la
             proxy_headers=False,
             server_header=False,
         ),
-        config.drain_seconds,
+        config,
         ready,
     )
 
@@ -136,10 +146,11 @@ def serve(engine: Engine, config: ServerConfig, bound: socket.socket) -> int | N
     raise_file_limit()
     app = make_app(engine, config)
     engine.freeze_gc()  # or the collector would stop every stream, to look through what never goes
-    service = app.state.service
+    service, stats = app.state.service, engine.stats()
+    logger.info("the KV cache has %d pages, for %d tokens", stats["pages_total"], engine._parts.pool_tokens)
     told, defaults = f"fengine serves {service.model} at {address_of(bound)}/v1", service.sampling_defaults
     if defaults:
         told += f" (where a request gives none: {', '.join(f'{name}={value}' for name, value in defaults.items())})"
-    server = server_of(app, config, lambda: print(told, file=sys.stderr, flush=True))
+    server = server_of(app, config, lambda: logger.info(told))
     server.run(sockets=[bound])
     return server.stopped_by

@@ -5,9 +5,9 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -18,13 +18,14 @@ from fengine.api.collector import OutputCollector
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
+from fengine.core.parameters import MAX_BIAS
 from fengine.errors import ConfigError
-from fengine.server import chat, completions, embeddings, tokens
+from fengine.server import chat
+from fengine.server.answers import Writer
 from fengine.server.config import ServerConfig
-from fengine.server.errors import ApiError, api_error_of
+from fengine.server.errors import ApiError, api_error_of, unsupported
 from fengine.server.metrics import Meter
-from fengine.server.openai_body import READERS, OpenAIRequest
-from fengine.server.responses import Form
+from fengine.server.openai_body import OpenAIRequest
 from fengine.worker.generation_config import read_sampling_defaults
 
 THREADS = 8  # that tokenize and check; a template may run for seconds
@@ -38,12 +39,27 @@ class ClientGone(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A request under way."""
+class Plan:
+    """What a body asks of the model. `whole`: its answer, from all outputs; `writer`: of a stream. `deltas`: a stream's
+    outputs hold what is new, rather than everything so far. `words`: engine's word -> the body's."""
 
-    request: OpenAIRequest
-    form: Form
-    call: OutputCollector
+    request: GenerateReqInput | EncodeReqInput
+    rows: int
+    whole: Callable[[list[Output]], Any]
+    writer: Writer | None = None
+    words: Mapping[str, str] = field(default_factory=dict)
+    deltas: bool = True
+
+
+Planner = Callable[["Service", Mapping[str, Any]], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A plan under way."""
+
+    plan: Plan
+    collector: OutputCollector
 
 
 class Service:
@@ -59,7 +75,8 @@ class Service:
         self.sampling_defaults = {} if config.sampling_defaults == "openai" else defaults_of(engine)
         self.rows = 0  # that are open
         self._lock = threading.Lock()  # of `rows`
-        self._template_facts = cache(partial(chat.template_facts, self.tokenizer))
+        self.context = engine._parts.context_length
+        self.template_facts = cache(partial(chat.template_facts, self.tokenizer))
         self._pool = ThreadPoolExecutor(THREADS, "fengine-serve")
         self._probe: asyncio.Future[Any] | None = None
 
@@ -79,76 +96,82 @@ class Service:
         with self._lock:
             self.rows -= rows
 
-    def end(self, call: OutputCollector) -> None:
+    def end(self, call: Call) -> None:
         """Aborts what is open of a call and gives its rows back; called once, however the call ends."""
-        call.abort()
-        for state in call.states:
+        call.collector.abort()
+        for state in call.collector.states:
             self.meter.ended(state)
-        self._release(len(call.states))
+        self._release(call.plan.rows)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    async def generate(self, body: Mapping[str, Any], path: str) -> Begun:
-        """A body of completions or of chat completions, checked and queued; `end` its call. Errors: ApiError."""
-        adapter = self.adapter_of(body)
-        if adapter is not None:
-            if body.get("lora_path") not in (None, adapter):
-                raise ApiError(400, "model and lora_path name two adapters; give one.", "lora_path", "invalid_value")
-            body = {**body, "lora_path": adapter}
-        begin = partial(self._begin_generate, body, path, asyncio.get_running_loop())
-        return await self._in_thread(begin, lambda begun: self.end(begun.call))
+    async def begin(self, plan: Planner, body: Mapping[str, Any], words: Mapping[str, str]) -> Call:
+        """A body of what `plan` reads, checked and queued; `end` its call. Errors: ApiError."""
+        work = partial(self._begin, plan, body, words, asyncio.get_running_loop())
+        return await self._in_thread(work, self.end)
 
-    def _begin_generate(self, body: Mapping[str, Any], path: str, loop: asyncio.AbstractEventLoop) -> Begun:
-        words: Mapping[str, str] = {}
+    def _begin(
+        self, plan: Planner, body: Mapping[str, Any], words: Mapping[str, str], loop: asyncio.AbstractEventLoop
+    ) -> Call:
         try:
-            request = READERS[path](body, self.config.max_samples)
-            words = request.words
-            if request.chat is None:
-                arguments, form = request.arguments, completions.form_of(request, self.tokenizer)
-            else:
-                facts = self._template_facts(request.chat.tools is not None)
-                arguments, form = chat.prepare(request, self.tokenizer, facts, self.engine.chat_ids)
-            arguments["sampling_params"] = self.sampling_defaults | arguments["sampling_params"]
-            req = GenerateReqInput(**arguments, stream=request.stream)
-            call = self._holding(
-                request.prompts * request.samples,
-                lambda: self.engine.submit(req, loop, deltas=True, pace=self._pace),
-            )
-            return Begun(request, form, call)
+            self.adapter_of(body)  # a wrong name is told first
+            found = plan(self, body)
+            words = {**found.words, **words}
+            return self._holding(found.rows, lambda: self._submitted(found, loop))
         except Exception as error:
             raise api_error_of(error, body, words) from error
 
-    async def encode(self, body: Mapping[str, Any]) -> tuple[OutputCollector, bool]:
-        """A body of embeddings, checked and queued, and whether base64 is wanted; `end` its call. Errors: ApiError."""
-        adapter = self.adapter_of(body)
-        begin = partial(self._begin_encode, body, adapter, asyncio.get_running_loop())
-        return await self._in_thread(begin, lambda begun: self.end(begun[0]))
+    def _submitted(self, plan: Plan, loop: asyncio.AbstractEventLoop) -> Call:
+        if isinstance(plan.request, EncodeReqInput):
+            return Call(plan, self.engine.submit_encode(plan.request, loop))
+        how: dict[str, Any] = {"deltas": True, "pace": self._pace} if plan.deltas else {}
+        return Call(plan, self.engine.submit(plan.request, loop, **how))
 
-    def _begin_encode(self, body: Mapping[str, Any], adapter: str | None, loop: Any) -> tuple[OutputCollector, bool]:
-        try:
-            arguments, prompts, as_base64 = embeddings.read(body)
-            req = EncodeReqInput(**arguments, lora_path=adapter)
-            return self._holding(prompts, lambda: self.engine.submit_encode(req, loop)), as_base64
-        except Exception as error:
-            raise api_error_of(error, body, embeddings.WORDS) from error
-
-    async def tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Errors: ApiError."""
-        self.adapter_of(body)
-        context = self.engine.get_server_info()["context_length"]
-        return await self._told(partial(tokens.tokenize, body, self.tokenizer, self.engine.chat_ids, context), body)
-
-    async def detokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Errors: ApiError."""
-        self.adapter_of(body)
-        return await self._told(partial(tokens.detokenize, body, self.tokenizer), body)
-
-    async def _told(self, work: Callable[[], Result], body: Mapping[str, Any]) -> Result:
+    async def told(self, work: Callable[[], Result], body: Mapping[str, Any], words: Mapping[str, str]) -> Result:
         """What `work` returns, in a thread. Errors: ApiError."""
         try:
+            self.adapter_of(body)
             return await self._in_thread(work, lambda _: None)
         except Exception as error:
-            raise api_error_of(error, body) from error
+            raise api_error_of(error, body, words) from error
+
+    # -- what plans are made of ----------------------------------------------------------------------------------------
+
+    def request_of(
+        self, body: Mapping[str, Any], arguments: dict[str, Any], request: OpenAIRequest
+    ) -> GenerateReqInput:
+        """The call's arguments, with the server's sampling defaults, the body's adapter and its bad words.
+
+        Errors: ApiError.
+        """
+        sampling = self.sampling_defaults | arguments["sampling_params"]
+        if request.bad_words:
+            sampling["logit_bias"] = self._barred(request.bad_words) | (sampling.get("logit_bias") or {})
+        arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}
+        return GenerateReqInput(**arguments, stream=request.stream)
+
+    def _barred(self, words: Sequence[str]) -> dict[str, float]:
+        """A bias that bans each word, with and without a space before it. Errors: ApiError."""
+        found = set[int]()
+        for word in words:
+            for text in (word, f" {word.lstrip()}"):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if len(ids) != 1:
+                    raise unsupported("bad_words", f"bad_words: {text!r:.80} is {len(ids)} tokens of this model; only "
+                                      "words that are one token can be banned.")  # fmt: skip
+                found.update(ids)
+        return {str(token): -MAX_BIAS for token in sorted(found)}
+
+    def name_of(self, body: Mapping[str, Any]) -> str:
+        """What an answer calls the model. Errors: ApiError."""
+        return self.adapter_of(body) or self.model
+
+    def lora_path(self, body: Mapping[str, Any], given: Any) -> Any:
+        """The adapter that a body asks for, by its model or its lora_path. Errors: ApiError."""
+        adapter = self.adapter_of(body)
+        if adapter is not None and given not in (None, adapter):
+            raise ApiError(400, "model and lora_path name two adapters; give one.", "lora_path", "invalid_value")
+        return given if adapter is None else adapter
 
     def _holding(self, rows: int, begin: Callable[[], Result]) -> Result:
         """What `begin` returns, with its rows reserved; not if it fails."""
@@ -193,27 +216,33 @@ class Service:
     def adapter_of(self, body: Mapping[str, Any]) -> str | None:
         """The LoRA adapter that a body's model is; None: the model itself, which it is without a name or as "default".
 
-        Errors: ApiError (400, 404).
+        An adapter's name may stand behind the model's, with a colon. Errors: ApiError (400, 404).
         """
         name, adapters = body.get("model") or "default", self.engine.lora_adapters()
         if not isinstance(name, str):
             raise ApiError(400, f"model must be a string, got {name!r:.80}.", "model", "invalid_value")
-        if name in (self.model, "default"):
+        adapter = name.removeprefix(f"{self.model}:")
+        if adapter in adapters:
+            return adapter
+        if name in (self.model, "default") or self.config.any_model_name:
             return None
-        if name not in adapters:
-            known = ", ".join([self.model, *adapters])
-            raise ApiError(
-                404, f"the model {name!r:.200} does not exist; there is {known:.500}.", "model", "model_not_found"
-            )
-        return name
+        known = ", ".join([self.model, *adapters])
+        raise ApiError(
+            404, f"The model `{name:.200}` does not exist. There is {known:.500}.", "model", "model_not_found"
+        )
 
     def cards(self) -> dict[str, dict[str, Any]]:
         """The model and its adapters by name, in OpenAI's words and vLLM's `max_model_len` and `parent`. Pure."""
-        length = self.engine.get_server_info()["context_length"]
-        told = {"object": "model", "created": self.created, "owned_by": "fengine", "max_model_len": length}
+        told = {"object": "model", "created": self.created, "owned_by": "fengine", "max_model_len": self.context}
         told["sampling_defaults"] = self.sampling_defaults
-        cards = {name: {"id": name, **told, "parent": self.model} for name in self.engine.lora_adapters()}
-        return {self.model: {"id": self.model, **told, "parent": None}, **cards}
+        adapters = self.engine.lora_adapters()
+        cards = {name: {"id": name, **told, "root": path, "parent": self.model} for name, path in adapters.items()}
+        return {self.model: {"id": self.model, **told, "root": self.model, "parent": None}, **cards}
+
+    def server_info(self) -> dict[str, Any]:
+        """The engine's, but for what its command line may have held."""
+        info = self.engine.get_server_info()
+        return {name: value for name, value in info.items() if name != "launch_command" and "key" not in name}
 
     async def healthy(self) -> str | None:
         """None if the engine answers now, else what is wrong. One probe at a time, whoever asks."""

@@ -14,12 +14,13 @@ from fengine.tokenizer.trial import Limits, Refused, Trials
 
 logger = logging.getLogger(__name__)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+MAX_ROLE = 64  # characters
 MAX_DEPTH = 32  # nesting of what a template may see
 MAX_SOURCE = 1 << 18  # characters of a template
 MAX_BITS = 4096  # of a whole number
 RENDERERS = 2  # chats rendered at once
 LIMITS = Limits(1.0, 256 << 20)  # of one rendering
-RESERVED = frozenset(("messages", "add_generation_prompt", "self"))
+RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_message", "self"))
 FIXED = {"tools": None, "documents": None}  # transformers always passes these two, as None where unset
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that chats use; templates read the first two
 
@@ -73,8 +74,8 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         message = {key: value for key, value in plain(message, where).items() if value is not None}
         if "role" not in message:
             raise InvalidRequestError(f"{where} has no role; use one of {', '.join(ROLES)}.")
-        if message["role"] not in ROLES:
-            raise InvalidRequestError(f"{where} has unknown role {message['role']!r}; use one of {', '.join(ROLES)}.")
+        if not isinstance(message["role"], str) or not 0 < len(message["role"]) <= MAX_ROLE:
+            raise InvalidRequestError(f"{where} has the role {message['role']!r:.80}; use one of {', '.join(ROLES)}.")
         if "content" in message:
             _content(message["content"], f"{where}['content']")
         elif "tool_calls" not in message:
@@ -84,6 +85,35 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         checked.append(message)
     return checked
+
+
+def check_roles(messages: list[dict[str, Any]], rendered: str) -> None:
+    """A template may pass over a role that it does not know: what such a message says must have been written.
+
+    Errors: InvalidRequestError.
+    """
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] not in ROLES and isinstance(content, str) and content.strip() not in rendered:
+            raise InvalidRequestError(
+                f"messages[{i}] has the unknown role {message['role']!r}, of which this model's chat template writes "
+                f"nothing; use one of {', '.join(ROLES)}."
+            )
+
+
+def left_open(messages: list[dict[str, Any]], rendered: str) -> str:
+    """A rendered chat up to where the text of its last message ends, as transformers' continue_final_message. Pure.
+
+    Errors: InvalidRequestError.
+    """
+    content = messages[-1].get("content")
+    core = content.strip() if isinstance(content, str) else ""
+    if not core or core not in rendered:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with a text that the model's chat template writes as it is."
+        )
+    start, spaced = rendered.rindex(core), str(content).lstrip()
+    return rendered[: start + len(spaced if rendered[start : start + len(spaced)] == content else core)]
 
 
 # -- templates --------------------------------------------------------------------------------------------------------

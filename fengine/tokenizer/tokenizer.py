@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from fengine.errors import ChatTemplateError, ConfigError, ContextLengthError, InvalidRequestError
-from fengine.tokenizer.chat import ChatTemplate, check_messages, plain
+from fengine.tokenizer.chat import ChatTemplate, check_messages, check_roles, left_open, plain
 from fengine.tokenizer.chat_ids import Marks, SpecialText
 from fengine.tokenizer.decoding import Decoding, clean_up
 from fengine.tokenizer.pipeline import library_errors, load_pipeline
@@ -113,6 +113,12 @@ class Tokenizer:
         encoding.truncate(max(0, max_length - added))
         return self.backend.post_process(encoding, None, add_special_tokens).ids
 
+    def with_special_tokens(self, ids: list[int]) -> list[int]:
+        """The ids between those that the tokenizer adds to a text. Pure."""
+        bare, whole = (self.backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+        start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        return [*whole[:start], *ids, *whole[start + len(bare) :]]
+
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each text, in parallel. Errors: InvalidRequestError that lists every bad item."""
         problems: list[str] = []
@@ -173,9 +179,11 @@ class Tokenizer:
         return replace(self, chat_templates={"default": self.chat_templates[name]})
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **values: Any
-    ) -> list[int]:
-        """Ids of the rendered chat; special-token text in contents is plain text and cannot end a turn.
+        self, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, **values: Any,
+    ) -> list[int]:  # fmt: skip
+        """Ids of the rendered chat; special-token text in contents is plain text and cannot end a turn. With
+        `continue_final_message` they end where the last message's text ends.
 
         Equals transformers' `apply_chat_template(tokenize=True)` for contents without special-token text.
         Errors: as `apply_chat_template`; InvalidRequestError if a content holds special-token text and this template
@@ -188,10 +196,11 @@ class Tokenizer:
         marked, marked_extra = special.mark(checked, marks), special.mark(extra, marks)
         if special.in_keys([checked, extra]):
             raise InvalidRequestError("a key in messages or tools holds special-token text; rename it.")
+        told = left_open(checked, text) if continue_final_message else text
         if marked == checked and marked_extra == extra:
-            return self._ids([text], add_special_tokens=False)[0]
+            return self._ids([told], add_special_tokens=False)[0]
         found = marks.remove(self._render(marked, marked_extra, add_generation_prompt))
-        ids = special.encode(text, found[1]) if found is not None and found[0] == text else None
+        ids = special.encode(told, found[1]) if found is not None and found[0] == text else None
         if ids is None:
             raise InvalidRequestError(
                 "a message's content holds special-token text, and this model's chat template or tokenizer changes it "
@@ -214,13 +223,15 @@ class Tokenizer:
                 f"the chat's contents have {size} characters, more than the limit of {self.max_chars}; shorten them."
             )
         template = self._template("tool_use" if values.get("tools") is not None else "default")
-        return template.render(
+        text = template.render(
             messages,
             self.special_tokens,
             values,
             add_generation_prompt=add_generation_prompt,
             max_chars=self.max_chars,
         )
+        check_roles(messages, text)
+        return text
 
     def template_of(self, tools: bool) -> tuple[str, frozenset[str]]:
         """(source, variables a caller may set) of the chat template, the one for tools if there is one.

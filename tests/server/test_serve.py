@@ -129,7 +129,9 @@ def test_echo_scores_the_prompt_as_lm_eval_asks(engine: Engine, client: Any) -> 
     for token, logprob, top in zip(told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
         assert top[token] == logprob <= max(top.values()) and len(top) in (1, 2)
     (scored,) = client.completions.create(model="box", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices
-    assert scored.logprobs.token_logprobs == told.token_logprobs[:-1] and scored.logprobs.top_logprobs is None
+    assert scored.logprobs.token_logprobs == told.token_logprobs[:-1]
+    alone = [{token: logprob} for token, logprob in zip(told.tokens[1:-1], told.token_logprobs[1:-1], strict=True)]
+    assert scored.logprobs.top_logprobs == [None, *alone]  # with 0 alternatives there is the token itself
 
 
 def test_echo_of_a_text_is_the_text(client: Any) -> None:

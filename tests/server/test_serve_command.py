@@ -22,8 +22,9 @@ from fengine.eval.cli.compose import parse, points
 from fengine.eval.commands import serve as command
 from fengine.eval.commands.serve import SERVE, ServeRun, check
 from fengine.server.config import ServerConfig
-from fengine.server.responses import Events
+from fengine.server.answers import ChoiceWriter
 
+FREE = "host port api_key admin_key model_name any_model_name allow_origins access_log drain_seconds".split()
 ROOT = Path(__file__).resolve().parents[2]
 engine, server, untouched = serving.engine, serving.server, serving.untouched  # fixtures
 
@@ -61,7 +62,7 @@ def test_a_fault_of_the_server_is_told_and_hurts_nobody(server: Live, monkeypatc
         patch.setattr(server.service, "cards", fail)
         answer = server.ask("GET", "/v1/models")
         assert (answer.status, answer.error["code"]) == (500, "internal_error") and b"secret" not in answer.body
-        patch.setattr(Events, "_end", fail)
+        patch.setattr(ChoiceWriter, "last", fail)
         link.sendall(STREAMED + GET)
         told = b""
         with contextlib.suppress(ConnectionResetError):
@@ -146,7 +147,7 @@ def test_configuration() -> None:
     text = (ROOT / "conf" / "serve.yaml").read_text()
     assert all(f"\n  {name}:" in text for name in ServerConfig.__dataclass_fields__)
     for name in ServerConfig.__dataclass_fields__:
-        if name not in ("host", "port", "api_key", "model_name", "drain_seconds"):
+        if name not in FREE:
             assert any(name in problem for problem in check(ServeRun(serve=ServerConfig(**{name: 0})))), name
     with pytest.raises(ConfigError, match="did you mean serve.chunks_per_second"):
         points(parse(["serve.chunk_per_second=1"], SERVE.program), SERVE)

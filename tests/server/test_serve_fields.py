@@ -110,7 +110,7 @@ CHATS = [
     ({"messages": "a"}, "messages"),
     ({"messages": [3]}, "messages"),
     ({"messages": [{"content": "a"}]}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "w" * 65, "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 30_000}]}, "messages"),

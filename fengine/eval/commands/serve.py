@@ -18,6 +18,7 @@ from fengine.eval.cli.engines import open_engine
 from fengine.eval.cli.schema import Schema
 from fengine.server import config as server_config
 from fengine.server.config import ServerConfig
+from fengine.server.logs import log_to_stderr, logger
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,11 @@ def _work(command: Namespace) -> int:
 def run(config: ServeRun) -> int:
     """Takes the address first, so that a wrong one is told before a model is loaded."""
     server, seeded = server_module(), replace(config.engine, random_seed=config.seed)
-    with server.listen(config.serve) as bound, open_engine(seeded) as engine:
-        stopped_by = server.serve(engine, config.serve, bound)
+    log_to_stderr(config.serve.log)
+    with server.listen(config.serve) as bound:
+        logger.info("loading %s", config.engine.model.path)
+        with open_engine(seeded) as engine:
+            stopped_by = server.serve(engine, config.serve, bound)
     return OK if stopped_by is None else 128 + stopped_by
 
 

@@ -1,0 +1,236 @@
+"""Every path of the server: its body's fields, the call of the engine behind it, and who may ask."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from fengine import __version__
+from fengine.api.engine import Engine
+from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.server import chat, completions, fields, messages, openai_body, pooled, responses, sglang, tokens
+from fengine.server.answers import ChoiceWriter, Envelope, Form
+from fengine.server.errors import ApiError, invalid, unsupported
+from fengine.server.fields import Field, Fields, flag, loose, take
+from fengine.server.gate import Access
+from fengine.server.openai_body import OpenAIRequest
+from fengine.server.service import Plan, Service
+
+Body = Mapping[str, Any]
+AS_ARGUMENT = "As the argument of the engine's method."
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`plan`: what a body asks of the model; or `call`: the value that answers it, computed in a thread.
+
+    `words`: a field's name in the engine, or in a chat -> its name in this body.
+    """
+
+    paths: tuple[str, ...]
+    doc: str
+    fields: Fields | None = None  # None: a GET
+    plan: Callable[[Service, Body], Plan] | None = None
+    call: Callable[[Service, Body], Any] | None = None
+    access: Access = Access.KEY
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+# -- what the model computes -------------------------------------------------------------------------------------------
+
+
+def _choices(service: Service, body: Body, request: OpenAIRequest, arguments: dict[str, Any], form: Form) -> Plan:
+    """OpenAI's choices."""
+    envelope = Envelope.of(form, request.stream, service.name_of(body), service.fingerprint)
+    writer = ChoiceWriter(form, envelope, request)
+    req = service.request_of(body, arguments, request)
+    return Plan(req, request.prompts * request.samples, writer.whole, writer, request.words)
+
+
+def _completions(service: Service, body: Body) -> Plan:
+    request = openai_body.read_completion(body, service.config.max_samples)
+    arguments, form = completions.prepare(request, service.tokenizer, service.context)
+    return _choices(service, body, request, arguments, form)
+
+
+def _chat(service: Service, body: Body) -> tuple[OpenAIRequest, dict[str, Any], chat.ChatForm]:
+    request = openai_body.read_chat(body, service.config.max_samples)
+    assert request.chat is not None, "a body of chat completions"
+    facts = service.template_facts(request.chat.tools is not None)
+    return request, *chat.prepare(request, request.chat, service.engine, facts)
+
+
+def _chat_completions(service: Service, body: Body) -> Plan:
+    return _choices(service, body, *_chat(service, body))
+
+
+def _responses(service: Service, body: Body) -> Plan:
+    request, arguments, form = _chat(service, responses.to_chat(body))
+    writer = responses.ResponseWriter(form, body, service.name_of(body))
+    return Plan(service.request_of(body, arguments, request), 1, writer.whole, writer, request.words | responses.WORDS)
+
+
+def _messages(service: Service, body: Body) -> Plan:
+    request, arguments, form = _chat(service, messages.to_chat(body))
+    writer = messages.MessageWriter(form, service.name_of(body))
+    return Plan(service.request_of(body, arguments, request), 1, writer.whole, writer, request.words | messages.WORDS)
+
+
+def _generate(service: Service, body: Body) -> Plan:
+    request, rows, writer = sglang.read(body, service.tokenizer)
+    request.lora_path = service.lora_path(body, request.lora_path)
+    return Plan(request, rows, writer.whole, writer, deltas=False)
+
+
+def _pooled(read: Callable[[Body, Engine, str], pooled.Pooled]) -> Callable[[Service, Body], Plan]:
+    def plan(service: Service, body: Body) -> Plan:
+        found = read(body, service.engine, service.name_of(body))
+        found.request.lora_path = service.lora_path(body, found.request.lora_path)
+        return Plan(found.request, found.rows, found.answer, words=pooled.WORDS if "input" in body else {})
+
+    return plan
+
+
+def _one_token(service: Service, body: Body) -> Plan:
+    ids = [service.tokenizer.bos_id or 0]
+    if service.engine._parts.spec.generates:
+        return Plan(GenerateReqInput(None, {"max_new_tokens": 1, "temperature": 0.0}, ids), 1, lambda _: _OK)
+    return Plan(EncodeReqInput(ids), 1, lambda _: _OK)
+
+
+def _invocations(service: Service, body: Body) -> Plan:
+    """By what the body has."""
+    for name, plan in (("messages", _chat_completions), ("prompt", _completions), ("input", _EMBEDDINGS),
+                       ("documents", _RERANK), ("text_1", _SCORE)):  # fmt: skip
+        if body.get(name) is not None:
+            return plan(service, body)
+    raise ApiError(400, "the body must have messages, prompt, input, documents or text_1.", code="invalid_value")
+
+
+_EMBEDDINGS, _SCORE = _pooled(pooled.embeddings), _pooled(pooled.score)
+_RERANK = _pooled(partial(pooled.rerank, jina=True))
+_OK = {"status": "ok"}
+
+# -- what the engine is asked or told ----------------------------------------------------------------------------------
+
+
+def _method(name: str, arguments: Fields) -> Callable[[Service, Body], Any]:
+    """A method of the engine; the body's fields are its arguments."""
+
+    def call(service: Service, body: Body) -> Any:
+        given = {key: value for key, value in take(body, arguments).items() if value is not None}
+        found = getattr(service.engine, name)(**given)
+        return {"success": True} if found is None else found
+
+    return call
+
+
+def _open_session(service: Service, body: Body) -> Any:
+    name = service.engine.open_session(**take(body, _SESSION))
+    if name is None:
+        raise invalid("session_id", f"session_id {body.get('session_id')!r:.80} is in use.")
+    return name
+
+
+def _pickled(service: Service, body: Body) -> Any:
+    raise unsupported("serialized_named_tensors", "serialized tensors are not built: they are pickles, which are code. "
+                      "Use update_weights_from_disk or update_weights_from_distributed.")  # fmt: skip
+
+
+def _count_tokens(service: Service, body: Body) -> Any:
+    asked = openai_body.read_chat(messages.to_chat(body, counted=True), 1)
+    assert asked.chat is not None, "a body of chat completions"
+    return {"input_tokens": len(chat.chat_ids(service.engine, asked.chat, asked.chat.template_values, False))}
+
+
+def _steering(name: str, doc: str, *arguments: str, access: Access = Access.STEER, alias: str = "") -> Endpoint:
+    paths, known = (f"/{name}", alias) if alias else (f"/{name}",), {key: loose(AS_ARGUMENT) for key in arguments}
+    return Endpoint(paths, doc, known, call=_method(name, known), access=access)
+
+
+def _abort(service: Service, body: Body) -> Any:
+    given = take(body, _ABORT)
+    service.engine.abort(given["rid"] or None, given["abort_all"])
+    return {"success": True}
+
+
+_ABORT: Fields = {"rid": fields.text("The request's id."), "abort_all": flag("All requests."),
+                  "abort_message": loose("Accepted.")}  # fmt: skip
+_SESSION: Fields = {
+    "capacity_of_str_len": Field({"type": "integer", "description": "Bounds nothing, as in SGLang."}, 0),
+    "session_id": fields.text("The id; absent: a new one."), "streaming": flag("Each turn continues the last one."),
+    "timeout": loose("Seconds without a request, after which it closes.", "number"),
+}  # fmt: skip
+_UPDATE = ("weight_version", "abort_all_requests")
+_admin = partial(_steering, access=Access.ADMIN)
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    Endpoint(("/v1/completions",), "Texts that go on from prompts.", openai_body.OF_COMPLETIONS, _completions),
+    Endpoint(("/v1/chat/completions",), "Answers to chats.", openai_body.OF_CHATS, _chat_completions),
+    Endpoint(("/v1/responses",), "OpenAI's responses; nothing is stored.", responses.FIELDS, _responses,
+             words=responses.WORDS),
+    Endpoint(("/v1/messages",), "Anthropic's messages.", messages.FIELDS, _messages, words=messages.WORDS),
+    Endpoint(("/v1/messages/count_tokens",), "How many tokens a chat has.", messages.COUNTED, call=_count_tokens),
+    Endpoint(("/generate",), "SGLang's: Engine.generate.", sglang.FIELDS, _generate),
+    Endpoint(("/encode",), "SGLang's: Engine.encode.", pooled.ENCODE, _pooled(pooled.encode)),
+    Endpoint(("/v1/embeddings",), "Vectors of texts.", pooled.EMBEDDINGS, _EMBEDDINGS),
+    Endpoint(("/v1/score", "/score"), "Scores: of labels (SGLang's) or of pairs (vLLM's).", pooled.SCORE, _SCORE),
+    Endpoint(("/v1/rerank",), "Documents, the best first; SGLang's answer.", pooled.RERANK,
+             _pooled(partial(pooled.rerank, jina=False))),
+    Endpoint(("/rerank", "/v2/rerank"), "Documents, the best first; Jina's and vLLM's answer.", pooled.RERANK, _RERANK),
+    Endpoint(("/invocations",), "One of those above, by what the body has.", {}, _invocations),
+    Endpoint(("/tokenize", "/v1/tokenize"), "Ids of a text, several or a chat.", tokens.TOKENIZE,
+             call=lambda service, body: tokens.tokenize(body, service.engine)),
+    Endpoint(("/detokenize", "/v1/detokenize"), "The text of ids.", tokens.DETOKENIZE,
+             call=lambda service, body: tokens.detokenize(body, service.engine)),
+    Endpoint(("/tokenizer_info",), "Special tokens and chat template.",
+             call=lambda service, _: tokens.tokenizer_info(service.engine)),
+    Endpoint(("/health_generate",), "One token through the whole engine.", plan=_one_token),
+    Endpoint(("/get_model_info", "/model_info"), "What kind of model runs.", call=_method("get_model_info", {})),
+    Endpoint(("/server_info", "/get_server_info"), "Every setting as resolved, and counters.",
+             call=lambda service, _: service.server_info()),
+    Endpoint(("/get_load",), "SGLang's load of each rank.", call=_method("get_load", {})),
+    Endpoint(("/load",), "vLLM's: samples that run or wait.", call=lambda service, _: {"server_load": service.rows}),
+    Endpoint(("/version",), "The version.", call=lambda *_: {"version": __version__}),
+    Endpoint(("/abort_request",), "Ends a request, or all.", _ABORT, call=_abort, access=Access.STEER),
+    _steering("flush_cache", "Empties the prefix cache, while nothing runs."),
+    Endpoint(("/open_session",), "A session's id.", _SESSION, call=_open_session, access=Access.STEER),
+    _steering("close_session", "Forgets a session.", "session_id"),
+    _steering("pause_generation", "Plans no steps.", "mode"),
+    _steering("continue_generation", "Plans steps again."),
+    _admin("update_weights_from_disk", "Weights of a checkpoint.", "model_path", "load_format", *_UPDATE),
+    _admin("update_weights_from_distributed", "Weights that a group's rank 0 sends.", "names", "dtypes", "shapes",
+           "group_name", "flush_cache", "load_format", *_UPDATE),
+    Endpoint(("/update_weights_from_tensor", "/update_weights_from_ipc"), "Refused: pickles.", {}, call=_pickled,
+             access=Access.ADMIN),
+    _admin("init_weights_update_group", "Joins a trainer's group.", "master_address", "master_port", "rank_offset",
+           "world_size", "group_name", "backend", "timeout"),
+    _admin("destroy_weights_update_group", "Leaves it.", "group_name"),
+    _admin("begin_weight_update", "Collects updates.", "selector"),
+    _admin("end_weight_update", "They take effect together.", *_UPDATE),
+    _admin("get_weights_by_name", "The first rows of a tensor.", "name", "truncate_size"),
+    _admin("release_memory_occupation", "Gives memory back.", "tags"),
+    _admin("resume_memory_occupation", "Takes it again.", "tags"),
+    _admin("load_lora_adapter", "Loads an adapter.", "lora_name", "lora_path", "pinned", alias="/v1/load_lora_adapter"),
+    _admin("unload_lora_adapter", "Forgets an adapter.", "lora_name", alias="/v1/unload_lora_adapter"),
+    _admin("start_profile", "Records a trace.", "output_dir", "start_step", "num_steps", "activities", "with_stack",
+           "record_shapes", "profile_id", "profile_prefix"),
+    _admin("stop_profile", "Writes it."),
+)  # fmt: skip
+
+
+@cache
+def open_api(title: str) -> dict[str, Any]:
+    """What /openapi.json tells, from the same fields that bodies are read by. Pure."""
+    paths: dict[str, Any] = {}
+    for endpoint in ENDPOINTS:
+        told: dict[str, Any] = {"summary": endpoint.doc, "responses": {"200": {"description": "The answer."}}}
+        if endpoint.fields is not None:
+            schema = {"type": "object", "properties": {name: one.schema for name, one in endpoint.fields.items()},
+                      "additionalProperties": not endpoint.fields}  # fmt: skip
+            told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        for path in endpoint.paths:
+            paths[path] = {"get" if endpoint.fields is None else "post": told | {"operationId": path.strip("/")}}
+    key = {"key": {"type": "http", "scheme": "bearer"}}
+    return {"openapi": "3.1.0", "info": {"title": title, "version": __version__}, "paths": paths,
+            "components": {"securitySchemes": key}, "security": [{"key": []}]}  # fmt: skip

@@ -1,0 +1,125 @@
+"""What stands before every path: keys, the Host of this machine, request ids, counts and the access log."""
+
+import enum
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from functools import lru_cache
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fengine.server.errors import ApiError
+from fengine.server.metrics import Meter
+
+access_log = logging.getLogger("fengine.server.access")
+ID = re.compile(rb"[\w.:/+=-]{1,128}")  # a client's X-Request-Id that is taken over
+
+
+class Access(enum.Enum):
+    """Who may ask. STEER: with the admin key, or the API key where there is no admin key. ADMIN: the admin key only."""
+
+    OPEN = 0
+    KEY = 1
+    STEER = 2
+    ADMIN = 3
+
+
+def misdirected(scope: Scope) -> ApiError | None:
+    """What came over the loopback must be meant for it. A web page whose name was pointed here (DNS rebinding) may send
+    what it likes, but its own name stands in Host. Pure."""
+    arrived, _ = scope.get("server") or ("", None)
+    for _, value in [pair for pair in scope["headers"] if pair[0] == b"host"]:
+        name = re.sub(r":[0-9]*$", "", value.decode("latin-1")).strip("[]").lower()
+        if not (f".{name}".endswith(".localhost") or is_loopback(name)) and is_loopback(arrived):
+            told = (
+                f"Host is {name!r:.200}, not localhost: refused, as a web page may have sent it; to serve such names, "
+            )
+            return ApiError(403, f"{told}set an API key.", None, "foreign_host")
+    return None
+
+
+@lru_cache(256)  # nearly all requests name the same address
+def is_loopback(address: str) -> bool:
+    """Pure."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+def _digest(key: str | None) -> bytes | None:
+    return None if key is None else hashlib.sha256(key.encode()).digest()
+
+
+class Gate:
+    """Pure ASGI, so that streams pass untouched. `paths`: who may ask for each; others need the API key."""
+
+    def __init__(
+        self, app: ASGIApp, meter: Meter, paths: Mapping[str, Access], key: str | None, admin_key: str | None, log: bool
+    ) -> None:
+        self.app, self.meter, self.paths, self.log = app, meter, paths, log
+        self.digest, self.admin = _digest(key), _digest(admin_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        rid = given if ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        begun, status = time.perf_counter(), 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                path = scope["path"] if scope["path"] in self.paths else "other"  # a client cannot add to these
+                self.meter.answers[path, status] += 1
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", rid)]
+            await send(message)
+
+        refusal = self._refusal(scope)
+        try:
+            if refusal is None:
+                await self.app(scope, receive, counted)
+            else:
+                await JSONResponse(refusal.body(), refusal.status, headers=dict(refusal.headers))(
+                    scope, receive, counted
+                )
+        finally:
+            if self.log:
+                took = 1000 * (time.perf_counter() - begun)
+                access_log.info("%s %.200s %d %.0f ms %s", scope["method"], scope["path"], status, took, rid.decode())
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        access = self.paths.get(scope["path"], Access.KEY)
+        steers = access is Access.ADMIN or access is Access.STEER and self.admin is not None
+        if self.digest is None and not steers:
+            return misdirected(scope)
+        if access is Access.OPEN:
+            return None
+        if steers and self.admin is None:
+            return ApiError(403, f"{scope['path']} needs an admin key; start the server with one (serve.admin_key, or "
+                            "the variable FENGINE_ADMIN_KEY).", None, "no_admin_key")  # fmt: skip
+        if self._has_key(scope, self.admin) or not steers and self._has_key(scope, self.digest):
+            return None
+        kind = "admin key" if steers else "API key"
+        return ApiError(401, f"the {kind} is missing or wrong: send Authorization: Bearer KEY.", None,
+                       "invalid_api_key", {"WWW-Authenticate": "Bearer"})  # fmt: skip
+
+    @staticmethod
+    def _has_key(scope: Scope, wanted: bytes | None) -> bool:
+        """Compared in constant time, by digests of one length. Anthropic's clients send it as x-api-key."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if not given:
+            alone = [value for name, value in scope["headers"] if name == b"x-api-key"]
+            kind, key = (b"bearer", alone[0]) if len(alone) == 1 else (b"", b"")
+        digest = hashlib.sha256(key.strip()).digest()
+        return hmac.compare_digest(digest, wanted or b"") and kind.lower() == b"bearer"

@@ -1,0 +1,200 @@
+"""What is read from a model's hidden states: `/v1/embeddings`, `/encode`, `/v1/score`, `/v1/rerank`.
+
+Bodies to the arguments of `Engine.encode` or `generate`, outputs to OpenAI's, SGLang's and vLLM's lists.
+"""
+
+import base64
+import math
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from operator import mul
+from typing import Any
+
+from fengine.api.encode import pair_ids
+from fengine.api.engine import Engine
+from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.outputs import Output
+from fengine.api.score import ScoreReqInput, Scoring
+from fengine.server.answers import counted, new_id
+from fengine.server.errors import ApiError, invalid, missing
+from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, texts_or_ids, whole
+
+EMBEDDINGS: Fields = {
+    **MODEL,
+    "input": loose("A text, token ids, or a list of either."),
+    "encoding_format": one_of("How vectors are written.", "float", "base64", default="float"),
+    "dimensions": loose("The first ones, normalised.", "integer"),
+}
+PAIRS: dict[str, Field] = {
+    "text_1": loose("vLLM's: a text, or a list."), "text_2": loose("vLLM's: a text, or a list of as many, or more."),
+    "activation": flag("vLLM's: the sigmoid of a cross-encoder's one label.", True),
+}  # fmt: skip
+SCORING: dict[str, Field] = {  # SGLang's
+    "query": loose("A text, or token ids."), "items": loose("Texts, or lists of token ids."),
+    "label_token_ids": loose("The ids whose probabilities are asked for.", "array"),
+    "apply_softmax": loose("The labels' probabilities add up to 1.", "boolean"),
+    "item_first": loose("The item stands before the query.", "boolean"),
+    "temperature": loose("Of the softmax.", "number"),
+}  # fmt: skip
+SCORE: Fields = {**MODEL, **SCORING, **PAIRS}
+RERANK: Fields = {
+    **MODEL,
+    "query": loose("A text.", "string"),
+    "documents": loose("Texts.", "array"),
+    "top_n": whole("So many of the best.", 1, 1 << 20),
+    "return_documents": flag("The documents beside their scores.", True),
+}
+ENCODE: Fields = MODEL | {
+    f.name: loose("As Engine.encode's argument.") for f in fields(EncodeReqInput) if f.name != "external_trace_header"
+}  # fmt: skip
+WORDS = {"prompt": "input", "text": "input", "input_ids": "input"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A call without a stream: its arguments, how many rows it has, and what its outputs come to."""
+
+    request: EncodeReqInput | GenerateReqInput
+    rows: int
+    answer: Callable[[list[Output]], Any]
+
+
+def _complete(outputs: list[Output]) -> list[Output]:
+    """Errors: ApiError if a prompt was aborted."""
+    for index, output in enumerate(outputs):
+        if output.get("embedding", ()) is None:
+            raise ApiError(503, f"input {index} was aborted by the server.", code="aborted")
+    return outputs
+
+
+def _usage(outputs: list[Output]) -> dict[str, Any]:
+    return counted(sum(output["meta_info"]["prompt_tokens"] for output in outputs), 0)
+
+
+def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
+    """Errors: ApiError."""
+    given = take(body, EMBEDDINGS)
+    _, prompts, count = texts_or_ids(body, "input")
+    as_base64 = given["encoding_format"] == "base64"
+
+    def answer(outputs: list[Output]) -> dict[str, Any]:
+        data = []
+        for index, output in enumerate(_complete(outputs)):
+            vector = output["embedding"]
+            value = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector
+            data.append({"object": "embedding", "index": index, "embedding": value})
+        usage = {name: value for name, value in _usage(outputs).items() if name != "completion_tokens"}
+        return {"object": "list", "data": data, "model": model, "usage": usage}
+
+    return Pooled(EncodeReqInput(prompts, dimensions=given["dimensions"]), count, answer)
+
+
+def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
+    """SGLang's `/encode`: the outputs as `Engine.encode` gives them. Errors: ApiError."""
+    given = {name: value for name, value in take(body, ENCODE).items() if name != "model"}
+    name = "text" if given["text"] is not None else "input_ids"
+    several = isinstance(given[name], list) and (not given[name] or not isinstance(given[name][0], (int, dict)))
+    count = len(given[name]) if several else 1
+
+    def answer(outputs: list[Output]) -> Any:
+        return outputs if several else outputs[0]
+
+    if given["text"] is None:
+        given |= {"text": given["input_ids"], "input_ids": None}
+    return Pooled(EncodeReqInput(**given), max(count, 1), answer)
+
+
+def score(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
+    """SGLang's words (query, items) or vLLM's (text_1, text_2). Errors: ApiError; those of Engine.score."""
+    given = take(body, SCORE)
+    if given["text_1"] is not None or given["text_2"] is not None:
+        return _pairs(given, engine, model)
+    asked = {name: given[name] for name in SCORING if given[name] is not None}
+    spec = engine._parts.spec
+    scoring = Scoring.of(ScoreReqInput(**asked), spec.num_labels is None, spec.vocab_size)
+    if not scoring.prompts:
+        raise invalid("items", "items must not be empty.")
+
+    def answer(outputs: list[Output]) -> dict[str, Any]:
+        read = scoring.from_heads if scoring.labels is None else scoring.from_logprobs
+        return {"scores": list(read(outputs)), "model": model, "usage": _usage(outputs), "object": "scoring"}
+
+    request = EncodeReqInput(scoring.prompts) if scoring.labels is None else scoring.generate_input()
+    return Pooled(request, len(scoring.prompts), answer)
+
+
+def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
+    """vLLM's scores: of a cross-encoder its label, of an embedding model the cosine."""
+    first, second = ([value] if isinstance(value := given[name], str) else value for name in ("text_1", "text_2"))
+    for name, value in (("text_1", first), ("text_2", second)):
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+            raise invalid(name, f"{name} must be a text or a list of texts, got {value!r:.80}.")
+    first = first * len(second) if len(first) == 1 else first
+    if len(first) != len(second):
+        raise invalid("text_2", f"text_2 must have as many texts as text_1 ({len(first)}), got {len(second)}.")
+    crossed = engine._parts.spec.num_labels is not None
+    pairs = list(zip(first, second, strict=True))
+    request = EncodeReqInput(pair_ids(engine._context, pairs) if crossed else first + second)
+
+    def answer(outputs: list[Output]) -> dict[str, Any]:
+        vectors = [output["embedding"] for output in _complete(outputs)]
+        if crossed:
+            scores = [_label(vector, given["activation"]) for vector in vectors]
+        else:
+            scores = [_cosine(a, b) for a, b in zip(vectors[: len(first)], vectors[len(first) :], strict=True)]
+        data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+        head = {"id": new_id("score-"), "object": "list", "created": int(time.time()), "model": model}
+        return head | {"data": data, "usage": _usage(outputs)}
+
+    return Pooled(request, len(first) if crossed else len(first) + len(second), answer)
+
+
+def _label(vector: list[float], activation: bool) -> float:
+    """The one label of a cross-encoder, between 0 and 1 with `activation`. Pure. Errors: ApiError."""
+    if len(vector) != 1:
+        raise ApiError(400, f"this classifier has {len(vector)} labels; a score is one.", code="unsupported_feature")
+    value = vector[0]
+    if not activation:
+        return value
+    return 1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value))
+
+
+def _cosine(a: list[float], b: list[float]) -> float:
+    """Pure."""
+    norms = math.sqrt(_dot(a, a)) * math.sqrt(_dot(b, b))
+    return _dot(a, b) / norms if norms else 0.0
+
+
+def _dot(a: list[float], b: list[float]) -> float:
+    return math.fsum(map(mul, a, b))
+
+
+def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Pooled:
+    """Documents, the best first: [{"score", "document", "index"}] as SGLang's with the scores of `Engine.rerank`, or
+    `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, as vLLM's.
+
+    Errors: ApiError; those of Engine.rerank.
+    """
+    given = take(body, RERANK)
+    for name in ("query", "documents"):
+        if given[name] is None:
+            raise missing(name)
+    documents, shows = given["documents"], given["return_documents"]
+    if not isinstance(documents, list) or not documents:
+        raise invalid("documents", f"documents must be a list of texts, not empty, got {documents!r:.80}.")
+    request = EncodeReqInput(pair_ids(engine._context, [[given["query"], document] for document in documents]))
+
+    def answer(outputs: list[Output]) -> Any:
+        scores = [_label(output["embedding"], jina) for output in _complete(outputs)]
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: given["top_n"]]
+        if not jina:
+            return [{"score": scores[i], "document": documents[i] if shows else None, "index": i,
+                     "meta_info": outputs[i]["meta_info"]} for i in order]  # fmt: skip
+        results = [{"index": i, "relevance_score": scores[i]} for i in order]
+        if shows:
+            results = [{**one, "document": {"text": documents[one["index"]]}} for one in results]
+        return {"id": new_id("rerank-"), "model": model, "usage": _usage(outputs), "results": results}
+
+    return Pooled(request, len(documents), answer)
