@@ -13,6 +13,7 @@ from fengine.api.server_args import ServerArgs, prepare_server_args
 from fengine.api.sglang_args import FOREIGN, HARMLESS, SERVERS
 from fengine.errors import ConfigError, FengineError, MissingExtraError, UnsupportedFeatureError
 from fengine.server.config import ServerConfig, check
+from fengine.server.logs import log_to_stderr
 
 try:
     from fengine.server.server import listen, serve
@@ -20,7 +21,7 @@ except ModuleNotFoundError as error:
     raise MissingExtraError.of("fengine.launch_server", str(error.name), "serve") from error
 
 # Of what is for servers alone, all is refused but what the server does, and what changes nothing about it.
-DONE = {"host", "port", "api_key", "tool_call_parser", "enable_cache_report"}
+DONE = {"host", "port", "api_key", "admin_api_key", "tool_call_parser", "enable_cache_report"}
 IDLE = {"skip_server_warmup", "warmups", "log_level_http", "uvicorn_access_log_exclude_prefixes", "file_storage_path",
         "file_storage_pth", "asr_max_buffer_seconds", "asr_max_concurrent_sessions"}  # fmt: skip
 
@@ -33,8 +34,8 @@ def config_of(args: ServerArgs) -> ServerConfig:
         shown = ", ".join(f"{name}={values[name]!r:.80}" for name in bad)
         raise UnsupportedFeatureError(f"not built in this server: {shown}. Leave these arguments out.")
     config = ServerConfig(
-        host=values["host"], port=values["port"], api_key=values["api_key"], model_name=args.served_model_name,
-        sampling_defaults=args.sampling_defaults or "model",
+        host=values["host"], port=values["port"], api_key=values["api_key"], admin_key=values["admin_api_key"],
+        model_name=args.served_model_name, any_model_name=True, sampling_defaults=args.sampling_defaults or "model",
     )  # fmt: skip
     if problems := check(config):
         raise ConfigError("\n".join(problems))
@@ -49,6 +50,7 @@ def launch_server(server_args: ServerArgs) -> int:
     """
     config = config_of(server_args)
     own = replace(server_args, reasoning_parser=None, sampling_defaults=None)  # type: ignore[call-arg]
+    log_to_stderr(config.log)
     with listen(config) as bound, Engine(server_args=own) as engine:
         stopped_by = serve(engine, config, bound)
     return 0 if stopped_by is None else 128 + stopped_by

@@ -41,10 +41,13 @@ def test_a_server_by_sglangs_words_answers_and_ends() -> None:
 
 def test_what_is_the_servers_of_the_settings() -> None:
     given: dict[str, Any] = {"host": "::1", "port": 5, "api_key": "k", "skip_server_warmup": True, "warmups": "x"}
-    assert launch_server.config_of(ServerArgs("box", **given)) == ServerConfig("::1", 5, "k")
-    assert launch_server.config_of(ServerArgs("box")) == ServerConfig(port=30000)
+    assert launch_server.config_of(ServerArgs("box", **given)) == ServerConfig("::1", 5, "k", any_model_name=True)
+    told = launch_server.config_of(ServerArgs("box", admin_api_key="a"))  # type: ignore[call-arg]
+    assert told == ServerConfig(port=30000, admin_key="a", any_model_name=True)
     chosen = ServerArgs("box", served_model_name="m", sampling_defaults="openai")
-    assert launch_server.config_of(chosen) == ServerConfig(port=30000, model_name="m", sampling_defaults="openai")
+    assert launch_server.config_of(chosen) == ServerConfig(
+        port=30000, model_name="m", any_model_name=True, sampling_defaults="openai"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,563 @@
+"""Endpoints beside OpenAI's completions: each answer is that of the engine's call behind it, or the same chat's."""
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_adapters
+from serving import Live, live, until
+
+from fengine.api.engine import Engine
+from fengine.server.endpoints import ENDPOINTS, open_api
+from fengine.server.gate import Access
+from fengine.server.logs import JsonLines, log_to_stderr, report, status_line
+
+BOX = Path(__file__).resolve().parents[2] / "fengine" / "models" / "box"
+PROMPT = "Once upon a time"
+CHAT: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+KEY = {"Authorization": "Bearer admin"}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    adapter = tiny_adapters.random_adapter(tmp_path_factory.mktemp("sql"), BOX, 2)
+    with Engine(
+        model_path="box", enable_torch_compile=False, enable_return_hidden_states=True, lora_paths={"sql": str(adapter)}
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Live]:
+    with live(engine, admin_key="admin", allow_origins=["http://page"]) as server:
+        yield server
+        until(server.quiet)
+
+
+def post(server: Live, path: str, body: Any, **headers: str) -> Any:
+    answer = server.ask("POST", path, body, **headers)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def events(server: Live, path: str, body: Any) -> list[tuple[str, Any]]:
+    """(name, data) of each event; data that is no JSON stays text."""
+    raw = server.ask("POST", path, {**body, "stream": True}).body.decode()
+    found = []
+    for one in re.sub(r"\r\n[0-9a-f]*\r\n", "", re.sub(r"^[0-9a-f]+\r\n", "", raw)).split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in one.split("\n") if ": " in line)
+        if "data" in lines:
+            data = lines["data"]
+            found.append((lines.get("event", ""), json.loads(data) if data.startswith("{") else data))
+    return found
+
+
+# -- SGLang's own ------------------------------------------------------------------------------------------------------
+
+
+def test_generate_is_the_engines(engine: Engine, server: Live) -> None:
+    params = {"temperature": 0, "max_new_tokens": 5}
+    asked: dict[str, Any] = {
+        "sampling_params": params,
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "logprob_start_len": 0,
+    }
+    expected: Any = engine.generate(PROMPT, params, return_logprob=True, top_logprobs_num=2, logprob_start_len=0)
+    for given in ({"text": PROMPT}, {"input_ids": engine.tokenizer.encode(PROMPT)}):
+        told = post(server, "/generate", {**given, **asked})
+        assert (told["text"], told["output_ids"]) == (expected["text"], expected["output_ids"])
+        for name in ("input_token_logprobs", "output_token_logprobs", "output_top_logprobs"):
+            meant = json.loads(json.dumps(expected["meta_info"][name]))
+            assert told["meta_info"][name] == meant, name
+    texts = post(server, "/generate", {"text": PROMPT, **asked, "return_text_in_logprobs": True})["meta_info"]
+    assert "".join(text for _, _, text in texts["output_token_logprobs"]) == expected["text"]
+    assert "".join(text for _, _, text in texts["input_token_logprobs"][1:]) == PROMPT
+
+
+def test_generate_of_several_and_as_events(engine: Engine, server: Live) -> None:
+    params = {"temperature": 0.8, "sampling_seed": 3, "max_new_tokens": 6, "n": 2}
+    expected: Any = engine.generate([PROMPT, "2 + 3 ="], params)
+    told = post(server, "/generate", {"text": [PROMPT, "2 + 3 ="], "sampling_params": params})
+    assert [one["text"] for one in told] == [one["text"] for one in expected]
+    assert isinstance(post(server, "/generate", {"text": [PROMPT], "sampling_params": {"max_new_tokens": 1}}), list)
+    found = events(server, "/generate", {"text": [PROMPT, "2 + 3 ="], "sampling_params": params})
+    assert found.pop() == ("", "[DONE]")
+    last = {data["index"]: data["text"] for _, data in found}
+    assert [last[i] for i in range(4)] == [one["text"] for one in expected]
+    hidden = post(
+        server, "/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}, "return_hidden_states": True}
+    )
+    assert len(hidden["meta_info"]["hidden_states"][0]) == hidden["meta_info"]["prompt_tokens"]
+
+
+def test_sessions_over_http(server: Live) -> None:
+    name = post(server, "/open_session", {"capacity_of_str_len": 100, "session_id": "s"}, **KEY)
+    assert name == "s" and server.ask("POST", "/open_session", {"session_id": "s"}, **KEY).status == 400
+    params = {"temperature": 0, "max_new_tokens": 4}
+    first = post(server, "/generate", {"text": PROMPT, "sampling_params": params, "session_params": {"id": name}})
+    turn = {"id": name, "rid": first["meta_info"]["id"]}
+    second = post(server, "/generate", {"text": " and", "sampling_params": params, "session_params": turn})
+    assert second["meta_info"]["prompt_tokens"] > first["meta_info"]["prompt_tokens"] + 4
+    assert post(server, "/close_session", {"session_id": name}, **KEY) == {"success": True}
+    assert server.ask("POST", "/close_session", {"session_id": name}, **KEY).status == 400
+
+
+def test_what_the_engine_tells_and_is_told(engine: Engine, server: Live) -> None:
+    for path in ("/server_info", "/get_server_info"):
+        info = server.ask("GET", path).json
+        assert info["max_total_num_tokens"] == engine._parts.pool_tokens and "launch_command" not in info
+    assert server.ask("GET", "/get_model_info").json == server.ask("GET", "/model_info").json
+    assert server.ask("GET", "/load").json == {"server_load": 0}
+    assert server.ask("GET", "/health_generate").json == {"status": "ok"}
+    assert server.ask("GET", "/tokenizer_info").json["bos_token"] == engine.tokenizer.special_tokens["bos_token"]
+    assert server.ask("POST", "/flush_cache", None, Content_Type="", **KEY).json["success"] is True
+    assert server.ask("POST", "/flush_cache", None, Content_Type="", Origin="http://x", **KEY).status == 415
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}, "rid": "mine"}
+    engine.pause_generation("in_place")
+    try:
+        told: list[Any] = []
+        thread = threading.Thread(target=lambda: told.append(post(server, "/generate", body)))
+        thread.start()
+        server.wait_for_rows(1)
+        assert server.ask("GET", "/load").json == {"server_load": 1}
+        post(server, "/abort_request", {"rid": "mine"}, **KEY)
+        post(server, "/continue_generation", {}, **KEY)
+        thread.join(30)
+    finally:
+        engine.continue_generation()
+    assert told[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_weights_and_adapters_need_the_admin_key(engine: Engine, server: Live) -> None:
+    path = str(engine._parts.model_dir)
+    for one in ENDPOINTS:
+        if one.access is Access.ADMIN:
+            for name in one.paths:
+                assert (
+                    server.ask("POST", name, {}).status
+                    == server.ask("POST", name, {}, Authorization="Bearer x").status
+                    == 401
+                )
+    told = post(server, "/update_weights_from_disk", {"model_path": path, "weight_version": "2"}, **KEY)
+    assert told["success"] and post(server, "/generate", {"text": "a"})["meta_info"]["weight_version"] == "2"
+    assert server.ask("POST", "/update_weights_from_disk", {"model_path": "/nowhere"}, **KEY).json["success"] is False
+    for name, param in (("update_weights_from_disk", "model_path"), ("load_lora_adapter", "lora_name")):
+        answer = server.ask("POST", f"/{name}", {"no": 1}, **KEY)
+        assert answer.status == 400 and answer.error["param"] == "no"
+        assert param in server.ask("POST", f"/{name}", {}, **KEY).error["message"]
+    assert server.ask("POST", "/update_weights_from_tensor", {"a": 1}, **KEY).error["code"] == "unsupported_feature"
+    adapter = engine.lora_adapters()["sql"]
+    told = post(server, "/v1/load_lora_adapter", {"lora_name": "more", "lora_path": adapter}, **KEY)
+    assert told["success"] and "more" in [card["id"] for card in server.ask("GET", "/v1/models").json["data"]]
+    texts = [post(server, "/v1/completions", {"model": name, "prompt": PROMPT, "temperature": 0})["choices"][0]["text"]
+             for name in ("sql", "more", "box:more", "box", "default")]  # fmt: skip
+    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4]
+    assert post(server, "/unload_lora_adapter", {"lora_name": "more"}, **KEY)["success"]
+    with live(engine) as other:
+        answer = other.ask("POST", "/update_weights_from_disk", {"model_path": path}, **KEY)
+        assert (answer.status, answer.error["code"]) == (403, "no_admin_key")
+        assert other.ask("POST", "/flush_cache", {}).status == 200  # no admin key: as any other path
+
+
+def test_keys_of_both_kinds(engine: Engine) -> None:
+    with live(engine, api_key="user", admin_key="admin", any_model_name=True) as server:
+        body = {"model": "claude", "messages": CHAT, "max_tokens": 1}
+        for headers, status in (({"x_api_key": "user"}, 200), ({"x_api_key": "no"}, 401), (KEY, 200), ({}, 401)):
+            assert server.ask("POST", "/v1/messages", body, **headers).status == status, headers
+        assert server.ask("POST", "/flush_cache", {}, Authorization="Bearer user").status == 401
+        assert server.ask("POST", "/flush_cache", {}, **KEY).status == 200
+        assert server.ask("GET", "/docs").status == server.ask("GET", "/openapi.json").status == 200
+
+
+# -- hidden states as answers ------------------------------------------------------------------------------------------
+
+
+def test_scores_are_the_engines(engine: Engine, server: Live) -> None:
+    asked = {"query": "2 + 3 =", "items": [" 5", " 6"], "label_token_ids": [300, 301], "apply_softmax": True}
+    expected = engine.score(**asked)
+    told = post(server, "/v1/score", asked)
+    assert told["scores"] == expected.scores and told["object"] == "scoring"
+    assert told["usage"] == {"prompt_tokens": expected.prompt_tokens, "completion_tokens": 0,
+                             "total_tokens": expected.prompt_tokens}  # fmt: skip
+    answer = server.ask("POST", "/v1/score", {**asked, "label_token_ids": [999999]}).json
+    assert "Token ID 999999 is out of vocabulary" in answer["message"] and answer["type"] == "BadRequestError"
+    assert answer["error"]["message"] == answer["message"]
+
+
+def test_an_embedding_model_answers_encode_and_pairs() -> None:
+    with Engine(model_path="box", is_embedding=True, enable_torch_compile=False) as engine, live(engine) as server:
+        expected: Any = engine.encode([PROMPT, "a"])
+        assert post(server, "/encode", {"text": PROMPT})["embedding"] == expected[0]["embedding"]
+        told = post(server, "/encode", {"text": [PROMPT, "a"]})
+        assert [one["embedding"] for one in told] == [one["embedding"] for one in expected]
+        same, other = post(server, "/score", {"text_1": PROMPT, "text_2": [PROMPT, "a"]})["data"]
+        assert same["score"] == pytest.approx(1) and other["score"] < 0.999
+        assert server.ask("POST", "/rerank", {"query": "a", "documents": ["b"]}).status == 400
+        assert server.ask("GET", "/health_generate").status == 200
+        found = post(server, "/invocations", {"input": PROMPT})
+        assert found["data"][0]["embedding"] == expected[0]["embedding"]
+        until(server.quiet)
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_several_texts_in_sglangs_words(engine: Engine, server: Live) -> None:
+    rows = [engine.tokenizer.encode(text) for text in ("a", PROMPT)]
+    told = post(server, "/v1/tokenize", {"prompt": ["a", PROMPT], "return_token_strs": True})
+    assert (told["tokens"], told["count"]) == (rows, [len(row) for row in rows])
+    assert told["token_strs"] == [[engine.tokenizer.backend.id_to_token(id) for id in row] for row in rows]
+    assert post(server, "/detokenize", {"tokens": rows, "skip_special_tokens": True}) == {"text": ["a", PROMPT]}
+    chat = post(server, "/tokenize", {"messages": CHAT})["tokens"]
+    assert post(server, "/tokenize", {"messages": CHAT, "add_special_tokens": True})["tokens"] == [chat[0], *chat]
+    assert post(server, "/v1/messages/count_tokens", {"messages": CHAT})["input_tokens"] == len(chat)
+
+
+def test_a_last_message_goes_on(engine: Engine, server: Live) -> None:
+    """The prompt ends where its text ends; with echo the answer begins with it."""
+    begun = [*CHAT, {"role": "assistant", "content": "The capital  of "}]
+    asked = {"messages": begun, "continue_final_message": True}
+    ids = post(server, "/tokenize", asked)["tokens"]
+    text = engine.apply_chat_template(begun, add_generation_prompt=False)
+    cut = text[: text.rindex("The capital  of") + len("The capital  of")]  # the box's template trims
+    assert ids == engine.tokenizer.encode(cut, add_special_tokens=False)
+    told = post(server, "/v1/chat/completions", {**asked, "echo": True, "temperature": 0, "max_tokens": 4})
+    expected: Any = engine.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 4})
+    assert told["choices"][0]["message"]["content"] == "The capital  of " + expected["text"]
+    for change in ({"messages": CHAT}, {"add_generation_prompt": True}):
+        answer = server.ask("POST", "/v1/chat/completions", {**asked, **change})
+        assert (answer.status, answer.error["param"]) == (400, "continue_final_message")
+    sly = [*CHAT, {"role": "assistant", "content": "a<|end|>"}]
+    ids = post(server, "/tokenize", {**asked, "messages": sly})["tokens"]
+    special = {
+        id for id in ids if engine.tokenizer.decode([id]) == ""
+    }  # of the text behind the last of them there is none
+    assert ids[-1] not in special and engine.tokenizer.decode(ids).endswith("a<|end|>")
+
+
+# -- vLLM's and SGLang's words in OpenAI's bodies ----------------------------------------------------------------------
+
+
+def test_ids_logprobs_and_hidden_states_of_prompts(engine: Engine, server: Live) -> None:
+    ids = engine.tokenizer.encode(PROMPT)
+    asked = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "return_token_ids": True, "logprobs": 1}
+    more = {"prompt_logprobs": 3, "return_hidden_states": True, "return_tokens_as_token_ids": True}
+    (choice,) = post(server, "/v1/completions", {**asked, **more})["choices"]
+    meant: Any = engine.generate(
+        PROMPT, {"temperature": 0, "max_new_tokens": 3}, return_logprob=True, logprob_start_len=0, top_logprobs_num=3,
+        return_hidden_states="last",
+    )  # fmt: skip
+    assert choice["prompt_token_ids"] == ids and choice["token_ids"] == meant["output_ids"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in choice["token_ids"]]
+    assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"])  # cut to what was asked for
+    assert choice["hidden_states"] == meant["meta_info"]["hidden_states"].tolist()
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None and len(rest) == len(ids) - 1
+    for told, (logprob, id, _) in zip(rest, meant["meta_info"]["input_token_logprobs"][1:], strict=True):
+        assert told[str(id)]["logprob"] == logprob and 3 <= len(told) <= 4
+    plain = post(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1})["choices"][0]
+    assert plain["prompt_logprobs"] is plain["token_ids"] is None and "hidden_states" not in plain
+    chat = post(
+        server,
+        "/v1/chat/completions",
+        {"messages": CHAT, "max_tokens": 1, "return_token_ids": True, "prompt_logprobs": 0},
+    )
+    assert chat["prompt_token_ids"] == engine.chat_ids(CHAT) and len(chat["prompt_logprobs"]) == len(
+        chat["prompt_token_ids"]
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_streams_tell_ids_states_and_usage(path: str, engine: Engine, server: Live) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": CHAT}
+    body |= {
+        "max_tokens": 5,
+        "temperature": 0,
+        "return_token_ids": True,
+        "return_hidden_states": True,
+        "ignore_eos": True,
+    }
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, done = [data for _, data in events(server, path, body)]
+    assert done == "[DONE]" and last["choices"] == []
+    first = chunks[0] if path != "/v1/completions" else chunks[0]["choices"][0]
+    ids = engine.tokenizer.encode(PROMPT) if path == "/v1/completions" else engine.chat_ids(CHAT)
+    assert first["prompt_token_ids"] == ids and all("prompt_token_ids" not in one for one in chunks[1:])
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert (
+        counts == sorted(counts)
+        and counts[-1] == 5
+        and {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {len(ids)}
+    )
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert sum("hidden_states" in {**choice, **choice.get("delta", {})} for choice in choices) == 1
+    assert "matched_stop" in choices[-1] and "stop_reason" not in choices[0]
+
+
+def test_what_ended_a_choice(server: Live) -> None:
+    for more, matched, reason in (
+        ({"stop": [" a"]}, " a", " a"), ({"stop_regex": "t[a-z]e"}, "t[a-z]e", "t[a-z]e"),
+        ({"max_tokens": 2}, None, None), ({"stop_token_ids": [413]}, 413, 413),
+    ):  # fmt: skip
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, **more}
+        (choice,) = post(server, "/v1/completions", body)["choices"]
+        assert (choice["matched_stop"], choice["stop_reason"]) == (matched, reason), more
+    (choice,) = post(server, "/v1/chat/completions", {"messages": CHAT, "temperature": 0})["choices"]
+    assert isinstance(choice["matched_stop"], int) and choice["stop_reason"] is None  # the model's own end
+
+
+def test_prompts_are_cut_on_either_side(engine: Engine, server: Live) -> None:
+    ids = engine.tokenizer.encode(PROMPT)
+    for more, kept in (({}, ids[-3:]), ({"truncation_side": "right"}, ids[:3]), ({"truncate_prompt_tokens": -1}, ids)):
+        body = {"prompt": PROMPT, "max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 3, **more}
+        assert post(server, "/v1/completions", body)["choices"][0]["prompt_token_ids"] == kept
+    long = {"messages": [{"role": "user", "content": "a " * 1500}], "max_tokens": 1}
+    assert server.ask("POST", "/v1/chat/completions", long).status == 400
+    told = post(server, "/v1/chat/completions", {**long, "truncate_prompt_tokens": -1})
+    assert told["usage"]["prompt_tokens"] == 1023
+
+
+def test_grammars_in_vllms_words(engine: Engine, server: Live) -> None:
+    pytest.importorskip("llguidance", reason="the extra grammar")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    choices = ["Rome.", "Lima (Peru) [x]|{2}*\\d", "Ünï ☃"]
+    base = {"messages": CHAT, "temperature": 0, "max_tokens": 40}
+    for asked, meant in (
+        ({"guided_json": schema}, {"json_schema": json.dumps(schema)}),
+        ({"structured_outputs": {"json": json.dumps(schema)}}, {"json_schema": json.dumps(schema)}),
+        ({"guided_regex": "[a-c]{3}"}, {"regex": "[a-c]{3}"}),
+        ({"guided_grammar": 'root ::= "x" | "y"'}, {"ebnf": 'root ::= "x" | "y"'}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": '{"type": "object"}'}),
+    ):
+        told = post(server, "/v1/chat/completions", {**base, **asked})["choices"][0]["message"]["content"]
+        assert told == engine.chat(CHAT, {"temperature": 0, "max_new_tokens": 40, **meant})["text"], asked
+    for i, one in enumerate(choices):
+        rest = {"guided_choice": choices[i : i + 1]} if i else {"structured_outputs": {"choice": choices}}
+        told = post(server, "/v1/chat/completions", {**base, **rest})["choices"][0]["message"]["content"]
+        assert told == one if i else told in choices
+
+
+def test_words_that_are_never_drawn(engine: Engine, server: Live) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+    text = post(server, "/v1/completions", body)["choices"][0]["text"]
+    assert "," in text
+    ids = [engine.tokenizer.encode(word, add_special_tokens=False) for word in (",", " ,")]
+    answer = server.ask("POST", "/v1/completions", {**body, "bad_words": [","]})
+    if max(map(len, ids)) == 1:
+        assert "," not in answer.json["choices"][0]["text"]
+    else:
+        assert (answer.status, answer.error["param"]) == (400, "bad_words")
+    bias = {str(id): -1e30 for row in ids if len(row) == 1 for id in row}
+    assert "," not in post(server, "/v1/completions", {**body, "logit_bias": bias})["choices"][0]["text"]
+
+
+def test_custom_roles_where_the_template_writes_them(server: Live) -> None:
+    chats = [[{"role": "judge", "content": content}] for content in ("Hi", [{"type": "text", "text": "Hi"}])]
+    told = [post(server, "/v1/chat/completions", {"messages": chat, "temperature": 0}) for chat in chats]
+    assert told[0]["choices"] == told[1]["choices"]
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with Engine(model_path="box", enable_torch_compile=False, chat_template=template) as engine:
+        with pytest.raises(ValueError, match="unknown role 'judge'"):
+            engine.chat_ids([*CHAT, {"role": "judge", "content": "Hm"}])
+
+
+REFUSED = [
+    ("/v1/completions", {"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ("/v1/completions", {"use_beam_search": True}, "use_beam_search"),
+    ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+    ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ("/v1/completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ("/v1/completions", {"truncation_side": "middle"}, "truncation_side"),
+    ("/v1/completions", {"bad_words": [3]}, "bad_words"),
+    ("/v1/completions", {"guided_choice": []}, "guided_choice"),
+    ("/v1/completions", {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ("/v1/completions", {"structured_outputs": {"grammar": ""}}, "structured_outputs"),
+    ("/v1/completions", {"guided_regex": "a", "regex": "b"}, "guided_regex"),
+    ("/v1/completions", {"rid": 3}, "rid"),
+    ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
+    ("/v1/responses", {"background": True}, "background"),
+    ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools"),
+    ("/v1/responses", {"input": None}, "input"),
+    ("/v1/responses", {"input": [{"type": "image"}]}, "input"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+    ("/v1/responses", {"input": [{"role": "", "content": "a"}]}, "input"),
+    ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
+    ("/v1/responses", {"text": {"format": {"type": "xml"}}}, "text"),
+    ("/v1/responses", {"temprature": 1}, "temprature"),
+    ("/generate", {"texts": "a"}, "texts"),
+    ("/generate", {"sampling_params": {"temprature": 1}}, None),
+    ("/generate", {"image_data": "x"}, "image_data"),
+    ("/v1/score", {"text_1": "a", "text_2": []}, "text_2"),
+    ("/v1/score", {"query": "a", "items": [], "label_token_ids": [1]}, "items"),
+    ("/v1/rerank", {"query": "a"}, "documents"),
+    ("/detokenize", {"tokens": [[1], "a"]}, "tokens"),
+    ("/abort_request", {}, None),
+    ("/invocations", {"a": 1}, None),
+]
+GOOD: dict[str, Any] = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}, "/generate": {"text": "a"}}
+
+
+@pytest.mark.parametrize(("path", "change", "param"), REFUSED, ids=[f"{p} {c}"[:60] for p, c, _ in REFUSED])
+def test_what_is_refused_is_named(path: str, change: Any, param: str | None, server: Live) -> None:
+    answer = server.ask("POST", path, GOOD.get(path, {}) | change, **KEY)
+    assert answer.status == 400 and answer.json["error"]["param"] == param, answer.body
+
+
+# -- responses and messages --------------------------------------------------------------------------------------------
+
+
+def test_responses_are_chats(engine: Engine, server: Live) -> None:
+    openai = pytest.importorskip("openai", reason="openai's client, of the extra dev")
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    expected: Any = engine.chat(chat, {"temperature": 0, "max_new_tokens": None})
+    asked: Any = {"model": "box", "instructions": "Be brief.", "temperature": 0}
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        for given in (
+            CHAT[0]["content"],
+            CHAT,
+            [{"role": "user", "content": [{"type": "input_text", "text": CHAT[0]["content"]}]}],
+        ):
+            told = client.responses.create(input=given, **asked)
+            assert (told.output_text, told.status, told.store) == (expected["text"], "completed", False)
+            assert told.usage.output_tokens == expected["meta_info"]["completion_tokens"]
+        with client.responses.stream(input=CHAT[0]["content"], **asked) as stream:
+            kinds = [event.type for event in stream]
+            assert stream.get_final_response().output_text == expected["text"]
+        assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added",
+                             "response.content_part.added"]  # fmt: skip
+        assert kinds[-4:] == ["response.output_text.done", "response.content_part.done", "response.output_item.done",
+                              "response.completed"]  # fmt: skip
+        cut = client.responses.create(input="a", max_output_tokens=2, include=["message.output_text.logprobs"],
+                                      top_logprobs=3, model="box", extra_body={"ignore_eos": True})  # fmt: skip
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert [len(one.top_logprobs) for one in cut.output[0].content[0].logprobs] == [3, 3]
+
+
+def test_tools_in_responses_and_messages(server: Live) -> None:
+    """A forced call, whole and as events; and its result, which goes into the next chat."""
+    pytest.importorskip("llguidance", reason="the extra grammar")
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+    function = {"type": "function", "name": "weather", "parameters": schema}
+    body: dict[str, Any] = {"input": "Warm?", "tools": [function], "tool_choice": "required", "seed": 1,
+                            "parallel_tool_calls": False}  # fmt: skip
+    (call,) = post(server, "/v1/responses", body)["output"]
+    assert (call["type"], call["name"]) == ("function_call", "weather")
+    assert json.loads(call["arguments"])["city"] in ("Paris", "Rome")
+    streamed = events(server, "/v1/responses", body)
+    assert [data["delta"] for name, data in streamed if name.endswith("arguments.delta")] == [call["arguments"]]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    given = [{"role": "user", "content": "Warm?"}, thought, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "21"}]  # fmt: skip
+    assert post(server, "/v1/responses", {"input": given, "max_output_tokens": 2})["output"][0]["type"] == "message"
+
+    tool = {"name": "weather", "input_schema": schema}
+    body = {"messages": [{"role": "user", "content": "Warm?"}], "max_tokens": 200, "tools": [tool], "temperature": 0}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        told = post(server, "/v1/messages", {**body, "tool_choice": choice | {"disable_parallel_tool_use": True}})
+        (block,) = told["content"]
+        assert (told["stop_reason"], block["name"], block["input"]["city"] in ("Paris", "Rome")) == (
+            "tool_use",
+            "weather",
+            True,
+        )
+    streamed = events(
+        server, "/v1/messages", {**body, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    )
+    parts = "".join(data["delta"]["partial_json"] for name, data in streamed if name == "content_block_delta")
+    assert json.loads(parts)["city"] in ("Paris", "Rome") and streamed[-2][1]["delta"]["stop_reason"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "21"}]}
+    turns = [*body["messages"], {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}, block]},
+             {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]  # fmt: skip
+    assert post(server, "/v1/messages", {**body, "messages": turns, "max_tokens": 2})["content"]
+
+
+def test_messages_are_chats(engine: Engine, server: Live) -> None:
+    chat = [{"role": "system", "content": "Be\nbrief."}, *CHAT]
+    expected: Any = engine.chat(chat, {"temperature": 0, "max_new_tokens": 30})
+    system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
+    body = {"messages": CHAT, "system": system, "max_tokens": 30, "temperature": 0}
+    told = post(server, "/v1/messages", body)
+    assert told["content"] == [{"type": "text", "text": expected["text"]}] and told["stop_reason"] == "end_turn"
+    usage, meta = told["usage"], expected["meta_info"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == meta["prompt_tokens"]
+    streamed = events(server, "/v1/messages", body)
+    names = [name for name, _ in streamed]
+    assert names[:2] == ["message_start", "content_block_start"] and all(
+        name == data["type"] for name, data in streamed
+    )
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert (
+        "".join(data["delta"]["text"] for name, data in streamed if name == "content_block_delta") == expected["text"]
+    )
+    stopped = post(server, "/v1/messages", {**body, "stop_sequences": [" is"]})
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " is")
+    assert post(server, "/v1/messages", {**body, "max_tokens": 1})["stop_reason"] == "max_tokens"
+    for change in (
+        {"messages": []},
+        {"max_tokens": None},
+        {"max_tokens": -1},
+        {"messages": [{"role": "user", "content": [{}]}]},
+    ):
+        answer = server.ask("POST", "/v1/messages", {**body, **change})
+        assert answer.status == 400 and answer.json["type"] == "error" and answer.json["error"]["message"]
+
+
+# -- what stands around the answers ------------------------------------------------------------------------------------
+
+
+def test_the_schema_is_that_of_the_readers(server: Live) -> None:
+    told = server.ask("GET", "/openapi.json").json
+    assert told == json.loads(json.dumps(open_api("fengine"))) and b"openapi.json" in server.ask("GET", "/docs").body
+    fields = told["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"][
+        "properties"
+    ]
+    known = server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1, **dict.fromkeys(fields)})
+    assert known.status == 400 and known.error["param"] == "prompt"  # every name is known, and null is absent
+    for path, methods in told["paths"].items():
+        (method,) = methods
+        assert server.ask(method.upper(), path, {} if method == "post" else None).status != 404, path
+
+
+def test_ids_of_requests_and_pages_of_other_origins(server: Live, caplog: Any) -> None:
+    assert server.ask("GET", "/version", X_Request_Id="abc-1").headers["x-request-id"] == "abc-1"
+    for odd in ("a b", "x" * 200, ""):
+        assert re.fullmatch("[0-9a-f]{32}", server.ask("GET", "/version", X_Request_Id=odd).headers["x-request-id"])
+    asked = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "content-type"}
+    allowed = server.ask("OPTIONS", "/v1/completions", None, Origin="http://page", **asked)
+    assert allowed.status == 200 and allowed.headers["access-control-allow-origin"] == "http://page"
+    assert server.ask("OPTIONS", "/v1/completions", None, Origin="http://other", **asked).status == 400
+
+
+def test_the_access_log_and_the_line_of_the_state(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fengine.server")
+    with live(engine, access_log=True, status_seconds=0.01) as server:
+        post(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 8}, X_Request_Id="id-7")
+        until(lambda: "tokens/s drawn" in caplog.text)
+        server.server.handle_exit(15, None)
+        until(lambda: "drained" in caplog.text)
+    assert re.search(r"POST /v1/completions 200 \d+ ms id-7", caplog.text)
+    stats = {
+        "running": 2,
+        "waiting": 1,
+        "pages_used": 5,
+        "pages_total": 10,
+        "pages_cached": 3,
+        "computed_tokens": 30,
+        "output_tokens": 20,
+    }
+    told = status_line(stats, {"computed_tokens": 10, "output_tokens": 10}, 2.0)
+    assert told == "2 running, 1 waiting; 10 tokens/s computed, 5 tokens/s drawn; 50 % of 10 pages held, 3 cached"
+    record = logging.LogRecord("fengine", logging.INFO, "", 0, 'say "%s"', ("a",), None)
+    assert json.loads(JsonLines().format(record))["message"] == 'say "a"'
+    assert callable(report) and callable(log_to_stderr)
