@@ -458,7 +458,8 @@ def test_tools_in_responses_and_messages(server: Live) -> None:
     streamed = events(server, "/v1/responses", body)
     assert [data["delta"] for name, data in streamed if name.endswith("arguments.delta")] == [call["arguments"]]
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
-    given = [{"role": "user", "content": "Warm?"}, thought, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "21"}]  # fmt: skip
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "21"}
+    given = [{"role": "user", "content": "Warm?"}, thought, call, result]
     assert post(server, "/v1/responses", {"input": given, "max_output_tokens": 2})["output"][0]["type"] == "message"
 
     tool = {"name": "weather", "input_schema": schema}

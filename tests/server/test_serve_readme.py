@@ -16,6 +16,8 @@ from serving import Live  # noqa: E402
 from fengine.eval.cli.compose import parse, points  # noqa: E402
 from fengine.eval.commands.serve import SERVE  # noqa: E402
 from fengine.server.config import ServerConfig  # noqa: E402
+from fengine.server.endpoints import open_api  # noqa: E402
+from fengine.server.openai_body import OF_CHATS, OF_COMPLETIONS  # noqa: E402
 
 engine, server = serving.engine, serving.server  # fixtures
 PAGE = (Path(__file__).resolve().parents[2] / "fengine" / "server" / "README.md").read_text()
@@ -38,7 +40,18 @@ def test_the_commands_compose() -> None:
 
 
 def test_the_limits_are_those_of_the_schema() -> None:
-    told = dict(re.findall(r"`(\w+)` ([\d,]+)(?: for| between| samples| chunks|;)", PAGE))
-    assert len(told) == 7
+    told = dict(re.findall(r"`(\w+)` ([\d,]+)(?: for| between| samples| chunks| while|;)", PAGE))
+    assert len(told) == 8
     for name, value in told.items():
         assert getattr(ServerConfig(), name) == int(value), name
+
+
+def test_the_tables_are_those_of_the_endpoints() -> None:
+    """Each path and each field that is named is one."""
+    rows = re.findall(r"^\| (`/.*?) \|", PAGE, flags=re.M)
+    told = {path for row in rows for path in re.findall(r"`(/[\w/]+)`", row)}
+    pages = {"/v1/models", "/health", "/ping", "/metrics", "/docs"}
+    assert len(told) > 30 and told <= open_api("fengine")["paths"].keys() | pages
+    section = PAGE[PAGE.index("Others, of both kinds") : PAGE.index("A choice tells")]
+    fields = {name for row in re.findall(r"^\| (`.*?) \|", section, flags=re.M) for name in re.findall(r"`(\w+)`", row)}
+    assert len(fields) > 20 and fields <= OF_COMPLETIONS.keys() | OF_CHATS.keys()
