@@ -65,9 +65,7 @@ def chat_ids(
 
     Errors: as `chat`.
     """
-    return ids_of(
-        engine._context, messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message
-    )
+    return ids_of(engine._context, messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message)
 
 
 # -- their parts -------------------------------------------------------------------------------------------------------
