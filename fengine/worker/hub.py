@@ -17,8 +17,8 @@ from fengine.worker.safetensors_file import NEVER_OPENED
 BOX = Path(__file__).parent.parent / "models" / "box"
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+", re.ASCII)
 TEXT_FILES = ["*.json", "*.jinja", "merges.txt"]
-# Of folders only those of sentence-transformers' modules ("1_Pooling/config.json"), and no weights of theirs.
-IGNORED = ["[!0-9]*/*", "*/*.safetensors", "consolidated*"]
+# Of folders only those of sentence-transformers' modules ("1_Pooling/config.json"), and weights of "2_Dense" alone.
+IGNORED = ["[!0-9]*/*", "*[!e]/*.safetensors", "consolidated*"]
 
 
 def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:

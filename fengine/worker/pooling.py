@@ -1,8 +1,8 @@
 """How an embedding model's hidden states become one vector: what the checkpoint says, and the arithmetic. No torch.
 
-    vector = pool(hidden states of the prompt);  vector[:dimensions];  vector / |vector|
+    vector = pool(hidden states of the prompt);  dense layers;  vector[:dimensions];  vector / |vector|
 
-sentence-transformers describes it by `modules.json` (a list of modules, each with a folder) and the Pooling module's
+sentence-transformers describes it by `modules.json` (a list of modules, each with a folder) and the modules'
 `config.json`. A checkpoint without them is pooled as SGLang does: the last token, normalised. What is done to a text
 before it is tokenized stands in `sentence_bert_config.json` and `config_sentence_transformers.json`.
 """
@@ -13,12 +13,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from fengine.errors import InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 
 POOLS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # sentence-transformers' word -> ours
 FLAGS = {"lasttoken": "lasttoken", "mean_tokens": "mean", "cls_token": "cls"}  # its older spelling: pooling_mode_*
-MODULES = ("Transformer", "Pooling", "Normalize")
+MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+ACTIVATIONS = ("Identity", "Tanh")  # of Dense
 # The keys of each file, read or without effect: names and versions; the similarity that nobody asks for here; and, of
 # the Transformer module, the one way to run a text model.
 KEYS: dict[str, frozenset[str]] = {
@@ -26,6 +29,7 @@ KEYS: dict[str, frozenset[str]] = {
     "the Pooling module's config.json": frozenset(
         {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"}
     ),
+    "a Dense module's config.json": frozenset({"in_features", "out_features", "bias", "activation_function"}),
     "sentence_bert_config.json": frozenset({"max_seq_length", "do_lower_case"}),
     "config_sentence_transformers.json": frozenset(
         {"prompts", "default_prompt_name", "__version__", "similarity_fn_name", "model_type"}
@@ -37,6 +41,20 @@ USUAL: dict[str, Any] = {
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
 }
 MAX_JSON_BYTES = 1 << 20
+MAX_DENSE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """A layer behind pooling, in float64."""
+
+    weight_OD: np.ndarray
+    bias_O: np.ndarray
+    tanh: bool
+
+    def __call__(self, vector_D: np.ndarray) -> np.ndarray:
+        vector_O = self.weight_OD @ vector_D + self.bias_O
+        return np.tanh(vector_O) if self.tanh else vector_O
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +70,7 @@ class Pooling:
     prompt: str = ""
     lower: bool = False
     max_length: int | None = None
+    dense: tuple[Dense, ...] = ()
 
 
 def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
@@ -66,16 +85,52 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     unknown = sorted(set(kinds) - set(MODULES))
     if unknown:
         raise UnsupportedFeatureError(f"modules.json: the modules {', '.join(unknown)} are not built.")
-    if kinds not in ([*MODULES[:2]], [*MODULES]):
-        raise ModelLoadError(f"modules.json: expected Transformer, Pooling and perhaps Normalize, got {kinds}.")
-    where = PurePosixPath(modules[1][1])
-    if where.is_absolute() or ".." in where.parts:
-        raise ModelLoadError(f"modules.json: the path {str(where)!r} of Pooling leaves the model's directory.")
-    pooling = _read(directory / where / "config.json")
+    normalize = kinds[-1:] == ["Normalize"]
+    if kinds[:2] != [*MODULES[:2]] or set(kinds[2 : len(kinds) - normalize]) - {"Dense"}:
+        raise ModelLoadError(f"modules.json: expected Transformer, Pooling, perhaps Dense and Normalize, got {kinds}.")
+    folders = [_folder(directory, *module) for module in modules]
+    pooling = _read(folders[1] / "config.json")
     pool, prompt = _pool(pooling, config.get("hidden_size")), _prompt(directory)
     if prompt and pool == "mean" and pooling.get("include_prompt") is False:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
-    return Pooling(pool, "Normalize" in kinds, tuple(sizes), prompt, *_text_limits(directory))
+    dense, size = [], config.get("hidden_size")
+    for kind, folder in zip(kinds, folders, strict=True):
+        if kind == "Dense":
+            dense.append(_dense(folder, size))
+            size = len(dense[-1].bias_O)
+    return Pooling(pool, normalize, tuple(sizes), prompt, *_text_limits(directory), tuple(dense))
+
+
+def _folder(directory: Path, kind: str, path: str) -> Path:
+    where = PurePosixPath(path)
+    if where.is_absolute() or ".." in where.parts:
+        raise ModelLoadError(f"modules.json: the path {path!r} of {kind} leaves the model's directory.")
+    return directory / where
+
+
+def _dense(folder: Path, size: Any) -> Dense:
+    """The Dense module of a folder, behind vectors of `size`. Errors: ModelLoadError, UnsupportedFeatureError."""
+    config = _read(folder / "config.json")
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{folder / 'config.json'} must be an object.")
+    _check_keys("a Dense module's config.json", config)
+    act = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if act not in ACTIVATIONS:
+        raise UnsupportedFeatureError(f"{folder}: activation_function {act!r:.80} is not built: {ACTIVATIONS} are.")
+    path, biased = folder / "model.safetensors", config.get("bias", True)
+    try:
+        if path.stat().st_size > MAX_DENSE_BYTES:
+            raise ModelLoadError(f"{path} is larger than {MAX_DENSE_BYTES} bytes.")
+        tensors = load_file(path)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
+    wanted = {"linear.weight": (config.get("out_features"), size)}
+    wanted |= {"linear.bias": wanted["linear.weight"][:1]} if biased else {}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if shapes != wanted or config.get("in_features") != size:
+        raise ModelLoadError(f"{path}: expected {wanted}, got {shapes}; in_features is {config.get('in_features')!r}.")
+    weight = tensors["linear.weight"].astype(np.float64)
+    return Dense(weight, tensors["linear.bias"].astype(np.float64) if biased else np.zeros(len(weight)), act == "Tanh")
 
 
 def _prompt(directory: Path) -> str:
@@ -160,6 +215,7 @@ def check_dimensions(dimensions: Any, pooling: Pooling, hidden_size: int) -> int
     """How many numbers of each vector are wanted; None: all. Errors: InvalidRequestError."""
     if dimensions is None:
         return None
+    hidden_size = len(pooling.dense[-1].bias_O) if pooling.dense else hidden_size
     if type(dimensions) is not int or not 1 <= dimensions <= hidden_size:
         raise InvalidRequestError(
             f"dimensions must be a whole number from 1 to {hidden_size}, the model's size, got {dimensions!r:.80}."
@@ -170,12 +226,15 @@ def check_dimensions(dimensions: Any, pooling: Pooling, hidden_size: int) -> int
 
 
 def finish_vector(vector_D: np.ndarray, pooling: Pooling, dimensions: int | None) -> list[float]:
-    """The pooled vector, cut to `dimensions` and then, where the model asks for it, brought to length 1. Pure.
+    """The pooled vector behind dense layers, cut to `dimensions` and, where the model asks for it, of length 1. Pure.
 
     In float64, whatever came from the device; a vector of zeros stays what it is (torch's `normalize` divides it by
     1e-12).
     """
-    vector_D = vector_D[:dimensions].astype(np.float64)
+    vector_D = vector_D.astype(np.float64)
+    for dense in pooling.dense:
+        vector_D = dense(vector_D)
+    vector_D = vector_D[:dimensions]
     if pooling.normalize:
         vector_D = vector_D / max(float(np.sqrt(np.square(vector_D).sum())), 1e-12)
     return vector_D.astype(np.float32).tolist()

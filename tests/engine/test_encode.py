@@ -165,8 +165,11 @@ def test_pooling_that_is_not_built(tmp_path: Path, pooling: Any, error: type[Exc
 
 
 def test_bad_modules(tmp_path: Path) -> None:
-    write_modules(tmp_path, {}, "Transformer", "Pooling", "Dense", "Normalize")
-    with pytest.raises(UnsupportedFeatureError, match="Dense are not built"):
+    write_modules(tmp_path, {}, "Transformer", "Pooling", "LayerNorm", "Normalize")
+    with pytest.raises(UnsupportedFeatureError, match="LayerNorm are not built"):
+        read_pooling(tmp_path, {"hidden_size": 8})
+    write_modules(tmp_path, {}, "Transformer", "Dense", "Pooling")
+    with pytest.raises(ModelLoadError, match="expected Transformer, Pooling, perhaps Dense"):
         read_pooling(tmp_path, {"hidden_size": 8})
     write_modules(tmp_path, {}, "Pooling", "Transformer")
     with pytest.raises(ModelLoadError, match="expected Transformer, Pooling"):
@@ -181,6 +184,46 @@ def test_bad_modules(tmp_path: Path) -> None:
         (tmp_path / "modules.json").write_text(text)
         with pytest.raises(ModelLoadError, match="modules.json"):
             read_pooling(tmp_path, {"hidden_size": 8})
+
+
+def write_dense(folder: Path, weight: torch.Tensor, bias: torch.Tensor | None, **config: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": bias is not None}
+    (folder / "config.json").write_text(json.dumps(sizes | config))
+    tensors = {"linear.weight": weight} | ({} if bias is None else {"linear.bias": bias})
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+def test_dense_layers_behind_pooling(tmp_path: Path) -> None:
+    """As in EmbeddingGemma: two of them, then the length; against torch."""
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Dense", "3_Dense")]
+    names = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in modules]
+    write_modules(tmp_path, {"pooling_mode": "mean"}, "Transformer", "Pooling")
+    (tmp_path / "modules.json").write_text(json.dumps([*names, {"type": "x.Normalize", "path": ""}]))
+    up, down, bias, x = (torch.randn(*shape) for shape in ((12, 8), (6, 12), (6,), (8,)))
+    write_dense(tmp_path / "2_Dense", up, None, activation_function="torch.nn.modules.linear.Identity")
+    write_dense(tmp_path / "3_Dense", down, bias)
+    pooling = read_pooling(tmp_path, {"hidden_size": 8})
+    want = torch.tanh(down @ (up @ x) + bias)
+    for size in (None, 3):
+        expected = torch.nn.functional.normalize(want[:size], dim=0).tolist()
+        assert finish_vector(x.numpy(), pooling, size) == pytest.approx(expected, abs=1e-6)
+    assert check_dimensions(6, pooling, 8) == 6
+    with pytest.raises(InvalidRequestError, match="from 1 to 6"):
+        check_dimensions(7, pooling, 8)
+    for change, message in (
+        ({"activation_function": "torch.nn.GELU"}, "'GELU' is not built"),
+        ({"in_features": 9}, "in_features is 9"),
+        ({"out_features": 5}, r"expected .*\(5, 12\)"),
+        ({"dropout": 0.5}, "dropout = 0.5"),
+    ):
+        write_dense(tmp_path / "3_Dense", down, bias, **change)
+        with pytest.raises((ModelLoadError, UnsupportedFeatureError), match=message):
+            read_pooling(tmp_path, {"hidden_size": 8})
+    write_dense(tmp_path / "3_Dense", down, bias)
+    (tmp_path / "3_Dense" / "model.safetensors").write_bytes(b"{}")
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        read_pooling(tmp_path, {"hidden_size": 8})
 
 
 def test_cut_first_then_bring_to_length_one() -> None:
@@ -214,10 +257,11 @@ def test_the_hub_brings_what_describes_pooling(monkeypatch: pytest.MonkeyPatch, 
         "modules.json",
         "model.safetensors",
         "1_Pooling/config.json",
+        "2_Dense/model.safetensors",
         "merges.txt",
         "tokenizer.json",
     ]
-    others = ["onnx/model.onnx", "onnx/config.json", "2_Dense/model.safetensors", "original/params.json", "model.bin"]
+    others = ["onnx/model.onnx", "onnx/config.json", "1_X/model.safetensors", "original/params.json", "model.bin"]
     patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
     assert list(filter_repo_objects(files + others, **patterns)) == files
 
