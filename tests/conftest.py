@@ -31,8 +31,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported by now is no garbage: an engine that ends collects, and need not walk through it."""
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """What lives by now is no garbage: an engine that ends collects, and need not walk through it."""
     gc.collect()
     gc.freeze()
 

@@ -99,17 +99,6 @@ def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:
         Engine(model_path="box", schedule_policy="random")
 
 
-def test_each_engine_of_a_process_compiles_on_its_own(tmp_path) -> None:  # noqa: ANN001
-    """Dynamo allows few recompilations per code object; engines must not eat up each other's."""
-    for i in range(10):
-        (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 16 * (i + 1)}))
-        with Engine(
-            model_path=str(tmp_path), load_format="dummy", skip_tokenizer_init=True, enable_torch_compile=True
-        ) as engine:
-            assert engine.stats()["compiles"] == 1
-            assert len(engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})["output_ids"]) == 3
-
-
 def test_a_compiled_step_tells_layers_apart_and_nothing_else(tmp_path) -> None:  # noqa: ANN001
     """A start on CUDA tries one layer of each kind before it runs all: one compiled step serves both."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 32, "num_hidden_layers": 2}))
