@@ -38,9 +38,8 @@ def test_the_system_gets_its_memory_back(tmp_path: Path) -> None:
 
 
 def ask(engine: Engine) -> Any:
-    outputs: Any = engine.generate(
-        input_ids=[[5, 6, 7], [8, 9]], sampling_params={"max_new_tokens": 6}, return_logprob=True
-    )
+    greedy: Any = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    outputs: Any = engine.generate(input_ids=[[5, 6, 7], [8, 9]], sampling_params=greedy, return_logprob=True)
     return [(o["output_ids"], o["meta_info"]["output_token_logprobs"]) for o in outputs]
 
 
