@@ -1,67 +1,73 @@
-"""Mutation tests: small faults planted one at a time into the host column; which of them do the tests see?
+"""Mutation tests: small faults planted one at a time into core, loop and journal; which of them do the tests see?
 
     python scripts/mutants.py --count 300 --jobs 2 --json scripts/results/mutants.json
     python scripts/mutants.py --files core/scheduler.py --count 40
+    python scripts/mutants.py --only simulation --count 100     # what the simulated schedules see alone
 
-First every test file of the lanes runs once and tells which functions it enters. Then each mutant (a comparison, an
-operator, a constant, a condition or a statement changed in a copy of the tree) is run against the files that enter its
-function, the quickest first, until one fails. A mutant that no test sees is printed with its line: either the line is
-not needed, or an oracle is missing. Time-outs count as seen.
+A process that has imported the libraries forks one child for each mutant: a comparison, an operator, a constant, a
+condition or a statement of one file changed as it is imported, nothing on disk. The child runs the test files of the
+module's row of TESTS, the quickest first, up to the first failure. A mutant that no test sees is printed with its line:
+either the line is not needed, or an oracle is missing, or `reason` in the JSON file tells why neither is; reasons stay
+when the file is written again. What runs too long counts as seen.
 """
 
 import argparse
 import ast
 import copy
+import importlib
+import importlib.abc
+import importlib.util
 import json
 import os
 import random
-import shutil
+import resource
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("core/*.py", "engine/engine_core.py", "engine/output_processor.py", "speculative/*.py")
-LANES = ("tests/unit", "tests/engine")
+HOST = ("unit/test_pages", "unit/test_prefix_cache", "unit/test_adapter_slots", "unit/test_request",
+        "engine/test_simulation", "unit/test_scheduler")  # fmt: skip
+LOOP = ("engine/test_simulation", "engine/test_sessions", "engine/test_state", "engine/test_ends",
+        "engine/test_lifecycle", "engine/test_api_streams", "engine/test_memory", "engine/test_weights")  # fmt: skip
+TESTS: dict[str, tuple[str, ...]] = {  # test files by pattern of what they are the oracle of
+    "core/kv_pages.py": HOST,
+    "core/prefix_cache.py": HOST,
+    "core/lora_slots.py": (*HOST, "engine/test_lora"),
+    "core/waiting_queue.py": HOST,
+    "core/running.py": (*HOST, "engine/test_speculation", "engine/test_encode"),
+    "core/batch.py": (*HOST, "engine/test_speculation"),
+    "core/scheduler.py": (*HOST, "engine/test_speculation", "engine/test_encode", "engine/test_api_options"),
+    "core/request.py": (*HOST, "engine/test_plain", "engine/test_extended", "engine/test_encode",
+                        "engine/test_api_results"),
+    "core/scheduler_output.py": (*HOST, "engine/test_extended", "engine/test_plain"),
+    "core/speculation.py": ("engine/test_simulation", "unit/test_scheduler", "engine/test_speculation"),
+    "core/step_trace.py": ("unit/test_steps", "engine/test_simulation", "eval/test_trace"),
+    "engine/engine_core.py": LOOP,
+    "engine/inbox.py": LOOP,
+    "engine/output_processor.py": (*LOOP, "engine/test_text_engine"),
+    "engine/request_state.py": (*LOOP, "engine/test_extended", "engine/test_encode", "engine/test_api_results"),
+    "engine/stepper.py": (*LOOP, "engine/test_extended"),
+    "api/sessions.py": ("engine/test_sessions", "engine/test_simulation"),
+    "speculative/ngram.py": ("engine/test_speculation", "unit/test_scheduler"),
+    "eval/runs/journal.py": ("eval/test_journal", "eval/test_rerun", "eval/test_run"),
+}  # fmt: skip
+SIMULATION = ("slow/test_simulation_many",)
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 OPERATE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add}
-# Loaded into pytest by -p: which functions of the package does each test file enter?
-TRACER = """
-import json, os, sys, threading
-from collections import defaultdict
-entered, current, times = defaultdict(set), [None], defaultdict(float)
-failed = []  # under a profiler: timing and garbage differ
-root = os.environ["MUTANTS_PACKAGE"]
-def profile(frame, event, _):
-    if event == "call" and current[0] and frame.f_code.co_filename.startswith(root):
-        entered[current[0]].add(frame.f_code.co_filename[len(root) + 1:] + ":" + str(frame.f_code.co_firstlineno))
-def pytest_runtest_protocol(item, nextitem):
-    current[0] = os.path.relpath(str(item.path))
-    threading.setprofile(profile); sys.setprofile(profile)
-def pytest_runtest_logreport(report):
-    times[report.nodeid.split("::")[0]] += report.duration
-    if report.failed:
-        failed.append(report.nodeid)
-def pytest_sessionfinish(session):
-    sys.setprofile(None)
-    with open(os.environ["MUTANTS_MAP"], "w") as out:
-        json.dump({"entered": {k: sorted(v) for k, v in entered.items()}, "times": times, "failed": failed}, out)
-"""
+LONGEST = 180  # seconds of processor time that the tests of one mutant may take
 
 
 class Mutant(NamedTuple):
     file: str  # relative to the package
-    function: int  # first line of the function around it, decorators included
     line: int
     what: str
     source: str  # of the whole file
@@ -102,103 +108,159 @@ class Replace(ast.NodeTransformer):
 
 
 def mutants_of(path: Path, package: Path) -> list[Mutant]:
+    """Of the statements in functions; not of what is raised: messages are tested by a few words."""
     source, found = path.read_text(), []
     tree = ast.parse(source)
+    told = {id(node) for raised in ast.walk(tree) if isinstance(raised, ast.Raise) for node in ast.walk(raised)}
     for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
-        first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
         for statement in function.body:
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
-            for node in ast.walk(statement):
-                for what, new in mutations(node):
-                    found.append((function, first, node, what, new))
+            found += [(n, *m) for n in ast.walk(statement) if id(n) not in told for m in mutations(n)]
     out = []
-    for _, first, node, what, new in found:
+    for node, what, new in found:
         changed = Replace(node, new).visit(tree)
         text = ast.unparse(ast.fix_missing_locations(changed))
         Replace(new, node).visit(tree)
-        out.append(Mutant(str(path.relative_to(package)), first, getattr(node, "lineno", 0), what, text))
+        out.append(Mutant(str(path.relative_to(package)), getattr(node, "lineno", 0), what, text))
     return out
 
 
-def pytest(folder: Path, arguments: list[str], timeout: float, environment: dict[str, str]) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"} | environment
-    try:
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=timeout).returncode
-    except subprocess.TimeoutExpired:
-        return 1
+class Mutated(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module of the package from other source."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.path = str(ROOT / "fengine" / mutant.file)
+        self.name = "fengine." + mutant.file.removesuffix(".py").replace("/", ".")
+        self.source = mutant.source
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        return (
+            importlib.util.spec_from_file_location(fullname, self.path, loader=self) if fullname == self.name else None
+        )
+
+    def get_filename(self, fullname: str) -> str:
+        return self.path
+
+    def get_data(self, path: Any) -> bytes:
+        return self.source.encode() if str(path) == self.path else Path(path).read_bytes()
 
 
-def copy_tree(target: Path) -> Path:
-    skip = shutil.ignore_patterns(".git", "__pycache__", ".venv", "outputs")
-    return Path(shutil.copytree(ROOT, target, ignore=skip))
+def import_libraries() -> None:
+    """All that the package and the tests import, but for the package: a child need not."""
+    probe = "import pytest, hypothesis, greenlet, fengine.api.engine, fengine.eval.runs.run, sys; print(*sys.modules)"
+    names = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.split():
+        if not name.startswith(("fengine", "__")):
+            with suppress(Exception):
+                importlib.import_module(name)
 
 
-def survey(folder: Path) -> tuple[dict[str, list[str]], dict[str, float], list[str]]:
-    """Test files by the function ("core/scheduler.py:104") that they enter; seconds of each file; tests to leave out,
-    which fail under a profiler."""
-    (folder / "mutants_tracer.py").write_text(TRACER)
-    seen = folder / "mutants_map.json"
-    environment = {"MUTANTS_PACKAGE": str(folder / "fengine"), "MUTANTS_MAP": str(seen)}
-    pytest(folder, ["-p", "mutants_tracer", *LANES], 3600, environment)
-    told, by_function = json.loads(seen.read_text()), defaultdict(list)
-    for test, functions in told["entered"].items():
-        for function in functions:
-            by_function[function].append(test)
-    return by_function, told["times"], [f"--deselect={name}" for name in told["failed"]]
+def judge(mutant: Mutant | None, tests: tuple[str, ...]) -> int:
+    """In a child: the exit status of the tests with this mutant, None: with none."""
+    import pytest
+
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(devnull, stream)
+    resource.setrlimit(resource.RLIMIT_CPU, (LONGEST, LONGEST))
+    signal.alarm(6 * LONGEST)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    if mutant is not None:
+        sys.meta_path.insert(0, Mutated(mutant))
+    files = [f"tests/{name}.py" for name in tests]
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files]))
+
+
+def fork(mutant: Mutant | None, tests: tuple[str, ...]) -> int:
+    """The process that judges."""
+    if (pid := os.fork()) == 0:
+        status = 9
+        try:
+            os.setpgid(0, 0)
+            status = judge(mutant, tests)
+        finally:
+            os._exit(status)
+    return pid
+
+
+def wait() -> tuple[int, bool, float]:
+    """(process, whether a test failed or could not end, its seconds) of a child that has ended."""
+    pid, status, usage = os.wait4(-1, 0)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what it started
+    return pid, os.waitstatus_to_exitcode(status) != 0, usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", nargs="+", default=list(FILES), help="patterns in fengine/")
+    parser.add_argument("--files", nargs="+", default=list(TESTS), help="patterns in fengine/")
     parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["simulation"], help="see with these tests alone")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no more are begun after so long")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    package = ROOT / "fengine"
-    paths = sorted({path for pattern in options.files for path in package.glob(pattern)})
+    package, until = ROOT / "fengine", time.monotonic() + 60 * options.minutes
+    rows = {path: tests for name, tests in TESTS.items() for path in package.glob(name)}
+    paths = sorted({path for pattern in options.files for path in package.glob(pattern)} & rows.keys())
     everything = [mutant for path in paths for mutant in mutants_of(path, package)]
     chosen = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
-    with tempfile.TemporaryDirectory() as scratch:
-        folders: SimpleQueue[Path] = SimpleQueue()
-        for index in range(options.jobs):
-            folders.put(copy_tree(Path(scratch) / str(index)))
-        first = folders.get()
-        by_function, seconds, without = survey(first)
-        print(f"left out: {without}", flush=True)
-        folders.put(first)
+    import_libraries()
+    tests_of = {mutant: SIMULATION if options.only else rows[package / mutant.file] for mutant in chosen}
+    sound = [fork(None, tests) for tests in sorted({t for path in paths for t in [rows[path]]} if not options.only else
+                                                   {SIMULATION})]  # fmt: skip
+    if any(failed for _ in sound for _, failed, _ in [wait()]):
+        sys.exit("the tests fail without a mutant")
+    results, going = Results(options.json, package, len(everything), options.seed), {}
+    for mutant in chosen:
+        if time.monotonic() > until:
+            break
+        if len(going) == options.jobs:
+            results.take(going, *wait())
+        going[fork(mutant, tests_of[mutant])] = mutant
+    while going:
+        results.take(going, *wait())
+    print(f"{results.caught} of {len(results.found)} mutants caught, of {len(everything)} possible ones")
 
-        def judge(mutant: Mutant) -> dict[str, Any]:
-            tests = sorted(by_function.get(f"{mutant.file}:{mutant.function}", []), key=lambda t: seconds.get(t, 0.0))
-            began, folder, caught = time.perf_counter(), folders.get(), None
-            target = folder / "fengine" / mutant.file
-            original = target.read_text()
-            try:
-                target.write_text(mutant.source)
-                for test in tests:
-                    if pytest(folder, ["-x", test, *without], 60 + 10 * seconds.get(test, 0.0), {}):
-                        caught = test
-                        break
-            finally:
-                target.write_text(original)
-                folders.put(folder)
-            line = (package / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
-            told = {"file": mutant.file, "line": mutant.line, "what": mutant.what, "source": line, "caught by": caught}
-            print(
-                "caught  " if caught else "SURVIVES", f"{mutant.file}:{mutant.line} {mutant.what}: {line}", flush=True
-            )
-            return told | {"tests": len(tests), "seconds": round(time.perf_counter() - began, 1)}
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            results = list(pool.map(judge, chosen))
-    caught = sum(result["caught by"] is not None for result in results)
-    print(f"{caught} of {len(results)} mutants caught, of {len(everything)} possible ones")
-    if options.json:
-        options.json.write_text(
-            json.dumps({"seed": options.seed, "caught": caught, "mutants": results}, indent=1) + "\n"
-        )
+class Results:
+    """What became of each mutant; written after each."""
+
+    def __init__(self, path: Path | None, package: Path, possible: int, seed: int) -> None:
+        self.path, self.package, self.possible, self.seed = path, package, possible, seed
+        self.found: list[dict[str, Any]] = []
+        before = json.loads(path.read_text())["survivors"] if path is not None and path.exists() else []
+        self.reasons = {(m["file"], m["what"], m["source"]): m["reason"] for m in before}
+
+    @property
+    def caught(self) -> int:
+        return sum(one["caught"] for one in self.found)
+
+    def take(self, going: dict[int, Mutant], pid: int, caught: bool, seconds: float) -> None:
+        mutant = going.pop(pid)
+        line = (self.package / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
+        print("caught  " if caught else "SURVIVES", f"{mutant.file}:{mutant.line} {mutant.what}: {line}", flush=True)
+        self.found.append({"file": mutant.file, "line": mutant.line, "what": mutant.what, "source": line,
+                           "caught": caught, "seconds": round(seconds, 1)})  # fmt: skip
+        if self.path is not None:
+            self.path.write_text(json.dumps(self._summary(), indent=1) + "\n")
+
+    def _summary(self) -> dict[str, Any]:
+        files = sorted({one["file"] for one in self.found})
+        by_file = {name: [one["caught"] for one in self.found if one["file"] == name] for name in files}
+        survivors = [{key: one[key] for key in ("file", "line", "what", "source")} for one in self.found
+                     if not one["caught"]]  # fmt: skip
+        for one in survivors:
+            one["reason"] = self.reasons.get((one["file"], one["what"], one["source"]), "")
+        return {
+            "seed": self.seed, "possible": self.possible, "mutants": len(self.found), "caught": self.caught,
+            "cpu_seconds": round(sum(one["seconds"] for one in self.found)),
+            "by_file": {name: f"{sum(seen)} of {len(seen)}" for name, seen in by_file.items()},
+            "survivors": survivors,
+        }  # fmt: skip
 
 
 if __name__ == "__main__":
