@@ -81,7 +81,8 @@ class SchedulerConfig:
     """`max_step_tokens` is the token budget of one step (SGLang's chunked_prefill_size).
 
     `max_queued_requests` may wait beyond those that have a row to come to; None: all. `overlap` schedules the next step
-    while the device computes this one; None: on a GPU.
+    while the device computes this one; None: on a GPU. `record` is a file for every step, without texts, that
+    `fengine replay` reads.
     """
 
     max_running_requests: int | None = None
@@ -89,6 +90,7 @@ class SchedulerConfig:
     policy: Policy = Policy.fcfs
     overlap: bool | None = None
     max_queued_requests: int | None = None
+    record: str | None = None
 
 
 class Algorithm(Enum):

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 from fengine.errors import ConfigError
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
-from fengine.eval.commands import diff, evaluate, lm_eval, merge, models, report, rerun, serve, verify
+from fengine.eval.commands import diff, evaluate, lm_eval, merge, models, report, rerun, serve, steps, verify
 
 __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
 # The first word, and who takes those behind it. Their modules import no torch (tests/eval/test_commands.py).
@@ -22,6 +22,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "lm-eval": lm_eval.main,
     "report": report.main,
     "rerun": rerun.main,
+    "replay": steps.main,
     "verify": verify.main,
     "serve": serve.main,
 }

@@ -37,6 +37,7 @@ from fengine.errors import (
     NumericsError,
     QueueFullError,
 )
+from fengine.models.kv_state import KVState
 
 STEP = 0.001  # seconds of a step
 PATIENCE = 100.0  # seconds until somebody is said to wait for ever
@@ -155,11 +156,11 @@ class World:
         self.scheduler.update = checked  # type: ignore[method-assign]
         self.core.inbox.close = noted  # type: ignore[method-assign]
 
-    def _kv(self) -> Any:
+    def _kv(self) -> KVState:
         """A new KV state: every slot is empty."""
         for page in self.device.pages:
             page[:] = [None] * len(page)
-        return SimpleNamespace(k_PSGK=(), v_PSGK=())
+        return KVState((), ())
 
     def _execute(self, kv: Any, output: SchedulerOutput) -> tuple[Any, Callable[[], StepOutput]]:
         self.machine.clock += STEP

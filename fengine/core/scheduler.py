@@ -123,6 +123,11 @@ class Scheduler:
             self._leave(request, cached=False)
         return len(running)
 
+    def flush_cache(self) -> None:
+        """Forgets every prefix."""
+        if self.cache is not None:
+            self.cache.flush()
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from fengine.config import Algorithm, EngineConfig, LoraConfig, Numerics, resolve
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
+from fengine.core.recording import RecordedScheduler
 from fengine.core.scheduler import Scheduler
 from fengine.core.speculation import Speculation
 from fengine.engine.engine_core import EngineCore
@@ -249,9 +251,10 @@ def _faults_of_start(config: EngineConfig) -> Iterator[None]:
 def make_scheduler(
     config: EngineConfig, spec: ModelSpec, pages: int, speculation: Speculation | None, slots: int
 ) -> Scheduler:  # fmt: skip
-    """The scheduler over a pool of so many pages. Pure."""
+    """The scheduler over a pool of so many pages. Errors: OSError if its steps cannot be recorded."""
     pool, page_size = PagePool(pages), config.cache.page_size or 16
-    return Scheduler(
+    record = config.scheduler.record
+    return (Scheduler if record is None else partial(RecordedScheduler, Path(record)))(
         pool,
         PrefixCache(pool, page_size) if config.cache.prefix_cache and spec.causal else None,
         page_size=page_size,

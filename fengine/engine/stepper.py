@@ -101,8 +101,7 @@ class Stepper:
 
     def flush_cache(self) -> None:
         """Forgets every prefix."""
-        if self.scheduler.cache is not None:
-            self.scheduler.cache.flush()
+        self.scheduler.flush_cache()
 
     def forget_weights(self) -> int:
         """What the old weights computed is forgotten: the KV of running requests, which are computed again, and the

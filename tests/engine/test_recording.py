@@ -1,0 +1,131 @@
+"""The recorded steps of an engine are scheduled again as they were, and tell no texts."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import simulated_engine
+from simulated_plan import plan_of
+from simulated_run import violation
+
+from fengine import Engine
+from fengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from fengine.core.recording import RecordedScheduler, Replay, replay
+from fengine.errors import InputFileError, InvariantError
+from fengine.run import main
+
+SEEDS = range(60)
+
+
+def record(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    monkeypatch.setattr(simulated_engine, "Scheduler", partial(RecordedScheduler, path))
+    assert violation(plan_of(seed)) is None
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording with pages that requests share, preemptions and aborts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for seed in range(1000):
+            path = tmp_path_factory.mktemp("recorded") / "steps.jsonl"
+            events = record(path, seed, patch)
+            steps = [event["schedule"] for event in events if "schedule" in event]
+            if any(step["preempted"] for step in steps) and sum("abort" in event for event in events) > 1:
+                return path
+    raise AssertionError("no schedule preempts and aborts")
+
+
+def test_recorded_schedules_are_scheduled_again_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among them drafts, adapters, aborts, retractions, failing rows, prompts with logprobs and dying engines."""
+    seen = set()
+    for seed in SEEDS:
+        events = record(tmp_path / "steps.jsonl", seed, monkeypatch)
+        requests, steps = replay(tmp_path / "steps.jsonl")
+        assert requests == sum("add" in event for event in events)
+        assert steps == sum("schedule" in event for event in events)
+        seen |= {key for event in events for key, value in event.items() if value}
+        seen |= {key for event in events for key, value in event.get("schedule", {}).items() if value}
+    assert seen >= {"add", "abort", "retract", "now", "guess", "bad", "preempted", "drafts", "adapters", "fed"}
+
+
+def test_no_id_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = record(tmp_path / "steps.jsonl", 3, monkeypatch)
+    again = record(tmp_path / "steps.jsonl", 3, monkeypatch)
+    prompts, other = ([e["add"]["ids"] for e in found if "add" in e] for found in (events, again))
+    assert prompts and min(min(ids) for ids in prompts) > 1000  # ids of the plan are below 12
+    assert prompts != other  # the key is another each time
+    stands_for = dict(zip((t for ids in prompts for t in ids), (t for ids in other for t in ids), strict=True))
+    assert [[stands_for[token] for token in ids] for ids in prompts] == other  # equal ids stay equal
+
+
+def test_a_step_that_is_another_now_is_told_by_its_line(busy: Path, tmp_path: Path) -> None:
+    lines = busy.read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if '"preempted":["' in line)
+    event = json.loads(lines[number])
+    event["schedule"]["preempted"] = []
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text("\n".join([*lines[:number], json.dumps(event), *lines[number + 1 :]]))
+    with pytest.raises(InvariantError, match=f"line {number + 1}: .*step {event['schedule']['step']} .*: preempted"):
+        replay(changed)
+
+
+def test_a_scheduler_with_a_fault_does_not_pass(busy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fengine.core.scheduler.prefix_limit", lambda request: 0)
+    with pytest.raises(InvariantError, match="scheduled otherwise now"):
+        replay(busy)
+
+
+def test_a_page_that_somebody_reads_is_found_by_the_device(busy: Path) -> None:
+    """The recorded steps are wrong themselves: pages of a running request are given to another one."""
+    lines = [json.loads(line) for line in busy.read_text().splitlines()]
+    page = next(pages[2][0] for line in lines if "schedule" in line for pages in line["schedule"]["new_pages"])
+    again = Replay(lines[0]["scheduler"])
+    execute = again.device.execute
+
+    def shared(output):  # type: ignore[no-untyped-def]
+        output.new_pages = [added._replace(pages=[page] * len(added.pages)) for added in output.new_pages]
+        return execute(output)
+
+    again.device.execute = shared  # type: ignore[method-assign]
+    with pytest.raises(InvariantError, match="reads wrong KV|two rows write"):
+        again.run(lines[1:])
+
+
+def test_a_torn_recording_is_replayed_as_far_as_it_goes(busy: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.jsonl"
+    for share in (0.2, 0.5, 0.9):
+        text = busy.read_text()
+        torn.write_text(text[: int(len(text) * share)])
+        replay(torn)
+
+
+@pytest.mark.parametrize("content", ["", "hello", "{}", "[1]\n", '{"scheduler": {"page_size": 1}}'])
+def test_what_is_no_recording_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text(content)
+    with pytest.raises(InputFileError):
+        replay(tmp_path / "other")
+
+
+def test_the_command(busy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(busy)]) == 0
+    assert "reads its own KV" in capsys.readouterr().out
+    assert main(["replay", str(tmp_path / "nothing")]) != 0
+    assert main(["replay"]) == 2
+    assert main(["replay", "--help"]) == 0
+
+
+def test_an_engine_records_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    config = EngineConfig(
+        ModelConfig(path="box", device="cpu"), cache=CacheConfig(max_total_tokens=512),
+        scheduler=SchedulerConfig(max_running_requests=3, record=str(path)),
+    )  # fmt: skip
+    with Engine.from_config(config) as engine:
+        engine.generate(["hello", "hello you", "hello you there"], {"max_new_tokens": 12})
+        engine.generate("hello you there, again", {"max_new_tokens": 8, "regex": "[a-z ]*"})
+        engine.flush_cache()
+        engine.generate("hello", {"max_new_tokens": 3}, return_logprob=True, logprob_start_len=0)
+    assert replay(path)[0] == 5
+    assert "hello" not in path.read_text()
