@@ -12,7 +12,7 @@ from fengine.api.outputs import Output, output_of
 from fengine.api.sessions import Turn
 from fengine.core.request import Finish, Request
 from fengine.engine.request_state import RequestOutput, RequestState
-from fengine.errors import EngineDeadError, InvalidRequestError, NumericsError
+from fengine.errors import InvalidRequestError, NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
 
@@ -105,8 +105,7 @@ class OutputCollector:
         except BaseException:
             self.abort()
             raise
-        if self.context.log is not None:
-            self.context.log.received([state.request for state in self.states])
+        self.context.log.received([state.request for state in self.states])
 
     def _notifier(self, index: int) -> Callable[[RequestState], None]:
         def notify(state: RequestState) -> None:
@@ -151,14 +150,12 @@ class OutputCollector:
             return None
         if state.error is not None and not self._ends_with_chunk(state):
             self.open.discard(index)
-            if self.context.log is not None and isinstance(state.error, EngineDeadError):
-                self.context.log.died(state.error)
+            self.context.log.died(state.error)
             raise state.error
         output = state.output  # once: it may be replaced at any moment
         if output.finish is not None:
             self.open.discard(index)
-            if self.context.log is not None:
-                self.context.log.finished(state.request, output.finish.as_dict())
+            self.context.log.finished(state.request, output.finish)
         elif output == self.sent[index] or not self._due(index, state):
             return None
         before, self.sent[index] = self.sent[index] if self.incremental else RequestOutput(), output

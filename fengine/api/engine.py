@@ -22,12 +22,7 @@ from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
 from fengine.api.tokenizer_manager import TokenizerManager
-from fengine.api.types import (
-    CallOptions,
-    EncodeOutput,
-    GenerateOutput,
-    SamplingParamsDict,
-)
+from fengine.api.types import CallOptions, EncodeOutput, GenerateOutput, SamplingParamsDict
 from fengine.config import EngineConfig
 from fengine.core.request import SamplingParams
 from fengine.engine.build import build
@@ -92,12 +87,9 @@ class Engine:
         """
         engine = cls.__new__(cls)
         every_option_on = ServerArgs(
-            model_path=parts.config.model.path,
-            enable_metrics=True,
-            enable_return_hidden_states=True,
-            enable_custom_logit_processor=True,
-            enable_priority_scheduling=True,
-        )
+            parts.config.model.path, enable_metrics=True, enable_return_hidden_states=True,
+            enable_custom_logit_processor=True, enable_priority_scheduling=True,
+        )  # fmt: skip
         engine._start(parts, args or every_option_on, owned=owned)
         return engine
 
@@ -109,9 +101,8 @@ class Engine:
             told = replace(parts.config.model, sampling_defaults=json.dumps(found, sort_keys=True))
             parts.config, preferred = replace(parts.config, model=told), found | preferred
         self._parts, self.server_args, self.config = parts, args, parts.config
-        log = RequestLog(args, parts.tokenizer) if args.log_requests or args.crash_dump_folder else None
-        sessions = Sessions(parts.core.abort, parts.core.system)
-        self._context = EngineContext(parts, args, sessions, grammars, preferred, log=log)
+        sessions, log = Sessions(parts.core.abort, parts.core.system), RequestLog(args, parts.tokenizer)
+        self._context = EngineContext(parts, args, sessions, grammars, log, preferred)
         parts.memory.keeps_weights = args.enable_weights_cpu_backup
         self._pid = os.getpid()
         parts.core.call("label_weights", version=args.weight_version)

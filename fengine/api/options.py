@@ -34,10 +34,10 @@ class EngineContext:
     args: ServerArgs
     sessions: Sessions
     grammars: Grammars
+    log: RequestLog
     preferred: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters where a call gives none
     processors: dict[str, Callable[..., Any]] = field(default_factory=dict)  # custom logit processors by name
     indices: Iterator[int] = field(default_factory=count)  # of prompts: seeds that are not given derive from them
-    log: RequestLog | None = None
 
 
 class HasContext(Protocol):

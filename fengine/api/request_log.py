@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fengine.api.server_args import ServerArgs
-from fengine.core.request import Request
-from fengine.errors import EngineDeadError
+from fengine.core.request import Finish, Request
+from fengine.errors import EngineDeadError, FengineError
 from fengine.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("fengine")
@@ -23,7 +23,10 @@ PRIVATE = frozenset({"custom_params"})
 
 
 class RequestLog:
-    """Modifies: itself, the log, and once a file in `crash_dump_folder`. Thread-safe."""
+    """Does what the settings ask, perhaps nothing. Thread-safe.
+
+    Modifies: itself, the log, and once a file in `crash_dump_folder`.
+    """
 
     def __init__(self, args: ServerArgs, tokenizer: Tokenizer | None) -> None:
         self._args, self._tokenizer = args, tokenizer
@@ -38,9 +41,10 @@ class RequestLog:
             for request in requests:
                 self._log("received", {"rid": request.rid, "prompt_tokens": request.prompt_len}, request, 0)
 
-    def finished(self, request: Request, reason: Any) -> None:
-        """A request has ended, as its finish reason says."""
+    def finished(self, request: Request, finish: Finish) -> None:
+        """A request has ended."""
         if self._args.log_requests:
+            reason = finish.as_dict()
             facts = {"rid": request.rid, "completion_tokens": request.num_output, "finish_reason": reason}
             self._log("finished", facts, request, request.prompt_len)
 
@@ -53,10 +57,10 @@ class RequestLog:
             facts["text"] = text[: SHOWN[level]]
         logger.info("%s: %s", event, json.dumps(facts, default=str, ensure_ascii=False))
 
-    def died(self, error: EngineDeadError) -> None:
+    def died(self, error: FengineError) -> None:
         """Writes the last requests, once: their ids and parameters, and neither keys, salts nor custom parameters."""
         folder = self._args.crash_dump_folder
-        if folder is None or self._dumped:
+        if folder is None or self._dumped or not isinstance(error, EngineDeadError):
             return
         self._dumped = True
         settings = {

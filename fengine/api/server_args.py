@@ -10,10 +10,11 @@ from enum import Enum
 from typing import Any, get_args
 
 from fengine.api.sglang_args import (
-    adapter_paths,
+    draft_tokens,
     graphs_of,
     json_object,
     log_harmless,
+    lora_values,
     refuse_foreign,
     set_log_level,
     with_foreign_fields,
@@ -99,9 +100,7 @@ class ServerArgs:
     stream_output: bool = False  # SGLang's older name of the same
     enable_metrics: bool = False
     preferred_sampling_params: str | dict | None = None  # JSON or a dict: defaults under what each call gives
-    sampling_defaults: str | None = setting(
-        None, "model.sampling_defaults"
-    )  # "model": under these come generation_config.json's
+    sampling_defaults: str | None = setting(None, "model.sampling_defaults")  # "model": generation_config.json's
     allow_auto_truncate: bool = False
     enable_custom_logit_processor: bool = False
     enable_return_hidden_states: bool = False
@@ -153,13 +152,6 @@ class ServerArgs:
 
     def _derived(self) -> dict[str, Any]:
         """Values of the configuration that are no single field here. Errors: ConfigError."""
-        paths, pinned = adapter_paths(self.lora_paths)
-        if paths and self.enable_lora is False:
-            raise ConfigError("lora_paths is given, but enable_lora=False; leave one of them out")
-        kinds = self.lora_target_modules
-        kinds = (kinds,) if isinstance(kinds, str) else kinds
-        if kinds is not None and not all(isinstance(kind, str) for kind in kinds):
-            raise ConfigError(f"lora_target_modules must be names of modules, got {self.lora_target_modules!r:.80}")
         overrides = json_object("json_model_override_args", self.json_model_override_args)
         rows, prefill_graphs = graphs_of(vars(self))
         number, chunk = self.base_gpu_id, self.chunked_prefill_size
@@ -174,21 +166,9 @@ class ServerArgs:
             "compile.prefill_graphs": prefill_graphs,
             "compile.graph_rows": rows,
             "speculation.algorithm": self.speculative_algorithm and self.speculative_algorithm.lower(),
-            "speculation.num_draft_tokens": self._draft_tokens(),
-            "lora.paths": tuple(f"{name}={path}" for name, path in paths.items()),
-            "lora.pinned": pinned,
-            "lora.target_modules": None if not kinds or {"all", "all-linear"} & set(kinds) else tuple(sorted(kinds)),
+            "speculation.num_draft_tokens": draft_tokens(vars(self)),
+            **lora_values(vars(self)),
         }
-
-    def _draft_tokens(self) -> int | None:
-        """Errors: ConfigError where number of steps and of tokens contradict each other."""
-        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
-        if steps is not None and tokens not in (None, steps + 1):
-            raise ConfigError(
-                f"speculative_num_draft_tokens={tokens} with speculative_num_steps={steps}: chains have one token more "
-                f"than steps; give {steps + 1}, or leave one of them out"
-            )
-        return tokens if steps is None else steps + 1
 
     @property
     def whitespace(self) -> Whitespace | None:

@@ -133,6 +133,33 @@ def graphs_of(values: Mapping[str, Any]) -> tuple[int | None, bool]:
     return None, prefill
 
 
+def draft_tokens(values: Mapping[str, Any]) -> int | None:
+    """Errors: ConfigError where number of steps and of tokens contradict each other."""
+    steps, tokens = values["speculative_num_steps"], values["speculative_num_draft_tokens"]
+    if steps is not None and tokens not in (None, steps + 1):
+        raise ConfigError(
+            f"speculative_num_draft_tokens={tokens} with speculative_num_steps={steps}: chains have one token more "
+            f"than steps; give {steps + 1}, or leave one of them out"
+        )
+    return tokens if steps is None else steps + 1
+
+
+def lora_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the configuration's `lora` is no single field. Pure. Errors: ConfigError."""
+    paths, pinned = adapter_paths(values["lora_paths"])
+    if paths and values["enable_lora"] is False:
+        raise ConfigError("lora_paths is given, but enable_lora=False; leave one of them out")
+    kinds = values["lora_target_modules"]
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    if kinds is not None and not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError(f"lora_target_modules must be names of modules, got {kinds!r:.80}")
+    return {
+        "lora.paths": tuple(f"{name}={path}" for name, path in paths.items()),
+        "lora.pinned": pinned,
+        "lora.target_modules": None if not kinds or {"all", "all-linear"} & set(kinds) else tuple(sorted(kinds)),
+    }
+
+
 def adapter_paths(given: Any) -> tuple[dict[str, str], tuple[str, ...]]:
     """`lora_paths`: (path by name, the names that are pinned). Pure. Errors: ConfigError."""
     paths: dict[str, str] = {}

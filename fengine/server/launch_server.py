@@ -49,9 +49,8 @@ def launch_server(server_args: ServerArgs) -> int:
     Errors: ConfigError, UnsupportedFeatureError, ModelLoadError and kinds.
     """
     config = config_of(server_args)
-    own = replace(server_args, reasoning_parser=None, sampling_defaults=None)  # type: ignore[call-arg]
     log_to_stderr(config.log)
-    with listen(config) as bound, Engine(server_args=own) as engine:
+    with listen(config) as bound, Engine(server_args=replace(server_args, sampling_defaults=None)) as engine:
         stopped_by = serve(engine, config, bound)
     return 0 if stopped_by is None else 128 + stopped_by
 
