@@ -11,7 +11,7 @@ from fengine.api.outputs import Output
 from fengine.core.sampling_params import GRAMMARS
 from fengine.server.answers import finish_reason, stopped_by
 from fengine.server.chat_body import ChatOptions
-from fengine.server.errors import unsupported
+from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
 from fengine.server.output_parser import OutputParser
 from fengine.server.token_text import TokenNames, hidden_states, prompt_logprobs
@@ -41,10 +41,13 @@ def prepare(
     request: OpenAIRequest, chat: ChatOptions, engine: Engine, facts: TemplateFacts
 ) -> tuple[dict[str, Any], "ChatForm"]:
     """(fields of GenerateReqInput, how the outputs read). Errors: those of `Engine.chat_ids`; ApiError."""
-    tokenizer = engine.tokenizer
+    tokenizer, context, sampling = engine.tokenizer, engine._parts.context_length, request.arguments["sampling_params"]
+    if type(most := sampling["max_new_tokens"]) is int and most > context:
+        told = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
+        raise invalid(request.words["max_new_tokens"], told)
     ids = chat_ids(engine, chat, _template_values(chat, facts), request.add_special_tokens)
-    ids = request.truncation.of(ids, engine._parts.context_length) if request.truncation else ids
-    sampling = dict(request.arguments["sampling_params"])
+    ids = request.truncation.of(ids, context) if request.truncation else ids
+    sampling = dict(sampling)
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     form = _form_read(chat, facts, constrained)
     if form is not None and facts.hidden:
@@ -120,12 +123,12 @@ class ChatForm:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        delta = self.parts(index, output, streamed=True)
-        choice = self._choice(index, output, {"delta": delta})
+        new = self.parts(index, output, streamed=True)
+        choice = self._choice(index, output, {"delta": new or {"content": ""}})  # SGLang's clients look for a content
         if choice["finish_reason"]:
-            delta |= hidden_states(output)
+            choice["delta"] |= hidden_states(output)
         asked = self.request.logprobs is not None or self.request.return_token_ids
-        return choice if delta or choice["finish_reason"] or asked else None
+        return choice if new or choice["finish_reason"] or asked else None
 
     def beside(self, outputs: list[Output]) -> dict[str, Any]:
         """vLLM puts them here: a chat has one prompt."""

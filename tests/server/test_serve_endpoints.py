@@ -2,7 +2,9 @@
 
 import json
 import logging
+import math
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 import tiny_adapters
+import torch
+from safetensors.torch import load_file, save_file
 from serving import Live, live, until
 
 from fengine.api.engine import Engine
@@ -203,6 +207,42 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         found = post(server, "/invocations", {"input": PROMPT})
         assert found["data"][0]["embedding"] == expected[0]["embedding"]
         until(server.quiet)
+
+
+def cross_encoder(directory: Path) -> Path:
+    """The box with a head of one label."""
+    model = shutil.copytree(BOX, directory)
+    (file,) = model.glob("*.safetensors")
+    tensors = load_file(file)
+    width = tensors["model.norm.weight"].shape[0]
+    tensors["score.weight"] = torch.linspace(-0.5, 0.5, width, dtype=tensors["model.norm.weight"].dtype)[None]
+    save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, file)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "x"}, "label2id": {"x": 0}}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
+    query, documents = "What is the capital of France?", ["Rome is big.", "Paris is the capital of France.", "2 + 3"]
+    with Engine(model_path=str(cross_encoder(tmp_path / "m")), is_embedding=True, enable_torch_compile=False) as engine:
+        raw: Any = [one["embedding"] for one in engine.rerank([[query, document] for document in documents])]
+        order = sorted(range(3), key=lambda i: -raw[i])
+        with live(engine) as server:
+            asked = {"query": query, "documents": documents}
+            told = post(server, "/v1/rerank", asked)
+            assert [(one["index"], one["score"], one["document"]) for one in told] == [
+                (i, raw[i], documents[i]) for i in order
+            ]
+            best = post(server, "/rerank", {**asked, "top_n": 2, "return_documents": False})["results"]
+            assert [one["index"] for one in best] == order[:2] and "document" not in best[0]
+            sigmoids = [1 / (1 + math.exp(-value)) for value in raw]
+            assert [one["relevance_score"] for one in best] == pytest.approx([sigmoids[i] for i in order[:2]])
+            pairs = {"text_1": query, "text_2": documents}
+            assert [one["score"] for one in post(server, "/score", pairs)["data"]] == pytest.approx(sigmoids)
+            bare = post(server, "/score", {**pairs, "activation": False})["data"]
+            assert [one["score"] for one in bare] == raw
+            until(server.quiet)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
