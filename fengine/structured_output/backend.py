@@ -162,6 +162,8 @@ def attempt(question: tuple[str, str, str | None]) -> str:
         Grammar(_bytes_alone(), source, lark)
     except GrammarError as error:
         raise Refused(str(error)) from None
+    except RecursionError:
+        raise Refused("it is too complex: its parts stand too deep inside one another") from None
     return lark
 
 

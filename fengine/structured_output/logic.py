@@ -129,7 +129,8 @@ class Logic:
         """`complement` of one keyword."""
         match key:
             case "$ref":
-                return self.complement(look_up(self.document, keywords.target({key: item})), among, depth + 1)
+                at = keywords.target({key: item})
+                return None if self._recurs(at) else self.complement(look_up(self.document, at), among, depth + 1)
             case "not":
                 return [item]
             case "const" | "enum":
@@ -154,6 +155,19 @@ class Logic:
             case "$defs" | "definitions":
                 return []
         return None
+
+    def _recurs(self, at: str) -> bool:
+        """Whether the references of the schema there lead back to it: what it says cannot be written out."""
+        seen, todo = {at}, [at]
+        while todo:
+            for node in keywords.parts(look_up(self.document, todo.pop())):
+                if isinstance(node, dict) and isinstance(node.get("$ref"), str):
+                    target = keywords.target(node)
+                    if at == target or at.startswith(f"{target}/"):
+                        return True
+                    todo += [target] if target not in seen else []
+                    seen.add(target)
+        return False
 
     def _other_properties(self, properties: Node, among: Any, depth: int) -> list[Any] | None:
         """Objects with a property that is not as it is here."""

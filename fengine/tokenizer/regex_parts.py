@@ -27,6 +27,12 @@ def parse(pattern: str) -> Any:
         return parser.parse(pattern)
 
 
+def inside(flags: int, more: int, less: int) -> int:
+    """The flags inside (?more-less:…): of ASCII and UNICODE there is one. Pure."""
+    kinds = re.ASCII | re.UNICODE
+    return ((flags & ~kinds if more & kinds else flags) | more) & ~less
+
+
 def one_character(whole: str, kind: str, value: Any, flags: int) -> re.Pattern[str]:
     """A pattern for one character, from an item of the parser. Pure.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fengine.errors import InvalidRequestError
-from fengine.tokenizer.regex_parts import one_character, parse, parser
+from fengine.tokenizer.regex_parts import inside, one_character, parse, parser
 
 MAX_PATTERNS = 32
 MAX_PATTERN_BYTES = 256
@@ -88,7 +88,7 @@ class StopRegex:
     def _piece(self, kind: str, value: Any, flags: int) -> tuple[int, int]:
         if kind == "SUBPATTERN":
             _, more, less, items = value
-            return self._chain(items, (flags | more) & ~less)
+            return self._chain(items, inside(flags, more, less))
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):  # lazy or not, the same texts hold a match
             low, high, items = value
             return self._repeat(low, high, items, flags)

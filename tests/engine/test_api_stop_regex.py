@@ -19,7 +19,7 @@ PATTERNS = [
     r"ab", r"a+b", r"\d{3}", r"(foo|bar)+x", r"^ab", r"ab$", r"a$\n", r"\bfoo\b", r"o\Bo", r"(?i)AB[c-e]", r"(?m)^x$",
     r"[^a-z\s]{2,3}?b", r"a{2,}b", r"x{0,2}yz", r"(?s)a.b", r"a.b", r"\Aa", r"a\Z", r"[\]x-]o", r"(?i:f)oo",
     r"(?a)\w\W", r"é+", r"(?:a|b|cd)*ef", r"(?x) a b  # c", r"o\n$", r"(?m)$\nx", r"a|$\nb", r"(?P<n>a)b|\x41",
-    r"(?:a??b){2}", r"[\w.]+@", r"(?i)é", r"\S\s\S", r"\n{2}", r"(?-i:a)B(?i:c)",
+    r"(?:a??b){2}", r"[\w.]+@", r"(?i)é", r"\S\s\S", r"\n{2}", r"(?-i:a)B(?i:c)", r"(?a:\w)x", r"a(?ai:\W)B",
 ]  # fmt: skip
 texts = st.text(st.sampled_from("abcdefoxyzAB\n12_é]-@. "), max_size=14)
 

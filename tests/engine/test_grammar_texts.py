@@ -477,6 +477,8 @@ BAD = [
     ("json_schema", '{"$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}]}}}', "itself"),
     ("json_schema", '{"type": "strin"}', "Invalid type"),
     ("json_schema", '{"type": "string", "format": "uri-template"}', "format 'uri-template'"),
+    ("json_schema", '{"properties": {"a": {"not": {"$ref": "#"}}}}', "'not' at #/properties/a is not supported"),
+    ("json_schema", '{"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"if": {"$ref": "#/$defs/a"}}}}', "not supported"),
     ("json_schema", '{"oneOf": [true, true]}', "Unsatisfiable|nothing satisfies"),
     ("json_schema", '{"contentMediaType": "application/json"}', "contentMediaType at # .* cannot be held"),
     ("json_schema", '{"type": "string", "format": "datetime"}', "format 'datetime'"),
