@@ -7,41 +7,8 @@
  */
 #include "cpu_products.h"
 
-enum { F32, BF16, F16 }; /* how weights are stored */
-
-/* -- weights to float ---------------------------------------------------------------------------------------------- */
-
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-
-/* IEEE half to float, exact for every half. */
-INLINE vf vf_from_half(u16x16 half) {
-#if LANES == 16
-    return (vf)_mm512_cvtph_ps((__m256i)half);
-#else
-    vu h = __builtin_convertvector(half, vu);
-    vu sign = (h & 0x8000u) << 16;
-    vf scaled = (vf)((h & 0x7fffu) << 13) * vf_set(0x1p112f);
-    vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
-    return (vf)((vu)scaled | special | sign);
-#endif
-}
-
-/* Elements at .. at+15 of a stored vector of n, zeros behind its end. */
-INLINE vf vf_widen(const void *stored, int64_t at, int64_t n, int kind) {
-    if (kind == F32)
-        return vf_load_upto((const float *)stored + at, n - at);
-    u16x16 raw = {0};
-    const uint16_t *p = (const uint16_t *)stored + at;
-    if (n - at >= 16)
-        memcpy(&raw, p, 32);
-    else
-        memcpy(&raw, p, (size_t)(n - at) * 2);
-    return kind == BF16 ? (vf)(__builtin_convertvector(raw, vu) << 16) : vf_from_half(raw);
-}
-
 /* -- linear -------------------------------------------------------------------------------------------------------- */
 
-#define BLOCK 32 /* outputs per packed block */
 #define REGISTERS (BLOCK / LANES) /* accumulators of one row of one block */
 #ifdef __clang__
 #define MAX_ROWS (LANES == 16 ? 8 : 6) /* clang does not keep taller tiles in registers */
@@ -59,7 +26,7 @@ typedef struct {
     float *y;
     int64_t m, n, k, x_stride;
     int kind, bias_kind;
-    int64_t blocks_per_task, rows_per_task, row_tasks;
+    int64_t blocks_per_task, rows_per_task, row_tasks, first; /* first: the block of outputs that w begins with */
 } linear_job;
 
 #ifdef __clang__
@@ -135,7 +102,7 @@ INLINE void tile(const linear_job *job, int64_t row, int64_t block, const int ro
         UNROLL(16) for (int r = 0; r < rows; r++)
             UNROLL(4) for (int b = 0; b < blocks; b++)
                 UNROLL(8) for (int i = 0; i < vectors; i++) acc[r * blocks + b][i] = (nf){0};
-        int64_t at = block * k_end * BLOCK + from * LANES;
+        int64_t at = (block - job->first) * k_end * BLOCK + from * LANES;
         for (int64_t k = 0; k < k_end; k++, at += BLOCK) {
             UNROLL(4) for (int b = 0; b < blocks; b++) {
                 nf w[REGISTERS];
@@ -239,6 +206,16 @@ API int fengine_linear(const float *x, const void *w, const void *bias, float *y
     run_tasks(linear_task, &job, column_tasks * job.row_tasks, threads);
     free(spread);
     return failed;
+}
+
+void linear_block(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
+                  int64_t block, int kind, int bias_kind) {
+    int64_t tiles = (m + MAX_ROWS - 1) / MAX_ROWS;
+    linear_job job = {x, w, bias, y, m, n, k, k, kind, bias_kind, 1, m, 1, block};
+    for (int64_t i = 0, row = 0, height; i < tiles; i++, row += height) {
+        height = m / tiles + (i < m % tiles);
+        narrow[height - 1][kind](&job, row, block);
+    }
 }
 
 /* -- RMS norm ------------------------------------------------------------------------------------------------------ */

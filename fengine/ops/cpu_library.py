@@ -18,7 +18,7 @@ from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
 from fengine.ops import compiler
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / f"cpu_{name}.c" for name in ("kernels", "attention", "draw", "lora", "experts")]
+SOURCES = [FOLDER / f"cpu_{name}.c" for name in ("kernels", "attention", "draw", "lora", "experts", "quantized")]
 HEADERS = [FOLDER / "cpu_vector.h", FOLDER / "cpu_products.h"]
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHORT = 1 << 19
@@ -27,6 +27,7 @@ SHORT = 1 << 19
 _P, _I, _T, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 SIGNATURES = {
     "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
+    "fengine_quantized_linear": [_P] * 7 + [_I] * 5 + [_T] * 4,
     "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _F, _T],
     "fengine_layer_norm": [_P] * 3 + [_I] * 2 + [_T, _F, _T, _T],
     "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _F, _T],
@@ -48,7 +49,7 @@ SIGNATURES = {
     "fengine_take": [_P] * 3 + [_I] * 2,
     "fengine_philox": [_P, _I, _P, _I],
 }
-TELLING = ("linear", "gated_linear", "lora_add", "experts", "attention", "draw", "logprobs", "top_ids")
+TELLING = ("linear", "gated_linear", "quantized_linear", "lora_add", "experts", "attention", "draw", "logprobs", "top_ids")
 """Kernels with memory of their own, which return whether there was none."""
 
 

@@ -4,8 +4,88 @@
 
 #include "cpu_vector.h"
 
+enum { F32, BF16, F16 }; /* how weights are stored */
+#define BLOCK 32 /* outputs per packed block */
+
+/* -- weights to float ---------------------------------------------------------------------------------------------- */
+
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+/* IEEE half to float, exact for every half. */
+INLINE vf vf_from_half(u16x16 half) {
+#if LANES == 16
+    return (vf)_mm512_cvtph_ps((__m256i)half);
+#else
+    vu h = __builtin_convertvector(half, vu);
+    vu sign = (h & 0x8000u) << 16;
+    vf scaled = (vf)((h & 0x7fffu) << 13) * vf_set(0x1p112f);
+    vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return (vf)((vu)scaled | special | sign);
+#endif
+}
+
+/* Elements at .. at+15 of a stored vector of n, zeros behind its end. */
+INLINE vf vf_widen(const void *stored, int64_t at, int64_t n, int kind) {
+    if (kind == F32)
+        return vf_load_upto((const float *)stored + at, n - at);
+    u16x16 raw = {0};
+    const uint16_t *p = (const uint16_t *)stored + at;
+    if (n - at >= 16)
+        memcpy(&raw, p, 32);
+    else
+        memcpy(&raw, p, (size_t)(n - at) * 2);
+    return kind == BF16 ? (vf)(__builtin_convertvector(raw, vu) << 16) : vf_from_half(raw);
+}
+
+/* 16 floats rounded to what `kind` holds, nearest even, as floats. For bfloat16 they are 0, or from 2^-110 to 2^110. */
+INLINE vf vf_rounded(vf x, int kind) {
+    if (kind == F32)
+        return x;
+    if (kind == BF16) { /* Veltkamp's splitting: seen to round every mantissa to its nearest, ties to even */
+        vf high = x * vf_set(65537.0f);
+        return high + (x - high);
+    }
+#if LANES == 16
+    return (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    vu bits = (vu)x & 0x7fffffffu, sign = (vu)x & 0x80000000u;
+    vf normal = (vf)((bits + 0xfffu + (bits >> 13 & 1u)) & ~0x1fffu);
+    vf small = ((vf)bits + vf_set(0.5f)) - vf_set(0.5f); /* halves below 2^-14 lie 2^-24 apart, as floats at 1/2 */
+    vf size = vf_select((vf)bits < vf_set(0x1p-14f), small, normal);
+    size = vf_select(size > vf_set(65504.0f), vf_set(INFINITY), size);
+    return (vf)((vu)size | sign);
+#endif
+}
+
+/* Stores 16 floats, rounded before, at `at` of a stored vector. */
+INLINE void vf_narrow(void *stored, int64_t at, vf x, int kind) {
+    if (kind == F32) {
+        vf_store((float *)stored + at, x);
+        return;
+    }
+    u16x16 raw;
+    if (kind == BF16) {
+        raw = __builtin_convertvector((vu)x >> 16, u16x16);
+    } else {
+#if LANES == 16
+        raw = (u16x16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+        vu bits = (vu)x & 0x7fffffffu;
+        vu normal = (bits >> 13) - (112u << 10), small = (vu)((vf)bits + vf_set(0.5f)) & 0x3ffu;
+        vu is_small = (vu)((vf)bits < vf_set(0x1p-14f)), infinite = (vu)(bits >= 0x7f800000u);
+        vu half = (is_small & small) | (~is_small & normal);
+        half = (infinite & 0x7c00u) | (~infinite & half);
+        raw = __builtin_convertvector(half | ((vu)x >> 31 << 15), u16x16);
+#endif
+    }
+    memcpy((uint16_t *)stored + at, &raw, sizeof raw);
+}
+
 API int fengine_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
                        int kind, int bias_kind, int threads);
+/* Outputs of block `block` alone, whose weights [k, 32] are w; y, bias and n are as for `fengine_linear`. */
+void linear_block(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
+                  int64_t block, int kind, int bias_kind);
 API void fengine_silu_mul(const float *x, float *y, int64_t rows, int64_t f, int act, int gated,
                           int threads);
 

@@ -1,0 +1,147 @@
+"""y = x @ w.T (+ bias) for weights in few bits. No reduction tree of its own: it is linear.py's, of
+
+    w[n, k] = (value(code[n, k]) - zero[n, g]) * scale[n, g]        g: the group of column k
+
+in one float32 product, rounded once to the dtype that the matrix would have unquantized. So the bits are those of the
+dequantized matrix, whatever the number of rows.
+
+Codes: int4, int8 (unsigned, with a zero), fp8 (e4m3fn), fp4 (e2m1, after OCP's microscaling formats). Schedules on CUDA:
+few rows decode in registers inside the product's own order over K, where that was proved equal on this machine (see
+proof.py); more rows decode the matrix to scratch and take linear.py's proved schedules. On the CPU see cpu_quantized.c.
+
+Packed on CUDA: the codes of two columns in a byte, the even one low, or one in a byte: [N, bytes of K]; scale and zero
+[G, N]. On the CPU: 8 columns in a word or one in a byte, and 32 outputs side by side: see cpu_quantized.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fengine.ops import cpu_quantized, quantized_launch
+from fengine.ops.cpu import LANES
+from fengine.ops.registration import register
+
+FOUR_BITS = ("int4", "fp4")
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST = {"fp8": 448.0, "fp4": 6.0}
+
+
+class Codes(NamedTuple):
+    """A matrix in few bits, as read: one code a byte. The group of column k is index_K[k], or k // group."""
+
+    kind: str
+    code_NK: Tensor  # uint8
+    scale_NG: Tensor
+    zero_NG: Tensor | None  # uint8, of int4 and int8
+    group: int
+    index_K: Tensor | None = None  # int32
+
+    def rows(self, index: Tensor) -> "Codes":
+        """The rows `index`. Pure."""
+        zero_NG = None if self.zero_NG is None else self.zero_NG[index]
+        return self._replace(code_NK=self.code_NK[index], scale_NG=self.scale_NG[index], zero_NG=zero_NG)
+
+
+def values(kind: str, code: Tensor) -> Tensor:
+    """What codes stand for, in float32. Pure."""
+    if kind == "fp8":
+        return code.view(torch.float8_e4m3fn).float()
+    if kind == "fp4":
+        return code.new_tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float32)[code.long()]
+    return code.float()
+
+
+def dequantized(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] that the codes stand for: the definition. Pure."""
+    group_K = codes.index_K
+    if group_K is None:
+        group_K = torch.arange(codes.code_NK.shape[1], device=codes.code_NK.device) // codes.group
+    w_NK = values(codes.kind, codes.code_NK)
+    if codes.zero_NG is not None:
+        w_NK = w_NK - codes.zero_NG.float()[:, group_K]
+    return (w_NK * codes.scale_NG.float()[:, group_K]).to(dtype)
+
+
+def encoded(w_NK: Tensor, kind: str, group: int, scale_dtype: torch.dtype = torch.float32) -> Codes:
+    """The nearest codes of each value, scales symmetric about zero over `group` columns (0: all). Pure."""
+    n, k = w_NK.shape
+    w_NGC = rearrange(w_NK.float(), "n (g c) -> n g c", c=group or k)
+    half = LARGEST.get(kind, (1 << (4 if kind == "int4" else 8)) / 2 - 0.5)
+    scale_NG = (w_NGC.abs().amax(-1) / half).to(scale_dtype)
+    scale_NG = torch.where(scale_NG == 0, 1, scale_NG)
+    scaled_NK = rearrange(w_NGC / scale_NG.float()[..., None], "n g c -> n (g c)")
+    if kind == "fp8":
+        code_NK = scaled_NK.clamp(-LARGEST[kind], LARGEST[kind]).to(torch.float8_e4m3fn).view(torch.uint8)
+        return Codes(kind, code_NK, scale_NG, None, group or k)
+    zero = 8 if kind == "int4" else 128
+    code_NK = (scaled_NK.round() + zero).clamp(0, 2 * zero - 1).to(torch.uint8)
+    return Codes(kind, code_NK, scale_NG, torch.full_like(scale_NG, zero, dtype=torch.uint8), group or k)
+
+
+def joined(parts: list[Codes]) -> Codes | None:
+    """Matrices above each other as one; None where their kinds or groups differ. Pure."""
+    first = parts[0]
+    for part in parts[1:]:
+        if (part.kind, part.group, part.scale_NG.dtype) != (first.kind, first.group, first.scale_NG.dtype):
+            return None
+        if part.index_K is None or first.index_K is None:
+            if part.index_K is not first.index_K:
+                return None
+        elif not torch.equal(part.index_K, first.index_K):
+            return None
+    zeros = [part.zero_NG for part in parts if part.zero_NG is not None]
+    code_NK, scale_NG = torch.cat([part.code_NK for part in parts]), torch.cat([part.scale_NG for part in parts])
+    return first._replace(code_NK=code_NK, scale_NG=scale_NG, zero_NG=torch.cat(zeros) if zeros else None)
+
+
+_op = register(
+    "quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? index, int n, int group, str kind, "
+    "ScalarType dtype, Tensor? bias, ScalarType? out_dtype) -> Tensor",
+    quantized_launch.launch, quantized_launch.fake, cpu_quantized.quantized_linear,
+)  # fmt: skip
+
+
+class Quantized(NamedTuple):
+    """A matrix of `n` outputs in few bits, packed for its device; `dtype` is what its values are rounded to."""
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    index: Tensor | None
+    n: int
+    group: int
+    kind: str
+    dtype: torch.dtype
+
+    def linear(
+        self, x_TK: Tensor, bias_N: Tensor | None, adapters: Any, out_dtype: torch.dtype | None, exact: bool
+    ) -> Tensor:
+        """As `linear.linear`. Pure."""
+        return _op(x_TK, *self, bias_N, out_dtype)
+
+    def plain(self, adapters: Any) -> None:
+        """Nothing that kernels for dense matrices could read."""
+
+
+def pack(codes: Codes, dtype: torch.dtype) -> Quantized:
+    """The layout that `linear` reads on the codes' device (see the module docstring), once at load. Pure."""
+    kind, code_NK, scale_NG, zero_NG, group, index_K = codes
+    n, k = code_NK.shape
+    four = kind in FOUR_BITS
+    if four:
+        code_NK = pad(code_NK, (0, -k % 8))
+        code_NK = code_NK[:, 0::2] | code_NK[:, 1::2] << 4
+    if code_NK.device.type != "cpu":
+        turned = [None if t is None else t.T.contiguous() for t in (scale_NG, zero_NG)]
+        return Quantized(code_NK.contiguous(), turned[0], turned[1], index_K, n, group, kind, dtype)  # pyright: ignore
+
+    def blocks(t: Tensor) -> Tensor:
+        return rearrange(pad(t, (0, 0, 0, -n % (2 * LANES))), "(b lane) k -> b k lane", lane=LANES).contiguous()
+
+    zero = None if zero_NG is None else blocks(zero_NG)
+    packed = blocks(code_NK.contiguous().view(torch.int32) if four else code_NK)
+    return Quantized(packed, blocks(scale_NG.float()), zero, index_K, n, group,
+                     kind, dtype)  # fmt: skip

@@ -1,0 +1,113 @@
+"""Schedules of quantized.py on CUDA, proved before they are used: see linear.py and proof.py."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.ops import linear
+from fengine.ops.ahead import launcher
+from fengine.ops.linear_schedules import REFERENCE, cdiv
+from fengine.ops.proof import captured, proofs
+from fengine.ops.quantized_kernels import decode_kernel, product_kernel
+from fengine.ops.registration import EARLY, dependent_launch, plain
+
+FEW = 64  # rows up to which a product decodes its weights itself
+
+
+class Matrix(NamedTuple):
+    """The tensors and facts of a `Quantized` leaf on CUDA."""
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    index: Tensor | None
+    n: int
+    group: int
+    kind: str
+
+
+class Schedule(NamedTuple):
+    """Tiles of the product that decodes in registers: BM rows of x, BN outputs on the M side, BK columns a step."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def schedules(m: int, n: int, k: int, dtype: torch.dtype) -> list[Schedule]:
+    """Schedules for m rows, in the order in which they are tried; none where scratch is faster. Pure."""
+    if m > FEW or dtype == torch.float32:
+        return []
+    rows = 16 if m <= 16 else 32 if m <= 32 else 64
+    return [Schedule(rows, 64, 128, 4, 4)] if n >= 2048 else [Schedule(rows, 16, 256, 4, 4), Schedule(rows, 64, 128, 4, 4)]
+
+
+def decode(matrix: Matrix, k: int, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] in `dtype`: scratch of one product. Pure."""
+    packed, scale, zero, index, n, group, kind = matrix
+    w_NK = torch.empty(n, k, dtype=dtype, device=packed.device)
+    launcher(decode_kernel, (cdiv(n, 32), cdiv(k, 128)))(
+        packed, scale, zero, index, w_NK, n, k, packed.shape[1], group, 32, 128, kind, index is not None, num_warps=4
+    )
+    return w_NK
+
+
+def run(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Schedule) -> Tensor:
+    """The product that decodes in registers, under `s`. Pure."""
+    packed, scale, zero, index, n, group, kind = matrix
+    m, k = x_TK.shape
+    y_TN = torch.empty(m, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    one_group = index is None and group % s.block_k == 0
+    launcher(product_kernel, (cdiv(n, s.block_n), cdiv(m, s.block_m)))(
+        x_TK, packed, scale, zero, index, bias_N, y_TN, m, n, k, packed.shape[1], group, s.block_m, s.block_n,
+        s.block_k, kind, index is not None, one_group, bias_N is not None, num_warps=s.warps, num_stages=s.stages,
+        **dependent_launch(x_TK.device.index, EARLY),
+    )  # fmt: skip
+    return y_TN
+
+
+def proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Schedule) -> bool:
+    """Whether `s` gives the bits of the decoded matrix under linear.py's reference; compared once for these sizes."""
+    if not x_TK.is_cuda:  # in Triton's interpreter
+        return True
+    m, k = x_TK.shape
+    known = proofs(x_TK.device.index)
+    facts = f"{matrix.kind} {matrix.group} {matrix.index is not None} {matrix.scale.dtype} {bias_N is not None}"
+    key = f"quantized {x_TK.dtype} {out_dtype} {facts} {m}x{matrix.n}x{k} {tuple(s)}"
+    if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
+        return known.known.get(key, False)
+
+    def compare() -> bool:
+        draws = max(1, linear.COMPARED // (m * matrix.n))
+        generator = torch.Generator(x_TK.device).manual_seed(m)
+        x_XTK = torch.randn(draws, m, k, device=x_TK.device, generator=generator).to(x_TK.dtype)
+        w_NK = decode(matrix, k, x_TK.dtype)
+        want = torch.stack([linear.run(plain(x), w_NK, matrix.n, bias_N, out_dtype, REFERENCE) for x in x_XTK])
+
+        def results() -> Tensor:
+            return torch.stack([run(plain(x), matrix, bias_N, out_dtype, s) for x in x_XTK])
+
+        reacts = bool((want != want[:1, :1, :1]).any())
+        return torch.equal(want, results()) and torch.equal(want, captured(results)) and reacts
+
+    return known.holds(key, compare)
+
+
+def launch(
+    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, group: int, kind: str,
+    dtype: torch.dtype, bias: Tensor | None, out_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """Decodes in registers where that is proved, else to scratch. On CUDA `dtype` is x's."""
+    x, matrix = plain(x), Matrix(packed, scale, zero, index, n, group, kind)
+    for s in schedules(x.shape[0], n, x.shape[1], x.dtype) if len(x) else ():
+        if proved(x, matrix, bias, out_dtype, s):
+            return run(x, matrix, bias, out_dtype, s)
+    return linear.launch(x, decode(matrix, x.shape[1], x.dtype), n, bias, out_dtype)
+
+
+def fake(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, *rest: Any) -> Tensor:
+    """Shape and dtype of `launch`."""
+    return x.new_empty((x.shape[0], n), dtype=rest[-1] or x.dtype)
