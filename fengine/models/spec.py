@@ -1,7 +1,8 @@
 """`ModelSpec`: the hashable facts of one architecture. No torch."""
 
+import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 Config = dict[str, Any]  # a parsed config.json
 
@@ -46,6 +47,30 @@ class ExpertSpec:
     scale: float = 1.0  # of the weights of a token's experts
     limit: float = 0.0  # gate and up of an expert are clamped; 0: they are not
     dense_layers: tuple[int, ...] = ()  # layers with an ordinary MLP
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the matrix of a module is stored in few bits."""
+
+    layout: Literal["awq", "gptq", "packed", "float", "micro", "mxfp4", "load"]  # "load": whole, and encoded at load
+    code: Literal["int4", "int8", "fp8", "fp4"]
+    block: tuple[int, int] | None  # rows and columns that share a scale, 0: all; None: as the file's scales say
+    zeros: bool = False  # zero points are stored
+    offset: int = 0  # what they are more than stored
+    ordered: bool = False  # the group of each column is stored
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A checkpoint's method, and rules: of a module the first whose expression matches its whole name holds."""
+
+    method: str
+    rules: tuple[tuple[str, Scheme | None], ...]  # None: kept whole
+
+    def of(self, module: str) -> Scheme | None:
+        """Pure."""
+        return next((scheme for pattern, scheme in self.rules if re.fullmatch(pattern, module)), None)
 
 
 @dataclass(frozen=True)
@@ -95,6 +120,7 @@ class ModelSpec:
     score_pool: str = "last"  # which hidden state a classification head looks at: last, cls or mean
     draft_layers: int = 0  # behind the last in the checkpoint, for speculative decoding: they are not read
     feature_layers: tuple[int, ...] = ()  # the stream in front of these layers is kept beside the KV, for a draft
+    quantization: Quantization | None = None  # of the checkpoint's matrices
 
     @property
     def scale(self) -> float:

@@ -1,0 +1,240 @@
+"""What a `config.json` says about weights in few bits: the method, and of each module how it is stored. No torch.
+
+A module that is not listed as kept may still be stored whole; the checkpoint's tensors tell.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from fengine.errors import ConfigError, ModelLoadError, UnsupportedFeatureError, UnsupportedFormatError
+from fengine.models.reader import ConfigReader
+from fengine.models.spec import Config, Quantization, Scheme
+
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
+KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' older name
+TOOLS = {  # what tools write beside it: how scales were found, and which kernels they would take
+    "quant_method", "version", "meta", "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "true_sequential",
+    "static_groups", "model_name_or_path", "model_file_base_name", "model_seqlen", "block_name_to_quantize", "backend",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "batch_size", "pad_token_id", "use_exllama",
+    "disable_exllama", "exllama_config", "max_input_length", "cache_block_outputs", "act_group_aware", "use_cuda_fp16",
+    "pack_dtype", "quant_type", "mse", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "module_name", "exllama_kwargs",
+    "quantization_status", "global_compression_ratio", "run_compressed", "dequantize", "fmt", "hyb_act", "provider",
+    "use_optimized_inference", "observer", "observer_kwargs", "input_activations", "output_activations", "format",
+    "modules_to_convert", "autoround_version", "iters", "seqlen", "nsamples", "low_gpu_mem_usage", "weight_block_size",
+}  # fmt: skip
+
+
+def read_quantization(config: Config) -> Quantization | None:
+    """None: weights are stored whole. Pure. Errors: UnsupportedFormatError for what is not built, ModelLoadError."""
+    told = next((config[key] for key in KEYS if config.get(key)), None)
+    if told is None:
+        return None
+    method = told.get("quant_method") if isinstance(told, dict) else told
+    if not isinstance(told, dict) or method not in READERS:
+        raise _unbuilt(f"quant_method {method!r:.80}")
+    read = ConfigReader(told)
+    found = READERS[method](read)
+    read.done("quantized model")
+    return found
+
+
+def chosen(stored: Quantization | None, asked: str | None) -> Quantization | None:
+    """What is in force where `asked` is the engine's argument. Pure. Errors: ConfigError, UnsupportedFeatureError."""
+    if asked is None:
+        return stored
+    if asked == "w8a8_fp8":
+        raise UnsupportedFeatureError(
+            "quantization='w8a8_fp8' is not built: activations stay in 16 bits. FP8 weights are read as stored; leave "
+            "the argument out, or quantization='fp8' for a checkpoint in 16 bits."
+        )
+    if asked not in METHODS:
+        raise UnsupportedFeatureError(f"quantization={asked!r} is not built; built are {', '.join(METHODS)}.")
+    if stored is None and asked == "fp8":
+        return Quantization("fp8", ((KEPT_AT_LOAD, None), (".*", Scheme("load", "fp8", (1, 0)))))
+    if stored is None or stored.method != asked:
+        found = "is not quantized" if stored is None else f"is quantized by {stored.method!r}"
+        raise ConfigError(f"quantization={asked!r}, but the checkpoint {found}; leave the argument out.")
+    return stored
+
+
+KEPT_AT_LOAD = r"lm_head|score|.*\.(gate|shared_expert_gate)"  # small, or what the rest hangs on
+
+
+def _unbuilt(what: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"config.json: quantization with {what} is not built; built are AWQ (gemm, 4 bits), GPTQ (4 and 8 bits), "
+        "compressed-tensors (pack-quantized, float-quantized, mxfp4-pack-quantized), FP8 and MXFP4."
+    )
+
+
+def _refuse_rest(read: ConfigReader, known: set[str]) -> None:
+    """A key that may change the result is refused by name. Errors: UnsupportedFormatError."""
+    for key, value in read.config.items():
+        if key not in known | TOOLS and value not in (None, False, 0, "", [], {}):
+            raise _unbuilt(f"{key} = {value!r:.80}")
+
+
+def _one_of(read: ConfigReader, name: str, built: tuple, default: object) -> object:
+    """A key's value. Errors: UnsupportedFormatError for one that is not built."""
+    value = read.config.get(name)
+    value = default if value is None else value
+    if value not in built or type(value) is not type(built[built.index(value)]):
+        raise _unbuilt(f"{name} {value!r:.80}")
+    return value
+
+
+def _group(read: ConfigReader, name: str = "group_size", default: int | None = None) -> int:
+    """Columns that share a scale; 0: all of them, which tools call -1."""
+    value = read.config.get(name, default)
+    return 0 if type(value) is int and value == -1 else read.size(name, 1 << 20, default)
+
+
+def _names(read: ConfigReader, *keys: str) -> list[str]:
+    """A list of names or regular expressions under the first of the keys that is there."""
+    value = next((read.config[key] for key in keys if read.config.get(key)), [])
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        read.problems.append(f"{keys[0]} must be a list of names, got {value!r}"[:200])
+        return []
+    return value
+
+
+def _rule(read: ConfigReader, pattern: str, scheme: Scheme | None) -> tuple[str, Scheme | None]:
+    """A rule whose pattern is known to be a regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        read.problems.append(f"{pattern!r:.80} is no regular expression: {error}")
+        return "", scheme
+    return pattern, scheme
+
+
+def _kept(read: ConfigReader, names: list[str]) -> list[tuple[str, Scheme | None]]:
+    """transformers' reading of modules_to_not_convert: whole parts of a name from its beginning, or its end. Pure."""
+    boundary = r"(?:(?<=\.)|(?=\.|$)).*"
+    return [_rule(read, rf"(?:{name}){boundary}|.*{re.escape(name)}", None) for name in names]
+
+
+def _awq(read: ConfigReader) -> Quantization:
+    _refuse_rest(read, {"bits", "w_bit", "group_size", "q_group_size", "zero_point", "modules_to_not_convert", "sym",
+                        "desc_act", "checkpoint_format", "lm_head"})  # fmt: skip
+    layout = read.config.get("version") or read.config.get("format") or "gemm"
+    if str(layout).lower() != "gemm":
+        raise _unbuilt(f"AWQ's version {layout!r:.80}")
+    _one_of(read, "w_bit" if "w_bit" in read.config else "bits", (4,), 4)
+    _one_of(read, "zero_point", (True,), True)
+    group = _group(read, "q_group_size" if "q_group_size" in read.config else "group_size", 128)
+    rules = _kept(read, _names(read, "modules_to_not_convert"))
+    return Quantization("awq", (*rules, (".*", Scheme("awq", "int4", (1, group), zeros=True))))
+
+
+def _gptq(read: ConfigReader) -> Quantization:
+    _refuse_rest(read, {"bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "dynamic",
+                        "modules_to_not_convert"})  # fmt: skip
+    form = read.config.get("checkpoint_format") or read.config.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise _unbuilt(f"GPTQ's checkpoint_format {form!r:.80}")
+
+    def scheme(told: ConfigReader) -> Scheme:
+        code: Literal["int4", "int8"] = "int4" if _one_of(told, "bits", (4, 8), None) == 4 else "int8"
+        ordered = told.flag("desc_act")
+        return Scheme("gptq", code, (1, _group(told)), zeros=True, offset=int(form == "gptq"), ordered=ordered)
+
+    rules = _kept(read, _names(read, "modules_to_not_convert"))
+    dynamic = read.config.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(isinstance(value, dict) for value in dynamic.values()):
+        read.problems.append(f"dynamic must be an object of objects, got {dynamic!r}"[:200])
+        dynamic = {}
+    for name, changes in dynamic.items():
+        told = ConfigReader({**read.config, **changes})
+        pattern = name.removeprefix("+:").removeprefix("-:")
+        rules.append(_rule(read, f"(?:{pattern}).*", None if name.startswith("-:") else scheme(told)))
+        read.problems += told.problems
+    return Quantization("gptq", (*rules, (".*", scheme(read))))
+
+
+def _fp8(read: ConfigReader) -> Quantization:
+    """DeepSeek's and transformers' blocks, and one scale a tensor or channel, as older tools write them."""
+    _refuse_rest(read, {"activation_scheme", "modules_to_not_convert", "ignored_layers", "scale_fmt", "kv_cache_scheme",
+                        "weight_per_tensor"})  # fmt: skip
+    _one_of(read, "fmt", ("e4m3",), "e4m3")
+    _one_of(read, "activation_scheme", ("dynamic", "static"), "dynamic")
+    _refuse_cache(read)
+    block = read.config.get("weight_block_size")
+    rules = _kept(read, _names(read, "modules_to_not_convert", "ignored_layers"))
+    return Quantization("fp8", (*rules, (".*", Scheme("float", "fp8", _block(read, block, "weight_block_size")))))
+
+
+def _block(read: ConfigReader, block: object, name: str) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None: as many as the file's scales say."""
+    if block is None:
+        return None
+    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        return block[0], block[1]
+    read.problems.append(f"{name} must be two whole numbers, got {block!r}"[:200])
+    return None
+
+
+def _refuse_cache(read: ConfigReader) -> None:
+    if scheme := read.config.get("kv_cache_scheme"):
+        raise _unbuilt(f"kv_cache_scheme {scheme!r:.80}")
+
+
+def _mxfp4(read: ConfigReader) -> Quantization:
+    _refuse_rest(read, {"modules_to_not_convert"})
+    rules = _kept(read, _names(read, "modules_to_not_convert"))
+    return Quantization("mxfp4", (*rules, (".*", Scheme("mxfp4", "fp4", (1, 32)))))
+
+
+def _compressed(read: ConfigReader) -> Quantization:
+    _refuse_rest(read, {"config_groups", "ignore", "format", "kv_cache_scheme", "sparsity_config", "transform_config"})
+    _refuse_cache(read)
+    for name in ("sparsity_config", "transform_config"):
+        if read.config.get(name) and read.config[name] != {"format": "dense"}:
+            raise _unbuilt(f"{name} {read.config[name]!r:.80}")
+    groups = read.config.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        read.problems.append(f"config_groups must be an object of objects, got {groups!r}"[:200])
+        groups = {}
+    rules = [_rule(read, _target(name), None) for name in _names(read, "ignore")]
+    exact: list[tuple[str, Scheme | None]] = []
+    broad: list[tuple[str, Scheme | None]] = []
+    for group in groups.values():
+        form = group.get("format") or read.config.get("format")
+        scheme = _packed(ConfigReader(group.get("weights") or {}), form, read)
+        for name in _names(ConfigReader(group), "targets"):
+            (broad if name == "Linear" else exact).append(_rule(read, _target(name), scheme))
+    return Quantization("compressed-tensors", (*rules, *exact, *broad))
+
+
+def _target(name: str) -> str:
+    """The pattern of a target: "re:" and an expression, the class of all matrices here, or a module's name. Pure."""
+    return f"(?:{name[3:]}).*" if name.startswith("re:") else ".*" if name == "Linear" else re.escape(name)
+
+
+def _packed(weights: ConfigReader, form: object, read: ConfigReader) -> Scheme:
+    """How one group of compressed-tensors is stored."""
+    bits, kind = _one_of(weights, "num_bits", (4, 8), None), _one_of(weights, "type", ("int", "float"), "int")
+    if weights.config.get("dynamic"):
+        raise _unbuilt("weights whose scales are dynamic")
+    _one_of(weights, "actorder", ("group", "weight", "static", "dynamic", True, False), False)
+    strategy = weights.config.get("strategy") or ("group" if weights.config.get("group_size") else "tensor")
+    zeros = not weights.flag("symmetric", True)
+    ordered = weights.config.get("actorder") in ("group", "dynamic", True)
+    columns = _group(weights) if strategy == "group" else 0
+    read.problems += weights.problems
+    found = (form, kind, bits)
+    if found in (("pack-quantized", "int", 4), ("pack-quantized", "int", 8)) and strategy in ("group", "channel"):
+        return Scheme("packed", "int4" if bits == 4 else "int8", (1, columns), zeros=zeros, ordered=ordered)
+    if found == ("float-quantized", "float", 8) and strategy in ("tensor", "channel", "block") and not zeros:
+        block = _block(read, weights.config.get("block_structure"), "block_structure") if strategy == "block" else None
+        return Scheme("float", "fp8", block)
+    if found == ("mxfp4-pack-quantized", "float", 4) and columns == 32 and not zeros:
+        return Scheme("micro", "fp4", (1, 32))
+    raise _unbuilt(f"format {form!r:.80} ({bits} bits, type {kind!r:.20}, strategy {strategy!r:.20})")
+
+
+READERS: dict[str, Callable[[ConfigReader], Quantization]] = {
+    "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed,
+}  # fmt: skip
