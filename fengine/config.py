@@ -45,7 +45,8 @@ class ModelConfig:
     `json_overrides` is a JSON object whose values take the place of config.json's. `context_length` is in tokens, at
     most the checkpoint's. `is_embedding` reads a language model without its output head, for embeddings.
     `sampling_defaults` "model": where a request gives nothing, generation_config.json's hold; of an open engine these
-    stand here, as JSON.
+    stand here, as JSON. `quantization` names the checkpoint's own, one of QUANTIZATIONS; "fp8" of a checkpoint in 16
+    bits encodes matrices at load.
     """
 
     path: str = "box"
@@ -60,6 +61,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     is_embedding: bool = False
     sampling_defaults: str = "openai"
+    quantization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ class Hardware:
     device: str  # "cpu" or "cuda"
 
 
+QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
 MAX_ROWS = 65536
 MAX_PAGE_SIZE = 4096  # tokens
 MAX_DRAFTS = 1024  # of a row in one step
@@ -250,6 +253,10 @@ def _check_bounds(config: EngineConfig) -> list[str]:
         problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")
     if config.model.sampling_defaults not in ("openai", "model"):
         problems.append(f"model.sampling_defaults must be openai or model, got {config.model.sampling_defaults!r}")
+    if config.model.quantization not in (None, *QUANTIZATIONS):
+        problems.append(
+            f"model.quantization must be null, {', '.join(QUANTIZATIONS)}, got {config.model.quantization!r}"
+        )
     if config.model.device == "":
         problems.append("model.device must be null, cpu, cuda or cuda:N, got ''")
     return problems

@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 LEAST = {"stream_interval": 1, "base_gpu_id": 0}
 WORDS = {  # SGLang's words, where the configuration has others
     "load_format": {"sharded_state": "safetensors"},  # what save_sharded_model writes
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},  # kernels of the same files
     "dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
 }
 SECTIONS: Mapping[str, Any] = {f.name: f.type for f in fields(EngineConfig)}
@@ -65,6 +66,7 @@ class ServerArgs:
     revision: str | None = setting(None, "model.revision")
     context_length: int | None = setting(None, "model.context_length")
     is_embedding: bool = setting(False, "model.is_embedding")
+    quantization: str | None = setting(None, "model.quantization")  # of the file; "fp8" of one in 16 bits: at load
     json_model_override_args: str | dict = "{}"  # values over those of config.json
     mem_fraction_static: float | None = setting(None, "cache.mem_fraction_static")
     max_total_tokens: int | None = setting(None, "cache.max_total_tokens")
@@ -280,10 +282,11 @@ def in_force(config: EngineConfig) -> dict[str, Any]:
 def _enum(section: str, name: str, value: Any) -> Any:
     """The value of a configuration's field, by name where that is an enum. Errors: ConfigError."""
     kind: Any = SECTIONS[name] if not section else {f.name: f.type for f in fields(SECTIONS[section])}[name]
+    value = WORDS.get(name, {}).get(value, value) if isinstance(value, str) else value
     if not (isinstance(kind, type) and issubclass(kind, Enum)) or isinstance(value, Enum):
         return value
     try:
-        return kind[str(WORDS.get(name, {}).get(value, value))]
+        return kind[str(value)]
     except KeyError:
         told = "schedule_policy" if name == "policy" else name
         raise ConfigError(f"{told} must be one of {', '.join(e.name for e in kind)}, got {value!r}") from None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fengine.api.arguments import unknown
+from fengine.config import QUANTIZATIONS
 from fengine.errors import ConfigError, UnsupportedFeatureError
 
 logger = logging.getLogger("fengine")
@@ -66,6 +67,9 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
     ]
     if (algorithm := values["speculative_algorithm"]) is not None and algorithm.upper() not in ALGORITHMS:
         bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation {', '.join(ALGORITHMS)} are built)")
+    quantization = values["quantization"]
+    if quantization not in (None, "awq_marlin", "gptq_marlin", *QUANTIZATIONS):
+        bad.append(f"quantization={quantization!r:.80} (quantized weights: {', '.join(QUANTIZATIONS)} are built)")
     if bad:
         raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
 

@@ -1,13 +1,14 @@
 """A configuration's model, read into memory: its spec, parameters, tokenizer, and what its files say beside these."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fengine.config import EngineConfig, LoadFormat
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.models.kv_state import Params
+from fengine.models.quantization import chosen
 from fengine.models.spec import Config, ModelSpec, embedding_spec
 from fengine.ops.columns import Group
 from fengine.worker.device import device_of
@@ -67,6 +68,11 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
     model_dir = resolve_model(model.path, model.revision, weights=model.load_format is not LoadFormat.dummy)
     hf_config = read_config(model_dir, model.json_overrides)
     spec = spec_from_config(hf_config)
+    spec = replace(spec, quantization=chosen(spec.quantization, model.quantization))
+    if spec.quantization is not None and config.lora.on:
+        raise UnsupportedFeatureError(
+            "LoRA adapters over quantized weights are not built; use a checkpoint in 16 bits."
+        )
     return model_dir, hf_config, embedding_spec(spec) if model.is_embedding else spec
 
 

@@ -83,10 +83,10 @@ class Memory:
             self.core.stepper.flush_cache()
             self.core.stepper.swap_kv(self._free_kv)
         if "weights" in tags:
-            storages = [place.leaf.untyped_storage() for place in self.weights.places.values()]
+            storages = [tensor.untyped_storage() for tensor in self.weights.tensors()]
             own = {s.data_ptr(): s for s in storages if s.resizable()}  # not what is somebody else's memory
             self._sizes = [(s, s.nbytes()) for s in own.values()]
-            if self.keeps_weights:
+            if self.keeps_weights or self.weights.few_bits:
                 self._kept = [s.cpu() if s.is_cuda else s.clone() for s in own.values()]
             self._free_weights()
         trim()

@@ -5,23 +5,21 @@ A module that is not listed as kept may still be stored whole; the checkpoint's 
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
-from fengine.errors import ConfigError, ModelLoadError, UnsupportedFeatureError, UnsupportedFormatError
+from fengine.errors import ConfigError, UnsupportedFormatError
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, Quantization, Scheme
 
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' older name
 TOOLS = {  # what tools write beside it: how scales were found, and which kernels they would take
     "quant_method", "version", "meta", "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "true_sequential",
     "static_groups", "model_name_or_path", "model_file_base_name", "model_seqlen", "block_name_to_quantize", "backend",
     "module_name_preceding_first_block", "modules_in_block_to_quantize", "batch_size", "pad_token_id", "use_exllama",
     "disable_exllama", "exllama_config", "max_input_length", "cache_block_outputs", "act_group_aware", "use_cuda_fp16",
-    "pack_dtype", "quant_type", "mse", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "module_name", "exllama_kwargs",
-    "quantization_status", "global_compression_ratio", "run_compressed", "dequantize", "fmt", "hyb_act", "provider",
-    "use_optimized_inference", "observer", "observer_kwargs", "input_activations", "output_activations", "format",
+    "pack_dtype", "quant_type", "mse", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "module_name",
+    "exllama_kwargs", "quantization_status", "global_compression_ratio", "run_compressed", "dequantize", "fmt", "hyb_act",
+    "provider", "use_optimized_inference", "observer", "observer_kwargs", "input_activations", "output_activations", "format",
     "modules_to_convert", "autoround_version", "iters", "seqlen", "nsamples", "low_gpu_mem_usage", "weight_block_size",
 }  # fmt: skip
 
@@ -41,16 +39,10 @@ def read_quantization(config: Config) -> Quantization | None:
 
 
 def chosen(stored: Quantization | None, asked: str | None) -> Quantization | None:
-    """What is in force where `asked` is the engine's argument. Pure. Errors: ConfigError, UnsupportedFeatureError."""
+    """What is in force where `asked`, one of config.QUANTIZATIONS, is the engine's argument. Pure. Errors:
+    ConfigError."""
     if asked is None:
         return stored
-    if asked == "w8a8_fp8":
-        raise UnsupportedFeatureError(
-            "quantization='w8a8_fp8' is not built: activations stay in 16 bits. FP8 weights are read as stored; leave "
-            "the argument out, or quantization='fp8' for a checkpoint in 16 bits."
-        )
-    if asked not in METHODS:
-        raise UnsupportedFeatureError(f"quantization={asked!r} is not built; built are {', '.join(METHODS)}.")
     if stored is None and asked == "fp8":
         return Quantization("fp8", ((KEPT_AT_LOAD, None), (".*", Scheme("load", "fp8", (1, 0)))))
     if stored is None or stored.method != asked:

@@ -49,7 +49,17 @@ SIGNATURES = {
     "fengine_take": [_P] * 3 + [_I] * 2,
     "fengine_philox": [_P, _I, _P, _I],
 }
-TELLING = ("linear", "gated_linear", "quantized_linear", "lora_add", "experts", "attention", "draw", "logprobs", "top_ids")
+TELLING = (
+    "linear",
+    "gated_linear",
+    "quantized_linear",
+    "lora_add",
+    "experts",
+    "attention",
+    "draw",
+    "logprobs",
+    "top_ids",
+)
 """Kernels with memory of their own, which return whether there was none."""
 
 

@@ -57,30 +57,6 @@ INLINE vf vf_rounded(vf x, int kind) {
 #endif
 }
 
-/* Stores 16 floats, rounded before, at `at` of a stored vector. */
-INLINE void vf_narrow(void *stored, int64_t at, vf x, int kind) {
-    if (kind == F32) {
-        vf_store((float *)stored + at, x);
-        return;
-    }
-    u16x16 raw;
-    if (kind == BF16) {
-        raw = __builtin_convertvector((vu)x >> 16, u16x16);
-    } else {
-#if LANES == 16
-        raw = (u16x16)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-        vu bits = (vu)x & 0x7fffffffu;
-        vu normal = (bits >> 13) - (112u << 10), small = (vu)((vf)bits + vf_set(0.5f)) & 0x3ffu;
-        vu is_small = (vu)((vf)bits < vf_set(0x1p-14f)), infinite = (vu)(bits >= 0x7f800000u);
-        vu half = (is_small & small) | (~is_small & normal);
-        half = (infinite & 0x7c00u) | (~infinite & half);
-        raw = __builtin_convertvector(half | ((vu)x >> 31 << 15), u16x16);
-#endif
-    }
-    memcpy((uint16_t *)stored + at, &raw, sizeof raw);
-}
-
 API int fengine_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
                        int kind, int bias_kind, int threads);
 /* Outputs of block `block` alone, whose weights [k, 32] are w; y, bias and n are as for `fengine_linear`. */

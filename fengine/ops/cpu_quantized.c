@@ -20,30 +20,37 @@ typedef struct {
     int code, kind, bias_kind, *failed;
 } quantized_job;
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-/* GCC takes bytes one by one where it is not told otherwise. */
-INLINE vf from_bytes(u8x16 raw) {
+/* 16 bytes as 32-bit lanes, and halves in such lanes as floats: GCC takes lanes one by one where it is not told. */
+INLINE vu from_bytes(const uint8_t *bytes) {
 #if LANES == 16
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)raw));
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)bytes));
+#elif LANES == 8
+    union {
+        vu v;
+        __m256i half[2];
+    } wide;
+    for (int i = 0; i < 2; i++)
+        wide.half[i] = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(bytes + 8 * i)));
+    return wide.v;
 #else
-    return __builtin_convertvector((vi)__builtin_convertvector(raw, vu), vf);
+    vu wide;
+    for (int i = 0; i < 16; i++)
+        wide[i] = bytes[i];
+    return wide;
 #endif
 }
 
-INLINE u16x16 widened(u8x16 raw) {
+INLINE vf from_halves(vu half) {
 #if LANES == 16
-    return (u16x16)_mm256_cvtepu8_epi16((__m128i)raw);
+    return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)half));
 #else
-    return __builtin_convertvector(raw, u16x16);
+    return (vf)((vu)((vf)((half & 0x7fffu) << 13) * vf_set(0x1p112f)) | (half & 0x8000u) << 16);
 #endif
 }
 
-INLINE u16x16 narrowed(vu wide) {
-#if LANES == 16
-    return (u16x16)_mm512_cvtepi32_epi16((__m512i)wide);
-#else
-    return __builtin_convertvector(wide, u16x16);
-#endif
+/* Whole numbers below 2^23. */
+INLINE vf from_integers(vu integer) {
+    return (vf)(integer | 0x4b000000u) - vf_set(0x1p23f);
 }
 
 #define HALVES 2 /* vectors of 16 outputs in a block */
@@ -53,9 +60,10 @@ INLINE u16x16 narrowed(vu wide) {
  * the number q + 2^(23 - p) if the exponent says so: no more than a shift, a mask and one multiply-add, which is exact
  * where p >= 11 and scales have 11 bits. */
 #define PLACES 5
+#define LOWEST PLACES /* the shift of numbers that are in no such place */
 static const int places[PLACES] = {11, 15, 19, 12, 16};
 typedef struct {
-    vf scale[HALVES], shift[PLACES][HALVES];
+    vf scale[HALVES], shift[PLACES + 1][HALVES];
 } group_of;
 
 /* Small floats become halves, which know numbers as small as theirs, but stand for this many times less. */
@@ -66,10 +74,10 @@ INLINE void load_group(const quantized_job *job, int64_t block, int64_t group, c
     UNROLL(2) for (int i = 0; i < HALVES; i++) {
         out->scale[i] = vf_load(job->scale + at + 16 * i);
         if (code == INT4 || code == INT8) {
-            u8x16 zero;
-            memcpy(&zero, job->zero + at + 16 * i, sizeof zero);
-            UNROLL(5) for (int p = 0; p < (code == INT4 ? PLACES : 1); p++) out->shift[p][i] =
-                -(from_bytes(zero) + vf_set(code == INT4 ? (float)(1 << (23 - places[p])) : 0.0f)) * out->scale[i];
+            vf zero = from_integers(from_bytes(job->zero + at + 16 * i));
+            out->shift[LOWEST][i] = -zero * out->scale[i];
+            UNROLL(5) for (int p = 0; code == INT4 && p < PLACES; p++) out->shift[p][i] =
+                -(zero + vf_set((float)(1 << (23 - places[p])))) * out->scale[i];
         } else {
             out->scale[i] *= HALF_OF(code);
         }
@@ -89,31 +97,20 @@ INLINE vf four_bits(vu word, const int j, int *place) {
 #endif
 }
 
-INLINE vf small_float(vu word, const uint8_t *codes, const int j, const int code) {
-    if (code == FP4) {
-        vu half = (word >> 4 * j & 7u) << 9 | (word >> 4 * j & 8u) << 12;
-        return vf_from_half(narrowed(half));
-    }
-    u8x16 raw;
-    memcpy(&raw, codes, sizeof raw);
-    u16x16 wide = widened(raw);
-    return vf_from_half((wide & 127) << 7 | (wide & 128) << 8);
-}
-
-/* The products of 32 outputs in one column, not yet rounded. `word`: their 4-bit codes, of which it is the j-th. */
-INLINE void products(const uint8_t *codes, const vu word[HALVES], const int j, const int code, const group_of *group,
-                     vf out[HALVES]) {
+/* The products of 32 outputs in one column, not yet rounded. `word`: their 4-bit codes, of which it is the j-th; whether
+ * j is known to the compiler decides how it is taken out. */
+INLINE void products(const uint8_t *codes, const vu word[HALVES], const int j, const int known, const int code,
+                     const group_of *group, vf out[HALVES]) {
     UNROLL(2) for (int i = 0; i < HALVES; i++) {
-        int place = 0;
-        u8x16 raw;
-        if (code == INT4) {
-            vf value = four_bits(word[i], j, &place);
+        int place = LOWEST;
+        vu raw = code == INT4 || code == FP4 ? word[i] >> 4 * j & 15u : from_bytes(codes + 16 * i);
+        if (code == INT4 || code == INT8) {
+            vf value = code == INT4 && known ? four_bits(word[i], j, &place) : from_integers(raw);
             out[i] = vf_fma(value, group->scale[i], group->shift[place][i]);
-        } else if (code == INT8) {
-            memcpy(&raw, codes + 16 * i, sizeof raw);
-            out[i] = vf_fma(from_bytes(raw), group->scale[i], group->shift[0][i]);
+        } else if (code == FP8) {
+            out[i] = from_halves((raw & 127u) << 7 | (raw & 128u) << 8) * group->scale[i];
         } else {
-            out[i] = small_float(word[i], codes + 16 * i, j, code) * group->scale[i];
+            out[i] = from_halves((raw & 7u) << 9 | (raw & 8u) << 12) * group->scale[i];
         }
     }
 }
@@ -136,27 +133,26 @@ typedef struct {
     vu word[MOST][HALVES];
     group_of group[MOST];
     const float *x[ROWS];
-    void *out;
+    float *out;
 } columns;
 
-INLINE void one_column(columns *at, const uint8_t *codes, int64_t stride, int64_t k, const int j, const int rows,
-                       const int blocks, const int code, const int kind) {
+INLINE void one_column(columns *at, const uint8_t *codes, int64_t stride, int64_t k, const int j, const int known,
+                       const int rows, const int blocks, const int code, const int kind) {
     UNROLL(2) for (int b = 0; b < blocks; b++) {
         vf p[HALVES];
-        products(codes + b * stride, at->word[b], j, code, &at->group[b], p);
-        vu pair = PAIR(p);
-        vf low = PAIRED(kind) ? (vf)(pair << 16) : vf_rounded(p[0], kind);
-        vf high = PAIRED(kind) ? (vf)(pair & 0xffff0000u) : vf_rounded(p[1], kind);
+        products(codes + b * stride, at->word[b], j, known, code, &at->group[b], p);
+        const int paired = PAIRED(kind) && rows;
+        vu pair = paired ? PAIR(p) : (vu){0};
+        vf low = paired ? (vf)(pair << 16) : vf_rounded(p[0], kind);
+        vf high = paired ? (vf)(pair & 0xffff0000u) : vf_rounded(p[1], kind);
         UNROLL(8) for (int r = 0; r < rows; r++) {
             vf x = vf_set(at->x[r][k]);
             at->sum[r][b][0] = vf_fma(x, low, at->sum[r][b][0]);
             at->sum[r][b][1] = vf_fma(x, high, at->sum[r][b][1]);
         }
-        if (rows == 0 && PAIRED(kind)) {
-            memcpy((uint16_t *)at->out + k * BLOCK, &pair, sizeof pair);
-        } else if (rows == 0) {
-            vf_narrow(at->out, k * BLOCK, low, kind);
-            vf_narrow(at->out, k * BLOCK + 16, high, kind);
+        if (rows == 0) {
+            vf_store(at->out + k * BLOCK, low);
+            vf_store(at->out + k * BLOCK + 16, high);
         }
     }
 }
@@ -178,19 +174,17 @@ INLINE void all_columns(const quantized_job *job, columns *at, int64_t block, co
         }
         if (aligned && k + COLUMNS <= k_end) {
             UNROLL(8) for (int j = 0; j < COLUMNS; j++)
-                one_column(at, codes + j * one, stride, k + j, j, rows, blocks, code, kind);
+                one_column(at, codes + j * one, stride, k + j, j, 1, rows, blocks, code, kind);
             k += COLUMNS;
             continue;
         }
-        UNROLL(8) for (int j = 0; j < COLUMNS; j++, k++) {
-            if (k >= k_end)
-                break;
+        for (int j = 0; j < COLUMNS && k < k_end; j++, k++) {
             int64_t mine = job->index ? job->index[k] : k / job->group;
             if (mine != group) {
                 group = mine;
                 UNROLL(2) for (int b = 0; b < blocks; b++) load_group(job, block + b, group, code, &at->group[b]);
             }
-            one_column(at, codes + j * one, stride, k, j, rows, blocks, code, kind);
+            one_column(at, codes + j * one, stride, k, j, 0, rows, blocks, code, kind);
         }
     }
 }
@@ -213,7 +207,7 @@ static __attribute__((noinline)) void store_block(const quantized_job *job, int6
 
 /* Up to `rows` rows from `row` and `blocks` blocks of outputs, summed in registers. rows 0: weights [k, 32] to `out`. */
 INLINE void some_rows(const quantized_job *job, int64_t row, int64_t block, const int rows, const int blocks,
-                      const int code, const int kind, void *out) {
+                      const int code, const int kind, float *out) {
     columns at;
     at.out = out;
     UNROLL(8) for (int r = 0; r < rows; r++) {
@@ -229,21 +223,20 @@ INLINE void some_rows(const quantized_job *job, int64_t row, int64_t block, cons
 /* By rows: none, one, two, up to four. One and two rows take two blocks, so that enough chains are in flight. */
 #define SHAPES 4
 static const int rows_of[SHAPES] = {0, 1, 2, 4}, blocks_of[SHAPES] = {1, 2, 2, 1};
-typedef void rows_fn(const quantized_job *, int64_t, int64_t, void *);
+typedef void rows_fn(const quantized_job *, int64_t, int64_t, float *);
 #define OF_SHAPE(shape, kind, CODE)                                                                                    \
-    static void rows_##shape##_##CODE##_##kind(const quantized_job *job, int64_t row, int64_t block, void *out) {      \
+    static void rows_##shape##_##CODE##_##kind(const quantized_job *job, int64_t row, int64_t block, float *out) {     \
         some_rows(job, row, block, rows_of[shape], blocks_of[shape], CODE, kind, out);                                 \
     }
 #define OF_CODE(kind, CODE)                                                                                            \
     OF_SHAPE(0, kind, CODE) OF_SHAPE(1, kind, CODE) OF_SHAPE(2, kind, CODE) OF_SHAPE(3, kind, CODE)
 #define OF_KIND(kind) OF_CODE(kind, INT4) OF_CODE(kind, INT8) OF_CODE(kind, FP8) OF_CODE(kind, FP4)
-OF_KIND(F32)
 OF_KIND(BF16)
 OF_KIND(F16)
 #define SHAPES_OF(CODE, kind)                                                                                          \
     {rows_0_##CODE##_##kind, rows_1_##CODE##_##kind, rows_2_##CODE##_##kind, rows_3_##CODE##_##kind}
-#define KINDS_OF(CODE) {SHAPES_OF(CODE, F32), SHAPES_OF(CODE, BF16), SHAPES_OF(CODE, F16)}
-static rows_fn *const functions[4][3][SHAPES] = {KINDS_OF(INT4), KINDS_OF(INT8), KINDS_OF(FP8), KINDS_OF(FP4)};
+#define KINDS_OF(CODE) {SHAPES_OF(CODE, BF16), SHAPES_OF(CODE, F16)}
+static rows_fn *const functions[4][2][SHAPES] = {KINDS_OF(INT4), KINDS_OF(INT8), KINDS_OF(FP8), KINDS_OF(FP4)};
 
 static void quantized_task(const void *context, int64_t task) {
     const quantized_job *job = context;
@@ -252,7 +245,7 @@ static void quantized_task(const void *context, int64_t task) {
     int shape = 0;
     while (job->m <= ROWS && rows_of[shape] < job->m)
         shape++;
-    rows_fn *const *of = functions[job->code][job->kind];
+    rows_fn *const *of = functions[job->code][job->kind - BF16];
     if (shape) {
         for (; block < last; block += blocks_of[shape])
             of[shape](job, 0, block, NULL);
@@ -261,13 +254,13 @@ static void quantized_task(const void *context, int64_t task) {
     float *room = scratch_floats(job->k * BLOCK, job->failed);
     for (; room && block < last; block++) {
         of[0](job, 0, block, room);
-        linear_block(job->x, room, job->bias, job->y, job->m, job->n, job->k, block, job->kind, job->bias_kind);
+        linear_block(job->x, room, job->bias, job->y, job->m, job->n, job->k, block, F32, job->bias_kind);
     }
     free(room);
 }
 
 /* codes: of 4 bits in words of 8 columns [ceil(n/32), ceil(k/8), 32], of 8 bits [ceil(n/32), k, 32]; scale, zero [ceil(n/32), groups, 32]; index: the
- * group of each column, or null: k / group. `kind`: the dtype of the weights. */
+ * group of each column, or null: k / group. `kind`: what weights are rounded to, of 16 bits. */
 API int fengine_quantized_linear(const float *x, const uint8_t *codes, const float *scale, const uint8_t *zero,
                                  const int32_t *index, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
                                  int64_t groups, int64_t group, int code, int kind, int bias_kind, int threads) {

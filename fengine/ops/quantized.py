@@ -5,8 +5,8 @@
 in one float32 product, rounded once to the dtype that the matrix would have unquantized. So the bits are those of the
 dequantized matrix, whatever the number of rows.
 
-Codes: int4, int8 (unsigned, with a zero), fp8 (e4m3fn), fp4 (e2m1, after OCP's microscaling formats). Schedules on CUDA:
-few rows decode in registers inside the product's own order over K, where that was proved equal on this machine (see
+Codes: int4 and int8, unsigned with a zero; fp8, e4m3fn; fp4, e2m1 of OCP's microscaling formats. Schedules on CUDA: few
+rows decode in registers inside the product's own order over K, where that was proved equal on this machine (see
 proof.py); more rows decode the matrix to scratch and take linear.py's proved schedules. On the CPU see cpu_quantized.c.
 
 Packed on CUDA: the codes of two columns in a byte, the even one low, or one in a byte: [N, bytes of K]; scale and zero
@@ -20,13 +20,13 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fengine.ops import cpu_quantized, quantized_launch
+from fengine.ops import cpu_quantized, linear, quantized_launch
 from fengine.ops.cpu import LANES
 from fengine.ops.registration import register
 
 FOUR_BITS = ("int4", "fp4")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LARGEST = {"fp8": 448.0, "fp4": 6.0}
+LARGEST = 448.0  # of fp8
 
 
 class Codes(NamedTuple):
@@ -39,10 +39,15 @@ class Codes(NamedTuple):
     group: int
     index_K: Tensor | None = None  # int32
 
-    def rows(self, index: Tensor) -> "Codes":
+    def rows(self, index: Tensor | slice) -> "Codes":
         """The rows `index`. Pure."""
         zero_NG = None if self.zero_NG is None else self.zero_NG[index]
         return self._replace(code_NK=self.code_NK[index], scale_NG=self.scale_NG[index], zero_NG=zero_NG)
+
+    def to(self, device: torch.device) -> "Codes":
+        """The same on a device. Pure."""
+        moved = {name: part.to(device) for name, part in self._asdict().items() if isinstance(part, Tensor)}
+        return self._replace(**moved)
 
 
 def values(kind: str, code: Tensor) -> Tensor:
@@ -65,16 +70,19 @@ def dequantized(codes: Codes, dtype: torch.dtype) -> Tensor:
     return (w_NK * codes.scale_NG.float()[:, group_K]).to(dtype)
 
 
-def encoded(w_NK: Tensor, kind: str, group: int, scale_dtype: torch.dtype = torch.float32) -> Codes:
-    """The nearest codes of each value, scales symmetric about zero over `group` columns (0: all). Pure."""
-    n, k = w_NK.shape
+def encoded(w_NK: Tensor, kind: str, group: int) -> Codes:
+    """The nearest fp8, int4 or int8 codes, under scales symmetric about zero over `group` columns (0: all). Pure.
+
+    Scales of integers have w's dtype, those of fp8 are float32.
+    """
+    k, scale_dtype = w_NK.shape[1], torch.float32 if kind == "fp8" else w_NK.dtype
     w_NGC = rearrange(w_NK.float(), "n (g c) -> n g c", c=group or k)
-    half = LARGEST.get(kind, (1 << (4 if kind == "int4" else 8)) / 2 - 0.5)
+    half = {"int4": 7.5, "int8": 127.5, "fp8": LARGEST}[kind]
     scale_NG = (w_NGC.abs().amax(-1) / half).to(scale_dtype)
     scale_NG = torch.where(scale_NG == 0, 1, scale_NG)
     scaled_NK = rearrange(w_NGC / scale_NG.float()[..., None], "n g c -> n (g c)")
     if kind == "fp8":
-        code_NK = scaled_NK.clamp(-LARGEST[kind], LARGEST[kind]).to(torch.float8_e4m3fn).view(torch.uint8)
+        code_NK = scaled_NK.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
         return Codes(kind, code_NK, scale_NG, None, group or k)
     zero = 8 if kind == "int4" else 128
     code_NK = (scaled_NK.round() + zero).clamp(0, 2 * zero - 1).to(torch.uint8)
@@ -126,22 +134,44 @@ class Quantized(NamedTuple):
         """Nothing that kernels for dense matrices could read."""
 
 
-def pack(codes: Codes, dtype: torch.dtype) -> Quantized:
-    """The layout that `linear` reads on the codes' device (see the module docstring), once at load. Pure."""
-    kind, code_NK, scale_NG, zero_NG, group, index_K = codes
-    n, k = code_NK.shape
-    four = kind in FOUR_BITS
-    if four:
-        code_NK = pad(code_NK, (0, -k % 8))
-        code_NK = code_NK[:, 0::2] | code_NK[:, 1::2] << 4
-    if code_NK.device.type != "cpu":
-        turned = [None if t is None else t.T.contiguous() for t in (scale_NG, zero_NG)]
-        return Quantized(code_NK.contiguous(), turned[0], turned[1], index_K, n, group, kind, dtype)  # pyright: ignore
+def fits(kind: str, scale_NG: Tensor) -> bool:
+    """Whether scales are neither tiny nor huge and, for integers, have 11 bits, as halves and bfloat16 do. Pure."""
+    size, wide = scale_NG.abs(), scale_NG * 8193.0
+    usual = (size >= 2.0**-100) & (size <= 2.0**100) | (size == 0)
+    short = wide - (wide - scale_NG) == scale_NG  # Veltkamp's splitting: nothing is behind the 11 bits
+    return bool((usual & short if kind in ("int4", "int8") else usual).all())
+
+
+def pack(codes: Codes, dtype: torch.dtype) -> linear.Leaf:
+    """The layout that `linear` reads on the codes' device (see the module docstring), once at load. Pure.
+
+    On the CPU a matrix of float32, or whose scales its kernel could not multiply exactly, is kept dequantized.
+    """
+    if codes.code_NK.device.type != "cpu":
+        return packed_rows(codes, dtype)
+    if dtype == torch.float32 or not fits(codes.kind, codes.scale_NG.float()):
+        return linear.pack(dequantized(codes, dtype))
+    n, bytes_NB, zero_NG = len(codes.code_NK), row_bytes(codes), codes.zero_NG
 
     def blocks(t: Tensor) -> Tensor:
-        return rearrange(pad(t, (0, 0, 0, -n % (2 * LANES))), "(b lane) k -> b k lane", lane=LANES).contiguous()
+        padded = pad(t, (0, 0, 0, -n % (2 * LANES)))
+        return rearrange(padded, "(block lane) k -> block k lane", lane=LANES).contiguous()
 
+    packed = blocks(bytes_NB.view(torch.int32) if codes.kind in FOUR_BITS else bytes_NB)
     zero = None if zero_NG is None else blocks(zero_NG)
-    packed = blocks(code_NK.contiguous().view(torch.int32) if four else code_NK)
-    return Quantized(packed, blocks(scale_NG.float()), zero, index_K, n, group,
-                     kind, dtype)  # fmt: skip
+    return Quantized(packed, blocks(codes.scale_NG.float()), zero, codes.index_K, n, codes.group, codes.kind, dtype)
+
+
+def row_bytes(codes: Codes) -> Tensor:
+    """The codes of each row in bytes, of 4 bits two in each, padded with zeros to whole words. Pure."""
+    if codes.kind not in FOUR_BITS:
+        return codes.code_NK.contiguous()
+    code_NK = pad(codes.code_NK, (0, -codes.code_NK.shape[1] % 8))
+    return code_NK[:, 0::2] | code_NK[:, 1::2] << 4
+
+
+def packed_rows(codes: Codes, dtype: torch.dtype) -> Quantized:
+    """The layout of CUDA. Pure."""
+    zero = None if codes.zero_NG is None else codes.zero_NG.T.contiguous()
+    scale, n = codes.scale_NG.T.contiguous(), len(codes.code_NK)
+    return Quantized(row_bytes(codes), scale, zero, codes.index_K, n, codes.group, codes.kind, dtype)

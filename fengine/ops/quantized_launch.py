@@ -42,7 +42,9 @@ def schedules(m: int, n: int, k: int, dtype: torch.dtype) -> list[Schedule]:
     if m > FEW or dtype == torch.float32:
         return []
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    return [Schedule(rows, 64, 128, 4, 4)] if n >= 2048 else [Schedule(rows, 16, 256, 4, 4), Schedule(rows, 64, 128, 4, 4)]
+    return (
+        [Schedule(rows, 64, 128, 4, 4)] if n >= 2048 else [Schedule(rows, 16, 256, 4, 4), Schedule(rows, 64, 128, 4, 4)]
+    )
 
 
 def decode(matrix: Matrix, k: int, dtype: torch.dtype) -> Tensor:
@@ -108,6 +110,8 @@ def launch(
     return linear.launch(x, decode(matrix, x.shape[1], x.dtype), n, bias, out_dtype)
 
 
-def fake(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, *rest: Any) -> Tensor:
+def fake(
+    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, *rest: Any
+) -> Tensor:
     """Shape and dtype of `launch`."""
     return x.new_empty((x.shape[0], n), dtype=rest[-1] or x.dtype)

@@ -10,6 +10,7 @@ from fengine import models
 from fengine.errors import CorruptCheckpointError, UnsupportedFormatError
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD, Weight
+from fengine.worker.quantized_weights import Part, module_of, parts_of, scheme_of, unread
 from fengine.worker.safetensors_file import DTYPES, TensorEntry, read_shards
 
 BARE_EMBEDDING = "embed_tokens.weight"
@@ -45,15 +46,20 @@ def check_entries(
     UnsupportedFormatError.
     """
     needed = [weight for weight in weights if not weight.optional or weight.sources[0].name in entries]
-    expected = {source.name: source.shape for weight in needed for source in weight.sources}
-    problems = [f"tensor {n!r} of shape {list(s)} is missing" for n, s in expected.items() if n not in entries]
+    expected, few_bits = _expected(spec, needed, entries)
+    problems = [
+        f"tensor {name!r} of shape {list(part.shapes[0])} is missing"
+        for name, part in expected.items()
+        if name not in entries and not part.optional
+    ]
     if HEAD in expected.keys() - entries.keys():
         problems.append(f"without {HEAD!r} config.json should say tie_word_embeddings = true")
     if spec.tie_embeddings or not spec.generates:  # a head may be stored all the same
         expected[HEAD] = expected[EMBEDDING]
-    problems += _foreign(sorted(entries.keys() - expected.keys()), spec)
+    foreign = sorted(name for name in entries.keys() - expected.keys() if not unread(name, few_bits))
+    problems += _foreign(foreign, spec)
     problems += _misshapen(expected, entries)
-    problems += [] if mixed else _several_dtypes(needed, entries)
+    problems += [] if mixed else _several_dtypes(needed, entries, few_bits)
     if problems:
         raise CorruptCheckpointError(f"{directory} does not fit its config.json:{listed(problems)}")
     return needed
@@ -68,21 +74,40 @@ def _foreign(names: list[str], spec: ModelSpec) -> list[str]:
     ]
 
 
-def _misshapen(expected: dict[str, tuple[int, ...]], entries: dict[str, TensorEntry]) -> list[str]:
+def _expected(
+    spec: ModelSpec, weights: list[Weight], entries: dict[str, TensorEntry]
+) -> tuple[dict[str, Part], set[str]]:
+    """The tensors by name, and the modules whose matrices are stored in few bits."""
+    expected: dict[str, Part] = {}
+    few_bits = set()
+    for weight in weights:
+        for source in weight.sources:
+            scheme = scheme_of(weight, source, spec.quantization, entries)
+            if scheme is None:
+                expected[source.name] = Part((source.shape,), tuple(DTYPES))
+            else:
+                expected |= parts_of(source, scheme)
+                few_bits.add(module_of(source))
+    return expected, few_bits
+
+
+def _misshapen(expected: dict[str, Part], entries: dict[str, TensorEntry]) -> list[str]:
     """Errors: UnsupportedFormatError for a dtype."""
     problems = []
     for entry in (entries[name] for name in expected if name in entries):
         name, wanted = entry.name, expected[entry.name]
-        if entry.shape != wanted:
-            problems.append(f"tensor {name!r}: expected shape {list(wanted)}, got {list(entry.shape)}")
-        if entry.dtype not in DTYPES:
-            known = ", ".join(DTYPES)
+        if entry.shape not in wanted.shapes:
+            shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
+            problems.append(f"tensor {name!r}: expected shape {shapes}, got {list(entry.shape)}")
+        if entry.dtype not in wanted.dtypes:
+            known = ", ".join(wanted.dtypes)
             raise UnsupportedFormatError(f"{entry.path}: tensor {name!r} is {entry.dtype}; supported: {known}.")
     return problems
 
 
-def _several_dtypes(weights: list[Weight], entries: dict[str, TensorEntry]) -> list[str]:
-    names = [source.name for weight in weights if weight.matrix for source in weight.sources]
+def _several_dtypes(weights: list[Weight], entries: dict[str, TensorEntry], few_bits: set[str]) -> list[str]:
+    sources = [source for weight in weights if weight.matrix for source in weight.sources]
+    names = [source.name for source in sources if module_of(source) not in few_bits]
     kinds = {entries[name].dtype: name for name in names if name in entries}
     if len(kinds) < 2:
         return []

@@ -6,7 +6,8 @@ is the weights plus one fused matrix.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +24,15 @@ from fengine.errors import (
     UnsupportedFormatError,
 )
 from fengine.models.kv_state import Params
+from fengine.models.quantization import read_quantization
 from fengine.models.rope import rope_tables
-from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import EMBEDDING, HEAD, Weight, head_weight
-from fengine.ops import linear
+from fengine.models.spec import Config, ModelSpec, Scheme
+from fengine.models.weights import EMBEDDING, HEAD, HeadOrder, Source, Weight, head_weight
+from fengine.ops import linear, quantized
 from fengine.ops.columns import Columns, Group
+from fengine.ops.quantized import Codes
 from fengine.worker.checkpoint_checks import check_entries, check_tied, read_entries
+from fengine.worker.quantized_weights import check_unread, module_of, read_codes, scheme_of
 from fengine.worker.safetensors_file import (
     DTYPES,
     INDEX,
@@ -94,14 +98,7 @@ def spec_from_config(config: Config) -> ModelSpec:
         raise UnsupportedArchitectureError(
             f"config.json: architectures must name one class, got {names!r}; supported: {', '.join(models.MODELS)}."
         )
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key):
-            method = config[key].get("quant_method") if isinstance(config[key], dict) else config[key]
-            raise UnsupportedFormatError(
-                f"config.json has {key} (quant_method {method!r}): quantized weights are not supported; "
-                "use a checkpoint in float32, bfloat16 or float16."
-            )
-    return models.lookup(names[0]).spec_from_hf(config)
+    return replace(models.lookup(names[0]).spec_from_hf(config), quantization=read_quantization(config))
 
 
 def read_generation_config(directory: Path, overrides: str = "") -> GenerationConfig:
@@ -183,7 +180,7 @@ def _constants(spec: ModelSpec, length: int, like: Tensor) -> Params:
     return tables if spec.embed_scale == 1.0 else tables | {"embed_scale": like.new_tensor(spec.embed_scale)}
 
 
-Leaf = Tensor | linear.Dense | Columns
+Leaf = Tensor | linear.Leaf
 
 
 def _build(spec: ModelSpec, weights: list[Weight], leaf: Callable[[Weight], Leaf], group: Group | None) -> Params:
@@ -219,17 +216,49 @@ def _load(
     with reading(entries) as read:
         if spec.generates and spec.tie_embeddings and HEAD in entries:
             check_tied(read(HEAD), read(EMBEDDING))
-        return _build(spec, weights, lambda w: place(w, [s.ours(read(s.name)) for s in w.sources], placement), group)
+        for name in set(entries) - {source.name for weight in weights for source in weight.sources}:
+            if spec.quantization is not None and name.endswith(".bias"):
+                check_unread(name, read(name))
+
+        def matrix(weight: Weight, source: Source) -> Tensor | Codes:
+            scheme = scheme_of(weight, source, spec.quantization, entries)
+            if scheme is None or scheme.layout == "load":
+                return _encoded(source.ours(read(source.name)), scheme, device)
+            return _ours(source, read_codes(source, scheme, read, entries))
+
+        return _build(spec, weights, lambda w: place(w, [matrix(w, s) for s in w.sources], placement), group)
 
 
-def place(weight: Weight, parts: list[Tensor], placement: Placement) -> Leaf:
+def _ours(source: Source, part: Tensor | Codes) -> Tensor | Codes:
+    """In our order of rows. Pure."""
+    if isinstance(part, Tensor):
+        return source.ours(part)
+    return part.rows(source.order.index(len(part.code_NK))) if isinstance(source.order, HeadOrder) else part
+
+
+def _encoded(tensor: Tensor, scheme: Scheme | None, device: torch.device) -> Tensor | Codes:
+    """In few bits if the scheme says so, computed on the device; fp4 is only ever read. Pure."""
+    if scheme is None or tensor.dim() != 2 or scheme.code == "fp4":
+        return tensor
+    return quantized.encoded(tensor.to(device), scheme.code, (scheme.block or (1, 0))[1])
+
+
+def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement) -> Leaf:
     """Joins the parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
     dtype, group = placement.of(weight), placement.group
     cut = group if weight.shard else None
     if cut is not None:
         rows = weight.rows(cut.rank, cut.size)
-        parts = [part[one] for part, own in zip(parts, rows, strict=True) for one in own]
-    parts = [part.to(placement.device, dtype) for part in parts]
+        stored = [_rows(part, one) for part, own in zip(stored, rows, strict=True) for one in own]
+    few_bits = [part.to(placement.device) for part in stored if isinstance(part, Codes)]
+    if len(few_bits) == len(stored) and not weight.stack and (codes := quantized.joined(few_bits)) is not None:
+        leaf = quantized.pack(codes, dtype)
+        return leaf if cut is None else columns(weight, leaf, cut)
+    parts = [
+        quantized.dequantized(part.to(placement.device), dtype) if isinstance(part, Codes)
+        else part.to(placement.device, dtype)
+        for part in stored
+    ]  # fmt: skip
     joined = torch.cat(parts) if len(parts) > 1 else parts[0] if cut is None else parts[0].clone()
     if not weight.matrix:
         return _own(joined.contiguous())
@@ -238,7 +267,11 @@ def place(weight: Weight, parts: list[Tensor], placement: Placement) -> Leaf:
     return dense if cut is None else columns(weight, dense, cut)
 
 
-def columns(weight: Weight, own: linear.Dense, group: Group) -> Columns:
+def _rows(part: Tensor | Codes, rows: slice) -> Tensor | Codes:
+    return part.rows(rows) if isinstance(part, Codes) else part[rows]
+
+
+def columns(weight: Weight, own: linear.Leaf, group: Group) -> Columns:
     """A rank's part of a matrix. Pure."""
     n, k = weight.shape
     return Columns(own, n, k, weight.each(n, group.size), weight.whole, group)
@@ -263,6 +296,10 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     if weight.fill == "residual":
         std /= (2 * spec.num_layers) ** 0.5
     tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
+    scheme = spec.quantization and weight.matrix and spec.quantization.of(module_of(weight.sources[0]))
+    if scheme and not weight.stack and weight.path != ("embed",):
+        codes = _encoded(tensor, scheme, placement.device)
+        return place(weight, [codes], placement)
     if not weight.shard or placement.group is None:
         return linear.pack(tensor) if weight.matrix else tensor
     return place(weight, list(tensor.split([source.shape[0] for source in weight.sources])), placement)

@@ -22,7 +22,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NEVER_OPENED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".npz")
 MAX_JSON_BYTES = 16 << 20
 MAX_TENSORS = 100_000
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # those that are loaded
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of weights that are stored whole
+CODES = {
+    "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
 
 
 class TensorEntry(NamedTuple):
@@ -179,14 +183,14 @@ def open_file(path: Path) -> safe_open:
 
 
 def read_tensor(file: safe_open, entry: TensorEntry) -> Tensor:
-    """The tensor of `entry` on the CPU, in its stored dtype (one of DTYPES). Errors: ModelLoadError and its kind."""
+    """The tensor of `entry` on the CPU, in its stored dtype (of DTYPES or CODES). Errors: ModelLoadError and kinds."""
     try:
         tensor = file.get_tensor(entry.stored)
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{entry.path} changed while it was read: {error}; download it again.") from None
     except OSError as error:
         raise ModelLoadError(f"{entry.path} cannot be read: {error}.") from None
-    if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
+    if tuple(tensor.shape) != entry.shape or tensor.dtype != (DTYPES | CODES)[entry.dtype]:
         raise CorruptCheckpointError(f"{entry.path} changed while it was read: tensor {entry.stored!r} is another one.")
     return tensor
 

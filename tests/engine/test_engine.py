@@ -367,7 +367,7 @@ def test_server_args_are_honoured_or_refused_by_name() -> None:
     with pytest.raises(TypeError, match="no_such"):
         ServerArgs(model_path="x", no_such=1)  # type: ignore[call-arg]
     with pytest.raises(UnsupportedFeatureError, match="pp_size=2.*quantization|quantization.*pp_size=2"):
-        ServerArgs(model_path="x", pp_size=2, quantization="fp8").to_config()
+        ServerArgs(model_path="x", pp_size=2, quantization="gguf").to_config()
     config = ServerArgs(model_path="x", page_size=4, chunked_prefill_size=-1, disable_radix_cache=True).to_config()
     assert config.cache.page_size == 4 and not config.cache.prefix_cache
     assert config.scheduler.max_step_tokens is None

@@ -35,6 +35,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "dtype": ("half", lambda c: c.model.dtype.name == "float16"),
     "device": ("cpu", lambda c: c.model.device == "cpu"),
     "base_gpu_id": (2, lambda c: c.model.gpu_id == 2),
+    "quantization": ("gptq_marlin", lambda c: c.model.quantization == "gptq"),
     "revision": ("main", lambda c: c.model.revision == "main"),
     "context_length": (99, lambda c: c.model.context_length == 99),
     "json_model_override_args": ('{"a": 1}', lambda c: c.model.json_overrides == '{"a": 1}'),
@@ -155,8 +156,8 @@ def test_unknown_and_missing_settings_are_told_with_the_nearest_name() -> None:
 
 def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
     with pytest.raises(UnsupportedFeatureError) as error:
-        ServerArgs(model_path="x", ep_size=2, quantization="fp8", dp_size=2).to_config()  # type: ignore[call-arg]
-    for words in ("ep_size=2 (several GPUs", "quantization='fp8' (quantized weights", "dp_size=2 (several GPUs"):
+        ServerArgs(model_path="x", ep_size=2, quantization="gguf", dp_size=2).to_config()  # type: ignore[call-arg]
+    for words in ("ep_size=2 (several GPUs", "quantization='gguf' (quantized weights", "dp_size=2 (several GPUs"):
         assert words in str(error.value)
     for wrong in (True, 1.5, "1"):  # a bool is no int, though Python has it equal
         with pytest.raises(UnsupportedFeatureError):

@@ -303,8 +303,8 @@ def test_qwen_features() -> None:
             spec_of(family, **sliding, max_window_layers=1, is_causal=False)
     with pytest.raises(ModelLoadError, match="head_dim is missing"):
         spec_of("qwen3", head_dim=...)
-    with pytest.raises(UnsupportedFormatError, match="quant_method 'gptq'"):
-        spec_of("qwen2", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(UnsupportedFormatError, match="quant_method 'bitsandbytes'"):
+        spec_of("qwen2", quantization_config={"quant_method": "bitsandbytes"})
 
 
 def test_a_file_that_names_a_quantization_is_refused(checkpoint: Path) -> None:

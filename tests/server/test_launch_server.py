@@ -55,7 +55,7 @@ def test_what_is_the_servers_of_the_settings() -> None:
     [
         (["--ssl-keyfile", "k"], "not built in this server: ssl_keyfile='k'"),
         (["--port", "70000"], "serve.port must be in"),
-        (["--quantization", "fp8"], "quantization='fp8' (quantized weights"),
+        (["--quantization", "gguf"], "quantization='gguf' (quantized weights"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
     ],
 )

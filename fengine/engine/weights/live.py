@@ -15,8 +15,8 @@ from torch import Tensor
 from fengine import models
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.weights.incoming import Change, Origin, check, read_directory, read_spec
-from fengine.engine.weights.places import Place, fused_names, places_of
-from fengine.errors import InvalidRequestError, MemoryReleasedError
+from fengine.engine.weights.places import Place, few_bits_of, fused_names, places_of
+from fengine.errors import InvalidRequestError, MemoryReleasedError, UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD
@@ -33,6 +33,7 @@ class LiveWeights:
         self.origin = Origin.of(model_dir) if from_disk else None  # where the live weights can be read again
         weights = models.lookup(spec.architecture).weights(spec)
         self.places: dict[str, Place] = places_of(params, weights)
+        self.few_bits = few_bits_of(params, weights)  # of matrices that are in no place
         self._fused = fused_names(weights)
         self.missing: set[str] = set()  # tensors whose values were lost
         core.handlers |= {"update_weights": self._update, "read_weights": self._read}
@@ -40,17 +41,24 @@ class LiveWeights:
 
     def close(self) -> None:
         """Drops the parameters."""
-        self.params, self.places = {}, {}
+        self.params, self.places, self.few_bits = {}, {}, []
 
     # -- in any thread -------------------------------------------------------------------------------------------------
 
     def check(self, tensors: Iterable[tuple[str, Tensor]], seen: set[str]) -> list[Change]:
-        """As `incoming.check`."""
+        """As `incoming.check`. Errors: UnsupportedFeatureError too."""
+        self.refuse_few_bits("updated")
         return check(self.spec, self.places, self._fused, tensors, seen)
 
     def read_origin(self, origin: Origin) -> list[tuple[str, Tensor]]:
-        """Errors: ModelLoadError and its kinds."""
+        """Errors: ModelLoadError and its kinds, UnsupportedFeatureError."""
+        self.refuse_few_bits("updated")
         return read_directory(origin.directory, self._told, self.spec, self.places)
+
+    def refuse_few_bits(self, what: str) -> None:
+        """Errors: UnsupportedFeatureError where the checkpoint's tensors are not those that run."""
+        if self.spec.quantization is not None:
+            raise UnsupportedFeatureError(f"quantized weights cannot be {what}: start another engine, or use 16 bits.")
 
     def read(self, name: Any, rows: Any) -> list[Any] | None:
         """The first `rows` rows of a tensor as nested lists of floats; None for a name that the model has not.
@@ -140,5 +148,9 @@ class LiveWeights:
 
     def nbytes(self) -> int:
         """Bytes that the parameters take. Pure."""
-        leaves = {id(place.leaf): place.leaf for place in self.places.values()}.values()
+        leaves = {id(tensor): tensor for tensor in self.tensors()}.values()
         return sum(leaf.untyped_storage().nbytes() for leaf in leaves)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that hold the parameters; one of several places comes as often. Pure."""
+        return [place.leaf for place in self.places.values()] + self.few_bits

@@ -25,6 +25,7 @@ def save_weights(
     `pattern` names a shard by `part` (and `rank`, which is 0). One shard at a time is in CPU memory.
     Errors: InvalidRequestError, StorageError, MemoryReleasedError, EngineClosedError, EngineDeadError.
     """
+    live.refuse_few_bits("saved")
     folder, most = _checked_folder(path), SHARD_BYTES if max_size is None else max_size
     if type(most) is not int or most < 1:
         raise InvalidRequestError(f"max_size must be a number of bytes of at least 1, got {max_size!r:.80}.")

@@ -1,0 +1,139 @@
+"""Products with weights in few bits: the bits of the dequantized matrix, whatever the codes, sizes, rows, instructions.
+
+The Triton kernels run in Triton's interpreter, in a process of its own (see test_ops_triton.py), and on a device.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fengine.ops import cpu_library, cpu_quantized, linear, quantized, quantized_launch
+from fengine.ops.quantized import Codes
+from fengine.ops.registration import triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SIZES = ((33, 64, 16, False), (95, 96, 32, True), (64, 40, 40, False), (70, 24, 12, False), (130, 257, 257, False))
+KINDS = tuple(cpu_quantized.KINDS)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def random_codes(
+    kind: str, n: int, k: int, group: int, ordered: bool, scale_dtype: torch.dtype = torch.float16
+) -> Codes:
+    """Any code but NaN, scales over many powers of two, groups in order or not."""
+    torch.manual_seed(n + k)
+    groups = -(-k // group)
+    code_NK = torch.randint(0, 16 if kind in quantized.FOUR_BITS else 256, (n, k), dtype=torch.uint8)
+    code_NK[(code_NK & 127 == 127) & (kind == "fp8")] = 3
+    scale_NG = (torch.rand(n, groups) + 0.5) * 0.01 * torch.exp2(torch.randint(-9, 2, (n, groups)).float())
+    zero_NG = torch.randint(0, 16 if kind == "int4" else 256, (n, groups), dtype=torch.uint8)
+    index_K = torch.randint(0, groups, (k,), dtype=torch.int32) if ordered else None
+    scale_NG = scale_NG.float() if kind == "fp8" else scale_NG.to(scale_dtype)
+    return Codes(kind, code_NK, scale_NG, zero_NG if kind.startswith("int") else None, group, index_K)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_are_those_of_the_dequantized_matrix(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_library, "SHORT", 0)  # as many threads as there are
+    for n, k, group, ordered in SIZES:
+        codes = random_codes(kind, n, k, group, ordered)
+        few, dense = quantized.pack(codes, dtype), linear.pack(quantized.dequantized(codes, dtype))
+        assert isinstance(few, quantized.Quantized)
+        for m, bias in itertools.product((1, 2, 3, 4, 5, 17), (None, torch.randn(n).to(dtype))):
+            x = torch.randn(m, k)
+            assert same_bits(linear.linear(x, few, bias), linear.linear(x, dense, bias)), (n, k, m)
+        assert linear.linear(x, few, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_every_code_is_decoded_as_defined() -> None:
+    """x is a row of the identity, so the product is a weight."""
+    for kind, dtype in itertools.product(KINDS, DTYPES):
+        codes = random_codes(kind, 3, 256, 256, False)
+        code = torch.arange(256, dtype=torch.uint8) & (15 if kind in quantized.FOUR_BITS else 255)
+        code[(code & 127 == 127) & (kind == "fp8")] = 0
+        codes = codes._replace(code_NK=code.expand(3, 256).contiguous())
+        got = linear.linear(torch.eye(256)[:5], quantized.pack(codes, dtype))
+        assert torch.equal(got, quantized.dequantized(codes, dtype).float().T[:5])
+        got = torch.cat([linear.linear(row, quantized.pack(codes, dtype)) for row in torch.eye(256).split(1)])
+        assert torch.equal(got, quantized.dequantized(codes, dtype).float().T)
+
+
+def test_scales_that_are_not_exact_keep_a_matrix_dequantized() -> None:
+    for kind, scale in (("int4", 0.1), ("int8", 1e-32), ("fp8", 1e-32), ("fp4", 1e-32)):
+        codes = random_codes(kind, 40, 32, 32, False, torch.float32)._replace(scale_NG=torch.full((40, 1), scale))
+        leaf = quantized.pack(codes, torch.bfloat16)
+        assert isinstance(leaf, linear.Dense)
+        assert torch.equal(linear.unpack(leaf), quantized.dequantized(codes, torch.bfloat16))
+    assert isinstance(quantized.pack(random_codes("int4", 40, 32, 32, False), torch.float32), linear.Dense)
+
+
+def test_encoded_codes_are_the_nearest() -> None:
+    torch.manual_seed(0)
+    w = torch.randn(6, 64, dtype=torch.bfloat16)
+    w[2] = 0
+    for kind, group in (("int4", 16), ("int8", 0), ("fp8", 0)):
+        codes = quantized.encoded(w, kind, group)
+        got, step = (
+            quantized.dequantized(codes, torch.float32),
+            codes.scale_NG.float().repeat_interleave(codes.group, 1),
+        )
+        error = (got - w.float()).abs()
+        assert torch.equal(got[2], torch.zeros(64))
+        room = w.float().abs() / 16 + step / 512 if kind == "fp8" else 0.55 * step  # of symmetric codes 7.5 is clamped
+        assert bool((error <= room).all()), kind
+    assert quantized.joined([codes, quantized.encoded(w, "int4", 16)]) is None
+
+
+@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", __file__]
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def as_on_cuda(codes: Codes) -> quantized_launch.Matrix:
+    leaf = quantized.packed_rows(codes, torch.float16)
+    return quantized_launch.Matrix(*leaf[:7])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_kernels_decode_and_multiply(kind: str) -> None:
+    for n, k, group, ordered in ((33, 64, 16, False), (20, 48, 16, True), (64, 256, 128, False), (17, 40, 40, False)):
+        codes = random_codes(kind, n, k, group, ordered)
+        matrix, w_NK = as_on_cuda(codes), quantized.dequantized(codes, torch.float16)
+        assert torch.equal(quantized_launch.decode(matrix, k, torch.float16), w_NK)
+        x, bias = torch.randn(5, k).half(), torch.randn(n).half()
+        for s in (quantized_launch.Schedule(16, 16, 64, 4, 2), quantized_launch.Schedule(16, 64, 128, 4, 2)):
+            got = quantized_launch.run(x, matrix, bias, torch.float32, s)
+            torch.testing.assert_close(got, x.float() @ w_NK.float().T + bias.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_device_the_bits_are_those_of_the_dequantized_matrix(kind: str) -> None:
+    for (n, k, group, ordered), dtype in itertools.product(
+        ((96, 256, 128, False), (1000, 384, 32, True), (4096, 1024, 128, False)), (torch.bfloat16, torch.float16)
+    ):
+        codes = random_codes(kind, n, k, group, ordered).to(torch.device("cuda"))
+        few, dense = quantized.pack(codes, dtype), linear.pack(quantized.dequantized(codes, dtype))
+        for m in (1, 7, 16, 33, 64, 200):
+            x = torch.randn(m, k, device="cuda").to(dtype)
+            got, want = linear.linear(x, few), linear.linear(x, dense)
+            assert torch.equal(got, want), (n, k, m, dtype)
+            for s in quantized_launch.schedules(m, n, k, dtype):
+                assert quantized_launch.proved(x, quantized_launch.Matrix(*few[:7]), None, None, s), s

@@ -1,0 +1,350 @@
+"""Quantized checkpoints: each reader, packing and odd size gives the bits of the dequantized checkpoint."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized_checkpoints as made
+import tiny_checkpoints
+import torch
+from quantized_checkpoints import Made, Maker
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fengine import Engine, models
+from fengine.config import LoadFormat
+from fengine.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    MemoryReleasedError,
+    ModelLoadError,
+    UnsupportedFeatureError,
+    UnsupportedFormatError,
+)
+from fengine.models.kv_state import Params, init_kv, row_batch
+from fengine.models.quantization import chosen, read_quantization
+from fengine.models.spec import ModelSpec
+from fengine.ops.quantized import Quantized
+from fengine.worker.loader import load_params, read_config, spec_from_config
+
+KEPT = ("lm_head", "embed_tokens", ".gate")
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": False, "lm_head": False,
+        "true_sequential": True, "damp_percent": 0.1, "checkpoint_format": "gptq"}  # fmt: skip
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def compressed(form: str, weights: dict[str, Any], acts: Any = None, **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": acts, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "format": form,
+        "ignore": ["lm_head"], "quantization_status": "compressed", "kv_cache_scheme": None,
+        "global_compression_ratio": 1.5, **more,
+    }  # fmt: skip
+
+
+def integers(bits: int, group: int | None, symmetric: bool = True, **more: Any) -> dict[str, Any]:
+    strategy = "group" if group else "channel"
+    return {
+        "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": group,
+        "dynamic": False, "block_structure": None, "actorder": None, "observer": "minmax", "observer_kwargs": {},
+        **more,
+    }  # fmt: skip
+
+
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False, "group_size": None}
+MICRO = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+HALF, ODD = {"dtype": torch.float16}, {"hidden_size": 60, "intermediate_size": 90, "head_dim": 16}
+TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+SYM, ACT, EIGHT = {"sym": True, "checkpoint_format": "gptq_v2"}, {"desc_act": True}, {"bits": 8, "group_size": -1}
+Case = tuple[dict[str, Any], Callable[[Maker, int, int], Made], dict[str, Any]]
+
+
+def gptq(changes: dict[str, Any], group: int = 16, options: dict[str, Any] | None = None, **how: Any) -> Case:
+    return GPTQ | changes, lambda m, n, k: m.gptq(n, k, group, **how), options or {}
+
+
+def packed(weights: dict[str, Any], options: dict[str, Any] | None = None, **how: Any) -> Case:
+    group, bits = weights["group_size"] or -1, weights["num_bits"]
+    how["sym"] = weights["symmetric"]
+    return compressed("pack-quantized", weights), lambda m, n, k: m.packed(n, k, group, bits, **how), options or {}
+
+
+def fp8(rows: int, columns: int, options: dict[str, Any] | None = None) -> Case:
+    config = FP8 | {"weight_block_size": [rows, columns]}
+    return config, lambda m, n, k: m.fp8(n, k, (rows, columns)), options or {}
+
+
+def floats(strategy: str, acts: dict[str, Any], options: dict[str, Any], static: bool) -> Case:
+    config = compressed("float-quantized", FLOAT | {"strategy": strategy}, acts)
+    return config, lambda m, n, k: m.fp8(n, k, None, "weight_scale", static), options
+
+
+CASES: dict[str, Case] = {
+    "awq": (AWQ, lambda m, n, k: m.awq(n, k, 32), {}),
+    "awq-16-half": (AWQ | {"group_size": 16}, lambda m, n, k: m.awq(n, k, 16), HALF),
+    "awq-qwen2-tied": (AWQ, lambda m, n, k: m.awq(n, k, 32), {"family": "qwen2", "tie_word_embeddings": True}),
+    "awq-experts": (AWQ, lambda m, n, k: m.awq(n, k, 32), {"family": "mixtral"}),
+    "gptq-asym": gptq({}),
+    "gptq-sym-v2": gptq(SYM, sym=True, v2=True),
+    "gptq-act": gptq(ACT, options=HALF, act=True),
+    "gptq-8-channel": gptq(EIGHT, -1, bits=8),
+    "gptq-8-act": gptq(ACT | {"bits": 8}, bits=8, act=True),
+    "packed-4": packed(integers(4, 16)),
+    "packed-4-asym-half": packed(integers(4, 32, False), HALF),
+    "packed-4-act": packed(integers(4, 16, actorder="group"), act=True),
+    "packed-4-odd": packed(integers(4, None), ODD),
+    "packed-8-odd": packed(integers(8, None, False), ODD),
+    "float-dynamic": floats("channel", TOKENS, {}, False),
+    "float-static": floats("tensor", {"num_bits": 8, "type": "float"}, HALF, True),
+    "micro": (compressed("mxfp4-pack-quantized", MICRO), lambda m, n, k: m.micro(n, k), {}),
+    "fp8-blocks": fp8(128, 128, {"hidden_size": 160, "intermediate_size": 200}),
+    "fp8-small-blocks-odd": fp8(24, 40),
+    "fp8-order-of-heads": fp8(24, 40, {"family": "glm4", "pad_token_id": None}),
+}
+
+
+def load(directory: Path) -> tuple[Params, ModelSpec]:
+    spec = spec_from_config(read_config(directory))
+    return load_params(directory, spec), spec
+
+
+def logits(params: Params, spec: ModelSpec, tokens: int) -> Tensor:
+    model, ids = models.lookup(spec.architecture), [(7 * i + 3) % spec.vocab_size for i in range(tokens)]
+    kv = init_kv(spec, 4, 16, torch.float32, "cpu")
+    return model.unembed(params, spec, model.forward(params, spec, kv, row_batch(ids, 0, [1, 2, 3], 16))[1])
+
+
+def leaves(params: Params) -> list[Quantized]:
+    found: list[Quantized] = []
+    tree_leaves(params, is_leaf=lambda x: isinstance(x, Quantized) and (found.append(x) or True))
+    return found
+
+
+def same_model(few: Path, dense: Path) -> list[Quantized]:
+    """Logits of one token, of a few and of many are those of the dequantized model. Returns the leaves in few bits."""
+    params, spec = load(few)
+    plain, plain_spec = load(dense)
+    for tokens in (1, 3, 23):
+        got, want = logits(params, spec, tokens), logits(plain, plain_spec, tokens)
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+    assert not (want == want[:1, :1]).all()
+    return leaves(params)
+
+
+def keep(make: Any) -> made.Choose:
+    return lambda maker, module, n, k: None if module.endswith(KEPT) else make(maker, n, k)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_format_is_its_dequantized_model(case: str, tmp_path: Path) -> None:
+    config, make, options = CASES[case]
+    found = same_model(*made.write(tmp_path, config, keep(make), **options))
+    assert len(found) == (4 if "experts" in case else 8)  # of experts only attention stays in few bits
+
+
+def test_q_k_and_v_of_unlike_orders_are_joined_dequantized(tmp_path: Path) -> None:
+    config, make, options = gptq(ACT, act="own")
+    assert len(same_model(*made.write(tmp_path, config, keep(make), **options))) == 4  # of o and down
+
+
+def test_layers_of_several_precisions(tmp_path: Path) -> None:
+    """GPTQ's dynamic rules and compressed-tensors' groups; modules that are kept, and one that only the file keeps."""
+    rules = {"+:.*layers\\.1\\..*": {"bits": 8, "group_size": 32}, "-:.*o_proj": {}}
+
+    def choose(maker: Maker, module: str, n: int, k: int) -> Made | None:
+        if module.endswith((*KEPT, "o_proj", "layers.0.mlp.down_proj")):
+            return None
+        return maker.gptq(n, k, 32, bits=8) if "layers.1." in module else maker.gptq(n, k, 16)
+
+    assert len(same_model(*made.write(tmp_path / "a", GPTQ | {"dynamic": rules}, choose))) == 5
+    groups = {
+        "a": {"targets": ["re:.*mlp.*"], "weights": integers(8, None)},
+        "b": {"targets": ["Linear"], "weights": integers(4, 16)},
+    }
+    config = compressed("pack-quantized", integers(4, 16)) | {
+        "config_groups": groups, "ignore": ["re:.*lm_head", "model.layers.1.self_attn.q_proj"],
+    }  # fmt: skip
+
+    def by_group(maker: Maker, module: str, n: int, k: int) -> Made | None:
+        if module.endswith((*KEPT, "layers.1.self_attn.q_proj")):
+            return None
+        return maker.packed(n, k, -1, 8) if ".mlp." in module else maker.packed(n, k, 16)
+
+    assert len(same_model(*made.write(tmp_path / "b", config, by_group))) == 7  # q, k, v of layer 1 are joined whole
+
+
+def test_a_zero_bias_of_a_layer_without_one_is_left_out(tmp_path: Path) -> None:
+    config, make, _ = gptq({})
+    few, dense = made.write(tmp_path, config, keep(make))
+    tensors = load_file(few / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.bias"
+    save_file(tensors | {name: torch.zeros(64)}, few / "model.safetensors", {"format": "pt"})
+    same_model(few, dense)
+    save_file(tensors | {name: torch.ones(64)}, few / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CorruptCheckpointError, match=f"{name}.*not zero"):
+        load(few)
+
+
+def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
+    """gpt-oss: blocks [E, N, K/32, 16] of what its bfloat16 checkpoint holds as [E, K, N]."""
+    plain = tiny_checkpoints.write(tmp_path / "plain", "gpt_oss", dtype=torch.bfloat16, intermediate_size=64)
+    dense, maker = load_file(plain / "model.safetensors"), Maker(0, torch.bfloat16)
+    few = dict(dense)
+    for name in [name for name in dense if name.endswith(("gate_up_proj", "down_proj"))]:
+        e, k, n = few.pop(name).shape
+        parts, matrix = maker.micro(e * n, k)
+        few[f"{name}_blocks"] = parts["weight_packed"].view(e, n, k // 32, 16)
+        few[f"{name}_scales"] = parts["weight_scale"].view(e, n, k // 32)
+        dense[name] = matrix.view(e, n, k).transpose(1, 2).contiguous()
+    save_file(dense, plain / "model.safetensors", {"format": "pt"})
+    target = tmp_path / "few"
+    target.mkdir()
+    save_file(few, target / "model.safetensors", {"format": "pt"})
+    told = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": told}
+    (target / "config.json").write_text(json.dumps(config))
+    same_model(target, plain)
+
+
+def test_fp8_at_load_rounds_each_row_to_its_own_scale(tmp_path: Path) -> None:
+    plain = tiny_checkpoints.write(tmp_path, dtype=torch.bfloat16)
+    stored, spec = load(plain)
+    spec = models.spec.replace(spec, quantization=chosen(None, "fp8"))
+    params = load_params(plain, spec)
+    assert len(leaves(params)) == 8 and not isinstance(params["unembed"], Quantized)
+    matrix = load_file(plain / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].float()
+    scale = matrix.abs().amax(1, keepdim=True) / 448
+    want = ((matrix / scale).to(torch.float8_e4m3fn).float() * scale).to(torch.bfloat16)
+    x = torch.randn(3, matrix.shape[1])
+    got = params["layers"][0]["wdown"].linear(x, None, None, None, True)
+    torch.testing.assert_close(got, x @ want.float().T)
+    gap = (logits(params, spec, 9).log_softmax(-1) - logits(stored, spec, 9).log_softmax(-1)).abs().mean()
+    assert 0 < gap < 0.5
+
+
+def test_dummy_weights_have_the_checkpoints_form(tmp_path: Path) -> None:
+    few, _ = made.write(tmp_path, AWQ | {"modules_to_not_convert": ["lm_head"]}, keep(CASES["awq"][1]))
+    spec = spec_from_config(read_config(few))
+    params = load_params(few, spec, load_format=LoadFormat.dummy)
+    read = [(leaf.n, leaf.kind, leaf.group, leaf.packed.shape) for leaf in leaves(load(few)[0])]
+    assert [(leaf.n, leaf.kind, leaf.group, leaf.packed.shape) for leaf in leaves(params)] == read
+
+
+def broken(few: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
+    tensors = load_file(few / "model.safetensors")
+    found = change(tensors.pop(name))
+    tensors |= {} if found is None else {name: found}
+    save_file(tensors, few / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("case", "end", "change", "message"),
+    [
+        ("awq", "qzeros", lambda t: None, "o_proj.qzeros' of shape .* is missing"),
+        ("awq", "scales", lambda t: t[:1].contiguous(), "o_proj.scales': expected shape"),
+        ("awq", "scales", lambda t: t * torch.inf, "scales of .*o_proj' are not finite"),
+        ("gptq-act", "g_idx", lambda t: None, "g_idx.* is missing"),
+        ("gptq-act", "g_idx", lambda t: t + 1, "g_idx' names groups beyond"),
+        ("packed-4", "weight_packed", lambda t: t.float(), "weight_packed' is F32"),
+        ("fp8-blocks", "weight_scale_inv", lambda t: None, "weight_scale' is missing"),
+        ("fp8-blocks", "weight", lambda t: (t.float() * torch.nan).to(t.dtype), "o_proj.weight' holds NaN"),
+    ],
+)
+def test_what_does_not_fit_is_named(case: str, end: str, change: Any, message: str, tmp_path: Path) -> None:
+    config, make, options = CASES[case]
+    few, _ = made.write(tmp_path, config, keep(make), **options)
+    broken(few, f"model.layers.0.self_attn.o_proj.{end}", change)
+    with pytest.raises(ModelLoadError, match=message):
+        load(few)
+
+
+def test_sizes_that_groups_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
+    few, _ = made.write(tmp_path, AWQ | {"group_size": 40}, keep(CASES["awq"][1]))
+    with pytest.raises(CorruptCheckpointError, match="q_proj.qweight': its 64 inputs are not a multiple of 40"):
+        load(few)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "quant_method 'bitsandbytes' is not built; built are AWQ",
+        ),
+        ("squeezellm", "quant_method 'squeezellm'"),
+        (AWQ | {"version": "gemv"}, "version 'gemv'"),
+        (AWQ | {"bits": 3}, "bits 3"),
+        (AWQ | {"zero_point": False}, "zero_point False"),
+        (AWQ | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
+        (GPTQ | {"bits": 2}, "bits 2"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 3}}}, "bits 3"),
+        (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        (compressed("marlin-24", integers(4, 16)), "format 'marlin-24'"),
+        (compressed("int-quantized", integers(8, None)), "format 'int-quantized'"),
+        (compressed("pack-quantized", integers(4, 16), kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (compressed("pack-quantized", integers(4, 16), sparsity_config={"format": "sparse-24"}), "sparsity_config"),
+        (compressed("nvfp4-pack-quantized", MICRO | {"group_size": 16}), "nvfp4-pack-quantized"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(UnsupportedFormatError, match=message):
+        read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AWQ | {"group_size": "x"}, "group_size must be a whole number"),
+        (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list"),
+        (AWQ | {"modules_to_not_convert": ["(("]}, "no regular expression"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
+        (GPTQ | {"dynamic": [1]}, "dynamic must be an object"),
+        (compressed("pack-quantized", integers(4, 16)) | {"config_groups": []}, "config_groups must be an object"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read_quantization({"quantization_config": config})
+
+
+def test_the_engine_checks_quantization_against_the_file(tmp_path: Path) -> None:
+    few, dense = made.write(tmp_path, AWQ, keep(CASES["awq"][1]))
+    facts: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "max_total_tokens": 64}
+    for path, asked, message in (
+        (few, "gptq", "quantization='gptq', but the checkpoint is quantized by 'awq'"),
+        (few, "fp8", "quantized by 'awq'"),
+        (dense, "awq", "quantization='awq', but the checkpoint is not quantized"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Engine(model_path=str(path), quantization=asked, **facts)
+    with pytest.raises(UnsupportedFeatureError, match="quantization='w8a8_fp8' .*awq, gptq"):
+        Engine(model_path=str(few), quantization="w8a8_fp8", **facts)
+    asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "temperature": 0}, "return_logprob": True}
+    with Engine(model_path=str(dense), **facts) as engine:
+        want = engine.generate(**asked)
+    with Engine(model_path=str(few), quantization="awq_marlin", **facts) as engine:
+        got = engine.generate(**asked)
+        assert got["output_ids"] == want["output_ids"]
+        assert got["meta_info"]["output_token_logprobs"] == want["meta_info"]["output_token_logprobs"]
+        for call in (
+            lambda: engine.update_weights_from_disk(str(few)),
+            lambda: engine.update_weights_from_tensor([("model.norm.weight", torch.ones(64))]),
+            lambda: engine.save_sharded_model(path=str(tmp_path / "saved")),
+        ):
+            with pytest.raises(UnsupportedFeatureError, match="quantized weights cannot be"):
+                call()
+        engine.release_memory_occupation()
+        with pytest.raises(MemoryReleasedError):
+            engine.generate(**asked)
+        engine.resume_memory_occupation()
+        assert engine.generate(**asked)["output_ids"] == want["output_ids"]
+    with pytest.raises(UnsupportedFeatureError, match="LoRA adapters over quantized weights"):
+        Engine(model_path=str(few), enable_lora=True, **facts)
