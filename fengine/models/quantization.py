@@ -13,14 +13,16 @@ from fengine.models.spec import Config, Quantization, Scheme
 
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' older name
 TOOLS = {  # what tools write beside it: how scales were found, and which kernels they would take
-    "quant_method", "version", "meta", "tokenizer", "dataset", "damp_percent", "damp_auto_increment", "true_sequential",
-    "static_groups", "model_name_or_path", "model_file_base_name", "model_seqlen", "block_name_to_quantize", "backend",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "batch_size", "pad_token_id", "use_exllama",
-    "disable_exllama", "exllama_config", "max_input_length", "cache_block_outputs", "act_group_aware", "use_cuda_fp16",
-    "pack_dtype", "quant_type", "mse", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "module_name",
-    "exllama_kwargs", "quantization_status", "global_compression_ratio", "run_compressed", "dequantize", "fmt", "hyb_act",
-    "provider", "use_optimized_inference", "observer", "observer_kwargs", "input_activations", "output_activations", "format",
-    "modules_to_convert", "autoround_version", "iters", "seqlen", "nsamples", "low_gpu_mem_usage", "weight_block_size",
+    "quant_method", "version", "meta", "tokenizer", "dataset", "damp_percent", "damp_auto_increment",
+    "true_sequential", "static_groups", "model_name_or_path", "model_file_base_name", "model_seqlen",
+    "block_name_to_quantize", "backend", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+    "batch_size", "pad_token_id", "use_exllama", "disable_exllama", "exllama_config", "max_input_length",
+    "cache_block_outputs", "act_group_aware", "use_cuda_fp16", "pack_dtype", "quant_type", "mse", "do_fuse",
+    "fuse_max_seq_len", "modules_to_fuse", "module_name", "exllama_kwargs", "quantization_status",
+    "global_compression_ratio", "run_compressed", "dequantize", "fmt", "hyb_act", "provider",
+    "use_optimized_inference", "observer", "observer_kwargs", "input_activations", "output_activations", "format",
+    "modules_to_convert", "autoround_version", "iters", "seqlen", "nsamples", "low_gpu_mem_usage",
+    "weight_block_size",
 }  # fmt: skip
 
 

@@ -131,6 +131,7 @@ def test_on_a_device_the_bits_are_those_of_the_dequantized_matrix(kind: str) -> 
     ):
         codes = random_codes(kind, n, k, group, ordered).to(torch.device("cuda"))
         few, dense = quantized.pack(codes, dtype), linear.pack(quantized.dequantized(codes, dtype))
+        assert isinstance(few, quantized.Quantized)
         for m in (1, 7, 16, 33, 64, 200):
             x = torch.randn(m, k, device="cuda").to(dtype)
             got, want = linear.linear(x, few), linear.linear(x, dense)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,7 @@ def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
 def test_fp8_at_load_rounds_each_row_to_its_own_scale(tmp_path: Path) -> None:
     plain = tiny_checkpoints.write(tmp_path, dtype=torch.bfloat16)
     stored, spec = load(plain)
-    spec = models.spec.replace(spec, quantization=chosen(None, "fp8"))
+    spec = replace(spec, quantization=chosen(None, "fp8"))
     params = load_params(plain, spec)
     assert len(leaves(params)) == 8 and not isinstance(params["unembed"], Quantized)
     matrix = load_file(plain / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].float()
