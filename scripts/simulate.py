@@ -39,7 +39,7 @@ def run(seeds: range, size: int) -> dict[str, Any]:
             continue
         counts["steps"] += world.core.stepper.steps
         counts["requests"] += len(world.jobs)
-        counts["preemptions"] += world.scheduler.num_preemptions
+        counts["preemptions"] += world.scheduler.counters()["preemptions"]
         counts["turns"] += world.machine.turns
     return counts | {"schedules": len(seeds), "seconds": time.process_time() - began, "violations": wrong}
 

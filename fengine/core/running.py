@@ -25,7 +25,8 @@ class Rows:
     """Modifies: itself, its requests, `pool` and `cache`."""
 
     __slots__ = ("pool", "cache", "page_size", "capacity", "prompting", "decoding", "draining", "num_lockstep",
-                 "num_drafts", "num_correct_drafts", "adapters", "released", "_free")  # fmt: skip
+                 "num_drafts", "num_correct_drafts", "num_hit_tokens", "num_preemptions", "adapters", "released",
+                 "_free")  # fmt: skip
 
     def __init__(
         self, pool: PagePool, cache: PrefixCache | None, page_size: int, capacity: int, adapter_slots: int = 0
@@ -36,6 +37,7 @@ class Rows:
         self.draining: dict[str, Request] = {}
         self.num_lockstep = 0  # running rows that wait for each of their tokens
         self.num_drafts = self.num_correct_drafts = 0  # computed and read so far
+        self.num_hit_tokens = self.num_preemptions = 0
         self.adapters = AdapterSlots(adapter_slots)
         self.released: list[int] = []  # row slots given back since the last step was scheduled
         self._free = list(range(capacity))  # a heap: the lowest free row slot is given out
@@ -50,6 +52,35 @@ class Rows:
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def counters(self) -> dict[str, int]:
+        """Gauges of this moment, and counters since the start."""
+        pool = self.pool
+        return {
+            "running": self.num_running,
+            "pages": pool.capacity,
+            "free_pages": pool.num_free,
+            "used_pages": pool.capacity - pool.num_available,  # held by running requests
+            "cached_pages": 0 if self.cache is None else self.cache.num_pages,
+            "hit_tokens": self.num_hit_tokens,
+            "preemptions": self.num_preemptions,
+            "drafts": self.num_drafts,
+            "correct_drafts": self.num_correct_drafts,
+        }
+
+    def hit(self, request: Request) -> list[int]:
+        """The pages of the longest cached prefix that a waiting request may use; it becomes a holder of them."""
+        if self.cache is None:
+            return []
+        most = min(len(request.token_ids) - 1, prefix_limit(request))  # the last token's logits are needed
+        return self.cache.match(request.token_ids, most, request.salt)
+
+    def share(self, request: Request, start: int) -> None:
+        """Puts the pages that its tokens from `start` on have filled into the prefix cache."""
+        full = request.num_computed // self.page_size
+        if self.cache is not None and full > start // self.page_size:
+            pages, salt = request.pages[:full], request.salt
+            request.reached = self.cache.insert(request.token_ids, pages, salt=salt, after=request.reached)
 
     def check_fits(self, request: Request, step_tokens: int | None) -> None:
         """Errors: CapacityError if it could never run. `step_tokens`: so many its prompt may have; None: any."""
@@ -77,6 +108,9 @@ class Rows:
         request.status, request.row = Status.RUNNING, heappop(self._free)
         self.num_lockstep += is_lockstep(request)
         request.pages, request.num_computed = pages, len(pages) * self.page_size
+        self.num_hit_tokens += request.num_computed
+        if not request.num_preempted:
+            request.num_cached = request.num_computed
         insort(self.prompting, request, key=_arrival)
         if request.adapter is None:
             return []
@@ -129,6 +163,13 @@ class Rows:
         request.reached = None
         if request.drafting is not None:
             request.drafting.memo = None  # as large as the tokens
+
+    def preempt(self, request: Request, cached: bool) -> None:
+        """As `leave`; it waits again, to be computed again from its tokens."""
+        self.leave(request, cached)
+        request.status = Status.WAITING
+        request.num_preempted += 1
+        self.num_preemptions += 1
 
     def _take_out(self, request: Request) -> None:
         if self.draining.pop(request.rid, None) is None and not _remove(self.decoding, request):

@@ -28,11 +28,11 @@ from fengine.core.batch import Batch
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Finish, Request, Status
-from fengine.core.running import Rows, draws_last, is_lockstep, prefix_limit, verdict
+from fengine.core.running import Rows, draws_last, is_lockstep, verdict
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Speculation, drafting_of, schedule_drafts, take_drafts
 from fengine.core.waiting_queue import WaitingQueue
-from fengine.errors import InvalidRequestError, InvariantError, QueueFullError
+from fengine.errors import InvalidRequestError, InvariantError
 
 
 class Scheduler:
@@ -43,17 +43,12 @@ class Scheduler:
         max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
         adapter_slots: int = 0, whole_prompts: bool = False, max_queued: int | None = None,
     ) -> None:  # fmt: skip
-        """`cache` None: no prefix is ever shared. `speculation` None: there are no drafts.
-
-        `whole_prompts`: a prompt is computed in one step, because its tokens see those that follow. `max_queued`: so
-        many requests may wait beyond those that have a row to come to.
-        """
+        """`cache` None: no prefix is ever shared. `whole_prompts`: a prompt takes one step; its tokens see each other."""
         self.pool, self.cache, self.speculation = pool, cache, speculation
         self.page_size, self.max_step_tokens, self.whole_prompts = page_size, max_step_tokens, whole_prompts
-        self.max_queued = max_queued
-        self.num_preemptions = self.num_hit_tokens = self.num_computed_tokens = self.num_finished = 0
+        self.num_computed_tokens = self.num_finished = 0
         self._rows = Rows(pool, cache, page_size, max_running_requests, adapter_slots)
-        self._waiting = WaitingQueue(policy, cache)
+        self._waiting = WaitingQueue(policy, cache, max_queued)
         self._requests: dict[str, Request] = {}  # all that have not finished
         self._arrivals = self._steps_scheduled = 0
         self._in_flight: deque[Batch] = deque()  # scheduled, not updated yet
@@ -67,19 +62,10 @@ class Scheduler:
 
     def counters(self) -> dict[str, int]:
         """Gauges of this moment, and counters since the start."""
-        return {
-            "running": self._rows.num_running,
+        return self._rows.counters() | {
             "waiting": len(self._waiting),
             "finished": self.num_finished,
-            "pages": self.pool.capacity,
-            "free_pages": self.pool.num_free,
-            "used_pages": self.pool.capacity - self.pool.num_available,  # held by running requests
-            "cached_pages": 0 if self.cache is None else self.cache.num_pages,
-            "preemptions": self.num_preemptions,
-            "hit_tokens": self.num_hit_tokens,
             "computed_tokens": self.num_computed_tokens,
-            "drafts": self._rows.num_drafts,
-            "correct_drafts": self._rows.num_correct_drafts,
         }
 
     def add(self, request: Request) -> None:
@@ -87,11 +73,7 @@ class Scheduler:
 
         Errors: CapacityError if it could never fit, QueueFullError, InvalidRequestError.
         """
-        if self.max_queued is not None and len(self._waiting) >= self.max_queued + self._rows.num_free:
-            raise QueueFullError(
-                f"The request queue is full: {len(self._waiting)} requests wait, and max_queued_requests is "
-                f"{self.max_queued}. Try again later."
-            )
+        self._waiting.check_room(self._rows.num_free)
         request.full = request.prompt_len + request.max_new_tokens
         self._rows.check_fits(request, self.max_step_tokens if self.whole_prompts else None)
         if request.rid in self._requests:
@@ -145,9 +127,8 @@ class Scheduler:
             schedule_drafts(batch, self._rows, self.speculation)
         self._steps_scheduled += 1
         self.num_computed_tokens += sum(batch.counts)
-        before = self._in_flight[-1] if self._in_flight else None
         self._in_flight.append(batch)
-        return batch.output(self.released(), before)
+        return batch.output(self.released(), self._in_flight[-2] if len(self._in_flight) > 1 else None)
 
     def released(self) -> list[int]:
         """Row slots given back since this was last asked. Modifies: itself."""
@@ -224,10 +205,7 @@ class Scheduler:
         if sample:
             request.num_pending += 1
             rows.move(request)
-        full = end // rows.page_size
-        if self.cache is not None and full > start // rows.page_size:
-            pages, salt = request.pages[:full], request.salt
-            request.reached = self.cache.insert(request.token_ids, pages, salt=salt, after=request.reached)
+        rows.share(request, start)
 
     def _admit(self, batch: Batch, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
@@ -248,22 +226,16 @@ class Scheduler:
         once. When nothing runs, every page is free or idle, and `add` has made sure that it fits.
         """
         rows, known = self._rows, len(request.token_ids)
-        pages: list[int] = []  # the last token is always computed: its logits are needed
-        if self.cache is not None:
-            pages = self.cache.match(request.token_ids, min(known - 1, prefix_limit(request)), request.salt)
+        pages = rows.hit(request)
         need = rows.pages_for(known) - len(pages)
         if rows.num_running and need + rows.reserve() > self.pool.num_available:
             self.pool.release(pages)
             return 0
-        hit = len(pages) * rows.page_size
-        self.num_hit_tokens += hit
-        if request.num_preempted == 0:
-            request.num_cached = hit
         self._waiting.admit(request)
         if self.speculation and self.speculation.waits and request.drafting is not None:
             request.drafting.waits = rows.num_running < self.speculation.step_tokens  # fuller steps have no drafts
         batch.adapters += rows.enter(request, pages)
-        count = min(known - hit, left)
+        count = min(known - request.num_computed, left)
         self._schedule_chunk(batch, request, count, 0)
         return count
 
@@ -289,10 +261,7 @@ class Scheduler:
         batch.preempted.append(victim)
 
     def _leave(self, request: Request, cached: bool) -> None:
-        self._rows.leave(request, cached)
-        request.status = Status.WAITING
-        request.num_preempted += 1
-        self.num_preemptions += 1
+        self._rows.preempt(request, cached)
         self._blocked = False
         self._waiting.put_back(request)
 
@@ -320,8 +289,7 @@ class Scheduler:
 
     def _end_drawn(self, request: Request, fault: str | None = None) -> None:
         """Ends a request because of the token that was appended last."""
-        finish, sound = verdict(request, fault)
-        self._end(request, finish, cached=sound)
+        self._end(request, *verdict(request, fault))
 
     def _end(self, request: Request, finish: Finish, cached: bool = True) -> None:
         if request.status is Status.RUNNING:

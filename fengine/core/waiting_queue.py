@@ -14,6 +14,7 @@ from itertools import islice
 from fengine.config import Policy
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request
+from fengine.errors import QueueFullError
 
 LPM_WINDOW = 32
 LPM_PATIENCE = 32
@@ -22,10 +23,11 @@ LPM_PATIENCE = 32
 class WaitingQueue:
     """Preempted requests, then new ones, each in order of arrival. Modifies: only itself."""
 
-    __slots__ = ("policy", "cache", "_requests", "_overtaken", "_ranked")
+    __slots__ = ("policy", "cache", "most", "_requests", "_overtaken", "_ranked")
 
-    def __init__(self, policy: Policy, cache: PrefixCache | None) -> None:
-        self.policy, self.cache = policy, cache
+    def __init__(self, policy: Policy, cache: PrefixCache | None, most: int | None = None) -> None:
+        """`most`: so many may wait beyond those that have a row to come to; None: all."""
+        self.policy, self.cache, self.most = policy, cache, most
         self._requests: OrderedDict[str, Request] = OrderedDict()
         self._overtaken = 0  # admissions in front of the oldest new request
         self._ranked = 0  # waiting requests with a priority
@@ -35,6 +37,14 @@ class WaitingQueue:
 
     def requests(self) -> list[Request]:
         return list(self._requests.values())
+
+    def check_room(self, free_rows: int) -> None:
+        """Errors: QueueFullError if no request more may wait."""
+        if self.most is not None and len(self) >= self.most + free_rows:
+            raise QueueFullError(
+                f"The request queue is full: {len(self)} requests wait, and max_queued_requests is {self.most}. "
+                "Try again later."
+            )
 
     def add(self, request: Request) -> None:
         self._requests[request.rid] = request

@@ -144,9 +144,9 @@ def test_drafts_never_preempt_and_never_take_a_step_from_others() -> None:
         case = Case(some, 4, 16, 6, 64, vocab=50, cached=False, draft_room=64)
         without, with_wrong = simulate(case), simulate(replace(case, guess="wrong"))
         assert with_wrong.scheduler.counters()["drafts"] > 0
-        assert with_wrong.scheduler.num_preemptions == without.scheduler.num_preemptions
+        assert with_wrong.scheduler.counters()["preemptions"] == without.scheduler.counters()["preemptions"]
         assert len(with_wrong.log) == len(without.log)
-        preemptions += without.scheduler.num_preemptions
+        preemptions += without.scheduler.counters()["preemptions"]
     assert preemptions > 10
 
 

@@ -111,12 +111,12 @@ def test_many_schedules_and_everything_happens_in_them(page_size: int, policy: P
     for seed in range(50):
         fixed = {"page_size": page_size, "policy": policy, "lag": lag, "cached": seed % 5 > 0}
         runs.append(simulate(random_case(random.Random(f"{seed} {page_size}"), **fixed)))
-    assert sum(run.scheduler.num_hit_tokens for run in runs) > 100
+    assert sum(run.scheduler.counters()["hit_tokens"] for run in runs) > 100
     assert sum(run.shared_in_step for run in runs) > 0
     assert sum(run.discarded for run in runs) > 0 or lag == 0
     assert max(run.most_rows for run in runs) >= 5
     if page_size < 16:  # pages small against the requests: pools do run dry
-        assert sum(run.scheduler.num_preemptions for run in runs) > 5
+        assert sum(run.scheduler.counters()["preemptions"] for run in runs) > 5
         assert sum(run.late for run in runs) > 0 or lag == 0
 
 
@@ -126,7 +126,7 @@ def test_tight_pools_preempt_again_and_again() -> None:
         rng = random.Random(seed)
         some = [Job([rng.randrange(50) for _ in range(rng.randrange(1, 6))], rng.randrange(20, 40)) for _ in range(6)]
         case = Case(some, 4, 13, 6, rng.choice([2, 9, 50]), rng.choice(list(Policy)), seed % 3 > 0, seed % 2, 50)
-        preemptions += simulate(case).scheduler.num_preemptions
+        preemptions += simulate(case).scheduler.counters()["preemptions"]
     assert preemptions > 200
 
 
@@ -279,7 +279,7 @@ def test_a_shared_prefix_is_computed_once(policy: Policy, budget: int, gap: int,
     finish_all(scheduler, lag)
     unique = 2048 + 512 * (8 + 2)
     assert 2048 + 512 * 8 < scheduler.num_computed_tokens <= 1.05 * unique
-    assert sum(r.num_cached for r in requests) == scheduler.num_hit_tokens == 511 * 2048
+    assert sum(r.num_cached for r in requests) == scheduler.counters()["hit_tokens"] == 511 * 2048
     assert scheduler.counters()["preemptions"] == 0
 
 
@@ -369,7 +369,7 @@ def test_a_newcomer_must_leave_a_reserve_and_then_nobody_is_preempted() -> None:
     )
     land(scheduler, plan)
     finish_all(scheduler)
-    assert scheduler.num_preemptions == 0 and [r.num_output for r in requests] == [8, 8, 4]
+    assert scheduler.counters()["preemptions"] == 0 and [r.num_output for r in requests] == [8, 8, 4]
 
 
 def overfull(lag: int) -> tuple[Scheduler, list[Request], SchedulerOutput]:
@@ -411,7 +411,7 @@ def test_preempted_pages_stay_in_the_cache_and_are_hit_again() -> None:
     case = Case(jobs((4, 12), (4, 12)), page_size=4, num_pages=6, budget=64)
     scheduler, requests = start(case)
     finish_all(scheduler)
-    assert requests[1].num_preempted == 1 and requests[1].num_cached == 0 and scheduler.num_hit_tokens > 0
+    assert requests[1].num_preempted == 1 and requests[1].num_cached == 0 and scheduler.counters()["hit_tokens"] > 0
 
 
 def test_no_thrash() -> None:
@@ -419,7 +419,7 @@ def test_no_thrash() -> None:
     scheduler, requests = start(Case(jobs(*[(16, 48)] * 24), page_size=4, num_pages=65, rows=24, budget=64))
     finish_all(scheduler)
     needed = 24 * (16 + 47)
-    assert scheduler.num_preemptions > 0 and scheduler.num_computed_tokens <= 1.5 * needed
+    assert scheduler.counters()["preemptions"] > 0 and scheduler.num_computed_tokens <= 1.5 * needed
 
 
 def test_a_newcomer_is_admitted_by_evicting_but_never_by_preempting() -> None:
@@ -465,7 +465,7 @@ def test_waits_for_draining_rows_rather_than_preempting() -> None:
     assert rows(scheduler, plan := planned(scheduler)) == [("r2", 7, 1, True)] and plan.preempted == []
     assert land(scheduler, flights.pop(0)) == ["r1"]
     assert rows(scheduler, planned(scheduler)) == [("r0", 8, 1, True), ("r2", 8, 1, True)]
-    assert scheduler.num_preemptions == 0 and requests[0].num_pending == 1
+    assert scheduler.counters()["preemptions"] == 0 and requests[0].num_pending == 1
 
 
 @pytest.mark.parametrize("lag", [0, 1])
