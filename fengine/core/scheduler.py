@@ -43,7 +43,7 @@ class Scheduler:
         max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
         adapter_slots: int = 0, whole_prompts: bool = False, max_queued: int | None = None,
     ) -> None:  # fmt: skip
-        """`cache` None: no prefix is ever shared. `whole_prompts`: a prompt takes one step; its tokens see each other."""
+        """`cache` None: no prefix is ever shared. `whole_prompts`: each takes one step, its tokens see each other."""
         self.pool, self.cache, self.speculation = pool, cache, speculation
         self.page_size, self.max_step_tokens, self.whole_prompts = page_size, max_step_tokens, whole_prompts
         self.num_computed_tokens = self.num_finished = 0
