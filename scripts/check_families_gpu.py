@@ -33,6 +33,18 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 32, "query_pre_attn_scalar": 64},
     "cohere2": {"sliding_window": 32, "head_dim": None},
     "granite": {"head_dim": None},
+    "starcoder2": {"sliding_window": 48, "head_dim": None},
+    "hunyuan_v1_dense": {},
+    "cohere": {"use_qk_norm": True, "head_dim": None},
+    "olmo3": {"sliding_window": 48, "head_dim": None, "pad_token_id": 0},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": None},
+    "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5},
+    },
     "qwen3_moe": EXPERTS,
     "mixtral": {"num_local_experts": 8},
 }
@@ -64,7 +76,7 @@ def answers(path: str, **options: Any) -> list[Any]:
 
 
 def check(family: str) -> dict[str, Any]:
-    import tiny_checkpoints
+    import tiny_checkpoints  # pyright: ignore[reportMissingImports]
     import torch
     import transformers
 
@@ -75,7 +87,7 @@ def check(family: str) -> dict[str, Any]:
         together = answers(path, **small)
         alone = answers(path, alone=True, **small)
         chunked = answers(path, chunked_prefill_size=64, **small)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()
         worst = 0.0
         for prompt, (given, _) in zip(prompts(), together, strict=True):
             with torch.no_grad():

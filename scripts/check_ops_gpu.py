@@ -306,6 +306,21 @@ def linear_times(budget: Budget) -> dict[str, list[float]]:
     return found
 
 
+def bounded_times(budget: Budget) -> dict[str, list[float]]:
+    """[µs with sinks, with a window of 128 and sinks, with neither] for the heads of gpt-oss, 64/8 of width 64."""
+    found, heads, groups, width = {}, 64, 8, 64
+    for rows, length, new in ((1, 8192, 1), (32, 1024, 1), (2, 4096, 4096)):
+        if not budget.allows(f"bounded attention {rows} x {length} + {new}"):
+            return found
+        k, v = (random(rows * length, groups, width) for _ in "kv")
+        call = (random(rows * new, heads, width), *paged(k, v, [length] * rows, [new] * rows, 64), width**-0.5)
+        sinks = random(heads)
+        bounds = ((True, 0, 0.0, sinks), (True, 128, 0.0, sinks), ())
+        times = [microseconds(attention.attention, [(*call, *bound)]) for bound in bounds]
+        found[f"bounded attention {rows} x {length} + {new}"] = times
+    return found
+
+
 def attention_times(budget: Budget) -> dict[str, list[float]]:
     """[ours, torch's SDPA on contiguous keys, TB/s of keys and values (decode) or TFLOP/s (prefill)].
 
@@ -428,7 +443,7 @@ def main() -> int:
 
     failures = check_errors(section) + check_bits(section)
     section("linear_elements_of_torch_mm_that_differ", library_bits)
-    for part in (linear_times, attention_times, small_op_times):
+    for part in (linear_times, attention_times, bounded_times, small_op_times):
         for name, times in section(part.__name__, part, budget).items():
             print(f"    {name:36s}" + "".join(f"{t:11.1f}" for t in times))
     report["failures"], report["left_out"] = broken + failures, budget.left_out

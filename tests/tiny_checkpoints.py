@@ -13,6 +13,7 @@ NAMES = {  # family -> name of its classes in transformers
     "gemma2": "Gemma2", "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "mixtral": "Mixtral",
     "olmoe": "Olmoe", "cohere2": "Cohere2", "cohere": "Cohere", "olmo3": "Olmo3", "granitemoe": "GraniteMoe",
     "glm4_moe": "Glm4Moe", "starcoder2": "Starcoder2", "hunyuan_v1_dense": "HunYuanDenseV1", "gpt_oss": "GptOss",
+    "ministral": "Ministral", "glm": "Glm", "ernie4_5": "Ernie4_5", "seed_oss": "SeedOss",
 }  # fmt: skip
 CLASSES: dict[str, Any] = {
     family: (getattr(transformers, f"{name}ForCausalLM").config_class, getattr(transformers, f"{name}ForCausalLM"))

@@ -35,9 +35,12 @@ from fengine.models.family import Family, Model
 FAMILIES: Mapping[str, Family] = MappingProxyType(  # by the names under which people know them
     {
         "Llama 1–3.x, Falcon 3, Yi, SmolLM 2": llama.FAMILY,
+        "ERNIE 4.5 (dense)": llama.ERNIE,
+        "Seed-OSS": llama.SEED_OSS,
         "Qwen2, Qwen2.5, gte-Qwen2": qwen2.FAMILY,
         "Qwen3, Qwen3-Embedding, Qwen3-Reranker": qwen3.FAMILY,
         "Mistral, Ministral (2410), Nemo": mistral.FAMILY,
+        "Ministral (a class of its own)": mistral.MINISTRAL,
         "Phi-3, Phi-3.5, Phi-4": phi3.FAMILY,
         "Granite 3": granite.FAMILY,
         "OLMo 2": olmo2.FAMILY,
@@ -45,6 +48,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(  # by the names under which p
         "EXAONE 4": exaone4.FAMILY,
         "SmolLM3": smollm3.FAMILY,
         "GLM-4-0414": glm4.FAMILY,
+        "GLM-4-9B (2024)": glm4.FIRST,
         "Gemma 2": gemma2.FAMILY,
         "Gemma 3 (text), EmbeddingGemma": gemma3.FAMILY,
         "StarCoder2": starcoder2.FAMILY,

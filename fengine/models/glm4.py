@@ -1,4 +1,6 @@
-"""GLM-4 of 2025 (0414): norms before and behind attention and MLP; half of each head turns, in pairs of neighbours."""
+"""GLM-4: half of each head turns, in pairs of neighbours; that of 2025 (0414) has norms before and behind attention and
+MLP, that of 2024 (glm-4-9b-chat-hf) before them.
+"""
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
@@ -30,9 +32,24 @@ def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     ]
 
 
+def first_weights(spec: ModelSpec) -> list[Weight]:
+    """Of GLM-4 of 2024. Pure."""
+
+    def leaves(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+        return [
+            layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
+            *attention_weights(spec, layer),
+            layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size),
+            *mlp_weights(spec, layer, fused=True),
+        ]
+
+    return decoder_weights(spec, leaves)
+
+
 def weights(spec: ModelSpec) -> list[Weight]:
     """Pure."""
     return decoder_weights(spec, layer_weights)
 
 
 FAMILY = Family("Glm4ForCausalLM", "glm4", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
+FIRST = Family("GlmForCausalLM", "glm", FIELDS, spec_from_hf, DEFAULTS, weights=first_weights)

@@ -1,4 +1,4 @@
-"""Llama (1 to 3.x): the pre-norm decoder.
+"""Llama (1 to 3.x): the pre-norm decoder; and what differs from it by a key of its config alone.
 
     hidden = embed[token]
     per layer:  hidden += attention(rms_norm(hidden));  hidden += down(silu(gate) * up) of rms_norm(hidden)
@@ -8,7 +8,7 @@ Norm weights and biases carry the activations' dtype (float32 on the CPU, the mo
 """
 
 from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.fields import DECODER, READ, TRAINING
 from fengine.models.reader import decoder_spec, refuse_layer_types
 from fengine.models.spec import Config, ModelSpec
 
@@ -22,3 +22,26 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 FAMILY = Family("LlamaForCausalLM", "llama", FIELDS, spec_from_hf)
+
+
+def ernie_spec(config: Config) -> ModelSpec:
+    """Pairs of neighbours turn. Pure. Errors: as `reader.decoder_spec`."""
+    bias = config.get("use_bias")
+    return decoder_spec(config | {"attention_bias": bias, "mlp_bias": bias}, interleaved=True)
+
+
+def seed_spec(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    return decoder_spec(config, o_bias=config["attention_out_bias"] is True)
+
+
+ERNIE = Family(
+    "Ernie4_5ForCausalLM", "ernie4_5", {**DECODER, "use_bias": READ}, ernie_spec,
+    {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5, "num_key_value_heads": 2, "head_dim": 128},
+)  # fmt: skip
+SEED_OSS = Family(
+    "SeedOssForCausalLM", "seed_oss",
+    {**DECODER, **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), READ),
+     "residual_dropout": TRAINING}, seed_spec,
+    {"attention_bias": True, "attention_out_bias": False, "num_key_value_heads": 8, "head_dim": 128},
+)  # fmt: skip

@@ -1,4 +1,6 @@
-"""Mistral, Ministral and Nemo: Llama's decoder, in older checkpoints with a sliding window in every layer."""
+"""Mistral, Ministral and Nemo: Llama's decoder, in older checkpoints with a sliding window in every layer; the class of
+Ministral has one in the layers that layer_types names.
+"""
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
@@ -17,3 +19,12 @@ def spec_from_hf(config: Config) -> ModelSpec:
 
 
 FAMILY = Family("MistralForCausalLM", "mistral", FIELDS, spec_from_hf, DEFAULTS)
+
+
+def mixed_spec(config: Config) -> ModelSpec:
+    """Pure. Errors: as `reader.decoder_spec`."""
+    spec, window = decoder_spec(config), sliding_window(config)
+    return windowed(spec, window, config.get("layer_types") or [SLIDING] * spec.num_layers)
+
+
+MINISTRAL = Family("MinistralForCausalLM", "ministral", FIELDS, mixed_spec, DEFAULTS)

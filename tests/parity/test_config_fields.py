@@ -29,6 +29,8 @@ EXTRA: dict[
     "glm4": {"head_dim": 16},
     "cohere2": {"sliding_window": 10},
     "starcoder2": {"sliding_window": 10},
+    **dict.fromkeys(("glm", "ernie4_5", "seed_oss"), {"head_dim": 16}),
+    "ministral": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
     "olmo3": {"sliding_window": 10},
     "hunyuan_v1_dense": {"head_dim": 16},
     "granitemoe": {"num_local_experts": 4},

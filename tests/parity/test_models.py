@@ -222,6 +222,15 @@ CASES: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0,
         "attention_bias": True,
     },
+    "ministral-mixed": {
+        "sliding_window": 19,
+        "head_dim": 24,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "glm-biases": {"head_dim": 24, "pad_token_id": 0},
+    "ernie4_5-biases": {"head_dim": 24, "use_bias": True, "tie_word_embeddings": False},
+    "seed_oss-biases": {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True},
     "glm4_moe-norms": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 3,
