@@ -87,7 +87,8 @@ def check(family: str) -> dict[str, Any]:
         together = answers(path, **small)
         alone = answers(path, alone=True, **small)
         chunked = answers(path, chunked_prefill_size=64, **small)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = loaded.cuda()
         worst = 0.0
         for prompt, (given, _) in zip(prompts(), together, strict=True):
             with torch.no_grad():

@@ -406,7 +406,7 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("memory was allocated before the checks were through")
 
-    monkeypatch.setattr("fengine.worker.loader.read_tensor", refuse)
+    monkeypatch.setattr("fengine.worker.safetensors_file.read_tensor", refuse)
 
 
 def test_bad_shards(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
