@@ -39,7 +39,8 @@ class Numerics(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`path` is "box" (the model in the package), a directory, or a hub id; `revision` is that of a hub id.
+    """`path` is "box" (the model in the package), a directory, or a hub id; `revision` is that of a hub id, whose files
+    lie in the hub's cache, or in that at `download_dir`.
 
     `dtype` auto keeps matrices as stored. `device` is cpu, cuda or cuda:N; without a number `gpu_id` is it.
     `json_overrides` is a JSON object whose values take the place of config.json's. `context_length` is in tokens, at
@@ -62,6 +63,7 @@ class ModelConfig:
     is_embedding: bool = False
     sampling_defaults: str = "openai"
     quantization: str | None = None
+    download_dir: str | None = None
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class ServerArgs:
     tp_size: int = setting(1, "parallel.tp_size")  # GPUs that hold the model together
     base_gpu_id: int = 0  # the GPU where device is cuda, or left out
     revision: str | None = setting(None, "model.revision")
+    download_dir: str | None = setting(None, "model.download_dir")  # a cache of the hub in place of HF_HOME's
     context_length: int | None = setting(None, "model.context_length")
     is_embedding: bool = setting(False, "model.is_embedding")
     quantization: str | None = setting(None, "model.quantization")  # of the file; "fp8" of one in 16 bits: at load

@@ -45,7 +45,9 @@ def load(config: EngineConfig, make_tokenizer: Callable[[Path], Any], group: Gro
     tokenizer = None
     if not model.skip_tokenizer_init:
         path = model.tokenizer_path
-        tokenizer = make_tokenizer(resolve_model(path, weights=False) if path else model_dir)
+        tokenizer = make_tokenizer(
+            resolve_model(path, weights=False, cache_dir=model.download_dir) if path else model_dir
+        )
     generation = read_generation_config(model_dir, model.json_overrides)
     eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
     params = load_params(
@@ -65,7 +67,8 @@ def load(config: EngineConfig, make_tokenizer: Callable[[Path], Any], group: Gro
 def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
     """(the model's directory, its parsed config.json, what it is). Errors: as `load`."""
     model = config.model
-    model_dir = resolve_model(model.path, model.revision, weights=model.load_format is not LoadFormat.dummy)
+    dummy = model.load_format is LoadFormat.dummy
+    model_dir = resolve_model(model.path, model.revision, weights=not dummy, cache_dir=model.download_dir)
     hf_config = read_config(model_dir, model.json_overrides)
     spec = spec_from_config(hf_config)
     spec = replace(spec, quantization=chosen(spec.quantization, model.quantization))

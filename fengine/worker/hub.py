@@ -21,11 +21,14 @@ TEXT_FILES = ["*.json", "*.jinja", "merges.txt"]
 IGNORED = ["[!0-9]*/*", "*[!e]/*.safetensors", "consolidated*"]
 
 
-def resolve_model(path: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def resolve_model(
+    path: str, revision: str | None = None, *, weights: bool = True, cache_dir: str | None = None
+) -> Path:
     """The directory of `path`: "box", a directory, or a hub id such as "org/name", which is downloaded once.
 
-    Only safetensors, JSON and tokenizer text files are fetched, into huggingface_hub's cache, which also shows
-    progress, resumes, and honours HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. `weights=False` leaves the weights out.
+    Only safetensors, JSON and tokenizer text files are fetched, into huggingface_hub's cache (or the one at
+    `cache_dir`), which also shows progress, resumes, and honours HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. `weights=False`
+    leaves the weights out.
     Errors: ModelLoadError, UnsupportedFormatError, ConfigError (a revision of something that has none).
     """
     directory = BOX if path == "box" else Path(path).expanduser()
@@ -41,7 +44,7 @@ def resolve_model(path: str, revision: str | None = None, *, weights: bool = Tru
         raise ModelLoadError(
             f"model directory {path!r} does not exist ({directory.absolute()}); a hub id looks like 'org/name'."
         )
-    return _download(path, revision, TEXT_FILES + ["*.safetensors"] * weights)
+    return _download(path, revision, TEXT_FILES + ["*.safetensors"] * weights, cache_dir)
 
 
 def resolve_local(repo: str, revision: str | None = None) -> Path | None:
@@ -52,11 +55,13 @@ def resolve_local(repo: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(repo: str, revision: str | None, patterns: list[str], cache_dir: str | None) -> Path:
     name = f"model {repo!r}" + (f" at revision {revision!r}" if revision else "")
     here = "There is no directory of that name either."
     try:
-        found = snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED)
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED, cache_dir=cache_dir
+        )
     except GatedRepoError:
         problem = "is gated: accept its terms on the hub and set HF_TOKEN"
     except RepositoryNotFoundError:

@@ -111,6 +111,7 @@ STARTS: dict[str, dict[str, Any]] = {
     "Ray": {"skip_tokenizer_init": True, "dp_size": 1, "tp_size": 1, "mem_fraction_static": 0.8, "log_level": "info"},
     "Dynamo": {"page_size": 16, "enable_metrics": True, "kv_events_config": None, "skip_tokenizer_init": True,
                "stream_output": True, "disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998},
+    "a cache of models": {"download_dir": "/models", "load_format": "auto", "trust_remote_code": True},
     "rank_llm": {"port": 31313, "device": "cpu", "trust_remote_code": True},
     "embeddings in bulk": {"device": "cpu", "tp_size": 1, "dp_size": 1, "random_seed": 0, "quantization": None,
                            "revision": None, "is_embedding": True, "enable_torch_compile": False,

@@ -21,7 +21,9 @@ from fengine.errors import ConfigError, FengineError, UnknownParameterError, Uns
 from fengine.eval.runs.answering import sampling_of
 from fengine.eval.runs.config import EvalConfig, SamplingConfig
 from fengine.eval.tasks.task import Ask
+from fengine.worker import hub
 from fengine.worker.cuda_graphs import Buckets
+from fengine.worker.hub import BOX
 
 BASE = ServerArgs(model_path="box").to_config()
 DOCUMENTED = json.loads((Path(__file__).parent / "sglang_documented_args.json").read_text())
@@ -36,6 +38,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "device": ("cpu", lambda c: c.model.device == "cpu"),
     "base_gpu_id": (2, lambda c: c.model.gpu_id == 2),
     "quantization": ("gptq_marlin", lambda c: c.model.quantization == "gptq"),
+    "download_dir": ("d", lambda c: c.model.download_dir == "d"),
     "revision": ("main", lambda c: c.model.revision == "main"),
     "context_length": (99, lambda c: c.model.context_length == 99),
     "json_model_override_args": ('{"a": 1}', lambda c: c.model.json_overrides == '{"a": 1}'),
@@ -223,6 +226,14 @@ def test_the_models_own_sampling_is_taken_where_it_is_asked_for(tmp_path: Path) 
             assert engine.get_model_info()["preferred_sampling_params"] == (holds or None)
             told = engine.config.model.sampling_defaults  # what applies goes to the records of runs
             assert json.loads(told) == own if "model" in given.values() else told == "openai"
+
+
+def test_a_model_of_the_hub_lies_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **more: asked.append((name, more["cache_dir"])) or BOX)
+    with Engine(model_path="some/model", download_dir="cache", device="cpu") as engine:
+        assert engine.generate("Hi", {"max_new_tokens": 1})["output_ids"]
+    assert set(asked) == {("some/model", "cache")}
 
 
 def test_a_run_leaves_to_the_model_what_it_does_not_set() -> None:

@@ -27,7 +27,7 @@ def model_directory(config: ModelConfig) -> Path:
     """Where a model's files are; those of a hub id once they are downloaded. Imports torch. Errors: ModelLoadError."""
     from fengine.worker.hub import resolve_model
 
-    return resolve_model(config.path, config.revision)
+    return resolve_model(config.path, config.revision, cache_dir=config.download_dir)
 
 
 def model_families() -> dict[str, list[str]]:
