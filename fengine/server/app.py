@@ -74,17 +74,17 @@ async def _planned(service: Service, endpoint: Endpoint, request: Request) -> Re
         outputs = await service.outputs(call.collector.wait_async(), gone(request.receive))
     finally:
         service.end(call)
-    return told(call.plan.whole(outputs))
+    return json_response(call.plan.whole(outputs))
 
 
 async def _called(service: Service, endpoint: Endpoint, request: Request) -> Response:
     """What the engine is asked or told."""
     assert endpoint.call is not None, "an endpoint with a call"
     body = await _body(service, endpoint, request)
-    found = await service.told(partial(endpoint.call, service, body), body, endpoint.words)
+    found = await service.ask(partial(endpoint.call, service, body), body, endpoint.words)
     if not hasattr(found, "_asdict"):
-        return told(found)
-    return told(found._asdict(), 200 if found.success else 400)
+        return json_response(found)
+    return json_response(found._asdict(), 200 if found.success else 400)
 
 
 async def _body(service: Service, endpoint: Endpoint, request: Request) -> dict[str, Any]:
@@ -93,7 +93,7 @@ async def _body(service: Service, endpoint: Endpoint, request: Request) -> dict[
     return await read_json(request, service.config, may_be_empty=endpoint.access is not Access.KEY)
 
 
-def told(value: Any, status: int = 200) -> Response:
+def json_response(value: Any, status: int = 200) -> Response:
     """A value as JSON; what JSON does not know is written as text."""
     return Response(json.dumps(value, default=str), status, media_type="application/json")
 
@@ -122,7 +122,7 @@ def _pages(service: Service) -> list[tuple[str, Callable[..., Any], Access]]:
         return JSONResponse(open_api("fengine"))
 
     async def docs(request: Request) -> Response:
-        return get_swagger_ui_html(openapi_url="/openapi.json", title="fengine")
+        return get_swagger_ui_html(openapi_url="/openapi.json", title="fengine", swagger_favicon_url="data:,")
 
     return [
         ("/v1/models", models, Access.KEY), ("/v1/models/{name:path}", model, Access.KEY),

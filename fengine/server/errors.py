@@ -40,7 +40,10 @@ class ApiError(Exception):
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers or {}
-        self.message, self.param = _told(message, MAX_MESSAGE), None if param is None else _told(param, MAX_PARAM)
+        self.message, self.param = (
+            _shortened(message, MAX_MESSAGE),
+            None if param is None else _shortened(param, MAX_PARAM),
+        )
 
     def body(self) -> dict[str, Any]:
         """{"error": {"message", "type", "param", "code"}}. Pure."""
@@ -48,7 +51,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _told(text: str, most: int) -> str:
+def _shortened(text: str, most: int) -> str:
     """As much of a text as an answer may hold; what UTF-8 cannot is written as escapes. Pure."""
     text = text if len(text) <= most else f"{text[:most]}…"
     return text.encode("utf-8", "backslashreplace").decode()

@@ -127,7 +127,7 @@ class Service:
         how: dict[str, Any] = {"deltas": True, "pace": self._pace} if plan.deltas else {}
         return Call(plan, self.engine.submit(plan.request, loop, **how))
 
-    async def told(self, work: Callable[[], Result], body: Mapping[str, Any], words: Mapping[str, str]) -> Result:
+    async def ask(self, work: Callable[[], Result], body: Mapping[str, Any], words: Mapping[str, str]) -> Result:
         """What `work` returns, in a thread. Errors: ApiError."""
         try:
             self.adapter_of(body)

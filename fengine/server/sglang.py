@@ -43,14 +43,14 @@ class GenerateWriter:
         self._tokenizer, self._single, self._with_texts = tokenizer, single, with_texts
 
     def whole(self, outputs: list[Output]) -> Any:
-        told = [self._told(output) for output in outputs]
+        told = [self._json_output(output) for output in outputs]
         return told[0] if self._single else told
 
     def first(self) -> bytes:
         return b""
 
     def piece(self, index: int, output: Output) -> bytes:
-        return event(self._told(output))
+        return event(self._json_output(output))
 
     def last(self, outputs: list[Output]) -> bytes:
         return DONE
@@ -58,7 +58,7 @@ class GenerateWriter:
     def failed(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE
 
-    def _told(self, output: Output) -> Output:
+    def _json_output(self, output: Output) -> Output:
         """With values that JSON can hold."""
         meta = output["meta_info"]
         changed = {name: self._triples(meta[name]) for name in OF_TOKENS if name in meta}
