@@ -125,7 +125,9 @@ def _token_ids(parameter: Parameter, value: Any, vocab_size: int | None) -> tupl
     ids = tuple(integer(parameter.name, i) for i in value if i is not None)
     for i in ids:
         if i < 0 or (vocab_size is not None and i >= vocab_size):
-            raise InvalidRequestError(f"{parameter.name} must be in [0, {(vocab_size or 2**31) - 1}], got {i}.")
+            raise InvalidRequestError(
+                f"{parameter.name} must be in [0, {(vocab_size or 2**31) - 1}], got {i} (vocabulary: {vocab_size})."
+            )
     return tuple(sorted(set(ids)))
 
 
@@ -133,7 +135,9 @@ def _biased_token(key: Any, vocab_size: int | None) -> int:
     text = key.strip() if isinstance(key, str) else ""
     token = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else exact_int(key)
     if token is None or token < 0 or (vocab_size is not None and token >= vocab_size):
-        raise InvalidRequestError(f"logit_bias must has keys in [0, {(vocab_size or 2**31) - 1}], got {key!r:.80}.")
+        raise InvalidRequestError(
+            f"logit_bias must has keys in [0, {(vocab_size or 2**31) - 1}], got {key!r:.80} (vocabulary: {vocab_size})."
+        )
     return token
 
 

@@ -83,7 +83,7 @@ def _continued(given: Mapping[str, Any], messages: Any) -> bool:
     if not given[name]:
         return False
     if given["add_generation_prompt"]:
-        raise invalid(name, f"{name} and add_generation_prompt cannot both be true.")
+        raise invalid(name, "Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         raise invalid(name, f"{name} needs a last message of the assistant with text as its content.")
     return True

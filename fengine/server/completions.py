@@ -7,6 +7,7 @@ from typing import Any
 from fengine.api.outputs import Output
 from fengine.server.answers import finish_reason, stopped_by
 from fengine.server.openai_body import OpenAIRequest
+from fengine.server.prompts import prompt_ids
 from fengine.server.token_text import Offsets, TokenNames, finite, hidden_states, prompt_logprobs, token_bytes
 from fengine.tokenizer.tokenizer import Tokenizer
 
@@ -14,24 +15,14 @@ from fengine.tokenizer.tokenizer import Tokenizer
 def prepare(request: OpenAIRequest, tokenizer: Tokenizer, context: int) -> tuple[dict[str, Any], "CompletionForm"]:
     """(fields of GenerateReqInput, how the outputs read). Errors: InvalidRequestError, ContextLengthError."""
     arguments, ids = dict(request.arguments), None
-    texts = arguments.get("text")
-    cut, plain = request.truncation, request.add_special_tokens
-    if cut or not plain or request.return_prompt_ids or request.continuous_usage:
-        if texts is not None:
-            texts = [texts] if isinstance(texts, str) else texts
-            ids = tokenizer.encode_batch(texts, add_special_tokens=plain)
-        else:
-            ids = _rows(arguments["input_ids"])
-        ids = [cut.of(row, context) for row in ids] if cut else ids
+    texts, cut, add_special = arguments.get("text"), request.truncation, request.add_special_tokens
+    if cut or not add_special or request.return_prompt_ids or request.continuous_usage:
+        kind = "input_ids" if texts is None else "text"
+        ids = prompt_ids(tokenizer, kind, arguments[kind], add_special, cut, context)
         arguments |= {"text": None, "input_ids": ids}
     echoes = _echoes(arguments, texts if cut is None else None, tokenizer) if request.echo else None
     skip_special = arguments["sampling_params"].get("skip_special_tokens") is not False
     return arguments, CompletionForm(tokenizer, request, skip_special, echoes, ids)
-
-
-def _rows(ids: list[Any]) -> list[list[int]]:
-    """One list of ids for each prompt. Pure."""
-    return ids if isinstance(ids[0], list) else [ids]
 
 
 def _echoes(arguments: dict[str, Any], texts: str | list[str] | None, tokenizer: Tokenizer) -> list[str]:
@@ -39,8 +30,9 @@ def _echoes(arguments: dict[str, Any], texts: str | list[str] | None, tokenizer:
     if texts is not None:
         return [texts] if isinstance(texts, str) else texts
     limit = range(2**32)  # others are refused by the engine
-    return [tokenizer.decode([token for token in row if token in limit], skip_special_tokens=False)
-            for row in _rows(arguments["input_ids"])]  # fmt: skip
+    ids = arguments["input_ids"]
+    rows = ids if isinstance(ids[0], list) else [ids]
+    return [tokenizer.decode([token for token in row if token in limit], skip_special_tokens=False) for row in rows]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fengine.core.sampling_params import PARAMETERS
-from fengine.server.errors import ApiError, invalid, missing, unsupported
+from fengine.server.errors import ApiError, invalid, unsupported
 
 
 class Field(NamedTuple):
@@ -148,31 +148,3 @@ def call_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: given[name] for name in CALL if given[name] is not None}
     alias = found.pop("request_id", None)
     return found if alias is None else {"rid": alias, **found}
-
-
-MAX_TEXTS = 65536  # prompts of one body
-
-
-def texts_or_ids(body: Mapping[str, Any], name: str) -> tuple[str, Any, int]:
-    """What a field that holds prompts holds: ("text" or "input_ids", its value, how many), a list of one as such.
-
-    Texts, or token ids that the engine checks. Errors: ApiError (empty, mixed, or neither).
-    """
-    value = body.get(name)
-    if value is None:
-        raise missing(name)
-    if isinstance(value, str):
-        return "text", value, 1
-    if not isinstance(value, list) or not value:
-        raise invalid(name, f"{name} must be a string, a list of strings, or token ids; got {value!r:.80}.")
-    kinds = {type(part) for part in value}
-    if kinds == {int}:
-        return "input_ids", value, 1
-    if kinds not in ({str}, {list}):
-        raise invalid(name, f"{name} must hold strings only, token ids only, or lists of token ids only.")
-    if len(value) > MAX_TEXTS:
-        raise invalid(name, f"{name} may hold at most {MAX_TEXTS} prompts, got {len(value)}.")
-    for i, part in enumerate(value):
-        if isinstance(part, list) and {type(token) for token in part} != {int}:
-            raise invalid(name, f"{name}[{i}] must be a list of token ids that is not empty, got {part!r:.80}.")
-    return ("text" if kinds == {str} else "input_ids"), value, len(value)

@@ -8,9 +8,10 @@ from fengine.core.sampling_params import GRAMMARS
 from fengine.server import fields
 from fengine.server.chat_body import CHAT, ChatOptions, chat_options
 from fengine.server.errors import ApiError, invalid, unsupported
-from fengine.server.fields import Field, Fields, flag, loose, one_of, whole
+from fengine.server.fields import Field, Fields, flag, loose, whole
 from fengine.server.grammar_fields import FIELDS as GRAMMAR_FIELDS
 from fengine.server.grammar_fields import grammar_of
+from fengine.server.prompts import ADD_SPECIAL, TRUNCATION, Truncation, texts_or_ids, truncation_of
 
 MAX_LOGPROBS = 20  # OpenAI's, of chats; vLLM's of both
 DEFAULT_TOKENS = 16  # OpenAI's, of completions
@@ -24,8 +25,7 @@ SHARED: dict[str, Field] = {
     "return_tokens_as_token_ids": flag("Tokens of logprobs as token_id:ID."),
     "return_hidden_states": flag("The last hidden state of a choice, where the engine gives any."),
     "prompt_logprobs": whole("Likeliest tokens at each position of the prompt.", 0, MAX_LOGPROBS),
-    "truncate_prompt_tokens": whole("Most tokens of the prompt; -1: as many as the context takes.", -1, 2**31 - 1),
-    "truncation_side": one_of("The side that is cut off.", "left", "right", default="left"),
+    **TRUNCATION,
     "bad_words": fields.array("Words that are never drawn; each must be one token."),
     **fields.sampling_fields(),
     **GRAMMAR_FIELDS,
@@ -37,7 +37,7 @@ OF_COMPLETIONS: Fields = SHARED | {
     "echo": flag("The prompt before the text."),
     "logprobs": whole("Likeliest tokens at each position.", 0, MAX_LOGPROBS),
     "best_of": loose("As n.", "integer"),
-    "add_special_tokens": flag("The tokenizer adds its special tokens to texts.", True),
+    **ADD_SPECIAL,
 }
 OF_CHATS: Fields = SHARED | CHAT | {
     "max_completion_tokens": LIMIT,
@@ -66,19 +66,6 @@ STREAM_OPTIONS: Fields = {
     "continuous_usage_stats": flag("With include_usage, every event does."),
     "include_obfuscation": flag("Accepted; nothing is obfuscated."),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """At most `tokens` of a prompt (-1: as many as fit), cut on a `side`."""
-
-    tokens: int
-    side: str
-
-    def of(self, ids: list[int], context: int) -> list[int]:
-        """Pure."""
-        most = context - 1 if self.tokens == -1 else self.tokens
-        return ids[:most] if self.side == "right" else ids[-most:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +102,7 @@ def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     common = _common(given, max_samples)
     if given["best_of"] not in (None, common["samples"]) or isinstance(given["best_of"], bool):
         raise unsupported("best_of", "best_of is not built: all samples are returned; ask for them with n.")
-    kind, prompts, count = fields.texts_or_ids(body, "prompt")
+    kind, prompts, count = texts_or_ids(body, "prompt")
     echo, logprobs = given["echo"], given["logprobs"]
     if given["max_tokens"] == 0 and not echo and given["prompt_logprobs"] is None:
         raise invalid("max_tokens", "max_tokens may be 0 only with echo=true, to score a prompt.")
@@ -172,9 +159,7 @@ def _common(given: Mapping[str, Any], max_samples: int) -> dict[str, Any]:
     if options is not None and not stream:
         raise invalid("stream_options", "stream_options is only for stream=true.")
     asked = fields.take(options or {}, STREAM_OPTIONS)
-    most, words = given["truncate_prompt_tokens"], given["bad_words"] or ()
-    if most == 0:
-        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0.")
+    words = given["bad_words"] or ()
     if not all(isinstance(word, str) and word for word in words):
         raise invalid("bad_words", f"bad_words must be a list of texts, none empty, got {words!r:.80}.")
     if stream and given["prompt_logprobs"] is not None:
@@ -189,7 +174,7 @@ def _common(given: Mapping[str, Any], max_samples: int) -> dict[str, Any]:
         "return_prompt_ids": given["return_prompt_token_ids"] or given["return_token_ids"],
         "tokens_as_ids": given["return_tokens_as_token_ids"],
         "prompt_logprobs": given["prompt_logprobs"],
-        "truncation": None if most is None else Truncation(most, given["truncation_side"]),
+        "truncation": truncation_of(given),
         "bad_words": tuple(words),
     }
 

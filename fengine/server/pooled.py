@@ -18,14 +18,20 @@ from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.api.score import ScoreReqInput, Scoring
 from fengine.server.answers import counted, new_id
+from fengine.server.chat import chat_ids
+from fengine.server.chat_body import CHAT, chat_options
 from fengine.server.errors import ApiError, invalid, missing
-from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, texts_or_ids, whole
+from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, whole
+from fengine.server.prompts import ADD_SPECIAL, TRUNCATION, prompt_ids, texts_or_ids, truncation_of
 
 EMBEDDINGS: Fields = {
     **MODEL,
     "input": loose("A text, token ids, or a list of either."),
     "encoding_format": one_of("How vectors are written.", "float", "base64", default="float"),
     "dimensions": loose("The first ones, normalised.", "integer"),
+    **CHAT,
+    **TRUNCATION,
+    **ADD_SPECIAL,
 }
 PAIRS: dict[str, Field] = {
     "text_1": loose("vLLM's: a text, or a list."), "text_2": loose("vLLM's: a text, or a list of as many, or more."),
@@ -73,11 +79,22 @@ def _usage(outputs: list[Output]) -> dict[str, Any]:
     return counted(sum(output["meta_info"]["prompt_tokens"] for output in outputs), 0)
 
 
+def _head(prefix: str, model: str) -> dict[str, Any]:
+    return {"id": new_id(prefix), "object": "list", "created": int(time.time()), "model": model}
+
+
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
     """Errors: ApiError."""
     given = take(body, EMBEDDINGS)
-    _, prompts, count = texts_or_ids(body, "input")
-    as_base64 = given["encoding_format"] == "base64"
+    cut, context, as_base64 = truncation_of(given), engine._parts.context_length, given["encoding_format"] == "base64"
+    if given["messages"] is not None:
+        chat = chat_options(given, has_grammar=False)
+        prompts: Any = chat_ids(engine, chat, chat.template_values, body.get("add_special_tokens") is True)
+        prompts, count = cut.of(prompts, context) if cut else prompts, 1
+    else:
+        kind, prompts, count = texts_or_ids(body, "input")
+        if cut or not given["add_special_tokens"]:
+            prompts = prompt_ids(engine.tokenizer, kind, prompts, given["add_special_tokens"], cut, context)
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
         data = []
@@ -85,8 +102,7 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
             vector = output["embedding"]
             value = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector
             data.append({"object": "embedding", "index": index, "embedding": value})
-        usage = {name: value for name, value in _usage(outputs).items() if name != "completion_tokens"}
-        return {"object": "list", "data": data, "model": model, "usage": usage}
+        return {**_head("embd-", model), "data": data, "usage": _usage(outputs)}
 
     return Pooled(EncodeReqInput(prompts, dimensions=given["dimensions"]), count, answer)
 
@@ -145,8 +161,7 @@ def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
         else:
             scores = [_cosine(a, b) for a, b in zip(vectors[: len(first)], vectors[len(first) :], strict=True)]
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
-        head = {"id": new_id("score-"), "object": "list", "created": int(time.time()), "model": model}
-        return head | {"data": data, "usage": _usage(outputs)}
+        return {**_head("score-", model), "data": data, "usage": _usage(outputs)}
 
     return Pooled(request, len(first) if crossed else len(first) + len(second), answer)
 

@@ -455,7 +455,11 @@ def test_async_and_bad_arguments(tmp_path: Path) -> None:
             ({"prompt": None}, InvalidRequestError, "Either text, input_ids"),
             ({"prompt": 5}, InvalidRequestError, "must be a string or a list of strings, got int"),
             ({"prompt": ["a", None]}, InvalidRequestError, r"prompt 1.*must be a string, got NoneType"),
-            ({"prompt": [3, 4096]}, InvalidRequestError, r"input_ids\[1\] is 4096; token ids must be in \[0, 4095\]"),
+            (
+                {"prompt": [3, 4096]},
+                InvalidRequestError,
+                r"input_ids\[1\] is 4096, out of vocabulary; .* in \[0, 4095\]",
+            ),
             ({"prompt": [[3], [-1]]}, InvalidRequestError, "prompt 1: input_ids"),
             ({"prompt": [3] * 64}, ContextLengthError, "64 tokens"),
             ({"prompt": "a", "image_data": "x"}, UnsupportedFeatureError, "image_data"),

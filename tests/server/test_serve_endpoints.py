@@ -204,6 +204,18 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         assert same["score"] == pytest.approx(1) and other["score"] < 0.999
         assert server.ask("POST", "/rerank", {"query": "a", "documents": ["b"]}).status == 400
         assert server.ask("GET", "/health_generate").status == 200
+        ids, chat = engine.tokenizer.encode(PROMPT), engine.chat_ids(CHAT)
+        for given, meant in (
+            ({"input": [PROMPT, "a"], "truncate_prompt_tokens": 3}, [ids[-3:], engine.tokenizer.encode("a")]),
+            ({"input": PROMPT, "add_special_tokens": False}, [ids[1:]]),
+            ({"messages": CHAT}, [chat]),
+            ({"messages": CHAT, "truncate_prompt_tokens": 4, "truncation_side": "right"}, [chat[:4]]),
+        ):
+            told = post(server, "/v1/embeddings", given)
+            assert [one["embedding"] for one in told["data"]] == [one["embedding"] for one in engine.encode(meant)]
+            assert told["usage"]["prompt_tokens"] == sum(map(len, meant)) and told["usage"]["completion_tokens"] == 0
+        answer = server.ask("POST", "/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 9999})
+        assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
         found = post(server, "/invocations", {"input": PROMPT})
         assert found["data"][0]["embedding"] == expected[0]["embedding"]
         until(server.quiet)
