@@ -112,11 +112,6 @@ class Adapters:
         with self._lock:
             return {name: entry.path for name, entry in sorted(self._entries.items())}
 
-    def sha256s(self) -> dict[str, str]:
-        """Of config and tensors of every adapter that came from files."""
-        with self._lock:
-            return {name: entry.sha256 for name, entry in sorted(self._entries.items())}
-
     def resolve(self, name: Any) -> Adapter:
         """The adapter that a request names. Errors: InvalidRequestError, AdapterError if it cannot be read again."""
         if not isinstance(name, str):

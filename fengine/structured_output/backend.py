@@ -90,10 +90,11 @@ class Grammar:
         self._lark = f"start: text\n{lark}"
         self._first = self._made()
         if vocabulary.drops_space:  # a space that is not shown may stand in front, and must where the text begins so
-            begins = any(vocabulary.tokens[id].startswith(b" ") for id in self._beginnings())
+            ids = np.flatnonzero(np.unpackbits(self._beginnings(), bitorder="little")).tolist()
+            begins = any(vocabulary.tokens[id].startswith(b" ") for id in ids)
             self._lark = f"start: / /{'' if begins else '?'} text\n{lark}"
             self._first = self._made()
-        if not self._beginnings():
+        if not self._beginnings().any():
             raise GrammarError("nothing satisfies it with this vocabulary: no token can begin a text")
 
     def matcher(self) -> Any:
@@ -119,13 +120,13 @@ class Grammar:
             raise GrammarError(reason(matcher))
         return matcher
 
-    def _beginnings(self) -> list[int]:
-        """The tokens that a text may begin with, the one behind the vocabulary included."""
+    def _beginnings(self) -> np.ndarray:
+        """The tokens that a text may begin with as bits, the one behind the vocabulary included."""
         matcher = self.matcher()
         allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise GrammarError(reason(matcher))
-        return np.flatnonzero(np.unpackbits(allowed, bitorder="little")).tolist()
+        return allowed
 
 
 def to_lark(source: Source, whitespace: Whitespace) -> str:

@@ -4,6 +4,7 @@ All of it is shown from types, listed values, bounds and properties, or not at a
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from fengine.structured_output import keywords
@@ -38,6 +39,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _beyond(kind: str, keyword: str, more: int, bound: float) -> list[Any]:
+    """Values of a type on the other side of a bound: there is no count below 0."""
+    return [{"type": kind, keyword: bound + more}] if bound + more >= 0 or kind == "number" else []
 
 
 def without(name: str) -> Node:
@@ -127,34 +133,26 @@ class Logic:
 
     def _broken(self, key: str, item: Any, among: Any, depth: int) -> list[Any] | None:
         """`complement` of one keyword."""
-        match key:
-            case "$ref":
-                at = keywords.target({key: item})
-                return None if self._recurs(at) else self.complement(look_up(self.document, at), among, depth + 1)
-            case "not":
-                return [item]
-            case "const" | "enum":
-                domain, barred = self.values(among), {_text_of(v) for v in ([item] if key == "const" else item)}
-                return domain and [{"enum": [v for v in domain if _text_of(v) not in barred]}]
-            case "type":
-                kinds = [item] if isinstance(item, str) else item
-                return [{"type": [k for k in TYPES if k not in kinds]}] if all(k in TYPES for k in kinds) else None
-            case "required":
-                return [without(name) for name in item]
-            case "properties":
-                return self._other_properties(item, among, depth)
-            case "anyOf" | "allOf":
-                each = [self.complement(part, among, depth + 1) for part in item]
-                if any(others is None for others in each):
-                    return None
-                some = [{"anyOf": others} if others else False for others in each]
-                return [{"allOf": some}] if key == "anyOf" else [part for part in some if part is not False]
-            case _ if key in _LIMITS:
-                kind, other, more = _LIMITS[key]
-                return [{"type": kind, other: item + more}] if item + more >= 0 or kind == "number" else []
-            case "$defs" | "definitions":
-                return []
-        return None
+        if key in _LIMITS:
+            return _beyond(*_LIMITS[key], item)
+        return BROKEN[key](self, item, among, depth) if key in BROKEN else None
+
+    def other_reference(self, item: str, among: Any, depth: int) -> list[Any] | None:
+        """Where what is referred to does not hold."""
+        at = keywords.target({"$ref": item})
+        return None if self._recurs(at) else self.complement(look_up(self.document, at), among, depth + 1)
+
+    def other_values(self, barred: list[Any], among: Any) -> list[Any] | None:
+        """The values of `among` but these, if they are listed."""
+        domain, texts = self.values(among), set(map(_text_of, barred))
+        return domain and [{"enum": [value for value in domain if _text_of(value) not in texts]}]
+
+    def other_parts(self, parts: list[Any], among: Any, depth: int) -> list[Any] | None:
+        """Of each of several schemas one that holds where it does not."""
+        each = [self.complement(part, among, depth + 1) for part in parts]
+        if any(others is None for others in each):
+            return None
+        return [{"anyOf": others} if others else False for others in each]
 
     def _recurs(self, at: str) -> bool:
         """Whether the references of the schema there lead back to it: what it says cannot be written out."""
@@ -169,7 +167,7 @@ class Logic:
                     seen.add(target)
         return False
 
-    def _other_properties(self, properties: Node, among: Any, depth: int) -> list[Any] | None:
+    def other_properties(self, properties: Node, among: Any, depth: int) -> list[Any] | None:
         """Objects with a property that is not as it is here."""
         around = self.resolved(among)
         known = around.get("properties", {}) if isinstance(around, dict) else {}
@@ -180,6 +178,27 @@ class Logic:
                 return None
             out += [having(name, other) for other in others]
         return out
+
+
+def _other_types(kinds: list[str]) -> list[Any] | None:
+    return [{"type": [kind for kind in TYPES if kind not in kinds]}] if set(kinds) <= set(TYPES) else None
+
+
+BROKEN: dict[str, Callable[[Logic, Any, Any, int], list[Any] | None]] = {  # by keyword: what breaks it
+    "$ref": Logic.other_reference,
+    "not": lambda logic, item, among, depth: [item],
+    "const": lambda logic, item, among, depth: logic.other_values([item], among),
+    "enum": lambda logic, item, among, depth: logic.other_values(item, among),
+    "type": lambda logic, item, among, depth: _other_types([item] if isinstance(item, str) else item),
+    "required": lambda logic, item, among, depth: [without(name) for name in item],
+    "properties": Logic.other_properties,
+    "allOf": Logic.other_parts,
+    "anyOf": lambda logic, item, among, depth: (
+        None if (parts := logic.other_parts(item, among, depth)) is None else [{"allOf": parts}]
+    ),
+    "$defs": lambda logic, item, among, depth: [],
+    "definitions": lambda logic, item, among, depth: [],
+}
 
 
 def _kinds(node: Node) -> set[str]:

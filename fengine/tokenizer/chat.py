@@ -66,25 +66,23 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             f'messages must be a non-empty list of {{"role", "content"}}, got {type(messages).__name__}'
             + ("." if not isinstance(messages, (list, tuple)) else " of length 0.")
         )
-    checked = []
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict):
-            raise InvalidRequestError(f"{where} must be a dict, got {type(message).__name__}.")
-        message = {key: value for key, value in plain(message, where).items() if value is not None}
-        if "role" not in message:
-            raise InvalidRequestError(f"{where} has no role; use one of {', '.join(ROLES)}.")
-        if not isinstance(message["role"], str) or not 0 < len(message["role"]) <= MAX_ROLE:
-            raise InvalidRequestError(f"{where} has the role {message['role']!r:.80}; use one of {', '.join(ROLES)}.")
-        if "content" in message:
-            _content(message["content"], f"{where}['content']")
-        elif "tool_calls" not in message:
-            raise InvalidRequestError(f"{where} has no content (missing or None); pass a string.")
-        reasoning = next((message[key] for key in _REASONING if key in message), None)
-        if reasoning is not None:
-            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        checked.append(message)
-    return checked
+    return [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _checked(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"{where} must be a dict, got {type(message).__name__}.")
+    message = {key: value for key, value in plain(message, where).items() if value is not None}
+    if "role" not in message:
+        raise InvalidRequestError(f"{where} has no role; use one of {', '.join(ROLES)}.")
+    if not isinstance(message["role"], str) or not 0 < len(message["role"]) <= MAX_ROLE:
+        raise InvalidRequestError(f"{where} has the role {message['role']!r:.80}; use one of {', '.join(ROLES)}.")
+    if "content" in message:
+        _content(message["content"], f"{where}['content']")
+    elif "tool_calls" not in message:
+        raise InvalidRequestError(f"{where} has no content (missing or None); pass a string.")
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def check_roles(messages: list[dict[str, Any]], rendered: str) -> None:

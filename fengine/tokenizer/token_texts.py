@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from fengine.errors import UnsupportedFeatureError
+from fengine.tokenizer.decoding import Decoding
 from fengine.tokenizer.tokenizer import Tokenizer
 
 
@@ -27,12 +28,13 @@ def token_texts(tokenizer: Tokenizer | None, size: int) -> TokenTexts:
             "grammars need a tokenizer whose tokens join to a text as they are; the decoder of this one cleans spaces "
             "up, or puts some between tokens"
         )
-    table = decoding.tables[True]
-    tokens: list[bytes | None] = []
-    for token_id in range(size):
-        piece = table[token_id]
-        text = bytes((piece,)) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece
-        if text and decoding.first_drops is not None and b" " in text[1:]:
-            text = None  # as a text's first token it would lose this space, too
-        tokens.append(text or None)
+    tokens = [_text(decoding, token_id) for token_id in range(size)]
     return TokenTexts(tokens, bool(decoding.strip) or decoding.first_drops is not None)
+
+
+def _text(decoding: Decoding, token_id: int) -> bytes | None:
+    piece = decoding.tables[True][token_id]
+    text = bytes((piece,)) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece
+    if text and decoding.first_drops is not None and b" " in text[1:]:
+        return None  # as a text's first token it would lose this space, too
+    return text or None

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from fengine.errors import ChatTemplateError, ConfigError, InvalidRequestError
+from fengine.tokenizer.chat import left_open
 from fengine.tokenizer.tokenizer import Tokenizer
 
 MAX_CHARS = 1 << 28  # of one text: documents are cut to windows after they are tokenized
@@ -83,14 +84,7 @@ class Texts:
 
     def _rendered(self, messages: Sequence[dict[str, Any]], complete: bool) -> str:
         text = self.unlimited.apply_chat_template(messages, add_generation_prompt=complete, **self.chat_values)
-        if complete:
-            return text
-        content = messages[-1].get("content")
-        at = text.rfind(content.strip()) if isinstance(content, str) else -1
-        if not isinstance(content, str) or at < 0:
-            raise ChatTemplateError("the last message's content does not appear in the rendered chat as it is.")
-        kept = content.lstrip()
-        return text[: at + len(kept if text[at:].startswith(kept) else content.strip())]
+        return text if complete else left_open(list(messages), text)
 
     def template(self, name: bool | str | None) -> str | None:
         """The chat template in force; None if none is to be used. Errors: ConfigError for another one's name."""
