@@ -270,7 +270,8 @@ class World:
         )  # fmt: skip
         tokenizer = BROKEN if self._is_broken(event) else TOKENIZER
         parts = SimpleNamespace(core=self.core, tokenizer=tokenizer)
-        context: Any = SimpleNamespace(parts=parts, args=args, sessions=self.sessions, log=None)
+        log = SimpleNamespace(**dict.fromkeys(("received", "finished", "died"), lambda *told: None))
+        context: Any = SimpleNamespace(parts=parts, args=args, sessions=self.sessions, log=log)
         stream = event.kind in ("stream", "async")
         turns = {} if turn is None else {turn.rid: turn}
         collector = OutputCollector(context, requests, turns, stream=stream, single=len(requests) == 1, loop=loop)

@@ -331,7 +331,7 @@ def test_chat_is_generate_over_the_template(llm: sgl.Engine, reference: Any) -> 
 
 
 def test_chats_that_are_refused(llm: sgl.Engine) -> None:
-    for messages in ([], "hello", [{"content": "x"}], [{"role": "user"}], [{"role": "nobody", "content": "x"}], None):
+    for messages in ([], "hello", [{"content": "x"}], [{"role": "user"}], None):
         with pytest.raises(InvalidRequestError):
             llm.chat(messages, GREEDY)  # type: ignore[arg-type]
     plain = llm.chat(MESSAGES, GREEDY)["text"]

@@ -114,12 +114,13 @@ def test_a_compiled_step_tells_layers_apart_and_nothing_else(tmp_path) -> None: 
         kv, hidden_TD = forward(params | {"layers": params["layers"][:layers]}, kv, batch, feed)
         return [*kv.k_PSGK, *kv.v_PSGK, hidden_TD]
 
-    before = compile_count()
+    counts, before = [], compile_count()
     for layers, tokens in product((1, 2, 1), ([3, 1, 2], [5], [4, 0, 1, 2, 8])):
         with torch.set_grad_enabled(len(tokens) > 1):  # its caller's mode while it starts, for example
             pairs = zip(run(compiled, layers, tokens), run(eager, layers, tokens), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
-    assert compile_count() - before == 2
+        counts.append(compile_count() - before)
+    assert counts[0] == 1 and counts[-1] == counts[1] <= 2  # the second in another mode of gradients, at most
 
 
 def test_an_engine_may_start_in_inference_mode(tmp_path) -> None:  # noqa: ANN001

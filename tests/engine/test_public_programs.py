@@ -128,7 +128,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offloading": ({"cpu_offload_gb": 500, "enable_memory_saver": True}, "cpu_offload_gb=500"),
     "bits and bytes": ({"quantization": "bitsandbytes", "disable_piecewise_cuda_graph": True}, "quantization="),
     "fp8 cache": ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'"),
-    "a draft model": ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "d"}, "(of speculation NGRAM"),
     "replicas": ({"dp_size": 8, "tp_size": 1}, "dp_size=8"),
     "nodes": ({"nnodes": 2, "node_rank": 1}, "nnodes=2"),
     "prefill apart": (SLIME | {"disaggregation_mode": "prefill"}, "disaggregation_mode='prefill'"),
