@@ -31,19 +31,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-HOST = ("unit/test_pages", "unit/test_prefix_cache", "unit/test_adapter_slots", "unit/test_request",
-        "engine/test_simulation", "unit/test_scheduler")  # fmt: skip
+HOST = ("engine/test_simulation", "unit/test_scheduler")
 LOOP = ("engine/test_simulation", "engine/test_sessions", "engine/test_state", "engine/test_ends",
         "engine/test_lifecycle", "engine/test_api_streams", "engine/test_memory", "engine/test_weights")  # fmt: skip
 TESTS: dict[str, tuple[str, ...]] = {  # test files by pattern of what they are the oracle of
-    "core/kv_pages.py": HOST,
-    "core/prefix_cache.py": HOST,
-    "core/lora_slots.py": (*HOST, "engine/test_lora"),
+    "core/kv_pages.py": ("unit/test_pages", *HOST),
+    "core/prefix_cache.py": ("unit/test_prefix_cache", *HOST),
+    "core/lora_slots.py": ("unit/test_adapter_slots", *HOST),
     "core/waiting_queue.py": HOST,
     "core/running.py": (*HOST, "engine/test_speculation", "engine/test_encode"),
     "core/batch.py": (*HOST, "engine/test_speculation"),
     "core/scheduler.py": (*HOST, "engine/test_speculation", "engine/test_encode", "engine/test_api_options"),
-    "core/request.py": (*HOST, "engine/test_plain", "engine/test_extended", "engine/test_encode",
+    "core/request.py": ("unit/test_request", *HOST, "engine/test_plain", "engine/test_extended", "engine/test_encode",
                         "engine/test_api_results"),
     "core/scheduler_output.py": (*HOST, "engine/test_extended", "engine/test_plain"),
     "core/speculation.py": ("engine/test_simulation", "unit/test_scheduler", "engine/test_speculation"),
