@@ -15,6 +15,8 @@ from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, need
 from simulated_threads import Machine, SimulatedThread
 
 from fengine.api.collector import OutputCollector
+from fengine.api.request_log import RequestLog
+from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
@@ -84,6 +86,13 @@ class World:
         self.plan, self.settings, self.actions = plan, plan.settings, actions
         self.machine = Machine(random.Random(plan.seed * 2 + 1), self.settings.eager)
         self.solo = Solo()
+        s = self.settings
+        self.args = ServerArgs(
+            model_path="box",
+            incremental_streaming_output=s.incremental,
+            stream_interval=s.interval,
+            enable_metrics=True,
+        )
         self.jobs: dict[str, Job] = {}
         self.collectors: list[tuple[Event, OutputCollector]] = []
         self.adapters = {name: Adapter(name, i, None) for i, name in enumerate("ABC")}
@@ -264,14 +273,10 @@ class World:
     def submit(
         self, event: Event, requests: list[Request], loop: Any = None, turn: Turn | None = None
     ) -> OutputCollector:
-        args = SimpleNamespace(
-            incremental_streaming_output=self.settings.incremental, stream_output=False, enable_metrics=True,
-            stream_interval=self.settings.interval,
-        )  # fmt: skip
         tokenizer = BROKEN if self._is_broken(event) else TOKENIZER
         parts = SimpleNamespace(core=self.core, tokenizer=tokenizer)
-        log = SimpleNamespace(**dict.fromkeys(("received", "finished", "died"), lambda *told: None))
-        context: Any = SimpleNamespace(parts=parts, args=args, sessions=self.sessions, log=log)
+        log = RequestLog(self.args, None)
+        context: Any = SimpleNamespace(parts=parts, args=self.args, sessions=self.sessions, log=log)
         stream = event.kind in ("stream", "async")
         turns = {} if turn is None else {turn.rid: turn}
         collector = OutputCollector(context, requests, turns, stream=stream, single=len(requests) == 1, loop=loop)
