@@ -89,7 +89,7 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         new.op = OPERATE[type(node.op)]()
         yield "operator", new
     elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-        yield "constant", ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
+        yield "constant", ast.Constant(not node.value if isinstance(node.value, bool) else int(str(node.value)) + 1)
     elif isinstance(node, (ast.If, ast.While)):
         new = copy.deepcopy(node)
         new.test = ast.Constant(False)

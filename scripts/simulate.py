@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from simulated_engine import events_of
-from simulated_plan import plan_of
-from simulated_run import shrunk, violation, world_of
+from simulated_engine import events_of  # type: ignore[import-not-found]
+from simulated_plan import plan_of  # type: ignore[import-not-found]
+from simulated_run import shrunk, violation, world_of  # type: ignore[import-not-found]
 
 CHUNK = 500
 
