@@ -11,6 +11,7 @@ from simulated_run import violation
 
 from fengine import Engine
 from fengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from fengine.core.kv_pages import PagePool
 from fengine.core.recording import RecordedScheduler, Replay, replay
 from fengine.errors import InputFileError, InvariantError
 from fengine.run import main
@@ -72,7 +73,8 @@ def test_a_step_that_is_another_now_is_told_by_its_line(busy: Path, tmp_path: Pa
 
 
 def test_a_scheduler_with_a_fault_does_not_pass(busy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fengine.core.scheduler.prefix_limit", lambda request: 0)
+    allocate = PagePool.allocate
+    monkeypatch.setattr(PagePool, "allocate", lambda pool, count: (allocate(pool, count) or [])[::-1])
     with pytest.raises(InvariantError, match="scheduled otherwise now"):
         replay(busy)
 
