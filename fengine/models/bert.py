@@ -24,12 +24,11 @@ from fengine.models.rope import NONE
 from fengine.models.spec import Config, LayerKind, ModelSpec
 from fengine.models.weights import (
     EMBEDDING,
-    LayerWeights,
     Source,
     Weight,
-    attention_weights,
     decoder_weights,
     plain_mlp_weights,
+    prenorm_layer,
 )
 
 OWN = (
@@ -75,8 +74,8 @@ def spec_from_hf(config: Config, padded: bool = False) -> ModelSpec:
     act = GELU_ALL.get(config["hidden_act"], "")
     spec = decoder_spec(
         config | facts, activation=("hidden_act", tuple(GELU_ALL)), act=act, causal=False,
-        generates=False, layer_norm=True, embed_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, positions=rows,
-        position_offset=offset, token_types=types, score_pool="cls",
+        generates=False, layer_norm=True, norm_bias=True, embed_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True,
+        positions=rows, position_offset=offset, token_types=types, score_pool="cls",
     )  # fmt: skip
     return replace(spec, kinds=(LayerKind(rope=NONE),) * spec.num_layers)
 
@@ -113,20 +112,10 @@ def _unread(name: str) -> str:
     return "" if name.startswith(("pooler.", "cls.", "lm_head.")) or name.endswith("position_ids") else name
 
 
-def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
-    return [
-        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size, bias=True),
-        *attention_weights(spec, layer),
-        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size, bias=True),
-        *plain_mlp_weights(spec, layer, "mlp.up_proj", "mlp.down_proj"),
-    ]
-
-
 def weights(spec: ModelSpec) -> list[Weight]:
     """Pure."""
     tables = (("position_ND", "model.positions", spec.positions), ("type_ND", "model.types", spec.token_types))
-    found = decoder_weights(spec, layer_weights, norm_bias=True)
+    found = decoder_weights(spec, partial(prenorm_layer, mlp=plain_mlp_weights))
     found += [
         Weight((key,), (Source(f"{name}.weight", (rows, spec.hidden_size)),), "ND", fill="small")
         for key, name, rows in tables

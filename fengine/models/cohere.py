@@ -18,7 +18,6 @@ from fengine.models.weights import (
     LayerWeights,
     Weight,
     attention_weights,
-    decoder_weights,
     mlp_weights,
 )
 
@@ -76,10 +75,5 @@ def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     return [norm, *attention_weights(spec, layer), *mlp_weights(spec, layer)]
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, layer_weights)
-
-
-FAMILY = Family("CohereForCausalLM", "cohere", FIELDS, spec_from_hf, DEFAULTS, layer, weights=weights)
-FAMILY2 = Family("Cohere2ForCausalLM", "cohere2", FIELDS2, spec2_from_hf, DEFAULTS2, layer, weights=weights)
+FAMILY = Family("CohereForCausalLM", "cohere", FIELDS, spec_from_hf, DEFAULTS, layer, leaves=layer_weights)
+FAMILY2 = Family("Cohere2ForCausalLM", "cohere2", FIELDS2, spec2_from_hf, DEFAULTS2, layer, leaves=layer_weights)

@@ -9,7 +9,6 @@ from fengine.models.olmo2 import postnorm_layer
 from fengine.models.reader import FULL, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import Weight, decoder_weights
 
 FIELDS = {**DECODER, "sliding_window": READ, "sliding_window_pattern": READ, "layer_types": READ}
 DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4}
@@ -28,9 +27,4 @@ def spec_from_hf(config: Config) -> ModelSpec:
     return windowed(spec, sliding_window(config), types, far=NONE)
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, postnorm_layer)
-
-
-FAMILY = Family("Exaone4ForCausalLM", "exaone4", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
+FAMILY = Family("Exaone4ForCausalLM", "exaone4", FIELDS, spec_from_hf, DEFAULTS, leaves=postnorm_layer)

@@ -11,7 +11,7 @@ from fengine.models.fields import Fields, check_fields, check_model_type
 from fengine.models.kv_state import KVState, Params, StepBatch
 from fengine.models.reader import classifier_spec
 from fengine.models.spec import Config, ModelSpec, embedding_spec
-from fengine.models.weights import Weight, decoder_weights
+from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
 
 SpecReader = Callable[[Config], ModelSpec]
 Forward = Callable[[Params, ModelSpec, KVState, StepBatch], tuple[KVState, Tensor]]
@@ -42,7 +42,8 @@ class Family(NamedTuple):
     layer: layers.LayerFn = layers.decoder_layer
     unembed: Unembed = layers.unembed
     base: str | None = None  # what the names of its other classes begin with; None: with that of the language model
-    weights: Weights = decoder_weights
+    leaves: LayerLeaves = prenorm_layer  # of one layer
+    weights: Weights | None = None  # of all, where there are others than decoders have
     rename: Rename = lambda spec, name: name
 
     def models(self) -> dict[str, Model]:
@@ -50,7 +51,8 @@ class Family(NamedTuple):
         base = self.base or self.architecture.removesuffix("ForCausalLM")
         names = (self.architecture, f"{base}Model", f"{base}ForSequenceClassification")
         forward = layers.decoder(self.layer)
-        shared = (forward, self.unembed, self.weights, self.layer, self.rename)
+        weights = self.weights or partial(decoder_weights, layer=self.leaves)
+        shared = (forward, self.unembed, weights, self.layer, self.rename)
         return {name: Model(partial(self._read, name), *shared) for name in names}
 
     def _read(self, architecture: str, config: Config) -> ModelSpec:

@@ -3,6 +3,7 @@ and logits, a window in every other layer.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fengine.errors import UnsupportedArchitectureError
@@ -10,7 +11,7 @@ from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, SPEED
 from fengine.models.reader import GELU_TANH, ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
+from fengine.models.weights import sandwich_layer
 
 OWN = (
     "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
@@ -24,6 +25,8 @@ DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
     "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
 }  # fmt: skip
+
+NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def gemma_spec(config: Config, **switches: Any) -> ModelSpec:
@@ -50,21 +53,6 @@ def spec_from_hf(config: Config) -> ModelSpec:
     return windowed(spec, sliding_window(config), config.get("layer_types") or every(2, spec.num_layers))
 
 
-def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
-    return [
-        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
-        *attention_weights(spec, layer),
-        layer.norm("attn_post_norm_D", "post_attention_layernorm", spec.hidden_size),
-        layer.norm("mlp_norm_D", "pre_feedforward_layernorm", spec.hidden_size),
-        *mlp_weights(spec, layer),
-        layer.norm("mlp_post_norm_D", "post_feedforward_layernorm", spec.hidden_size),
-    ]
-
-
-def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, layer_weights)
-
-
-FAMILY = Family("Gemma2ForCausalLM", "gemma2", FIELDS, spec_from_hf, dict(DEFAULTS), weights=weights)
+FAMILY = Family(
+    "Gemma2ForCausalLM", "gemma2", FIELDS, spec_from_hf, dict(DEFAULTS), leaves=partial(sandwich_layer, names=NORMS)
+)

@@ -8,7 +8,7 @@ from fengine.errors import UnsupportedArchitectureError
 from fengine.models import gemma2
 from fengine.models.family import Family
 from fengine.models.fields import READ
-from fengine.models.gemma2 import gemma_spec, weights
+from fengine.models.gemma2 import gemma_spec
 from fengine.models.reader import FULL, SLIDING, ConfigReader, every, rope_spec, sliding_window, windowed
 from fengine.models.rope import LOCAL
 from fengine.models.spec import Config, ModelSpec
@@ -63,5 +63,5 @@ def ropes_by_type(config: Config, far_theta: float, near_theta: float) -> tuple[
 
 
 FAMILY = Family(
-    "Gemma3ForCausalLM", "gemma3_text", FIELDS, spec_from_hf, DEFAULTS, base="Gemma3Text", weights=weights
+    "Gemma3ForCausalLM", "gemma3_text", FIELDS, spec_from_hf, DEFAULTS, base="Gemma3Text", leaves=gemma2.FAMILY.leaves
 )  # fmt: skip

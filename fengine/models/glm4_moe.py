@@ -10,7 +10,7 @@ from fengine.models.fields import DECODER, OUTPUTS, READ
 from fengine.models.moe import expert_weights, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.spec import Config, ExpertSpec, ModelSpec
-from fengine.models.weights import LayerWeights, Source, Weight, decoder_weights
+from fengine.models.weights import LayerWeights, Source, Weight
 
 OWN = (
     "attention_bias", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "n_routed_experts", "n_group",
@@ -46,9 +46,4 @@ def experts(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]
     return [*expert_weights(found, hidden, layer), correction]
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, moe_layer(experts))
-
-
-FAMILY = Family("Glm4MoeForCausalLM", "glm4_moe", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
+FAMILY = Family("Glm4MoeForCausalLM", "glm4_moe", FIELDS, spec_from_hf, DEFAULTS, leaves=moe_layer(experts))

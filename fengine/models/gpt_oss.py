@@ -10,7 +10,7 @@ from fengine.models.fields import DECODER, READ
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Source, Weight, decoder_weights
+from fengine.models.weights import LayerWeights, Source, Weight
 from fengine.ops.experts import ALPHA
 
 FIELDS = {
@@ -49,9 +49,4 @@ def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     return [*moe_layer(experts)(spec, layer), leaf]
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, layer_weights)
-
-
-FAMILY = Family("GptOssForCausalLM", "gpt_oss", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
+FAMILY = Family("GptOssForCausalLM", "gpt_oss", FIELDS, spec_from_hf, DEFAULTS, leaves=layer_weights)

@@ -9,10 +9,12 @@ from fengine.models.fields import DECODER, READ
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import Weight, decoder_weights
 
 SCALES = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, **dict.fromkeys(SCALES, READ)}
+
+BLOCK = "block_sparse_moe"
+NAMES = (f"{BLOCK}.router.layer", f"{BLOCK}.input_linear.weight", f"{BLOCK}.output_linear.weight")
 
 
 def spec_from_hf(config: Config) -> ModelSpec:
@@ -31,12 +33,11 @@ def moe_spec(config: Config) -> ModelSpec:
     return with_experts(ConfigReader(config), spec_from_hf(config), "intermediate_size", renormalise=True)
 
 
-def moe_weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    block = "block_sparse_moe"
-    names = (f"{block}.router.layer", f"{block}.input_linear.weight", f"{block}.output_linear.weight")
-    return decoder_weights(spec, moe_layer(expert_stacks(*names)))
-
-
 FAMILY = Family("GraniteForCausalLM", "granite", FIELDS, spec_from_hf)
-MOE = Family("GraniteMoeForCausalLM", "granitemoe", {**FIELDS, **EXPERT_FIELDS}, moe_spec, weights=moe_weights)
+MOE = Family(
+    "GraniteMoeForCausalLM",
+    "granitemoe",
+    {**FIELDS, **EXPERT_FIELDS},
+    moe_spec,
+    leaves=moe_layer(expert_stacks(*NAMES)),
+)

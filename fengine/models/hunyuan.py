@@ -6,7 +6,7 @@ from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Weight, decoder_weights, prenorm_layer
+from fengine.models.weights import LayerWeights, Weight, prenorm_layer
 
 FIELDS = {
     **DECODER, "attention_bias": READ, "use_qk_norm": "transformers norms always", "org_vocab_size": "a note",
@@ -43,9 +43,4 @@ def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     return [*prenorm_layer(spec, layer), *(layer.norm(key, name, spec.head_dim) for key, name in norms)]
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, layer_weights)
-
-
-FAMILY = Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
+FAMILY = Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", FIELDS, spec_from_hf, DEFAULTS, leaves=layer_weights)

@@ -3,6 +3,7 @@ layers, a window to both sides. Names are those of decoders; the norm of the emb
 """
 
 import re
+from functools import partial
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.bert import DROPOUTS, head_weights
@@ -14,12 +15,10 @@ from fengine.models.rope import LOCAL
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import (
     EMBEDDING,
-    LayerWeights,
     Source,
     Weight,
-    attention_weights,
     decoder_weights,
-    mlp_weights,
+    prenorm_layer,
     with_bias,
 )
 
@@ -91,19 +90,9 @@ def rename(spec: ModelSpec, name: str) -> str:
     return f"{wholes.get(module, module)}.{kind}"
 
 
-def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
-    return [
-        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size, bias=spec.norm_bias),
-        *attention_weights(spec, layer, fused=True),
-        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size, bias=spec.norm_bias),
-        *mlp_weights(spec, layer, fused=True),
-    ]
-
-
 def weights(spec: ModelSpec) -> list[Weight]:
     """Pure."""
-    found = decoder_weights(spec, layer_weights, norm_bias=spec.norm_bias)
+    found = decoder_weights(spec, partial(prenorm_layer, fused_qkv=True, fused_mlp=True))
     norm = Weight(("score_norm_D",), (Source("score_norm.weight", (spec.hidden_size,)),), "D", fill="one")
     norm = with_bias(norm) if spec.norm_bias else norm
     return found + ([*head_weights(spec, bias=spec.score_bias), norm] if spec.num_labels else [])

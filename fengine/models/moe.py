@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fengine.models.fields import OUTPUTS, READ, TRAINING, Fields
 from fengine.models.reader import ConfigReader
@@ -14,9 +15,8 @@ from fengine.models.weights import (
     Parts,
     Source,
     Weight,
-    attention_weights,
-    decoder_weights,
     mlp_weights,
+    prenorm_layer,
 )
 
 EXPERT_FIELDS: Fields = {
@@ -123,20 +123,11 @@ def shared_weights(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[
 def moe_layer(experts: Experts = expert_weights) -> LayerLeaves:
     """Norm, attention, norm, and experts or a gated MLP."""
 
-    def leaves(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    def mlp(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
         found = spec.experts
-        sparse = found is not None and layer.index not in found.dense_layers
-        return [
-            layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
-            *attention_weights(spec, layer),
-            layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size),
-            *(experts(found, spec.hidden_size, layer) if found and sparse else mlp_weights(spec, layer)),
-            *(shared_weights(found, spec.hidden_size, layer) if found and sparse and found.shared_size else []),
-        ]
+        if found is None or layer.index in found.dense_layers:
+            return mlp_weights(spec, layer)
+        shared = shared_weights(found, spec.hidden_size, layer) if found.shared_size else []
+        return [*experts(found, spec.hidden_size, layer), *shared]
 
-    return leaves
-
-
-def moe_weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, moe_layer())
+    return partial(prenorm_layer, mlp=mlp)

@@ -7,7 +7,7 @@ from fengine.models.fields import DECODER, READ
 from fengine.models.gemma3 import UNREAD, gemma_windows, ropes_by_type
 from fengine.models.reader import decoder_spec
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
+from fengine.models.weights import LayerWeights, Weight, attention_weights, mlp_weights, whole_norms
 
 FIELDS = {**DECODER, "attention_bias": READ}
 FIELDS3 = {**FIELDS, "sliding_window": READ, "layer_types": READ}
@@ -38,18 +38,10 @@ def postnorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     ]
 
 
-def weights(spec: ModelSpec) -> list[Weight]:
+def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
     """Pure."""
-
-    def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-        norms = [
-            layer.norm("q_norm_C", "self_attn.q_norm", spec.num_heads * spec.head_dim),
-            layer.norm("k_norm_C", "self_attn.k_norm", spec.num_kv_heads * spec.head_dim),
-        ]
-        return postnorm_layer(spec, layer) + norms
-
-    return decoder_weights(spec, layer_weights)
+    return postnorm_layer(spec, layer) + whole_norms(spec, layer)
 
 
-FAMILY = Family("Olmo2ForCausalLM", "olmo2", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
-FAMILY3 = Family("Olmo3ForCausalLM", "olmo3", FIELDS3, spec3_from_hf, DEFAULTS3, weights=weights)
+FAMILY = Family("Olmo2ForCausalLM", "olmo2", FIELDS, spec_from_hf, DEFAULTS, leaves=layer_weights)
+FAMILY3 = Family("Olmo3ForCausalLM", "olmo3", FIELDS3, spec3_from_hf, DEFAULTS3, leaves=layer_weights)

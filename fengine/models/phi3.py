@@ -3,12 +3,14 @@ longrope, whose long factors hold for the whole of a context longer than that of
 each head.
 """
 
+from functools import partial
+
 from fengine.errors import UnsupportedArchitectureError
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, TRAINING
 from fengine.models.reader import SLIDING, decoder_spec, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, mlp_weights
+from fengine.models.weights import prenorm_layer
 
 FIELDS = {**DECODER, "sliding_window": READ, "resid_pdrop": TRAINING, "embd_pdrop": TRAINING,
           **dict.fromkeys(("full_attn_mod", "interpolate_factor"), "is not read by transformers")}  # fmt: skip
@@ -23,19 +25,11 @@ def spec_from_hf(config: Config) -> ModelSpec:
     return windowed(spec, sliding_window(config), [SLIDING] * spec.num_layers)
 
 
-def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
-    return [
-        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
-        *attention_weights(spec, layer, fused=True),
-        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size),
-        *mlp_weights(spec, layer, fused=True),
-    ]
-
-
-def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, layer_weights)
-
-
-FAMILY = Family("Phi3ForCausalLM", "phi3", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
+FAMILY = Family(
+    "Phi3ForCausalLM",
+    "phi3",
+    FIELDS,
+    spec_from_hf,
+    DEFAULTS,
+    leaves=partial(prenorm_layer, fused_qkv=True, fused_mlp=True),
+)

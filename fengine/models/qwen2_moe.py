@@ -5,7 +5,7 @@ from dataclasses import replace
 from fengine.models import qwen2
 from fengine.models.family import Family
 from fengine.models.fields import READ
-from fengine.models.moe import SPARSE_FIELDS, moe_weights, with_sparse_layers
+from fengine.models.moe import SPARSE_FIELDS, moe_layer, with_sparse_layers
 from fengine.models.reader import ConfigReader, decoder_spec, qwen_windows
 from fengine.models.spec import Config, ModelSpec
 
@@ -21,4 +21,4 @@ def spec_from_hf(config: Config) -> ModelSpec:
     return replace(spec, experts=replace(spec.experts, shared_size=shared)) if spec.experts else spec
 
 
-FAMILY = Family("Qwen2MoeForCausalLM", "qwen2_moe", FIELDS, spec_from_hf, weights=moe_weights)
+FAMILY = Family("Qwen2MoeForCausalLM", "qwen2_moe", FIELDS, spec_from_hf, leaves=moe_layer())

@@ -2,7 +2,7 @@
 
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
-from fengine.models.moe import SPARSE_FIELDS, moe_weights, with_sparse_layers
+from fengine.models.moe import SPARSE_FIELDS, moe_layer, with_sparse_layers
 from fengine.models.reader import SLIDING, ConfigReader, decoder_spec, windowed
 from fengine.models.spec import Config, ModelSpec
 
@@ -20,4 +20,4 @@ def spec_from_hf(config: Config) -> ModelSpec:
     return windowed(with_sparse_layers(read, spec), window, [SLIDING] * spec.num_layers)
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", FIELDS, spec_from_hf, weights=moe_weights)
+FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", FIELDS, spec_from_hf, leaves=moe_layer())

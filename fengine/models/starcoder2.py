@@ -1,10 +1,12 @@
 """StarCoder2: layer norms and linear layers with biases, an MLP without a gate, and often a window in every layer."""
 
+from functools import partial
+
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, TRAINING
 from fengine.models.reader import GELU_TANH, SLIDING, ConfigReader, decoder_spec, sliding_window, windowed
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Weight, attention_weights, decoder_weights, plain_mlp_weights
+from fengine.models.weights import plain_mlp_weights, prenorm_layer
 
 FIELDS = {
     **DECODER, "sliding_window": READ, "use_bias": READ, "norm_epsilon": READ, "mlp_type": "what transformers builds",
@@ -22,24 +24,16 @@ def spec_from_hf(config: Config) -> ModelSpec:
     read.done(config["architectures"][0])
     spec = decoder_spec(
         config | {"rms_norm_eps": eps}, activation=("hidden_act", GELU_TANH), act="gelu_tanh", layer_norm=True,
-        qkv_bias=bias, o_bias=bias, mlp_bias=bias,
+        norm_bias=True, qkv_bias=bias, o_bias=bias, mlp_bias=bias,
     )  # fmt: skip
     return windowed(spec, sliding_window(config), [SLIDING] * spec.num_layers)
 
 
-def layer_weights(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Pure."""
-    return [
-        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size, bias=True),
-        *attention_weights(spec, layer),
-        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size, bias=True),
-        *plain_mlp_weights(spec, layer, "mlp.c_fc", "mlp.c_proj"),
-    ]
-
-
-def weights(spec: ModelSpec) -> list[Weight]:
-    """Pure."""
-    return decoder_weights(spec, layer_weights, norm_bias=True)
-
-
-FAMILY = Family("Starcoder2ForCausalLM", "starcoder2", FIELDS, spec_from_hf, DEFAULTS, weights=weights)
+FAMILY = Family(
+    "Starcoder2ForCausalLM",
+    "starcoder2",
+    FIELDS,
+    spec_from_hf,
+    DEFAULTS,
+    leaves=partial(prenorm_layer, mlp=partial(plain_mlp_weights, up="mlp.c_fc", down="mlp.c_proj")),
+)

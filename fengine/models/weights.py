@@ -233,7 +233,9 @@ def mlp_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False) -> li
     return found
 
 
-def plain_mlp_weights(spec: ModelSpec, layer: LayerWeights, up: str, down: str) -> list[Weight]:
+def plain_mlp_weights(
+    spec: ModelSpec, layer: LayerWeights, up: str = "mlp.up_proj", down: str = "mlp.down_proj"
+) -> list[Weight]:
     """Up and down of an MLP without a gate, under their names. Pure."""
     parts = {"F": [(up, spec.mlp_size)], "D": [(down, spec.hidden_size)]}
     return [
@@ -243,13 +245,39 @@ def plain_mlp_weights(spec: ModelSpec, layer: LayerWeights, up: str, down: str) 
     ]
 
 
-def prenorm_layer(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
-    """Norm, attention, norm, gated MLP. Pure."""
+def prenorm_layer(
+    spec: ModelSpec, layer: LayerWeights, fused_qkv: bool = False, fused_mlp: bool = False,
+    mlp: "LayerLeaves | None" = None,
+) -> list[Weight]:  # fmt: skip
+    """Norm, attention, norm, and the gated MLP or the leaves of `mlp`. Pure."""
+    return [
+        layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size, bias=spec.norm_bias),
+        *attention_weights(spec, layer, fused_qkv),
+        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size, bias=spec.norm_bias),
+        *(mlp_weights(spec, layer, fused_mlp) if mlp is None else mlp(spec, layer)),
+    ]
+
+
+def sandwich_layer(
+    spec: ModelSpec, layer: LayerWeights, names: tuple[str, str, str], fused_mlp: bool = False
+) -> list[Weight]:  # fmt: skip
+    """Norms before and behind attention and gated MLP; of those behind the first there are three names. Pure."""
+    behind, before_mlp, behind_mlp = names
     return [
         layer.norm("attn_norm_D", "input_layernorm", spec.hidden_size),
         *attention_weights(spec, layer),
-        layer.norm("mlp_norm_D", "post_attention_layernorm", spec.hidden_size),
-        *mlp_weights(spec, layer),
+        layer.norm("attn_post_norm_D", behind, spec.hidden_size),
+        layer.norm("mlp_norm_D", before_mlp, spec.hidden_size),
+        *mlp_weights(spec, layer, fused_mlp),
+        layer.norm("mlp_post_norm_D", behind_mlp, spec.hidden_size),
+    ]
+
+
+def whole_norms(spec: ModelSpec, layer: LayerWeights) -> list[Weight]:
+    """Of q and k, over all their heads at once. Pure."""
+    return [
+        layer.norm("q_norm_C", "self_attn.q_norm", spec.num_heads * spec.head_dim),
+        layer.norm("k_norm_C", "self_attn.k_norm", spec.num_kv_heads * spec.head_dim),
     ]
 
 
@@ -261,7 +289,7 @@ def head_weight(vocab: int, hidden: int) -> Weight:
 LayerLeaves = Callable[[ModelSpec, LayerWeights], list[Weight]]
 
 
-def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer, norm_bias: bool = False) -> list[Weight]:
+def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer) -> list[Weight]:
     """Every leaf of Params that a checkpoint holds, in the order of the forward pass, embeddings first. Pure.
 
     Tied, "unembed" is "embed" itself; so it is for a model that does not generate, where nobody looks at the logits.
@@ -271,7 +299,7 @@ def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer, norm_bi
     for index in range(spec.num_layers):
         found += layer(spec, LayerWeights(index))
     norm = Weight(("final_norm_D",), (Source("model.norm.weight", table[1:]),), "D", fill="one")
-    found.append(with_bias(norm) if norm_bias else norm)
+    found.append(with_bias(norm) if spec.norm_bias else norm)
     if spec.generates and not spec.tie_embeddings:
         found.append(head_weight(*table))
     if spec.num_labels is not None:
