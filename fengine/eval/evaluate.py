@@ -38,28 +38,32 @@ def evaluate(
     of the task's source. `fengine diff` and `report` read the folder; `verify` and `rerun` need the task, and say so.
     Errors: FengineError and its kinds; KeyboardInterrupt.
     """
-    shared = {"seed": seed, "adapter": adapter, "top_logprobs": top_logprobs, "max_errors": max_errors, "show": show}
     config = EvalConfig(
         engine=engine.config,
         sampling=SamplingConfig(**{"temperature": 0.0} | (sampling or {})),
         task=TaskConfig(task.name, task.version, target=None, match=Match.none),
         view=View.plain if show else View.quiet,
-        **shared,
+        **{"seed": seed, "adapter": adapter, "top_logprobs": top_logprobs, "max_errors": max_errors, "show": show},
     )
-    screen, rows = view.choose(config.view), index_rows(task)
     point = Point(config, Path(f"runs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}" if out is None else out).absolute())
-    with RunFolder(point.directory) as folder:
-        what = manifest.identity(config, task, rows)
-        what["task"]["source_sha256"] = source_digest(task)
-        record = open_record(folder, point, what, Path.cwd())
-        table = reopen(folder, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
-        code, metrics = _complete(Run(config, folder, record, rows, table), task, engine, screen)
+    code, metrics, record = _run(task, engine, point)
     if metrics is not None:
         return metrics
     if code in (INTERRUPTED, TERMINATED):
         raise KeyboardInterrupt
     how = record["sessions"][-1]["how"]
     raise FengineError(f"the run in {place(str(point.directory))} ended early: {how}; the same call goes on")
+
+
+def _run(task: Task, engine: Any, point: Point) -> tuple[int, dict[str, Any] | None, dict[str, Any]]:
+    """Exit code, metrics.json and manifest of the run in the point's folder."""
+    screen, rows = view.choose(point.config.view), index_rows(task)
+    with RunFolder(point.directory) as folder:
+        what = manifest.identity(point.config, task, rows)
+        what["task"]["source_sha256"] = source_digest(task)
+        record = open_record(folder, point, what, Path.cwd())
+        table = reopen(folder, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
+        return *_complete(Run(point.config, folder, record, rows, table), task, engine, screen), record
 
 
 def _complete(run: Run, task: Task, engine: Any, screen: view.QuietView) -> Ended:

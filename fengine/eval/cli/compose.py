@@ -227,10 +227,7 @@ def _sweep(
     main: Hydra, command: Namespace, master: DictConfig, given: Sequence[Override], schema: Schema
 ) -> list[Point | BadPoint]:
     """The product of all choices, in the order of the basic sweeper: the first key is the outermost loop."""
-    known = {o.get_key_element() for o in given}
-    words = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
-    axes = [*(o for o in parsed(words, schema) if o.get_key_element() not in known), *given]
-    _check_size(axes)
+    axes = _axes(master, given, schema)
     plain = [o.input_line or "" for o in axes if not o.is_sweep_override()]
     several = [o for o in axes if o.is_sweep_override()]
     directory, jobs = _select(master, "hydra.sweep.dir"), []
@@ -250,6 +247,25 @@ def _sweep(
     return jobs
 
 
+def _axes(master: DictConfig, given: Sequence[Override], schema: Schema) -> list[Override]:
+    """The overrides of a sweep: those of `hydra.sweeper.params` that are not given again, then those given. Errors:
+    ConfigError for what has no grid, or too many points."""
+    known, number = {o.get_key_element() for o in given}, 1
+    words = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
+    axes = [*(o for o in parsed(words, schema) if o.get_key_element() not in known), *given]
+    for axis in filter(Override.is_sweep_override, axes):
+        if not axis.is_discrete_sweep():
+            key = axis.get_key_element()
+            raise ConfigError(f"{axis.input_line}: an interval has no grid; list its values: {key}=1,2,3")
+        try:
+            number *= sum(1 for _ in islice(axis.sweep_string_iterator(), 10**6))
+        except ValueError as error:
+            raise ConfigError(f"{axis.input_line}: {error}") from error
+    if number > MAX_POINTS:
+        raise ConfigError(f"the sweep has {number:,} points, at most {MAX_POINTS:,} are allowed; split it")
+    return axes
+
+
 def _refuse_one_file(names: Sequence[str]) -> None:
     """Errors: ConfigError if several points would write one file."""
     if len(names) != len(set(names)):
@@ -257,22 +273,6 @@ def _refuse_one_file(names: Sequence[str]) -> None:
             f"out={names[0]} would be written by several points of the sweep; leave it out, since every point has its "
             "own directory, or put the swept key in: out='seed-${seed}.jsonl'"
         )
-
-
-def _check_size(axes: Sequence[Override]) -> None:
-    """Errors: ConfigError for what has no grid, or too many points."""
-    number = 1
-    for axis in axes:
-        if axis.is_sweep_override():
-            if not axis.is_discrete_sweep():
-                key = axis.get_key_element()
-                raise ConfigError(f"{axis.input_line}: an interval has no grid; list its values: {key}=1,2,3")
-            try:
-                number *= sum(1 for _ in islice(axis.sweep_string_iterator(), MAX_POINTS + 1))
-            except ValueError as error:
-                raise ConfigError(f"{axis.input_line}: {error}") from error
-    if number > MAX_POINTS:
-        raise ConfigError(f"the sweep has {number:,} points or more, at most {MAX_POINTS:,} are allowed; split it")
 
 
 def _select(config: DictConfig, key: str) -> str:

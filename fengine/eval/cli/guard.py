@@ -181,21 +181,29 @@ def explained(error: BaseException, schema: Schema | None = None, word: str = ""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     first = str(cause).split("\n    full_key", 1)[0].strip()
-    if isinstance(error, MissingConfigException) and schema is not None:
-        return _missing_option(error, schema)
     if word or isinstance(error, OverrideParseException):
-        word = word or str(getattr(error, "override", ""))
-        told = "" if isinstance(error, OverrideParseException) else f" ({first or 'nested too deeply'})"
-        return (
-            f"cannot read the override {_short(word)}{told}\n"
-            """write key=value, and quote a value with spaces or commas: prompts='["Hello, you"]'"""
-        )
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and key and schema is not None:
+        problem = "" if isinstance(error, OverrideParseException) else f" ({_short(first) or 'nested too deeply'})"
+        return _unreadable(word or str(getattr(error, "override", "")), problem)
+    if schema is not None and isinstance(error, MissingConfigException):
+        return _missing_option(error, schema)
+    if schema is not None and key and isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         return unknown(key, schema.keys)
     if isinstance(cause, MissingMandatoryValue):
         return f"{key or first}: this config leaves it open (???); set it: {key or 'key'}=VALUE"
-    lines = [_short(line.rstrip()) for line in first.splitlines() if line.strip()][:4]
-    return f"{key}: {' '.join(lines)}" if key else "\n".join(lines) or type(error).__name__
+    return _first_lines(first or type(error).__name__, key)
+
+
+def _first_lines(text: str, key: str | None) -> str:
+    lines = [_short(line.rstrip()) for line in text.splitlines() if line.strip()][:4]
+    return f"{key}: {' '.join(lines)}" if key else "\n".join(lines)
+
+
+def _unreadable(word: str, problem: str) -> str:
+    """What to say of a word that Hydra's grammar does not read, whatever the library says about it. Pure."""
+    return (
+        f"cannot read the override {_short(word)}{problem}\n"
+        """write key=value, and quote a value with spaces or commas: prompts='["Hello, you"]'"""
+    )
 
 
 def _short(text: str) -> str:

@@ -37,6 +37,10 @@ Exit codes: 0 the same bytes   1 other bytes, or the run could not go on   2 usa
 130 interrupted   143 terminated
 """
 DECISIVE = ("input", "model", "task")  # parts of the identity without which it is another experiment
+EXCUSED = {
+    "task": ("input", "task"),
+    "model": ("model",),
+}  # by a change that is asked for in this section
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,13 +108,10 @@ def _changes(point: Point, base: Path, old: dict[str, Any], folder: Path, allowe
     task = open_task(point.config.task, base)
     rows = index_rows(task).shard(parse_shard(point.config.run.shard))
     now = manifest.identity(point.config, task, rows)
-    asked = manifest.differences(old["config"], now["config"], "config")
-    decisive = [line for name in DECISIVE for line in manifest.differences(old.get(name), now[name], name)]
-    named = {line.partition(":")[0] for line in asked}
-    if any(key.startswith("task.") for key in named):
-        decisive = [line for line in decisive if not line.startswith(("input.", "task."))]
-    if any(key.startswith("model.") for key in named):
-        decisive = [line for line in decisive if not line.startswith("model.")]
+    asked = {line.partition(".")[0] for line in manifest.differences(old["config"], now["config"], "config")}
+    excused = {part for section, parts in EXCUSED.items() if section in asked for part in parts}
+    parts = [name for name in DECISIVE if name not in excused]
+    decisive = [line for name in parts for line in manifest.differences(old.get(name), now[name], name)]
     if decisive and not allowed:
         raise ResumeMismatchError(
             f"{folder} depends on what is no longer so (recorded → now):\n{manifest.listed(decisive)}\n"

@@ -63,26 +63,20 @@ class FengineLM(TemplateLM):
         named = {"tokenizer_path": tokenizer, "random_seed": seed, "max_running_requests": max_batch_size}
         settings |= {name: value for name, value in named.items() if value is not None}
         self._batch = batch_of(batch_size)
-        if max_length is not None and max_model_len is not None:
+        if None not in (max_length, max_model_len):
             raise ConfigError("max_length and max_model_len mean the same; give one of them")
         if truncation_side not in SIDES:
             raise ConfigError(f"truncation_side must be one of {', '.join(SIDES)}, got {truncation_side!r}")
-        if enable_thinking and think_end_token is None:
-            raise ConfigError("enable_thinking needs think_end_token, behind which the answer stands, such as </think>")
+        self.think_end_token = _think_end(think_end_token, bool(enable_thinking))
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.enable_thinking, self.truncation_side = enable_thinking, truncation_side
-        digits = isinstance(think_end_token, str) and think_end_token.isdecimal()
-        self.think_end_token = int(think_end_token) if digits else think_end_token  # type: ignore[arg-type]
         self.max_gen_toks = integer("max_gen_toks", max_gen_toks)
         self.engine = self._open(pretrained, settings)
         assert self.engine.tokenizer is not None
-        self.texts = Texts(
-            self.engine.tokenizer,
-            self.engine.tokenizer_manager.context_len,
-            add_bos_token,
-            None if prefix_token_id is None else integer("prefix_token_id", prefix_token_id),
-            {**(chat_template_args or {}), **thinking},
-        )
+        prefix, values = prefix_token_id, {**(chat_template_args or {}), **thinking}
+        prefix = None if prefix is None else integer("prefix_token_id", prefix)
+        context = self.engine.tokenizer_manager.context_len
+        self.texts = Texts(self.engine.tokenizer, context, add_bos_token, prefix, values)
         self.tokenizer = self.engine.tokenizer_manager.tokenizer
         self.max_length = self._window(max_length if max_model_len is None else max_model_len)
 
@@ -257,6 +251,13 @@ class FengineLM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside the results: model, weights and engine, which tell one run from another."""
         return engine_facts(self.engine)
+
+
+def _think_end(token: str | int | None, needed: bool) -> str | int | None:
+    """The token behind which the answer stands, as text or id. Pure. Errors: ConfigError if it is not given."""
+    if needed and token is None:
+        raise ConfigError("enable_thinking needs think_end_token, behind which the answer stands, such as </think>")
+    return int(token) if isinstance(token, str) and token.isdecimal() else token
 
 
 def batch_of(value: Any) -> int:

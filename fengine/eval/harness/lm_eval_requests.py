@@ -51,8 +51,7 @@ def generation_of(gen_kwargs: Any, eos: str | None, default_max: int) -> Generat
         raise InvalidRequestError(f"generation arguments must be a dict, got {type(gen_kwargs).__name__}")
     given = {key: value for key, value in gen_kwargs.items() if value is not None}
     until = _until([*_listed(given.pop("until", [])), *_listed(given.pop("stop", []))], eos)
-    longest = [given.pop(name) for name in LENGTHS if name in given]
-    most = integer("max_gen_toks", longest[0] if longest else default_max)
+    most = integer("max_gen_toks", [*(given.pop(name) for name in LENGTHS if name in given), default_max][0])
     if most < 1:
         raise InvalidRequestError(f"max_gen_toks must be at least 1, got {most}")
     if "max_length" in given:
@@ -62,16 +61,18 @@ def generation_of(gen_kwargs: Any, eos: str | None, default_max: int) -> Generat
             raise UnsupportedFeatureError(f"{name} other than {value} is not built; leave it out")
     shown = flag("skip_special_tokens", given.pop("skip_special_tokens", True))
     sampling = {SAME.get(name) or name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
-    do_sample = sampling.pop("do_sample", None)
-    if do_sample is not None:
-        do_sample = flag("do_sample", do_sample)
-    elif "temperature" in sampling:
-        do_sample = number("temperature", sampling["temperature"]) > 0
-    if not do_sample:
+    if not _draws(sampling.pop("do_sample", None), sampling):
         sampling["temperature"] = 0.0
     if sampling.get("top_k") == 0:  # transformers' word for off
         del sampling["top_k"]
     return Generation(sampling, until, most, shown)
+
+
+def _draws(do_sample: Any, sampling: dict[str, Any]) -> bool:
+    """Whether `do_sample`, or else the temperature, says that texts are drawn. Pure. Errors: InvalidRequestError."""
+    if do_sample is not None:
+        return flag("do_sample", do_sample)
+    return "temperature" in sampling and number("temperature", sampling["temperature"]) > 0
 
 
 def _listed(value: Any) -> list[Any]:

@@ -117,10 +117,12 @@ class Sweep:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def home_of(jobs: Sequence[Job]) -> Path | None:
-    """The folder that holds those of all points; None if they are in several. Pure."""
+def home_of(jobs: Sequence[Job]) -> Path:
+    """The folder that holds those of all points. Pure. Errors: ConfigError if they are in several."""
     parents = {job.directory.parent for job in jobs if isinstance(job, Point)}
-    return parents.pop() if len(parents) == 1 else None
+    if len(parents) > 1:
+        raise ConfigError("the points of a sweep must have one folder in common: give out=DIR, or leave it out")
+    return parents.pop()
 
 
 def how_to_go_on(folder: Path, schema: Schema, out: str | None = None, key: str = "hydra.run.dir") -> str:
@@ -142,11 +144,9 @@ def run_sweep(
 
     Errors: ConfigError, ResumeMismatchError, StorageError, with nothing computed.
     """
-    home, first = home_of(jobs), next(job for job in jobs if isinstance(job, Point))
-    if schema.one_file and first.config.out is not None:  # their files lie where they were asked for
-        home = None
-    elif home is None:
-        raise ConfigError("the points of a sweep must have one folder in common: give out=DIR, or leave it out")
+    first = next(job for job in jobs if isinstance(job, Point))
+    own_places = schema.one_file and first.config.out is not None  # their files lie where they were asked for
+    home = None if own_places else home_of(jobs)
     screen, bad = view.choose(first.config.view), [job for job in jobs if isinstance(job, BadPoint)]
     with nullcontext() if home is None else SweepFolder(home) as folder:
         sweep = Sweep(folder, jobs)

@@ -45,11 +45,11 @@ def over_seeds(points: Sequence[PointStatus]) -> list[PointStatus]:
 
 
 def _mean_of(name: str, group: Sequence[PointStatus]) -> PointStatus:
-    ended = [one for one in group if one.metrics is not None]
-    metrics = {}
-    for key in dict.fromkeys(key for one in ended for key in one.metrics or {}):
-        values = [one.metrics[key]["value"] for one in ended if one.metrics and key in one.metrics]
-        metrics[key] = mean(value for value in values if value is not None).as_dict()
+    figures: dict[str, list[float]] = {}
+    for one in group:
+        for key, metric in (one.metrics or {}).items():
+            figures.setdefault(key, []).extend([] if metric["value"] is None else [metric["value"]])
+    metrics = {key: mean(values).as_dict() for key, values in figures.items()}
     states = list(dict.fromkeys(one.status for one in group))
     rows, failed = (sum(getattr(one, key) or 0 for one in group) for key in ("rows", "failed"))
     label = f"{name}  {count(len(group), 'seed')}".strip()
@@ -63,12 +63,16 @@ def markdown(points: Sequence[PointStatus]) -> str:
     return f"Means over seeds ± their standard errors:\n\n{_table(folded)}\nAll points:\n\n{table}" if folded else table
 
 
+def _metric_names(points: Sequence[PointStatus]) -> list[str]:
+    return list(dict.fromkeys(name for one in points for name in one.metrics or {}))
+
+
 def _table(points: Sequence[PointStatus]) -> str:
-    names = list(dict.fromkeys(name for one in points for name in one.metrics or {}))
+    names = _metric_names(points)
     lines = [["point", "status", "rows", "failed", *names, "folder"]]
     for one in points:
         counts = ["" if value is None else f"{value:,}" for value in (one.rows, one.failed)]
-        figures = ["" if one.metrics is None else figure(one.metrics.get(name)) for name in names]
+        figures = [figure(one.metrics.get(name)) if one.metrics else "" for name in names]
         lines.append([one.point, one.status, *counts, *figures, one.folder or ""])
     cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

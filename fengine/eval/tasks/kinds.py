@@ -66,18 +66,22 @@ class _Task:
         if len(given) != 1:
             what = " and ".join(given) if given else "none of prompt, messages, input_ids"
             raise _problem(row, f"holds {what}; give exactly one, or set task.prompt to a template")
-        value = data[given[0]]
-        if given[0] == "messages":
-            if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+        return self._given(row, given[0], data[given[0]])
+
+    def _given(self, row: Row, column: str, value: Any) -> str | list[int]:
+        """The row's own prompt, messages or input_ids. Errors: InputFileError."""
+        if column == "prompt":
+            if not isinstance(value, str):
+                raise _problem(row, f"prompt must be a text, got {type(value).__name__}")
+            return self._sent(row, value)
+        items = value if isinstance(value, list) else []
+        if column == "messages":
+            if not items or not all(isinstance(message, dict) for message in items):
                 raise _problem(row, 'messages must be a list of objects with "role" and "content"')
-            return self._rendered(row, value)
-        if given[0] == "input_ids":
-            if not isinstance(value, list) or not value or not all(type(t) is int and t >= 0 for t in value):
-                raise _problem(row, "input_ids must be a list of token ids, integers >= 0")
-            return value
-        if not isinstance(value, str):
-            raise _problem(row, f"prompt must be a text, got {type(value).__name__}")
-        return self._sent(row, value)
+            return self._rendered(row, items)
+        if not items or not all(type(token) is int and token >= 0 for token in items):
+            raise _problem(row, "input_ids must be a list of token ids, integers >= 0")
+        return items
 
     def _sent(self, row: Row, prompt: str) -> str | list[int]:
         return self._rendered(row, [{"role": "user", "content": prompt}]) if self.config.chat else prompt

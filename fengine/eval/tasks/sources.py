@@ -8,7 +8,7 @@ there is kept a digest of every id, some 100 bytes a row.
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -190,33 +190,31 @@ def _rows(parsed: Iterable[Parsed], word: str, config: TaskConfig) -> Iterator[R
     Errors, once all have been read: InputFileError that names the lines of ids that occur twice. So whoever reads a
     task to its end before it computes, as runs do, has computed nothing.
     """
-    column = "custom_id" if config.format is Format.openai and config.id is None else config.id
-    seen: dict[bytes, int] = {}
-    twice: list[str] = []
-    for count, (number, columns) in enumerate(parsed, 1):
+    parsed = islice(parsed, config.limit)  # the rest of the file is not read
+    if config.format is Format.prompts:
+        for count, (number, columns) in enumerate(parsed):
+            yield BadRow(str(count), number, columns) if isinstance(columns, str) else Row(str(count), columns)
+        return
+    given = "custom_id" if config.format is Format.openai and config.id is None else config.id
+    column, seen, twice = given or "id", dict[bytes, int](), list[str]()
+    for number, columns in parsed:
         own = f"{word}-{number}"
-        if config.format is Format.prompts:
-            yield BadRow(str(count - 1), number, columns) if isinstance(columns, str) else Row(str(count - 1), columns)
-            if count == config.limit:
-                break
-            continue
         if isinstance(columns, str):
             yield BadRow(_free_id(own, number, seen), number, columns)
+            continue
+        row_id = columns.get(column, own if given is None else None)
+        if problem := _wrong_id(column, row_id):
+            yield BadRow(_free_id(own, number, seen), number, f"{word} {number}: {problem}")
+        elif (first := seen.setdefault(_digest(str(row_id)), number)) == number:
+            yield Row(str(row_id), columns)
         else:
-            found = columns.get(column or "id", None if column is not None else own)
-            problem = _wrong_id(column or "id", found)
-            if problem is not None:
-                yield BadRow(_free_id(own, number, seen), number, f"{word} {number}: {problem}")
-            elif (first := seen.setdefault(_digest(str(found)), number)) != number:
-                twice.append(f"  {column or 'id'} {str(found)!r:.80}: {word}s {first:,} and {number:,}")
-            else:
-                yield Row(str(found), columns)
-        if count == config.limit or len(twice) > 1000:  # the rest of the file is not read
-            break
+            twice.append(f"\n  {column} {str(row_id)!r:.80}: {word}s {first:,} and {number:,}")
+            if len(twice) > 1000:
+                break
     if twice:
         more = f"\n  and {len(twice) - 10:,} more" if len(twice) > 10 else ""
-        told = "\n".join(twice[:10]) + more
-        raise InputFileError(f"task.data={config.data} has ids that occur twice; every row needs its own:\n{told}")
+        problem = f"has ids that occur twice; every row needs its own:{''.join(twice[:10])}{more}"
+        raise InputFileError(f"task.data={config.data} {problem}")
 
 
 def _wrong_id(column: str, found: Any) -> str | None:
@@ -247,7 +245,6 @@ def _digest(name: str) -> bytes:
 # -- OpenAI's batch format: one request a line, {custom_id, method, url, body} -----------------------------------------
 
 
-PROMPTS = frozenset({"messages", "prompt", "input_ids"})
 LOGPROBS = {"return_logprob", "top_logprobs_num", "logprob_start_len"}  # a run records its own
 
 
@@ -272,20 +269,24 @@ def _columns(read: OpenAIRequest, body: Any) -> dict[str, Any]:
     sampling.pop("n", None)
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         del sampling["max_new_tokens"]  # the run's own holds
-    chat = read.chat
-    if chat is not None:
-        template = {"chat_template_kwargs": chat.template_values, "reasoning_effort": chat.reasoning_effort}
-        told = {"tools": chat.callable, "add_generation_prompt": not chat.add_generation_prompt, **template}
-        arguments["messages"] = chat.messages
+    if (chat := read.chat) is not None:
+        refused = {"tools": chat.callable, "add_generation_prompt": not chat.add_generation_prompt}
+        refused |= {"chat_template_kwargs": chat.template_values, "reasoning_effort": chat.reasoning_effort}
+        prompt = {"messages": chat.messages}
     else:
-        told = {"echo": read.echo}
-        if read.prompts > 1 or isinstance(arguments.get("input_ids", [0])[0], list):
-            raise ApiError(400, "body.prompt holds several prompts, which is not supported: give each a line")
-        if "text" in arguments:
-            text = arguments.pop("text")
-            arguments["prompt"] = text if isinstance(text, str) else text[0]
-    told["stream"] = read.stream
-    for name, value in (told | {k: v for k, v in arguments.items() if k not in PROMPTS}).items():
+        refused, prompt = {"echo": read.echo}, _prompt(read, arguments)
+    rest = {name: value for name, value in arguments.items() if name not in ("text", "input_ids")}
+    for name, value in (refused | {"stream": read.stream} | rest).items():
         if value:
             raise ApiError(400, f"body.{name} is not supported in a run")
-    return {**{name: value for name, value in arguments.items() if name in PROMPTS}, "sampling": sampling}
+    return {**prompt, "sampling": sampling}
+
+
+def _prompt(read: OpenAIRequest, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The prompt of a completion, as a task reads it. Errors: ApiError for several of them."""
+    if read.prompts > 1 or isinstance(arguments.get("input_ids", [0])[0], list):
+        raise ApiError(400, "body.prompt holds several prompts, which is not supported: give each a line")
+    if "text" not in arguments:
+        return {"input_ids": arguments["input_ids"]}
+    text = arguments["text"]
+    return {"prompt": text if isinstance(text, str) else text[0]}

@@ -80,32 +80,35 @@ class TaskConfig:
 
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
-    problems = []
-    if config.prompts is not None and config.format is not Format.prompts:
-        problems.append("task.prompts is for task.format=prompts")
-    if config.prompts is None and (config.data is None or not config.data.strip()):
-        problems.append("task.data must name the rows: task.data=FILE.jsonl")
-    if config.samples > MAX_SAMPLES:
-        problems.append(f"task.samples must be at most {MAX_SAMPLES:,}, got {config.samples:,}")
-    for name, low in (("limit", 1), ("samples", 1), ("max_new_tokens", 1)):
-        value = getattr(config, name)
-        if value is not None and value < low:
-            problems.append(f"task.{name} must be at least {low}, got {value}")
+    generates, inline = config.kind is TaskKind.generate, config.prompts is not None
+    no_reference = not generates or config.match is not Match.none
+    requests = config.kind is TaskKind.choice and config.format is Format.openai
+    problems = {
+        "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
+        "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
+        "task.target must name the reference's column, or set task.match=none": config.target is None and no_reference,
+        f"task.samples is for kind=generate; kind={config.kind.value} draws nothing": config.samples != 1
+        and not generates,
+        "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": requests,
+        **_bounds(config),
+    }
+    found = [problem for problem, holds in problems.items() if holds]
+    try:
+        Extractor(config.extract or "")
+    except FengineError as error:
+        found.append(f"task.extract: {error}")
+    return found
+
+
+def _bounds(config: TaskConfig) -> dict[str, bool]:
+    """Problem -> whether it is one, of numbers and of names. Pure."""
+    counts = {name: getattr(config, name) for name in ("limit", "samples", "max_new_tokens")}
     unknown = [name for name in config.normal_form if name not in NORMAL_FORMS]
-    if unknown:
-        problems.append(f"task.normal_form has no {unknown[0]!r}; there are {', '.join(NORMAL_FORMS)}")
-    if config.target is None and (config.kind is not TaskKind.generate or config.match is not Match.none):
-        problems.append("task.target must name the reference's column, or set task.match=none")
-    if config.kind is not TaskKind.generate and config.samples != 1:
-        problems.append(f"task.samples is for kind=generate; kind={config.kind.value} draws nothing")
-    if config.kind is TaskKind.choice and config.format is Format.openai:
-        problems.append("task.format=openai holds requests to generate; kind=choice needs a prompt and choices")
-    if config.extract is not None:
-        try:
-            Extractor(config.extract)
-        except FengineError as error:
-            problems.append(f"task.extract: {error}")
-    return problems
+    return {
+        f"task.samples must be at most {MAX_SAMPLES:,}, got {config.samples:,}": config.samples > MAX_SAMPLES,
+        **{f"task.{name} must be at least 1, got {n}": True for name, n in counts.items() if n is not None and n < 1},
+        f"task.normal_form has no {''.join(unknown[:1])!r}; there are {', '.join(NORMAL_FORMS)}": bool(unknown),
+    }
 
 
 def base_directory(option: str, search: list[Path], overrides: list[str]) -> Path:
