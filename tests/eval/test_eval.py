@@ -149,7 +149,7 @@ def test_a_finished_run_needs_no_engine_and_changes_nothing(engines: list[FakeEn
 def test_a_sweep(engines: list[FakeEngine], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli("-m", "seed=1,2", "out=s", "view=plain") == run.OK
     assert len(engines) == 1 and sha(Path("s/0/outputs.jsonl")) != sha(Path("s/1/outputs.jsonl"))
-    assert "seed=2:" in capsys.readouterr().out
+    assert "2 seeds:" in capsys.readouterr().out
     assert cli("-m", "seed=1,2", "out=s", "view=quiet") == run.OK and len(engines) == 1
 
 

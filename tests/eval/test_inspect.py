@@ -279,7 +279,7 @@ def test_tools_where_the_template_has_them() -> None:
     assert text == '<tool_call> add user: 2 + 3?;assistant: ;add{"x": 2}tool: 5;'
     output = {"text": 'So <tool_call>{"name": "add", "arguments": {"x": 3}}</tool_call>', "output_ids": [5]}
     output |= {"meta_info": {"finish_reason": {"type": "stop"}}}
-    found = model._choice(output, GenerateConfig(), "tagged", False, False, 1)
+    found = model._choice(output, GenerateConfig(), model._tool_form([ADD], "auto"), False, False, 1)
     assert found.stop_reason == "tool_calls" and found.message.text == "So"
     assert found.message.tool_calls == [ToolCall("call_1", "add", {"x": 3})]
     assert ask(model, "2 + 3?", [ADD], max_tokens=3).choices

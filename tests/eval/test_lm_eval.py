@@ -318,7 +318,7 @@ def test_the_engine_ends_with_the_model(box: FengineLM) -> None:
     [
         ({"pretrained": "/no/such/place"}, ModelLoadError, "does not exist"),
         ({"max_running_request": 3}, UnknownParameterError, "did you mean max_running_requests"),
-        ({"tp_size": 2}, UnsupportedFeatureError, "tp_size=2"),
+        ({"nnodes": 2}, UnsupportedFeatureError, "nnodes=2"),
         ({"batch_size": 0}, ConfigError, 'batch_size must be "auto" or at least 1'),
         ({"batch_size": "many"}, ConfigError, "batch_size"),
         ({"max_length": 5000}, ConfigError, r"max_length must be in \[2, 1024\]"),

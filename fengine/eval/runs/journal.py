@@ -20,10 +20,10 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from fengine.errors import StorageError
@@ -127,7 +127,7 @@ def _split(line: bytes, offset: int) -> Iterator[Entry | Damage]:
         line, offset = line[end + 1 :], offset + end + 1
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """Appends to a journal. Modified by every method; `fsync` and `write` are the system's, and can be replaced."""
 
     def __init__(
@@ -136,12 +136,12 @@ class Journal:
         *,
         sync_seconds: float = 1.0,
         sync_rows: int = 1000,
-        write: Callable[[int, bytes], int] = os.write,
-        fsync: Callable[[int], None] = os.fsync,
+        write: Callable[[int, bytes], int] | None = None,
+        fsync: Callable[[int], None] | None = None,
     ) -> None:
         """Opens the file at its end; it holds whole lines only. Errors: StorageError."""
         self.path, self.sync_seconds, self.sync_rows = path, sync_seconds, sync_rows
-        self._write, self._fsync = write, fsync
+        self._write, self._fsync = write or os.write, fsync or os.fsync
         self._unsynced = 0
         self._synced_at = time.monotonic()
         self._failed: StorageError | None = None
@@ -209,12 +209,7 @@ class Journal:
             file, self._file = self._file, -1
             os.close(file)
 
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _cut(self, size: int) -> None:

@@ -168,6 +168,8 @@ class Run:
             job = loop.Job(config, task, self.rows, self.table, journal, trace, len(sessions), self.export)
             with engine.steps_told(trace.step) if steps else nullcontext():
                 outcome = _complete(loop.run(job, engine, screen, reused))
+        if trace.problem is not None:
+            screen.warn(trace.problem)
         sessions[-1] |= {"ended": now(), "seconds": round(time.perf_counter() - begun, 3)}
         sessions[-1] |= {"how": outcome.ended or "all rows", "engine": engine.stats()}
         sessions[-1]["proofs"] = machine.proved(engine.config.model.device)

@@ -28,8 +28,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from fengine.core.step_trace import NewPages, StepRecord
@@ -55,13 +55,19 @@ STEP = (
 )
 
 
-class Trace:
+class Trace(AbstractContextManager["Trace"]):
     """Writes events as they come, from any thread. Modified by every method; nothing raises for the disk's sake."""
 
     def __init__(self, path: Path | None, session: int, *, steps: bool = False) -> None:
         """`path` None: no trace. `session` numbers the processes of a run, each its own group of lines."""
         self.session, self.steps = session, steps
-        self._file: BinaryIO | None = None if path is None else _reopen(path)
+        self.problem: str | None = None  # why it ended before its time
+        self._file: BinaryIO | None = None
+        if path is not None:
+            try:
+                self._file = _reopen(path)
+            except OSError as error:
+                self._fail(error)
         self._room = MAX_BYTES - (0 if self._file is None else self._file.tell())
         self._lock = threading.Lock()
         self._ends: list[float] = []  # of each line's last request
@@ -140,16 +146,14 @@ class Trace:
             try:
                 with file:
                     file.write(json.dumps(last).encode() + END)
-            except OSError:
-                return
+            except OSError as error:
+                self._fail(error)
 
-    def __enter__(self) -> "Trace":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _fail(self, error: OSError) -> None:
+        self._file, self.problem = None, f"trace.json cannot be written, and ends: {error.strerror or error}"
 
     def _texts(self, record: StepRecord) -> tuple[str, ...]:
         """rows, decode, drafted, pages, shrunk, released, preempted, as the file's head has them."""
@@ -205,8 +209,8 @@ class Trace:
             try:
                 self._file.write(line)
                 self._room -= len(line)
-            except OSError:
-                self._file = None
+            except OSError as error:
+                self._fail(error)
 
 
 def _pages(number: int, new: NewPages) -> str:
@@ -244,12 +248,12 @@ def events(path: Path) -> Iterator[dict[str, Any] | None]:
                 yield None
 
 
-def _reopen(path: Path) -> BinaryIO | None:
-    """The file, ready for one more event: cut behind its last whole one. None if it cannot be written."""
+def _reopen(path: Path) -> BinaryIO:
+    """The file, ready for one more event: cut behind its last whole one. Errors: OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    file = path.open("r+b" if path.exists() else "w+b")
     try:
-        if path.exists() and not path.is_file():
-            return None
-        file = path.open("r+b" if path.exists() else "w+b")
         size, reach = file.seek(0, os.SEEK_END), TAIL
         while True:
             at = file.seek(max(0, size - reach))
@@ -258,14 +262,11 @@ def _reopen(path: Path) -> BinaryIO | None:
             if max(ended, going) >= 0 or at == 0:
                 break
             reach *= 4
-        if max(ended, going) < 0:
-            file.seek(0)
-            file.truncate()
-            file.write(b"[\n")
-        else:
-            file.seek(at + max(ended, going) + (len(b",\n") if going > ended else 0))
-            file.truncate()
-            file.write(b"" if going > ended else b",\n")
-        return file
+        found = max(ended, going) >= 0
+        file.seek(at + max(ended, going) + (len(b",\n") if going > ended else 0) if found else 0)
+        file.truncate()
+        file.write(b"[\n" if not found else b"" if going > ended else b",\n")
     except OSError:
-        return None
+        file.close()
+        raise
+    return file
