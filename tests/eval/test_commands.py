@@ -1,5 +1,6 @@
 """The frame of the verbs: words, help, exit codes; starting one needs no torch."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,67 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Is a directory"):
         write_file(tmp_path / "folder", {})
     assert {p.name for p in tmp_path.iterdir()} == {"file", "folder"}
+
+
+LONG = "n" * 5000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([verb, LONG] for verb in ("verify", "rerun", "report")),
+        *([verb, LONG, LONG] for verb in ("diff", "merge", "report")),
+        *([verb, "pipe"] for verb in ("verify", "rerun", "report")),
+        ["diff", "pipe", "pipe"],
+        ["diff", "of a pipe", "of a pipe"],
+        ["report", "file", f"out={LONG}"],
+        ["eval", f"task={LONG}"],
+        ["eval", "task=capitals", f"out={LONG}"],
+        ["eval", "task=capitals", "out=of a pipe"],
+        ["eval", "task=capitals", "out=file"],
+        ["eval", "task=jsonl", f"task.data={LONG}.jsonl"],
+        ["eval", "task=jsonl", "task.data=pipe", "task.format=jsonl"],
+        ["eval", "task=capitals", "task.samples=1000000000"],
+        ["eval", "task=capitals", f"seed={'9' * 5000}"],
+        ["-m", "seed=range(1000000000)"],
+        ["~nosuch"],
+        ["~model"],
+        [f"{LONG}=1"],
+        [LONG],
+        ["--config-dir", LONG],
+        ["--config-name", LONG],
+        ["--config-dir", "conf", "--config-name", "bomb"],
+        ["--config-dir", "conf", "--config-name", "broken"],
+        ["--config-dir", "conf", "--config-name", "binary"],
+        ["--config-dir", "conf", "--config-name", "pipe"],
+        ["prompts=[a]", "out=folder"],
+        ["prompts=[a]", f"out={LONG}"],
+        ["prompts=[a]", f"model.path={LONG}"],
+        ["prompts=[a]", f"hydra.run.dir={LONG}"],
+        [f"prompts={LONG}.txt"],
+        ["diff", "a", "b", f"show={'9' * 5000}"],
+        ["verify", "a", f"verify.fraction={'9' * 5000}"],
+    ],
+    ids=lambda words: " ".join(word[:40] for word in words),
+)
+def test_what_no_command_can_take_is_told_in_a_few_lines(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names too long for the system, pipes where files should be, files that would not end: no trace, no waiting."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("conf", "folder", "of a pipe"):
+        Path(folder).mkdir()
+    for pipe in ("pipe", "conf/pipe.yaml", "of a pipe/manifest.json"):
+        os.mkfifo(pipe)
+    Path("file").touch()
+    bomb = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
+    Path("conf/bomb.yaml").write_text("\n".join(bomb))
+    Path("conf/broken.yaml").write_text("a: [")
+    Path("conf/binary.yaml").write_bytes(b"\xff\xfe")
+    assert run.main(words) == run.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith("fengine") and "Traceback" not in said and "GlobalHydra" not in said
+    assert len(said) < 1500 and len(said.splitlines()) <= 6, said
 
 
 def test_help_of_every_command_needs_no_torch() -> None:

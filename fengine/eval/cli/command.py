@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, StorageError
 from fengine.eval.cli import compose
 from fengine.eval.cli.engines import report
 from fengine.eval.cli.schema import Schema
@@ -44,6 +44,11 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
     except BrokenPipeError:  # the reader of our standard output has gone: nothing is left to say, nor to be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:  # a name that is too long, a folder that may not be read, wherever it was met
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        name = f" {str(error.filename)!r:.200}" if error.filename else ""
+        return reported(StorageError(f"{(error.strerror or str(error)).lower()}:{name}"))
 
 
 def run(usage: str, argv: Sequence[str], work: Callable[[Sequence[str]], int]) -> int:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -78,8 +79,9 @@ class EngineCache:
 
 
 def report(error: FengineError) -> None:
-    """The message alone; with HYDRA_FULL_ERROR=1 the traceback too."""
+    """The message alone, very long words cut; with HYDRA_FULL_ERROR=1 the traceback too."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-    print(f"fengine: {kind}{error}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+    text = re.sub(r"\S{600,}", lambda word: f"{word[0][:300]}… ({len(word[0]):,} characters)", f"{kind}{error}")
+    print(f"fengine: {text}".encode(errors="backslashreplace").decode(), file=sys.stderr)

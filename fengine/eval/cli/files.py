@@ -48,7 +48,7 @@ def check_yaml(path: Path) -> None:
     if path.stat().st_size > MAX_FILE:
         raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, at most {MAX_FILE:,} are read")
     try:
-        root = yaml.compose(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        root = yaml.compose(path.read_bytes().decode(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         if root is not None and _values(root, {}) > MAX_NODES:
             problem = f"has more than {MAX_NODES:,} values, each counted as often as aliases name it"
             raise ConfigError(f"{path} {problem}")
