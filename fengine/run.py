@@ -4,6 +4,7 @@ No torch is imported before the first job starts: `eval/cli/engines.py` is the o
 Exit codes: 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 130 interrupted, 143 terminated.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -33,10 +34,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])
+    if words and words[0] in ("-sc", "--shell-completion") and "COMP_LINE" in os.environ:
+        return _complete(words, os.environ["COMP_LINE"])
     if words and evaluate.is_prompt(words[0]):
         return evaluate.prompts([evaluate.prompt_override(words[0]), *words[1:]])
     if words and words[0].isidentifier() and words[0].islower():
         return ended(lambda: _refuse(words[0]))
+    return evaluate.prompts(words)
+
+
+def _complete(words: Sequence[str], line: str) -> int:
+    """Prints what the shell's line may go on with: commands, and what Hydra knows of the keys of one. Behind a command
+    that takes folders nothing is printed, so that the shell completes them. Modifies: the environment's COMP_LINE."""
+    program, _, rest = line.partition(" ")
+    command, blank, more = rest.lstrip().partition(" ")
+    if blank and command in COMMANDS:
+        os.environ["COMP_LINE"] = f"{program} {more}"
+        return COMMANDS[command](words) if command in ("eval", "serve") else OK
+    names = [name for name in COMMANDS if command and not blank and name.startswith(command)]
+    if names:
+        print(" ".join(names))
+        return OK
     return evaluate.prompts(words)
 
 

@@ -82,6 +82,26 @@ def test_the_first_help_tells_of_every_command(capfd: pytest.CaptureFixture[str]
     assert set(run.COMMANDS) <= set(said)
 
 
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("fengine ev", {"eval"}),
+        ("fengine re", {"report", "rerun"}),
+        ("fengine eval task=cap", {"task=capitals"}),
+        ("fengine eval sampling.temp", {"sampling.temperature="}),
+        ("fengine serve serve.por", {"serve.port="}),
+        ("fengine sampling=gre", {"sampling=greedy"}),
+        ("fengine diff runs/", set()),
+    ],
+)
+def test_the_shell_completes(
+    line: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert run.main(["-sc", "query=bash"]) == run.OK
+    assert set(capsys.readouterr().out.split()) == wanted
+
+
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="Not a directory"):

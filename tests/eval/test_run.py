@@ -27,7 +27,7 @@ from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli import view
 from fengine.eval.cli.view import Progress, Shown, clean, clock, tail
-from fengine.eval.runs import manifest
+from fengine.eval.runs import manifest, meter
 
 ROOT = Path(run.__file__).resolve().parent.parent
 
@@ -527,6 +527,21 @@ def test_live_run_in_a_terminal(engines: list[FakeEngine], monkeypatch: pytest.M
     assert text.index("one") < text.index("too long") < text.index("three")
     assert "1 failed" in text and "first token" in text and "o.jsonl" in text
     assert [c.get("stream", False) for c in engines[0].calls] == [True] * 3
+
+
+def test_the_rest_of_a_run_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the pace of this process's rows: 10 rows in 20 s, 20 of 100 before them, so that 70 take 140 s."""
+    now = [100.0]
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: now[0])
+    names = ("running", "waiting", "pages_used", "pages_total", "computed_tokens", "output_tokens")
+    one = meter.Meter(lambda: dict.fromkeys(names, 0))
+    assert one.progress(20, 100, ()).remaining is None
+    now[0] = 120.0
+    for _ in range(10):
+        one.count_failure()
+    moment = one.progress(20, 100, ())
+    assert moment.remaining == 140.0 and moment.time == "0:20, 2:20 left"
+    assert one.progress(20, None, ()).remaining is None
 
 
 def test_small_words() -> None:

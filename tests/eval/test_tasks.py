@@ -355,6 +355,23 @@ def test_extracted_answers(tmp_path: Path) -> None:
     assert set(task.metrics([{"found": True, "extracted": "2", "exact_match": True}])) == {"found", "exact_match"}
 
 
+def test_samples_vote(tmp_path: Path) -> None:
+    task = open_task(TaskConfig("t", data="x.jsonl", samples=5, extract=r"\d+", vote=True), tmp_path)
+    row = Row("r", {"prompt": "p", "answer": 7})
+
+    def scores(*texts: str) -> tuple[Any, ...]:
+        found = task.score(row, [Answer(text, [], [], {}) for text in texts])
+        return found["exact_match"], found["pass"], found["majority"], found["found"]
+
+    assert scores("7", "7.", "8", "9", "10") == (0.4, True, True, 1.0)
+    assert scores("8", "7", "8", "7", "9") == (0.4, True, False, 1.0), "of equals the first"
+    assert scores("1", "2", "3", "4", "5") == (0.0, False, False, 1.0)
+    assert scores("x", "y", "z", "u", "7") == (0.2, True, True, 0.2), "where nothing is found there is no vote"
+    assert scores(*"abcde") == (0.0, False, False, 0.0)
+    plain = open_task(TaskConfig("t", data="x.jsonl", samples=5, extract=r"\d+"), tmp_path)
+    assert "pass" not in plain.score(row, [Answer("7", [], [], {})] * 5)
+
+
 def test_several_samples(tmp_path: Path) -> None:
     task = open_task(TaskConfig("t", data="x.jsonl", samples=4, extract=r"\d+"), tmp_path)
     one = row(prompt="p", answer="1")
@@ -427,6 +444,7 @@ def test_perplexity(tmp_path: Path) -> None:
         ({"data": None}, "task.data must name"),
         ({"data": "x.jsonl", "limit": 0}, "task.limit must be at least 1"),
         ({"data": "x.jsonl", "samples": 0}, "task.samples"),
+        ({"data": "x.jsonl", "vote": True}, "task.vote is for several samples"),
         ({"data": "x.jsonl", "max_new_tokens": 0}, "task.max_new_tokens"),
         ({"data": "x.jsonl", "normal_form": ("strip", "lower")}, "no 'lower'; there are strip, blanks"),
         ({"data": "x.jsonl", "target": None}, "task.target"),

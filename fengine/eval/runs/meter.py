@@ -11,6 +11,7 @@ from fengine.eval.cli.view import Progress, Shown, count, duration
 RATE_SECONDS = 2.0  # over which the live rates are taken
 MIN_SECONDS = 0.25  # shorter spans give no rate
 MAX_LATENCIES = 100_000
+MIN_ROWS = 8  # from which on it is told how long the rest takes
 
 
 class Meter:
@@ -62,7 +63,14 @@ class Meter:
             pages_total=stats["pages_total"],
             seconds=self.seconds,
             growing=growing,
+            remaining=self._remaining(done, total),
         )
+
+    def _remaining(self, before: int, total: int | None) -> float | None:
+        """Seconds, at the pace of the rows so far; None before there are enough of them to tell."""
+        if total is None or self.rows < MIN_ROWS or self.seconds < RATE_SECONDS:
+            return None
+        return self.seconds * (total - before - self.rows) / self.rows
 
     def lines(self, reused: bool) -> list[tuple[str, str]]:
         """(label, figures) of what was computed, for readers."""

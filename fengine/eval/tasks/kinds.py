@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,7 +104,8 @@ class _Task:
 @dataclass(frozen=True)
 class GenerateTask(_Task):
     """`samples` answers for each row. Scores by `match`: `exact_match`, `prefix_match`, or those of `json_scores`;
-    with `extract` also `found` and, for a single sample, the text `extracted`. Scores of several samples are means."""
+    with `extract` also `found` and, for a single sample, the text `extracted`. Scores of several samples are means;
+    with `vote` there are `pass` (any sample is right) and `majority` (the answer that most of them gave is), too."""
 
     @cached_property
     def _extractor(self) -> scoring.Extractor | None:
@@ -129,7 +131,20 @@ class GenerateTask(_Task):
         if len(each) == 1:
             return each[0]
         numbers = [{name: value for name, value in one.items() if not isinstance(value, str)} for one in each]
-        return {name: statistics.mean(float(one[name]) for one in numbers).value for name in numbers[0]}
+        scores: Scores = {name: statistics.mean(float(one[name]) for one in numbers).value for name in numbers[0]}
+        right = next((name for name in ("exact_match", "prefix_match", "json_match") if name in scores), None)
+        if self.config.vote and right is not None:
+            scores["pass"] = any(one[right] for one in each)
+            scores["majority"] = bool(self._most_common(each, answers)[right])
+        return scores
+
+    def _most_common(self, each: list[Scores], answers: list[Answer]) -> Scores:
+        """The scores of the answer that most samples gave, by what was extracted or in normal form; of equals the first
+        one's. Samples in which nothing was found do not vote, unless all are such."""
+        texts = [one.get("extracted") if self.config.extract else a.text for one, a in zip(each, answers, strict=True)]
+        votes = [None if text is None else scoring.normal(str(text), self.config.normal_form) for text in texts]
+        counts = Counter(vote for vote in votes if vote is not None)
+        return each[votes.index(counts.most_common(1)[0][0])] if counts else each[0]
 
     def _score_one(self, row: Row, text: str) -> Scores:
         config, scores, found = self.config, {}, text

@@ -63,6 +63,7 @@ class TaskConfig:
     max_new_tokens: int | None = None  # None: the run's
     stop: tuple[str, ...] | None = None  # None: the run's
     samples: int = 1  # answers for each row; scores are their means
+    vote: bool = False  # of several samples: also whether any of them is right, and the answer that most gave
     match: Match = Match.exact
     normal_form: tuple[str, ...] = ("strip",)  # applied in this order to answers and references
     extract: str | None = None  # a regular expression; group 1, or the whole match, is compared
@@ -89,6 +90,8 @@ def check(config: TaskConfig) -> list[str]:
         "task.target must name the reference's column, or set task.match=none": config.target is None and no_reference,
         f"task.samples is for kind=generate; kind={config.kind.value} draws nothing": config.samples != 1
         and not generates,
+        "task.vote is for several samples that are compared: set task.samples and task.match": config.vote
+        and (config.samples < 2 or config.match is Match.none),
         "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": requests,
         **_bounds(config),
     }
