@@ -38,7 +38,7 @@ from fengine.eval.runs.index import OK, RowIndex, RowTable, index_rows, reopen
 from fengine.eval.runs.journal import Journal, encode
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.task import BadRow, Row, Task, shard_of
+from fengine.eval.tasks.task import BadRow, Row, Task, rows_of
 from fengine.eval.tasks.task_config import base_directory
 
 try:
@@ -140,11 +140,10 @@ def work(args: argparse.Namespace) -> int:
     folder = Path(config.out).absolute() if config.out else point.directory
     screen, shard = view.choose(config.view), parse_shard(config.run.shard)
     base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
-    whole = open_task(config.task, base)
-    task = shard_of(whole, shard)
+    task = open_task(config.task, base)
     with RunFolder(folder) as opened:
-        rows = index_rows(whole).shard(shard)
-        record = run_file.open_record(opened, point, manifest.identity(config, whole, rows), base)
+        rows = index_rows(task).shard(shard)
+        record = run_file.open_record(opened, point, manifest.identity(config, task, rows), base)
         table = reopen(opened, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
         part = run_file.Run(config, opened, record, rows, table)
         if table.left:
@@ -162,7 +161,7 @@ def compute(args: argparse.Namespace, part: run_file.Run, task: Task, base: Path
     """Computes what the table lacks. Modifies: the table, the journal, and what the manifest says of the machine."""
     with Journal(part.folder.path / JOURNAL) as journal:
         left = []
-        for index, row in enumerate(task.rows()):
+        for index, row in enumerate(rows_of(task, parse_shard(part.config.run.shard))):
             if part.table.known[index] == OK:
                 continue
             if isinstance(row, BadRow):

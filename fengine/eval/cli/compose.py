@@ -5,10 +5,11 @@ Hydra reads flags, files and overrides and multiplies a sweep out. Its jobs are 
 What a config may hold is decided in `guard.py`.
 """
 
+import io
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import guard
 from fengine.eval.cli.files import ConfigFiles, conf_dir
+from fengine.eval.cli.help import annotated
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 
 MAX_POINTS = 1000
@@ -93,7 +95,9 @@ def inspect(command: Namespace, schema: Schema) -> None:
         overrides.append(_job_id())
         command.overrides = overrides
         if command.help:
-            main.app_help(name, command.parser, command)
+            with redirect_stdout(io.StringIO()) as text:
+                main.app_help(name, command.parser, command)
+            print(annotated(text.getvalue(), schema))
         elif command.hydra_help:
             main.hydra_help(None, command.parser, command)
         elif command.cfg:

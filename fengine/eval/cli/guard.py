@@ -178,7 +178,7 @@ def leaves(section: Any) -> list[str]:
 
 def explained(error: BaseException, schema: Schema | None = None, word: str = "") -> str:
     """One to five lines a user can act on, from an error about the override `word` or a file. Pure."""
-    if isinstance(error, OSError):  # of a name that is looked for as a file's
+    if isinstance(error, OSError) and error.strerror:  # of a name that is looked for as a file's
         return f"{error.strerror}: {str(error.filename).rpartition('/')[2]:.100}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)

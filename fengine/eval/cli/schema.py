@@ -1,6 +1,6 @@
 """What a command composes: the schema of its config, and the points that come of it. No torch, no Hydra."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, make_dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,23 +44,31 @@ def _default(f: Field) -> Any:
     return field(default=f.default) if f.default is not MISSING else field(default_factory=f.default_factory)  # type: ignore[arg-type]
 
 
-def flat(config: Any) -> dict[str, Any]:
-    """A config dataclass as {"section.key": plain JSON value}; the engine's sections stand at the top. Pure."""
+def nested(config: Any) -> dict[str, Any]:
+    """A config dataclass as mappings of plain JSON values; the engine's sections stand at the top. Pure."""
     values = asdict(config)
     if isinstance(engine := values.pop("engine", None), dict):
         values = {name: value for name, value in engine.items() if name != "random_seed"} | values
-    return dict(_flatten(values, ""))
+    return _plain(values)
 
 
-def _flatten(values: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """A config dataclass as {"section.key": plain JSON value}; the engine's sections stand at the top. Pure."""
+    return dict(_flatten(nested(config), ""))
+
+
+def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            found += _flatten(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
-            plain = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
-            found.append((f"{prefix}{key}", plain))
-    return found
+            yield f"{prefix}{key}", value
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
 """The engine behind a harness's model, and what the harness writes down about it."""
 
 import hashlib
-from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from fengine import __version__
 from fengine.api.engine import Engine
-from fengine.api.server_args import ServerArgs
-from fengine.errors import ConfigError, UnknownParameterError, UnsupportedFeatureError
+from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.eval.cli.engines import model_directory
 from fengine.eval.runs.digests import canonical, code_digest, file_digests
 from fengine.eval.runs.manifest import in_force
@@ -24,7 +21,6 @@ def open_engine(model: str | Engine, harness: str, settings: dict[str, Any]) -> 
             raise ConfigError(f"{', '.join(settings)} cannot be set on an engine that runs already")
         refuse_without_text(model, harness)
         return model
-    refuse_unknown(settings)
     engine = Engine(model_path=model, **settings)
     try:
         refuse_without_text(engine, harness)
@@ -39,15 +35,6 @@ def refuse_without_text(engine: Engine, harness: str) -> None:
         raise UnsupportedFeatureError(f"{harness} needs a model that generates text")
     if engine.tokenizer is None:
         raise UnsupportedFeatureError(f"{harness} needs a tokenizer, and skip_tokenizer_init is on")
-
-
-def refuse_unknown(settings: dict[str, Any]) -> None:
-    known = sorted(field.name for field in fields(ServerArgs))
-    for name in settings:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see fengine.ServerArgs"
-            raise UnknownParameterError(f"neither the harness's model nor Engine has an argument {name!r}; {hint}")
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from typing import Any
 from fengine.errors import InputFileError, StorageError
 from fengine.eval.cli.view import STREAMED_ROWS, QuietView, Shown
 from fengine.eval.runs.answering import FATAL, Asker, answer_row
-from fengine.eval.runs.config import EvalConfig
+from fengine.eval.runs.config import EvalConfig, parse_shard
 from fengine.eval.runs.index import OK, ROW_HEAD, RowIndex, RowTable, row_key
 from fengine.eval.runs.journal import Journal, framed
 from fengine.eval.runs.meter import Meter
 from fengine.eval.runs.output import Export, InOrder, prompt_of
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.runs.trace import Trace
-from fengine.eval.tasks.task import BadRow, Row, Task
+from fengine.eval.tasks.task import BadRow, Row, Task, rows_of
 
 INTERRUPTED = "interrupted"
 WINDOW = 4  # rows in flight for each row that can run at once: some are long, and the others go on
@@ -128,7 +128,7 @@ class _Loop:
     async def feed(self) -> None:
         """Keeps the window full, until all rows are there or the run is over."""
         rows, index = self.job.rows, -1
-        for index, row in enumerate(self.job.task.rows()):
+        for index, row in enumerate(rows_of(self.job.task, parse_shard(self.job.config.run.shard))):
             if index >= rows.rows or row_key(row) != rows.keys[index]:
                 raise _changed(index)
             if self.job.table.known[index] == OK:

@@ -5,18 +5,19 @@ there, and the file takes its name at the end, so `path` never holds half a run.
 """
 
 import fcntl
-import json
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fengine.errors import StorageError
 from fengine.eval.cli.view import QuietView, Shown, count
-from fengine.eval.runs.answering import line_of
+from fengine.eval.runs.folder import sync_names
 from fengine.eval.runs.index import OK, RowTable
 from fengine.eval.runs.journal import Entry, read_at
+from fengine.eval.runs.record import line_of, load
 from fengine.eval.tasks.sources import RESULT_COLUMNS
 from fengine.eval.tasks.task import BadRow, Row
 
@@ -33,10 +34,8 @@ class Export:
         self._file: BinaryIO | None = None
         if inputs is not None and self.path == Path(os.path.realpath(inputs)):
             raise StorageError(f"output path {path} is the prompts file itself; choose another out=.")
-        try:
+        with self._writing():
             kind = stat.S_IFMT(self.path.stat().st_mode) if self.path.exists() else stat.S_IFREG
-        except OSError as error:
-            raise self._told(error) from error
         if kind not in (stat.S_IFREG, stat.S_IFCHR):
             raise StorageError(f"output path {path} is not a regular file; choose another out=.")
         # a device such as /dev/null is written directly, for a rename would replace it
@@ -52,20 +51,16 @@ class Export:
         return self.path.with_name(self.path.name + ".run")
 
     def open(self) -> None:
-        try:
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.partial.open("ab")
             if not self.device:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._file.truncate(0)
-        except BlockingIOError as error:
-            raise StorageError(f"another run is writing {self.partial}; wait, or choose another out=.") from error
-        except OSError as error:
-            raise self._told(error) from error
 
     def put(self, entry: Entry) -> None:
         """The next row, by its line of the journal."""
-        record = json.loads(entry.record.decode("utf-8", "surrogatepass"))
+        record = load(entry.record)
         columns = record.get("data", {})
         if "error" in record:
             self.put_error(columns, record["error"])
@@ -85,28 +80,20 @@ class Export:
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
-        try:
+        with self._writing():
             self._file.write(line_of(record) + b"\n")
             self._file.flush()
-        except OSError as error:
-            raise self._told(error) from error
         self.written += 1
 
     def finish(self) -> None:
         """Makes the file durable and gives it its name."""
         assert self._file is not None
-        try:
+        with self._writing():
             if not self.device:
                 os.fsync(self._file.fileno())
                 os.replace(self.partial, self.path)
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+                sync_names(self.path.parent)
             self.close()
-        except OSError as error:
-            raise self._told(error) from error
 
     def close(self) -> None:
         """What is written stays in `<path>.partial`. Idempotent; never raises, for each write was flushed."""
@@ -115,12 +102,17 @@ class Export:
             with suppress(OSError):
                 file.close()
 
-    def _told(self, error: OSError) -> StorageError:
-        kept = f"; {self.written} records are kept in {self.partial}" if self.written and not self.device else ""
-        return StorageError(
-            f"output path {self.path} cannot be written: {error.strerror or error}{kept}. "
-            "Free space or choose another out=."
-        )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Inside, an error of the system is a StorageError that names the path and what is kept."""
+        try:
+            yield
+        except BlockingIOError as error:
+            raise StorageError(f"another run is writing {self.partial}; wait, or choose another out=.") from error
+        except OSError as error:
+            kept = f"; {self.written} records are kept in {self.partial}" if self.written and not self.device else ""
+            problem = f"output path {self.path} cannot be written: {error.strerror or error}{kept}"
+            raise StorageError(f"{problem}. Free space or choose another out=.") from error
 
 
 # -- in input order ----------------------------------------------------------------------------------------------------
@@ -184,7 +176,7 @@ class InOrder:
 
 
 def shown(entry: Entry) -> Shown:
-    record, number = json.loads(entry.record.decode("utf-8", "surrogatepass")), entry.head[0] + 1
+    record, number = load(entry.record), entry.head[0] + 1
     prompt = prompt_of(record.get("data") or {})
     if "error" in record:
         error = record["error"]

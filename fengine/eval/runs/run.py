@@ -19,7 +19,7 @@ import yaml
 from fengine.config import EngineConfig
 from fengine.errors import EngineClosedError, EngineDeadError, StorageError
 from fengine.eval.cli.engines import EngineCache, model_directory, report
-from fengine.eval.cli.schema import Point, flat
+from fengine.eval.cli.schema import Point, nested
 from fengine.eval.cli.view import QuietView, count, duration, place
 from fengine.eval.runs import digests, loop, machine, manifest
 from fengine.eval.runs.config import EvalConfig, parse_shard
@@ -32,7 +32,7 @@ from fengine.eval.runs.output import Export
 from fengine.eval.runs.sweep import figure
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.kinds import open_task
-from fengine.eval.tasks.task import Task, shard_of
+from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import base_directory
 
 OK, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
@@ -131,16 +131,14 @@ class Run:
 
     def go(self, engines: EngineCache, task: Task, base: Path, screen: QuietView, argv: Sequence[str]) -> Ended:
         """Errors: StorageError, EngineDeadError, EngineClosedError; ResumeMismatchError."""
-        shard = parse_shard(self.config.run.shard)
         if self.export is not None:
             self.export.open()
         if not self.table.left:
-            return self.end(shard_of(task, shard), screen, [], 0.0)
+            return self.end(task, screen, [], 0.0)
         reused = engines.holds(self.config.engine)
         engine = load(self.config.engine, engines, screen)
         self.check_engine(engine)
-        task = shard_of(open_task(self.config.task, base, render_of(engine)), shard)
-        return self.compute(engine, task, screen, argv, reused)
+        return self.compute(engine, open_task(self.config.task, base, render_of(engine)), screen, argv, reused)
 
     def check_engine(self, engine: Any) -> None:
         """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
@@ -224,18 +222,6 @@ def _complete(work: Any) -> Any:
 
 def _told(rows: int, failed: int) -> str:
     return count(rows, "row") + (f", {failed:,} failed" if failed else "")
-
-
-def nested(config: EvalConfig) -> dict[str, Any]:
-    """A config as plain nested mappings. Pure."""
-    whole: dict[str, Any] = {}
-    for key, value in flat(config).items():
-        *sections, last = key.split(".")
-        inner = whole
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = value
-    return whole
 
 
 def now() -> str:

@@ -6,7 +6,7 @@ No torch. Values become what JSON would hold, so that a row reads alike from any
 import base64
 import datetime
 import decimal
-import math
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,14 @@ def _plain(value: Any) -> Any:
 
     Errors: TypeError that names the type of anything else.
     """
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+    return json.loads(json.dumps(value, default=_encoded), parse_constant=lambda _: None)
+
+
+def _encoded(value: Any) -> str:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, decimal.Decimal):
         return str(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, int)):
-        return value
     raise TypeError(type(value).__name__)

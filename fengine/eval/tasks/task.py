@@ -106,36 +106,11 @@ class Task(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ShardTask:
-    """`task` with the rows number, number + count, ... of it (from 0). The whole input is read all the same, so that
-    what is wrong with it is found in every shard."""
+def rows_of(task: Task, shard: tuple[int, int] | None) -> Iterator[Row | BadRow]:
+    """A task's rows; of a shard (number from 0, of how many) every n-th one from the i-th on.
 
-    task: Task
-    number: int
-    count: int
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def version(self) -> str:
-        return self.task.version
-
-    def rows(self) -> Iterator[Row | BadRow]:
-        return islice(self.task.rows(), self.number, None, self.count)
-
-    def asks(self, row: Row) -> list[Ask]:
-        return self.task.asks(row)
-
-    def score(self, row: Row, answers: list[Answer]) -> Scores:
-        return self.task.score(row, answers)
-
-    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
-        return self.task.metrics(scores)
-
-
-def shard_of(task: Task, shard: tuple[int, int] | None) -> Task:
-    """The task itself where there are no shards. Pure."""
-    return task if shard is None else ShardTask(task, *shard)
+    A row's record and seeds depend on the row alone, so that it does not matter which process computes it. The rule is
+    stable: row r (from 0) belongs to shard r mod n. The whole input is read all the same, so that what is wrong with it
+    is found in every shard.
+    """
+    return task.rows() if shard is None else islice(task.rows(), shard[0], None, shard[1])
