@@ -348,7 +348,7 @@ def test_images_and_raw_prompts(api: FengineAPI) -> None:
     ("arguments", "error", "said"),
     [
         ({"model_name": "/no/such/place"}, ModelLoadError, "does not exist"),
-        ({"context_lenght": 3}, UnknownParameterError, "did you mean context_length"),
+        ({"context_lenght": 3}, UnknownParameterError, "Did you mean 'context_length'"),
         ({"base_url": "http://x"}, UnsupportedFeatureError, "leave base_url and api_key out"),
         ({"use_chat_template": "no"}, ConfigError, "use_chat_template must be true or false"),
         ({"skip_tokenizer_init": True}, UnsupportedFeatureError, "needs a tokenizer"),

@@ -317,7 +317,7 @@ def test_the_engine_ends_with_the_model(box: FengineLM) -> None:
     ("arguments", "error", "said"),
     [
         ({"pretrained": "/no/such/place"}, ModelLoadError, "does not exist"),
-        ({"max_running_request": 3}, UnknownParameterError, "did you mean max_running_requests"),
+        ({"max_running_request": 3}, UnknownParameterError, "Did you mean 'max_running_requests'"),
         ({"nnodes": 2}, UnsupportedFeatureError, "nnodes=2"),
         ({"batch_size": 0}, ConfigError, 'batch_size must be "auto" or at least 1'),
         ({"batch_size": "many"}, ConfigError, "batch_size"),

@@ -99,7 +99,9 @@ def test_a_run_against_its_records(cli: Any, capsys: pytest.CaptureFixture[str])
     assert found["counts"] == {"failed": 1, "wrong": 14 - right, "right": right, "scored": 0} and right > 0
     value, error = (metrics["metrics"]["prefix_match"][k] for k in ("value", "stderr"))
     (shown,) = found["metrics"]
-    assert math.isclose(shown["low"], value - 1.959963984540054 * error) and shown["value"] == round(value, 12)
+    assert math.isclose(error, math.sqrt(value * (1 - value) / 13)) and shown["value"] == round(value, 12)
+    for edge in (shown["low"], shown["high"]):  # Wilson's: where the share is just at the edge of its own interval
+        assert math.isclose(abs(value - edge), 1.959963984540054 * math.sqrt(edge * (1 - edge) / 14), rel_tol=1e-9)
     items = found["rows_here"]["items"]
     assert [(i["n"], i["i"]) for i in items] == [(n, r["id"]) for n, r in enumerate(truth)]
     for item, record in zip(items, truth, strict=True):

@@ -150,6 +150,21 @@ def test_braces_are_what_they_are_to_re() -> None:
     assert Extractor(r'{"id": (\d+)}').find('{"id": 7}') == "7" and Extractor("a{2}").find("aaa") == "aa"
 
 
+@pytest.mark.parametrize(
+    ("value", "stderr", "n", "low", "high"),
+    [
+        (1.0, 0.0, 150, 0.9750, 1.0),
+        (0.0, 0.0, 10, 0.0, 0.2775),
+        (0.5, math.sqrt(0.25 / 9), 10, 0.2366, 0.7634),
+        (0.5, 0.1, 10, 0.3040, 0.6960),
+        (7.0, 0.0, 10, 7.0, 7.0),
+    ],
+)
+def test_intervals(value: float, stderr: float, n: int, low: float, high: float) -> None:
+    """Wilson's by tables for shares; of other means 1.96 standard errors on either side."""
+    assert [round(edge, 4) for edge in statistics.interval(value, stderr, n)] == [low, high]
+
+
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 

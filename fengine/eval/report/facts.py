@@ -12,7 +12,7 @@ from fengine.eval.report.plain import cut, mapping, number, plain, scalar, told
 from fengine.eval.report.rows import RowKinds
 from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import read_object
-from fengine.eval.tasks.statistics import CONFIDENT
+from fengine.eval.tasks.statistics import interval
 
 GROUPS = ("task", "input", "model", "config", "seeds", "versions", "code_sha256")
 HIDDEN = ("config.task.name", "config.task.version", "config.seed")  # told elsewhere in the same list
@@ -56,7 +56,8 @@ def figures(metrics: dict[str, Any] | None) -> list[dict[str, Any]]:
         value, error = (number(metric.get(key), 12) for key in ("value", "stderr"))
         one = {"name": cut(name, 100), "value": value, "stderr": error, "n": number(metric.get("n"))}
         if value is not None and error is not None:
-            one |= {"low": number(value - CONFIDENT * error, 12), "high": number(value + CONFIDENT * error, 12)}
+            low, high = interval(value, error, one["n"] if isinstance(one["n"], int) else 0)
+            one |= {"low": number(low, 12), "high": number(high, 12)}
         found.append(one)
     return found
 

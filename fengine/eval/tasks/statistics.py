@@ -48,6 +48,16 @@ def _sum(numbers: Sequence[float]) -> float:
         return sum(numbers)
 
 
+def interval(value: float, stderr: float, n: int) -> tuple[float, float]:
+    """95 % from low to high. Of a share, as which the standard error gives it away, Wilson's (E. B. Wilson, 1927), which
+    stays within 0 and 1. Pure."""
+    if n > 1 and math.isclose(stderr * stderr * (n - 1), value * (1 - value), rel_tol=1e-9, abs_tol=1e-15):
+        spread = CONFIDENT * CONFIDENT / n
+        margin = math.sqrt(spread * (value * (1 - value) + spread / 4))
+        return (value + spread / 2 - margin) / (1 + spread), (value + spread / 2 + margin) / (1 + spread)
+    return value - CONFIDENT * stderr, value + CONFIDENT * stderr
+
+
 def means(scores: Iterable[Scores]) -> dict[str, Metric]:
     """The mean of every score that is a number or a boolean; texts are left out. Rows may lack a score. Pure."""
     columns: dict[str, array[float]] = {}
