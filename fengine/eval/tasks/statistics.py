@@ -49,7 +49,7 @@ def _sum(numbers: Sequence[float]) -> float:
 
 
 def interval(value: float, stderr: float, n: int) -> tuple[float, float]:
-    """95 % from low to high. Of a share, as which the standard error gives it away, Wilson's (E. B. Wilson, 1927), which
+    """95 % from low to high. Of a share, which its standard error gives away, Wilson's (E. B. Wilson, 1927), which
     stays within 0 and 1. Pure."""
     if n > 1 and math.isclose(stderr * stderr * (n - 1), value * (1 - value), rel_tol=1e-9, abs_tol=1e-15):
         spread = CONFIDENT * CONFIDENT / n
