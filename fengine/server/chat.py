@@ -43,29 +43,32 @@ def prepare(
     """(fields of GenerateReqInput, how the outputs read). Errors: those of `Engine.chat_ids`; ApiError."""
     tokenizer, context, sampling = engine.tokenizer, engine._parts.context_length, request.arguments["sampling_params"]
     if type(most := sampling["max_new_tokens"]) is int and most > context:
-        told = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
-        raise invalid(request.words["max_new_tokens"], told)
+        said = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
+        raise invalid(request.words["max_new_tokens"], said)
     ids = chat_ids(engine, chat, _template_values(chat, facts), request.add_special_tokens)
     ids = request.truncation.of(ids, context) if request.truncation else ids
-    sampling = dict(sampling)
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     form = _form_read(chat, facts, constrained)
-    if form is not None and facts.hidden:
-        sampling.setdefault("skip_special_tokens", False)
     thinks = facts.thinks and chat.separate_reasoning and not constrained
     opened = thinks and tokenizer.decode(ids[-8:], False).rstrip().endswith("<think>")
-    if chat.forced:
-        sampling["json_schema"] = json.dumps(forced_schema(chat.forced, chat.parallel))
-    elif form is not None and not constrained and (tag := strict_tag(form, chat.callable)):
-        sampling["structural_tag"] = json.dumps(tag)
 
     def new_parser() -> OutputParser | None:
         if not (form or thinks or chat.forced):
             return None
         return OutputParser(form, thinks=thinks, opened=opened, forced=bool(chat.forced))
 
+    sampling = _held(chat, facts, form, constrained) | sampling
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
     return arguments, ChatForm(tokenizer, request, chat, new_parser, [ids])
+
+
+def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrained: bool) -> dict[str, Any]:
+    """Sampling parameters by which calls can be read, or are held to their schemas. Pure."""
+    if chat.forced:
+        return {"json_schema": json.dumps(forced_schema(chat.forced, chat.parallel))}
+    shown = {"skip_special_tokens": False} if form is not None and facts.hidden else {}
+    tag = None if form is None or constrained else strict_tag(form, chat.callable)
+    return shown if tag is None else shown | {"structural_tag": json.dumps(tag)}
 
 
 def chat_ids(engine: Engine, chat: ChatOptions, values: dict[str, Any], add_special_tokens: bool) -> list[int]:

@@ -8,8 +8,9 @@ from typing import Any
 from fengine import __version__
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.outputs import Output
 from fengine.server import chat, completions, fields, messages, openai_body, pooled, responses, sglang, tokens
-from fengine.server.answers import ChoiceWriter, Envelope, Form
+from fengine.server.answers import ChoiceWriter, Envelope, Form, usage_of
 from fengine.server.errors import ApiError, invalid, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, take
 from fengine.server.gate import Access
@@ -17,6 +18,7 @@ from fengine.server.openai_body import OpenAIRequest
 from fengine.server.service import Plan, Service
 
 Body = Mapping[str, Any]
+MAX_CHATS = 1024  # of one body
 AS_ARGUMENT = "As the argument of the engine's method."
 
 
@@ -64,6 +66,25 @@ def _chat_completions(service: Service, body: Body) -> Plan:
     return _choices(service, body, *_chat(service, body))
 
 
+def _several_chats(service: Service, body: Body) -> Plan:
+    """vLLM's: the chats of one body, a choice for each."""
+    chats = body.get("messages")
+    if not isinstance(chats, list) or not 0 < len(chats) <= MAX_CHATS:
+        raise invalid("messages", f"messages must be a list of 1 to {MAX_CHATS} chats, got {chats!r:.80}.")
+    found = [_chat(service, {**body, "messages": one}) for one in chats]
+    (request, arguments, first), forms = found[0], [form for _, _, form in found]
+    if request.stream or request.samples > 1:
+        raise unsupported("stream" if request.stream else "n", "several chats have one choice each, and no events.")
+    envelope = Envelope.of(first, False, service.name_of(body), service.fingerprint)
+
+    def whole(outputs: list[Output]) -> dict[str, Any]:
+        choices = [form.whole(0, output) for form, output in zip(forms, outputs, strict=True)]
+        return envelope.around([choice | {"index": i} for i, choice in enumerate(choices)], usage_of(outputs))
+
+    ids = [one["input_ids"] for _, one, _ in found]
+    return Plan(service.request_of(body, arguments | {"input_ids": ids}, request), len(ids), whole, words=request.words)
+
+
 def _responses(service: Service, body: Body) -> Plan:
     request, arguments, form = _chat(service, responses.to_chat(body))
     writer = responses.ResponseWriter(form, body, service.name_of(body))
@@ -100,6 +121,8 @@ def _one_token(service: Service, body: Body) -> Plan:
 
 def _invocations(service: Service, body: Body) -> Plan:
     """By what the body has."""
+    if not service.engine._parts.spec.generates and body.get("messages") is not None:
+        return _EMBEDDINGS(service, body)
     for name, plan in (("messages", _chat_completions), ("prompt", _completions), ("input", _EMBEDDINGS),
                        ("documents", _RERANK), ("text_1", _SCORE)):  # fmt: skip
         if body.get(name) is not None:
@@ -167,6 +190,8 @@ _admin = partial(_steering, access=Access.ADMIN)
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/v1/completions",), "Texts that go on from prompts.", openai_body.OF_COMPLETIONS, _completions),
     Endpoint(("/v1/chat/completions",), "Answers to chats.", openai_body.OF_CHATS, _chat_completions),
+    Endpoint(("/v1/chat/completions/batch",), "vLLM's: a list of chats, a choice for each.", openai_body.OF_CHATS,
+             _several_chats),
     Endpoint(("/v1/responses",), "OpenAI's responses; nothing is stored.", responses.FIELDS, _responses,
              words=responses.WORDS),
     Endpoint(("/v1/messages",), "Anthropic's messages.", messages.FIELDS, _messages, words=messages.WORDS),

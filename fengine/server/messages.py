@@ -97,6 +97,12 @@ def _texts(content: Any, where: str) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
+def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool's result as a message of a chat. Errors: ApiError."""
+    content, call_id = _texts(block.get("content"), where), block.get("tool_use_id") or block.get("id")
+    return {"role": "tool", "tool_call_id": call_id, "content": content or ""}
+
+
 def _message(message: Any, where: str) -> list[Any]:
     """One message as those of a chat: results of tools are messages of their own. Errors: ApiError."""
     content = message.get("content") if isinstance(message, dict) else None
@@ -113,9 +119,7 @@ def _message(message: Any, where: str) -> list[Any]:
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            answer = _texts(block.get("content"), at) or ""
-            call_id = block.get("tool_use_id") or block.get("id")
-            results.append({"role": "tool", "tool_call_id": call_id, "content": answer})
+            results.append(_result(block, at))
         elif kind == "thinking":
             told["reasoning_content"] = block.get("thinking")
         elif kind != "redacted_thinking":

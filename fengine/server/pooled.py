@@ -143,15 +143,11 @@ def score(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
 
 def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
     """vLLM's scores: of a cross-encoder its label, of an embedding model the cosine."""
-    first, second = ([value] if isinstance(value := given[name], str) else value for name in ("text_1", "text_2"))
-    for name, value in (("text_1", first), ("text_2", second)):
-        if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
-            raise invalid(name, f"{name} must be a text or a list of texts, got {value!r:.80}.")
+    first, second = _texts(given, "text_1"), _texts(given, "text_2")
     first = first * len(second) if len(first) == 1 else first
     if len(first) != len(second):
         raise invalid("text_2", f"text_2 must have as many texts as text_1 ({len(first)}), got {len(second)}.")
-    crossed = engine._parts.spec.num_labels is not None
-    pairs = list(zip(first, second, strict=True))
+    crossed, pairs = engine._parts.spec.num_labels is not None, list(zip(first, second, strict=True))
     request = EncodeReqInput(pair_ids(engine._context, pairs) if crossed else first + second)
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
@@ -164,6 +160,14 @@ def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
         return {**_head("score-", model), "data": data, "usage": _usage(outputs)}
 
     return Pooled(request, len(first) if crossed else len(first) + len(second), answer)
+
+
+def _texts(given: Mapping[str, Any], name: str) -> list[str]:
+    """Errors: ApiError."""
+    value = [given[name]] if isinstance(given[name], str) else given[name]
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        raise invalid(name, f"{name} must be a text or a list of texts, got {value!r:.80}.")
+    return value
 
 
 def _label(vector: list[float], activation: bool) -> float:

@@ -216,6 +216,7 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
             assert told["usage"]["prompt_tokens"] == sum(map(len, meant)) and told["usage"]["completion_tokens"] == 0
         answer = server.ask("POST", "/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 9999})
         assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
+        assert post(server, "/invocations", {"messages": CHAT})["object"] == "list"
         found = post(server, "/invocations", {"input": PROMPT})
         assert found["data"][0]["embedding"] == expected[0]["embedding"]
         until(server.quiet)
@@ -362,6 +363,18 @@ def test_what_ended_a_choice(server: Live) -> None:
         assert (choice["matched_stop"], choice["stop_reason"]) == (matched, reason), more
     (choice,) = post(server, "/v1/chat/completions", {"messages": CHAT, "temperature": 0})["choices"]
     assert isinstance(choice["matched_stop"], int) and choice["stop_reason"] is None  # the model's own end
+
+
+def test_several_chats_have_a_choice_each(engine: Engine, server: Live) -> None:
+    chats = [CHAT, [{"role": "user", "content": "What is 2 + 3?"}]]
+    told = post(server, "/v1/chat/completions/batch", {"messages": chats, "temperature": 0, "logprobs": True})
+    expected: Any = engine.chat(chats, {"temperature": 0, "max_new_tokens": None})
+    assert [one["message"]["content"] for one in told["choices"]] == [one["text"] for one in expected]
+    assert [one["index"] for one in told["choices"]] == [0, 1]
+    assert told["usage"]["completion_tokens"] == sum(one["meta_info"]["completion_tokens"] for one in expected)
+    for change in ({"messages": CHAT}, {"messages": []}, {"stream": True}, {"n": 2}):
+        answer = server.ask("POST", "/v1/chat/completions/batch", {"messages": chats, **change})
+        assert (answer.status, answer.error["param"]) == (400, next(iter(change)))
 
 
 def test_prompts_are_cut_on_either_side(engine: Engine, server: Live) -> None:
