@@ -6,7 +6,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
+
+from fengine.errors import FengineError
 
 logger = logging.getLogger("fengine.server")
 RATES = {"computed_tokens": "computed", "output_tokens": "drawn"}  # counters of Engine.stats -> words of the line
@@ -44,11 +47,12 @@ def status_line(stats: Mapping[str, Any], before: Mapping[str, Any], seconds: fl
 
 
 async def report(stats: Callable[[], Mapping[str, Any]], seconds: float) -> None:
-    """Logs a line every `seconds` in which something was computed, until it is cancelled."""
-    before, then = await asyncio.to_thread(stats), time.monotonic()
-    while True:
-        await asyncio.sleep(seconds)
-        now, moment = await asyncio.to_thread(stats), time.monotonic()
-        if now["computed_tokens"] != before["computed_tokens"]:
-            logger.info("%s", status_line(now, before, moment - then))
-        before, then = now, moment
+    """Logs a line every `seconds` in which something was computed, until it is cancelled or the engine has ended."""
+    with suppress(FengineError):
+        before, then = await asyncio.to_thread(stats), time.monotonic()
+        while True:
+            await asyncio.sleep(seconds)
+            now, moment = await asyncio.to_thread(stats), time.monotonic()
+            if now["computed_tokens"] != before["computed_tokens"]:
+                logger.info("%s", status_line(now, before, moment - then))
+            before, then = now, moment

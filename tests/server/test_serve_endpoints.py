@@ -19,7 +19,7 @@ from serving import Live, live, until
 from fengine.api.engine import Engine
 from fengine.server.endpoints import ENDPOINTS, open_api
 from fengine.server.gate import Access
-from fengine.server.logs import JsonLines, log_to_stderr, report, status_line
+from fengine.server.logs import log_to_stderr, status_line
 
 BOX = Path(__file__).resolve().parents[2] / "fengine" / "models" / "box"
 PROMPT = "Once upon a time"
@@ -624,6 +624,20 @@ def test_the_access_log_and_the_line_of_the_state(engine: Engine, caplog: pytest
     }
     told = status_line(stats, {"computed_tokens": 10, "output_tokens": 10}, 2.0)
     assert told == "2 running, 1 waiting; 10 tokens/s computed, 5 tokens/s drawn; 50 % of 10 pages held, 3 cached"
-    record = logging.LogRecord("fengine", logging.INFO, "", 0, 'say "%s"', ("a",), None)
-    assert json.loads(JsonLines().format(record))["message"] == 'say "a"'
-    assert callable(report) and callable(log_to_stderr)
+
+
+def test_what_is_logged_is_text_json_or_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    package = logging.getLogger("fengine")
+    level = package.level
+    monkeypatch.setattr(package, "propagate", False)
+    try:
+        for form, pattern in (("text", r"\d\d:\d\d:\d\d say \"a\"\n"), ("json", r"\{.*\}\n"), ("none", "")):
+            monkeypatch.setattr(package, "handlers", [])
+            log_to_stderr(form)
+            log_to_stderr(form)  # once is enough
+            logging.getLogger("fengine.server").info('say "%s"', "a")
+            told = capsys.readouterr().err
+            assert re.fullmatch(pattern, told), told
+            assert form != "json" or json.loads(told)["message"] == 'say "a"'
+    finally:
+        package.setLevel(level)
