@@ -57,8 +57,9 @@ def answer(attempt: Callable[[Any], Any], limits: Limits) -> None:
             reply = json.dumps({"result": attempt(json.loads(line))})
         except Refused as error:
             reply = json.dumps({"error": str(error)})
-        except MemoryError:
-            reply = json.dumps({"error": limits.too_large})
+        except MemoryError:  # what is left of it may be in pieces: another child begins with all
+            os.kill(os.getpid(), signal.SIGKILL)
+            return
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(reply, flush=True)
 
@@ -105,6 +106,7 @@ class Trial:
                 self._child = subprocess.Popen(
                     [sys.executable, "-c", self._code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="ascii",
                     env=os.environ | {"PYTHONPATH": paths, "PYTHONIOENCODING": "ascii"},
+                    process_group=0,  # a terminal's Ctrl-C is not for it: it ends when nobody can ask any more
                 )  # fmt: skip
             except OSError as error:
                 raise FengineError(f"no process can be started to try untrusted input: {error.strerror}") from error
