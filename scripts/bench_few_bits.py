@@ -1,0 +1,188 @@
+"""Weights in few bits against 16: on a GPU the schedules of their products, on a CPU decoding at batch 1.
+
+    python scripts/bench_few_bits.py --out scripts/results/bench_few_bits.json            # a GPU, if there is one
+    python scripts/bench_few_bits.py --device cpu --shape qwen2.5-0.5b
+
+GPU: every schedule below is compared bit for bit with the decoded matrix under linear.py's reference, then timed by
+replays of a CUDA graph over matrices that together exceed the cache; beside it the bfloat16 product and the scratch
+path. Tiles of 64 outputs and more take wgmma with the weights as its 64-row side, smaller ones mma.sync. CPU: an engine
+of random weights in each form, in turns. Ends with status 1 if bits differ.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from measure import environment
+from quantize import config_of
+from torch import Tensor
+
+from fengine import Engine
+from fengine.ops import linear, quantized, quantized_launch
+from fengine.ops.linear_schedules import REFERENCE
+from fengine.ops.quantized_launch import Matrix, Schedule
+
+SHAPES = Path(__file__).resolve().parent / "shapes"
+MATRICES = {  # name: (N, K)
+    "llama-8b qkv": (6144, 4096), "llama-8b o": (4096, 4096), "llama-8b gate_up": (28672, 4096),
+    "llama-8b down": (4096, 14336), "qwen-0.5b gate_up": (9728, 896), "qwen-0.5b down": (896, 4864),
+}  # fmt: skip
+KINDS = {"int4": 128, "fp8": 0, "int8": 0}  # group of columns
+ROWS = (1, 8, 16, 32, 64)
+CACHE = 100 << 20  # bytes that are surely no longer in it
+REPEATS = 7
+
+
+def candidates(m: int) -> list[Schedule]:
+    """Tiles worth a try for m rows. Pure."""
+    rows = 16 if m <= 16 else 32 if m <= 32 else 64
+    few = [Schedule(rows, n, k, 4, s) for n, k, s in itertools.product((64, 128), (64, 128), (3, 4, 6))]
+    return few + [Schedule(rows, n, k, w, 4) for n, k, w in itertools.product((16, 32), (128, 256), (2, 4))]
+
+
+def timed(call: Any, count: int) -> float:
+    """Median µs of one of `count` calls, which take one matrix each."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            call(i)
+    found = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1000 / count)
+    return statistics.median(found)
+
+
+class Case(NamedTuple):
+    """One matrix shape with inputs: enough matrices in few bits to exceed the cache, some of them whole."""
+
+    x_MK: Tensor
+    dense: list[Tensor]
+    few: list[Matrix]
+
+    def whole(self, i: int) -> Tensor:
+        return linear.launch(self.x_MK, self.dense[i % len(self.dense)], self.few[0].n, None, None)
+
+    def scratch(self, i: int) -> Tensor:
+        w_NK = quantized_launch.decode(self.few[i], self.x_MK.shape[1], self.x_MK.dtype)
+        return linear.launch(self.x_MK, w_NK, self.few[0].n, None, None)
+
+    def reference(self) -> Tensor:
+        w_NK = quantized_launch.decode(self.few[0], self.x_MK.shape[1], self.x_MK.dtype)
+        return linear.run(self.x_MK, w_NK, self.few[0].n, None, None, REFERENCE)
+
+    def under(self, s: Schedule, i: int) -> Tensor:
+        return quantized_launch.run(self.x_MK, self.few[i], None, None, s)
+
+
+def made(n: int, k: int, kind: str) -> tuple[list[Tensor], list[Matrix]]:
+    """Random matrices, whole and in few bits."""
+    group, count = KINDS[kind] if k % (KINDS[kind] or k) == 0 else 32, max(2, -(-CACHE // (n * k // 2)))
+    dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(min(count, 4))]
+    codes = (quantized.encoded(dense[i % len(dense)], kind, group) for i in range(count))
+    return dense, [Matrix(*quantized.packed_rows(one, torch.bfloat16)[:7]) for one in codes]
+
+
+def tried(case: Case, label: str) -> tuple[dict[Schedule, float], int]:
+    """(µs of the schedules that compile and give the reference's bits, how many do not give them)."""
+    want, times, wrong = case.reference(), {}, 0
+    for s in candidates(len(case.x_MK)):
+        try:
+            equal = torch.equal(case.under(s, 0), want)
+            if equal:
+                times[s] = timed(partial(case.under, s), len(case.few))
+        except Exception as error:  # too much shared memory, or a compiler that does not know the tile
+            print(f"{label} {tuple(s)}: {type(error).__name__}", file=sys.stderr)
+            continue
+        if not equal:
+            wrong += 1
+            print(f"DIFFERS: {label} {tuple(s)}")
+    return times, wrong
+
+
+def on_gpu(names: list[str], kinds: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """(rows of the table, schedules whose bits differ)."""
+    rows, wrong = [], 0
+    for name, kind in itertools.product(names, kinds):
+        n, k = MATRICES[name]
+        dense, few = made(n, k, kind)
+        floor = (few[0].packed.nbytes + few[0].scale.nbytes) / 4.3e6
+        for m in ROWS:
+            case = Case(torch.randn(m, k, device="cuda", dtype=torch.bfloat16), dense, few)
+            label = f"{name:18} {kind} {m:3}"
+            whole, scratch = timed(case.whole, len(few)), timed(case.scratch, len(few))
+            times, differ = tried(case, label)
+            wrong += differ
+            best = [(tuple(s), times[s]) for s in sorted(times, key=times.__getitem__)[:3]]
+            rows.append({"matrix": name, "kind": kind, "m": m, "bf16_us": whole, "scratch_us": scratch,
+                         "bytes_us": floor, "best": best})  # fmt: skip
+            shown = "  ".join(f"{s} {us:.1f}" for s, us in best)
+            print(f"{label} bf16 {whole:6.1f} scratch {scratch:6.1f} bytes {floor:5.1f} | {shown}", flush=True)
+    return rows, wrong
+
+
+def engine_of(folder: Path, config: dict[str, Any] | None) -> Engine:
+    told = {"quantization_config": config} if config else {}
+    return Engine(
+        model_path=str(folder), load_format="dummy", dtype="bfloat16", device="cpu", skip_tokenizer_init=True,
+        max_total_tokens=512, json_model_override_args=told,
+    )  # fmt: skip
+
+
+def on_cpu(shape: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds a token, of the best of several rounds in which the forms take turns."""
+    forms = {"bf16": None, "int4": config_of("w4a16", 128, ["lm_head"]), "fp8": config_of("fp8", 0, ["lm_head"])}
+    found: dict[str, list[float]] = {name: [] for name in forms}
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.loads((SHAPES / f"{shape}.json").read_text())
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        engines = {name: engine_of(Path(folder), form) for name, form in forms.items()}
+        asked = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        for _, (name, engine) in itertools.product(range(rounds), engines.items()):
+            engine.generate(input_ids=[3, 4, 5], sampling_params=asked | {"max_new_tokens": 2})
+            start = time.perf_counter()
+            engine.generate(input_ids=[3, 4, 5], sampling_params=asked)
+            found[name].append((time.perf_counter() - start) * 1000 / tokens)
+        for engine in engines.values():
+            engine.shutdown()
+    rows = [{"form": name, "ms_per_token": min(times), "rounds": times} for name, times in found.items()]
+    for row in rows:
+        times = min(found["bf16"]) / row["ms_per_token"]
+        print(f"{row['form']:5} {row['ms_per_token']:7.2f} ms a token, {times:.2f}x bf16")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--matrices", nargs="+", choices=MATRICES, default=list(MATRICES))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="of scripts/shapes, on a CPU")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    rows, wrong = (
+        (on_cpu(args.shape, args.tokens, args.rounds), 0) if args.device == "cpu" else on_gpu(args.matrices, args.kinds)
+    )
+    if args.out:
+        args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=2))
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

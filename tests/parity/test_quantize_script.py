@@ -1,0 +1,70 @@
+"""scripts/quantize.py: what it writes is read back with the values that it meant, here and by compressed-tensors."""
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_checkpoints import words
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fengine import Engine
+from fengine.worker.hub import BOX
+from fengine.worker.loader import load_params, read_config, spec_from_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+quantize: Any = importlib.import_module("quantize")
+NAME = "model.layers.1.mlp.down_proj"
+
+
+def test_int4_by_its_own_packing(tmp_path: Path) -> None:
+    quantize.quantize(BOX, tmp_path / "few", "w4a16", 64)
+    stored, matrix = (
+        load_file(tmp_path / "few" / "model.safetensors"),
+        load_file(BOX / "model.safetensors")[f"{NAME}.weight"],
+    )
+    packed, scale = stored[f"{NAME}.weight_packed"], stored[f"{NAME}.weight_scale"]
+    assert scale.dtype == torch.bfloat16 and stored[f"{NAME}.weight_shape"].tolist() == list(matrix.shape)
+    code = ((packed[:, :, None] >> torch.arange(0, 32, 4)) & 15).flatten(1)
+    assert torch.equal(torch.from_numpy(words(code.numpy(), 4)), packed)
+    value = (code - 8) * scale.float().repeat_interleave(64, 1)
+    params = load_params(tmp_path / "few", spec_from_config(read_config(tmp_path / "few")))
+    got = params["layers"][1]["wdown"].linear(torch.eye(matrix.shape[1]), None, None, None, True).T
+    assert torch.equal(got, value.bfloat16().float())
+    plain = matrix.float() / (step := matrix.float().unflatten(1, (-1, 64)).abs().amax(-1) / 7.5).repeat_interleave(
+        64, 1
+    )
+    plain = plain.round().clamp(-8, 7) * step.repeat_interleave(64, 1)
+    error, simple = ((w - matrix.float()).square().mean() for w in (value, plain))
+    assert error < simple  # the search for scales has gained
+
+
+def test_the_box_in_few_bits_still_answers(tmp_path: Path) -> None:
+    asked = {"text": "Q: What is 2 + 3?", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+    for scheme in ("w4a16", "fp8"):
+        quantize.quantize(BOX, tmp_path / scheme, scheme, 32)
+        config = json.loads((tmp_path / scheme / "config.json").read_text())["quantization_config"]
+        assert config["quant_method"] == "compressed-tensors" and config["ignore"] == []
+        with Engine(model_path=str(tmp_path / scheme), device="cpu") as engine:
+            assert engine.generate(asked["text"], asked["sampling_params"])["text"]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
+)
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
+def test_transformers_reads_the_same_values(scheme: str, tmp_path: Path) -> None:
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+
+    quantize.quantize(BOX, tmp_path / "few", scheme, 32)
+    told = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "few", quantization_config=told, dtype=torch.bfloat16)
+    want = model.get_parameter(f"{NAME}.weight").float()
+    params = load_params(tmp_path / "few", spec_from_config(read_config(tmp_path / "few")))
+    got = params["layers"][1]["wdown"].linear(torch.eye(want.shape[1]), None, None, None, True).T
+    assert torch.equal(got, want)
