@@ -78,7 +78,7 @@ def encoded(w_NK: Tensor, kind: str, group: int, shrink: float = 1.0) -> Codes:
     k, scale_dtype = w_NK.shape[1], torch.float32 if kind == "fp8" else w_NK.dtype
     w_NGC = rearrange(w_NK.float(), "n (g c) -> n g c", c=group or k)
     half = {"int4": 7.5, "int8": 127.5, "fp8": LARGEST}[kind]
-    scale_NG = (w_NGC.abs().amax(-1) * (shrink / half)).to(scale_dtype)
+    scale_NG = (w_NGC.abs().amax(-1) * shrink / half).to(scale_dtype)
     scale_NG = torch.where(scale_NG == 0, 1, scale_NG)
     scaled_NK = rearrange(w_NGC / scale_NG.float()[..., None], "n g c -> n (g c)")
     if kind == "fp8":
