@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fengine import models
 from fengine.models.kv_state import Params
+from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
-from fengine.models.weights import Source
 from fengine.ops.lora import RANKS, Adapted, Stack
 
 ALIGNMENT = 128  # bytes

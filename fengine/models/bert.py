@@ -21,15 +21,9 @@ from fengine.models.fields import COMMON, OUTPUTS, READ, TRAINING
 from fengine.models.kv_state import Params, StepBatch
 from fengine.models.reader import GELU_ALL, ConfigReader, decoder_spec
 from fengine.models.rope import NONE
+from fengine.models.sources import Source
 from fengine.models.spec import Config, LayerKind, ModelSpec
-from fengine.models.weights import (
-    EMBEDDING,
-    Source,
-    Weight,
-    decoder_weights,
-    plain_mlp_weights,
-    prenorm_layer,
-)
+from fengine.models.weights import EMBEDDING, Weight, decoder_weights, plain_mlp_weights, prenorm_layer
 
 OWN = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",

@@ -17,8 +17,9 @@ from fengine.models import layers
 from fengine.models.fields import DECODER, READ, check_fields
 from fengine.models.kv_state import KVState, Params, StepBatch
 from fengine.models.reader import decoder_spec
+from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Source, Weight, attention_weights, mlp_weights
+from fengine.models.weights import LayerWeights, Weight, attention_weights, mlp_weights
 from fengine.ops import edges, linear, rms_norm
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

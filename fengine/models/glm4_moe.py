@@ -9,8 +9,9 @@ from fengine.models.family import Family
 from fengine.models.fields import DECODER, OUTPUTS, READ
 from fengine.models.moe import expert_weights, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec
+from fengine.models.sources import Source
 from fengine.models.spec import Config, ExpertSpec, ModelSpec
-from fengine.models.weights import LayerWeights, Source, Weight
+from fengine.models.weights import LayerWeights, Weight
 
 OWN = (
     "attention_bias", "moe_intermediate_size", "num_experts_per_tok", "n_shared_experts", "n_routed_experts", "n_group",

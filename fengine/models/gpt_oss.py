@@ -9,8 +9,9 @@ from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ
 from fengine.models.moe import EXPERT_FIELDS, expert_stacks, moe_layer, with_experts
 from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
+from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import LayerWeights, Source, Weight
+from fengine.models.weights import LayerWeights, Weight
 from fengine.ops.experts import ALPHA
 
 FIELDS = {

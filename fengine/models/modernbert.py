@@ -12,15 +12,9 @@ from fengine.models.fields import COMMON, READ, SPEED, TRAINING
 from fengine.models.gemma3 import UNREAD, ropes_by_type
 from fengine.models.reader import FULL, GELU_ALL, SLIDING, ConfigReader, decoder_spec, rope_spec, windowed
 from fengine.models.rope import LOCAL
+from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import (
-    EMBEDDING,
-    Source,
-    Weight,
-    decoder_weights,
-    prenorm_layer,
-    with_bias,
-)
+from fengine.models.weights import EMBEDDING, Weight, decoder_weights, prenorm_layer, with_bias
 
 OWN = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_activation",

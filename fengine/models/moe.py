@@ -6,18 +6,9 @@ from functools import partial
 
 from fengine.models.fields import OUTPUTS, READ, TRAINING, Fields
 from fengine.models.reader import ConfigReader
+from fengine.models.sources import ExpertOrder, Source
 from fengine.models.spec import ExpertSpec, ModelSpec
-from fengine.models.weights import (
-    ExpertOrder,
-    Fill,
-    LayerLeaves,
-    LayerWeights,
-    Parts,
-    Source,
-    Weight,
-    mlp_weights,
-    prenorm_layer,
-)
+from fengine.models.weights import Fill, LayerLeaves, LayerWeights, Parts, Weight, mlp_weights, prenorm_layer
 
 EXPERT_FIELDS: Fields = {
     "num_experts_per_tok": READ, "num_experts": READ, "num_local_experts": READ, "output_router_logits": OUTPUTS,

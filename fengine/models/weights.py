@@ -4,100 +4,14 @@ Loading, dummy weights, weight updates and LoRA work from these declarations alo
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Literal, NamedTuple
 
-import torch
-from einops import rearrange
-from torch import Tensor
-
+from fengine.models.sources import HeadOrder, Source
 from fengine.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_BLOCK = 32  # rows of the head, where ranks cut it
 Fill = Literal["unit", "residual", "one", "small"]
-
-
-class HeadOrder(NamedTuple):
-    """How the rows of q and k stand in a checkpoint whose rotary embedding pairs them otherwise than our two halves do.
-
-    Of the first `heads` heads of `width` rows, the first `rotary` rows turn: pairs are neighbours (`interleaved`), or
-    the two halves of these rows. Scores q · k do not change when both are ordered alike.
-    """
-
-    heads: int
-    width: int
-    rotary: int
-    interleaved: bool
-
-    def ours(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor of the checkpoint in our order. Pure."""
-        return self._rows(tensor)[self.index(self._rows(tensor).shape[0]).to(tensor.device)].view(tensor.shape)
-
-    def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
-        index = self.index(self._rows(tensor).shape[0]).argsort()
-        return self._rows(tensor)[index.to(tensor.device)].view(tensor.shape)
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a tensor of `shape` becomes. Pure."""
-        return shape
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """A norm's weights of each head are rows, too."""
-        return tensor.flatten() if tensor.shape == (self.heads, self.width) else tensor
-
-    @cache  # noqa: B019 (a few values, all small)
-    def index(self, rows: int) -> Tensor:
-        """int64 [rows]: our row i is row index[i] of the checkpoint. Pure."""
-        turned = torch.arange(self.rotary)
-        first, second = (turned[0::2], turned[1::2]) if self.interleaved else turned.chunk(2)
-        rest = torch.arange(self.rotary, self.width).chunk(2) if self.rotary < self.width else (turned[:0], turned[:0])
-        head = torch.cat((first, rest[0], second, rest[1]))
-        index = torch.arange(rows)
-        index[: self.heads * self.width] = (torch.arange(self.heads)[:, None] * self.width + head).flatten()
-        return index
-
-
-class ExpertOrder(NamedTuple):
-    """How gpt-oss stores experts: matrices [E, in, out] or biases [E, out]; gate and up take turns if `paired`."""
-
-    paired: bool
-
-    def ours(self, tensor: Tensor) -> Tensor:
-        """[E, out, in] or [E, out], gate above up. Pure."""
-        tensor = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
-        return rearrange(tensor, "e (f part) ... -> e (part f) ...", part=2) if self.paired else tensor
-
-    def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
-        tensor = rearrange(tensor, "e (part f) ... -> e (f part) ...", part=2) if self.paired else tensor
-        return tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a tensor of `shape` becomes. Pure."""
-        return shape[:1] + shape[:0:-1]
-
-
-class Source(NamedTuple):
-    """A tensor of the checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
-    order: HeadOrder | ExpertOrder | None = None  # None: as stored
-
-    def ours(self, tensor: Tensor) -> Tensor:
-        """A tensor of the checkpoint, or the rows of a LoRA update, in our order. Pure."""
-        return tensor if self.order is None else self.order.ours(tensor)
-
-    def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
-        return tensor if self.order is None else self.order.theirs(tensor)
-
-    @property
-    def plain(self) -> "Source":
-        """The same tensor in our order."""
-        return self if self.order is None else Source(self.name, self.order.shape(self.shape))
 
 
 class Weight(NamedTuple):

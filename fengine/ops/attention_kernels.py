@@ -4,7 +4,7 @@ Both compute the reduction tree that attention.py states; its constants come in 
 """
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.attention_tiles import find_tile
+from fengine.ops.attention_tiles import find_tile, limits
 from fengine.ops.registration import begin, tl, triton, wait
 
 SUMS = tl.constexpr(32)  # sums of weights that a row has within a chunk
@@ -72,20 +72,6 @@ def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, 
     else:
         x = tl.load(at)
     return x
-
-
-@triton.jit
-def limits(front, back, kv_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """How many of a row's first keys some token at front .. back - 1 sees, and all do, but for a window's beginning."""
-    seen = back
-    seen_by_all = front + 1
-    if not CAUSAL:
-        seen = kv_len
-        seen_by_all = kv_len
-        if WINDOW:
-            seen = tl.minimum(kv_len, back + WINDOW - 1)
-            seen_by_all = tl.minimum(kv_len, front + WINDOW)
-    return seen, seen_by_all
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """Which tokens of which row a tile of attention holds: `find_tile` for a program that knows its tile's number, and
-`table_kernel`, which lists all tiles for attention_hopper.py.
+`table_kernel`, which lists all tiles for attention_hopper.py. Which keys they see: `limits`.
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -30,6 +30,20 @@ def find_tile(q_start_ptr, tile, R, T, limit, BQ: tl.constexpr, WIDTH: tl.conste
         before += tl.sum(tiles, 0)
         base += WIDTH
     return r, first
+
+
+@triton.jit
+def limits(front, back, kv_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """How many of a row's first keys some token at front .. back - 1 sees, and all do, but for a window's beginning."""
+    seen = back
+    seen_by_all = front + 1
+    if not CAUSAL:
+        seen = kv_len
+        seen_by_all = kv_len
+        if WINDOW:
+            seen = tl.minimum(kv_len, back + WINDOW - 1)
+            seen_by_all = tl.minimum(kv_len, front + WINDOW)
+    return seen, seen_by_all
 
 
 @triton.jit

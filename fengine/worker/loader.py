@@ -26,8 +26,9 @@ from fengine.errors import (
 from fengine.models.kv_state import Params
 from fengine.models.quantization import read_quantization
 from fengine.models.rope import rope_tables
+from fengine.models.sources import HeadOrder, Source
 from fengine.models.spec import Config, ModelSpec, Scheme
-from fengine.models.weights import EMBEDDING, HEAD, HeadOrder, Source, Weight, head_weight
+from fengine.models.weights import EMBEDDING, HEAD, Weight, head_weight
 from fengine.ops import linear, quantized
 from fengine.ops.columns import Columns, Group
 from fengine.ops.quantized import Codes

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fengine.errors import CorruptCheckpointError
+from fengine.models.sources import Source
 from fengine.models.spec import Quantization, Scheme
-from fengine.models.weights import Source, Weight
+from fengine.models.weights import Weight
 from fengine.ops.quantized import Codes, dequantized
 from fengine.worker.safetensors_file import DTYPES, TensorEntry
 

@@ -32,7 +32,7 @@ from fengine.errors import (
     StorageError,
     UnsupportedFeatureError,
 )
-from fengine.models.weights import Source
+from fengine.models.sources import Source
 from fengine.ops import linear
 from fengine.worker import safetensors_file
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from fengine import models
 from fengine.engine.ranks import process_group
 from fengine.models.kv_state import init_kv, row_batch
+from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
-from fengine.models.weights import Source, Weight, head_weight
+from fengine.models.weights import Weight, head_weight
 from fengine.ops import columns
 from fengine.ops.columns import Group
 from fengine.worker.loader import load_params, read_config, spec_from_config

@@ -119,6 +119,30 @@ def test_heads_equal_transformers(name: str, tmp_path: Path) -> None:
         assert output["embedding"] == pytest.approx(want, abs=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("name", "pool"), [("bert", "cls"), ("xlm-r", "mean"), ("modernbert", "mean"), ("embeddinggemma", "mean")]
+)
+def test_embeddings_through_the_engine(name: str, pool: str, tmp_path: Path) -> None:
+    """Pooled as sentence-transformers' files say, alone and in a batch the same bits."""
+    reference, rows = write(tmp_path, name, vocab_size=4096), prompts((90, 4, 33))
+    modules = [
+        {"type": "x.Transformer", "path": ""},
+        {"type": "x.Pooling", "path": "1_Pooling"},
+        {"type": "x.Normalize"},
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pool}))
+    with Engine(model_path=str(tmp_path), device="cpu", enable_torch_compile=False) as llm:
+        outputs = llm.encode(rows)
+        assert [llm.encode(row)["embedding"] for row in rows] == [output["embedding"] for output in outputs]
+    for row, output in zip(rows, outputs, strict=True):
+        with torch.no_grad():
+            states = reference(torch.tensor([row])).last_hidden_state[0]
+        want = torch.nn.functional.normalize(states[0] if pool == "cls" else states.mean(0), dim=0)
+        assert output["embedding"] == pytest.approx(want.tolist(), abs=1e-5)
+
+
 def test_rerank_tells_query_and_document_apart(tmp_path: Path) -> None:
     """Through a tokenizer that gives the second text another type, as BERT's does."""
     reference = write(tmp_path, "bert", "ForSequenceClassification", num_labels=1, vocab_size=4096)

@@ -13,7 +13,8 @@ from einops import rearrange
 from torch import Tensor
 
 from fengine.models.kv_state import Params
-from fengine.models.weights import Source, Weight
+from fengine.models.sources import Source
+from fengine.models.weights import Weight
 from fengine.ops.columns import Columns
 from fengine.ops.linear import LANES, Dense
 from fengine.ops.lora import Adapted
