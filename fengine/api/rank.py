@@ -6,7 +6,7 @@ import sys
 
 from fengine.api.features import FEATURES
 from fengine.engine.build import follow
-from fengine.engine.ranks import Follower
+from fengine.engine.follower import Follower
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides

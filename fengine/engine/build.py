@@ -19,11 +19,12 @@ from fengine.core.recording import RecordedScheduler
 from fengine.core.scheduler import Scheduler
 from fengine.core.speculation import Speculation
 from fengine.engine.engine_core import EngineCore
+from fengine.engine.follower import Follower
 from fengine.engine.load import Loaded, load, read_spec
 from fengine.engine.memory import Memory
 from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
-from fengine.engine.ranks import Follower, RankedRunner, Ranks, check_parts, process_group
+from fengine.engine.ranks import RankedRunner, Ranks
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import ConfigError, OutOfMemoryError
@@ -45,6 +46,7 @@ from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import new_pool, pool_pages
 from fengine.worker.logits.stage import LogitsStage
 from fengine.worker.model_runner import CpuRunner
+from fengine.worker.process_group import check_parts, process_group
 from fengine.worker.sampler import logits_stages
 from fengine.worker.step import ForwardFn, make_forward, make_unembed, ranked_rows, sample_rows
 

@@ -3,14 +3,12 @@
     rank 0 (this process)   scheduler -> SchedulerOutput -> its part of the step -> draw -> text
     other ranks             SchedulerOutput, as a line of JSON -> their part of the step; the draws come from rank 0
 
-Only rank 0 knows requests, texts and grammars. A rank answers each step with a checksum of what it computed from; one
-that differs, dies, or gives no sign of life ends the engine with one error. Ranks end with the socket to rank 0,
-however that process ends.
+Only rank 0 knows requests, texts and grammars. A rank (`follower.py`) answers each step with a checksum of what it
+computed from; one that differs, dies, or gives no sign of life ends the engine with one error.
 """
 
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -23,120 +21,30 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import fengine
-from fengine import models
 from fengine.config import EngineConfig
-from fengine.core.plain import Handles, from_plain, to_plain
+from fengine.core.plain import to_plain
 from fengine.core.scheduler_output import NewRow, SchedulerOutput, StepOutput
 from fengine.engine.engine_core import EngineCore
+from fengine.engine.follower import NOTHING, lines
 from fengine.engine.stepper import Runner
-from fengine.errors import ConfigError, EngineDeadError, UnsupportedFeatureError
+from fengine.errors import EngineDeadError, UnsupportedFeatureError
 from fengine.models.kv_state import KVState
-from fengine.models.spec import ModelSpec
-from fengine.models.weights import VOCAB_BLOCK
-from fengine.ops.columns import Group, distributed
-from fengine.worker.input_batch import InputBatch, StepInput
+from fengine.ops.columns import Group
+from fengine.worker.input_batch import StepInput
+from fengine.worker.process_group import FIRST, checksum, device_of_rank, process_group
 from fengine.worker.step import Result
 
 MAIN = "fengine.api.rank"  # the module that a rank runs
-BEAT = 1.0  # seconds between two signs of life
-SILENCE = 8.0  # seconds without one after which a rank is taken for dead
-FIRST = 120.0  # seconds until the first, while the process starts
-LONGEST = timedelta(days=1)  # of an exchange; ranks that are dead are found by their silence
+SILENCE = 8.0  # seconds without a sign of life after which a rank is taken for dead
 ENDING = 3.0  # seconds that a rank may take to end
-NOTHING = Handles({}, lambda kind, text: None, lambda name, number: cast(Any, None))
-
-
-def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
-    """Errors: ConfigError for a model that so many ranks cannot share equally, or for too few GPUs;
-    UnsupportedFeatureError for what is not built over several ranks."""
-    size = config.parallel.tp_size
-    if size == 1:
-        return
-    leaves = {weight.path[-1] for weight in models.lookup(spec.architecture).weights(spec)}
-    refused = {
-        "LoRA adapters": config.lora.on,
-        "a mixture of experts": spec.experts is not None,
-        "norms that differ by head, or go over all": not leaves.isdisjoint({"q_norm_C", "q_norm_HK"}),
-    }
-    for what, on in refused.items():
-        if on:
-            raise UnsupportedFeatureError(f"parallel.tp_size={size} with {what} is not built; use tp_size=1")
-    shared = {
-        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
-        "intermediate_size": spec.mlp_size, "hidden_size": spec.hidden_size,
-    }  # fmt: skip
-    odd = [f"{name} {value}" for name, value in shared.items() if value % size]
-    if spec.vocab_size <= VOCAB_BLOCK * (size - 1):
-        odd.append(f"vocab_size {spec.vocab_size} (blocks of {VOCAB_BLOCK})")
-    if odd:
-        works = [n for n in range(1, size) if not any(v % n for v in shared.values())]
-        raise ConfigError(
-            f"parallel.tp_size is {size}, and {', '.join(odd)} cannot be cut in so many equal parts; {works} work"
-        )
-
-
-def device_of_rank(device: str, rank: int, size: int) -> str:
-    """Ranks take GPUs that follow each other; on a CPU they share it. Errors: ConfigError."""
-    if not device.startswith("cuda"):
-        return device
-    first = int(device.partition(":")[2] or 0)
-    if first + size > torch.cuda.device_count():
-        raise ConfigError(
-            f"parallel.tp_size is {size} from GPU {first} on, and torch sees {torch.cuda.device_count()} GPUs"
-        )
-    return f"cuda:{first + rank}"
-
-
-# -- the group ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def process_group(group: Group, store: str, device: str) -> Iterator[Callable[[int], int]]:
-    """The ranks' process group, known to torch by its name: neither torch's default group nor any global is touched.
-    Gives what finds the least number of all ranks. `store`: a file by which the ranks find one another."""
-    files = distributed.FileStore(store, group.size)
-    files.set_timeout(timedelta(seconds=FIRST))
-    made: Any = dist.ProcessGroup(files, group.rank, group.size)
-    kinds = dist.ProcessGroup.BackendType
-    options = distributed.ProcessGroupGloo._Options()
-    options._timeout = LONGEST
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    gloo = dist.ProcessGroupGloo(distributed.PrefixStore("cpu", files), group.rank, group.size, options)
-    made._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    if device.startswith("cuda"):
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = LONGEST
-        nccl = dist.ProcessGroupNCCL(distributed.PrefixStore("cuda", files), group.rank, group.size, options)
-        made._register_backend(torch.device(device), kinds.NCCL, nccl)
-    made._set_group_name(group.name)
-    distributed.distributed_c10d._register_process_group(group.name, made)
-
-    def least(number: int) -> int:
-        options = dist.AllreduceOptions()
-        options.reduceOp = cast(Any, dist.ReduceOp.MIN)
-        found = torch.tensor([number])
-        made.allreduce([found], options).wait()
-        return int(found)
-
-    try:
-        yield least
-    finally:
-        distributed.distributed_c10d._unregister_process_group(group.name)
-        with suppress(RuntimeError):
-            made.abort()
-
-
-# -- rank 0 ------------------------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -324,92 +232,6 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _without_handles(row: NewRow) -> NewRow:
-    return replace(row, params=replace(row.params, processor=None, grammar=None, custom_params=None))
-
-
-def checksum(step: StepInput) -> int:
-    """Of what the forward pass computes from. Pure."""
-    digest = 0
-    for name in ("token_T", "slot_T", "q_start_B", "kv_len_R", "logit_index_R"):
-        digest = zlib.crc32(step.arrays[name].tobytes(), digest)
-    return digest
-
-
-def lines(sock: socket.socket) -> Iterator[bytes]:
-    """What comes, line by line, until the other side closes. Errors: OSError, also of a time limit."""
-    rest = b""
-    while data := sock.recv(1 << 16):
-        *whole, rest = (rest + data).split(b"\n")
-        yield from whole
-
-
-# -- the other ranks ---------------------------------------------------------------------------------------------------
-
-
-class Follower:
-    """One of the other ranks: loads its part, then computes its part of every step that it is told of."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.lock = sock, threading.Lock()
-        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for body in (self._listen, self._beat):
-            threading.Thread(target=body, daemon=True).start()
-
-    def say(self, **told: Any) -> None:
-        with self.lock:
-            self.sock.sendall(json.dumps(told).encode() + b"\n")
-
-    def _listen(self) -> None:
-        """Rank 0's words; with the last one the process ends, wherever it waits."""
-        with suppress(OSError):
-            for line in lines(self.sock):
-                self.told.put(json.loads(line))
-        os._exit(0)
-
-    def _beat(self) -> None:
-        with suppress(OSError):
-            while True:
-                self.say(alive=True)
-                time.sleep(BEAT)
-
-    def start(self) -> tuple[EngineConfig, Group, str]:
-        """What the rank is to be: its config, its group, and the file by which the ranks find one another."""
-        told = self.told.get()
-        return from_plain(EngineConfig, told["config"], NOTHING), Group(*told["group"]), told["store"]
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Inside, what fails is told to rank 0."""
-        try:
-            yield
-        except Exception as error:
-            self.say(error=f"{type(error).__name__}: {error}"[:2000])
-
-    def loaded(self) -> None:
-        """Waits until every rank is."""
-        self.say(loaded=True)
-        self.told.get()
-
-    def run(self, runner: Runner, input_batch: InputBatch, kv: KVState) -> None:
-        """Steps, until the process ends."""
-        pending: tuple[int, int, Result] | None = None  # the step whose result is not read yet
-        while True:
-            output = from_plain(SchedulerOutput, self.told.get(), NOTHING)
-            step = input_batch.stage(output)
-            step.stages, step.top, step.hidden_H = (), None, None  # rank 0's alone
-            kv, result = runner.launch(kv, step)
-            if pending is not None:
-                self._land(*pending)
-            pending = output.step, checksum(step), result
-            if self.told.empty():
-                self._land(*pending)
-                pending = None
-
-    def _land(self, number: int, digest: int, result: Result) -> None:
-        self.say(step=number, sum=zlib.crc32(np.array(result().tokens, np.int32).tobytes(), digest))
-
-
 class RankedRunner:
     """Rank 0's runner, in step with the others."""
 
@@ -419,3 +241,7 @@ class RankedRunner:
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """As `Runner.launch`. Errors: EngineDeadError."""
         return self.ranks.launch(self.runner, kv, step)
+
+
+def _without_handles(row: NewRow) -> NewRow:
+    return replace(row, params=replace(row.params, processor=None, grammar=None, custom_params=None))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fengine import models
-from fengine.engine.ranks import process_group
 from fengine.models.kv_state import init_kv, row_batch
 from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
@@ -20,6 +19,7 @@ from fengine.models.weights import Weight, head_weight
 from fengine.ops import columns
 from fengine.ops.columns import Group
 from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.process_group import process_group
 
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 CASES: dict[str, dict[str, Any]] = {

@@ -15,6 +15,7 @@ import pytest
 from fengine import Engine
 from fengine.engine import ranks
 from fengine.errors import ConfigError, EngineDeadError, UnsupportedFeatureError
+from fengine.worker import process_group
 
 SAMPLED = {"temperature": 0.9, "max_new_tokens": 12}
 PARAMS: list[dict[str, Any]] = [
@@ -145,5 +146,5 @@ def test_what_is_not_built_over_ranks_is_refused_and_the_engine_lives(engine: En
 def test_settings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="GPU"):
         monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-        ranks.device_of_rank("cuda", 1, 2)
+        process_group.device_of_rank("cuda", 1, 2)
     assert os.environ.get("LOCAL_RANK") is None

@@ -1,0 +1,106 @@
+"""Ranks of a group: how a model is shared among processes, and how they find one another. See `ops/columns.py`."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from fengine import models
+from fengine.config import EngineConfig
+from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.models.spec import ModelSpec
+from fengine.models.weights import VOCAB_BLOCK
+from fengine.ops.columns import Group, distributed
+from fengine.worker.input_batch import StepInput
+
+FIRST = 120.0  # seconds until a rank gives its first sign of life, while its process starts
+LONGEST = timedelta(days=1)  # of an exchange; ranks that are dead are found by their silence
+
+
+def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
+    """Errors: ConfigError for a model that so many ranks cannot share equally, or for too few GPUs;
+    UnsupportedFeatureError for what is not built over several ranks."""
+    size = config.parallel.tp_size
+    if size == 1:
+        return
+    leaves = {weight.path[-1] for weight in models.lookup(spec.architecture).weights(spec)}
+    refused = {
+        "LoRA adapters": config.lora.on,
+        "a mixture of experts": spec.experts is not None,
+        "norms that differ by head, or go over all": not leaves.isdisjoint({"q_norm_C", "q_norm_HK"}),
+    }
+    for what, on in refused.items():
+        if on:
+            raise UnsupportedFeatureError(f"parallel.tp_size={size} with {what} is not built; use tp_size=1")
+    shared = {
+        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
+        "intermediate_size": spec.mlp_size, "hidden_size": spec.hidden_size,
+    }  # fmt: skip
+    odd = [f"{name} {value}" for name, value in shared.items() if value % size]
+    if spec.vocab_size <= VOCAB_BLOCK * (size - 1):
+        odd.append(f"vocab_size {spec.vocab_size} (blocks of {VOCAB_BLOCK})")
+    if odd:
+        works = [n for n in range(1, size) if not any(v % n for v in shared.values())]
+        raise ConfigError(
+            f"parallel.tp_size is {size}, and {', '.join(odd)} cannot be cut in so many equal parts; {works} work"
+        )
+
+
+def device_of_rank(device: str, rank: int, size: int) -> str:
+    """Ranks take GPUs that follow each other; on a CPU they share it. Errors: ConfigError."""
+    if not device.startswith("cuda"):
+        return device
+    first = int(device.partition(":")[2] or 0)
+    if first + size > torch.cuda.device_count():
+        raise ConfigError(
+            f"parallel.tp_size is {size} from GPU {first} on, and torch sees {torch.cuda.device_count()} GPUs"
+        )
+    return f"cuda:{first + rank}"
+
+
+@contextmanager
+def process_group(group: Group, store: str, device: str) -> Iterator[Callable[[int], int]]:
+    """The ranks' process group, known to torch by its name: neither torch's default group nor any global is touched.
+    Gives what finds the least number of all ranks. `store`: a file by which the ranks find one another."""
+    files = distributed.FileStore(store, group.size)
+    files.set_timeout(timedelta(seconds=FIRST))
+    made: Any = dist.ProcessGroup(files, group.rank, group.size)
+    kinds = dist.ProcessGroup.BackendType
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = LONGEST
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo = dist.ProcessGroupGloo(distributed.PrefixStore("cpu", files), group.rank, group.size, options)
+    made._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if device.startswith("cuda"):
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = LONGEST
+        nccl = dist.ProcessGroupNCCL(distributed.PrefixStore("cuda", files), group.rank, group.size, options)
+        made._register_backend(torch.device(device), kinds.NCCL, nccl)
+    made._set_group_name(group.name)
+    distributed.distributed_c10d._register_process_group(group.name, made)
+
+    def least(number: int) -> int:
+        options = dist.AllreduceOptions()
+        options.reduceOp = cast(Any, dist.ReduceOp.MIN)
+        found = torch.tensor([number])
+        made.allreduce([found], options).wait()
+        return int(found)
+
+    try:
+        yield least
+    finally:
+        distributed.distributed_c10d._unregister_process_group(group.name)
+        with suppress(RuntimeError):
+            made.abort()
+
+
+def checksum(step: StepInput) -> int:
+    """Of what the forward pass computes from. Pure."""
+    digest = 0
+    for name in ("token_T", "slot_T", "q_start_B", "kv_len_R", "logit_index_R"):
+        digest = zlib.crc32(step.arrays[name].tobytes(), digest)
+    return digest
