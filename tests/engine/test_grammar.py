@@ -17,7 +17,7 @@ from fengine import Engine
 from fengine.core.request import SamplingParams
 from fengine.errors import EngineClosedError, GrammarError, InvalidRequestError, LogitProcessorError
 from fengine.structured_output.backend import COMPILERS
-from fengine.tokenizer.trial import LIMITS
+from fengine.tokenizer.trial import LIMITS, Limits, Trials
 
 DATA = Path(fengine.__file__).parents[1] / "conf" / "task" / "data" / "json_filling.jsonl"
 ROWS = [json.loads(line) for line in DATA.read_text().splitlines()[:12]]
@@ -71,13 +71,13 @@ def drawn(output: dict[str, Any]) -> Drawn:
     return output["output_ids"], [x for x, _, _ in meta["output_token_logprobs"]], meta["finish_reason"]
 
 
-def together(engine: Engine, asks: list[tuple[str, dict[str, Any]]]) -> list[Drawn]:
+def together(engine: Any, asks: list[tuple[str, dict[str, Any]]]) -> list[Drawn]:
     prompts, params = map(list, zip(*asks, strict=True))
     return [drawn(output) for output in engine.generate(prompts, params, return_logprob=True)]
 
 
 @pytest.fixture(scope="module")
-def alone(llm: Engine) -> list[Drawn]:
+def alone(llm: Any) -> list[Drawn]:
     return [together(llm, [ask])[0] for ask in work()]
 
 
@@ -85,7 +85,7 @@ def alone(llm: Engine) -> list[Drawn]:
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_json_of_a_schema_is_always_valid(llm: Engine, temperature: float) -> None:
+def test_json_of_a_schema_is_always_valid(llm: Any, temperature: float) -> None:
     params = {"temperature": temperature, "max_new_tokens": 96, "json_schema": json.dumps(PERSON)}
     for row, output in zip(ROWS, llm.generate([row["prompt"] for row in ROWS], params), strict=True):
         if output["meta_info"]["finish_reason"]["type"] == "stop":
@@ -94,8 +94,8 @@ def test_json_of_a_schema_is_always_valid(llm: Engine, temperature: float) -> No
             assert json.loads(output["text"])["name"] == row["answer"]["name"]
 
 
-def test_every_kind_in_one_batch(llm: Engine, alone: list[Drawn]) -> None:
-    texts = [llm.tokenizer.decode(ids) for ids, _, _ in alone]  # type: ignore[union-attr]
+def test_every_kind_in_one_batch(llm: Any, alone: list[Drawn]) -> None:
+    texts = [llm.tokenizer.decode(ids) for ids, _, _ in alone]
     assert {finish["type"] for _, _, finish in alone} == {"stop", "length"}
     for (_, params), text, (_, _, finish) in zip(work(), texts, alone, strict=True):
         if finish["type"] != "stop":
@@ -109,14 +109,14 @@ def test_every_kind_in_one_batch(llm: Engine, alone: list[Drawn]) -> None:
             jsonschema.validate(json.loads(text), json.loads(schema) if isinstance(schema, str) else schema)
 
 
-def test_any_json(llm: Engine) -> None:
+def test_any_json(llm: Any) -> None:
     for seed in range(6):
         output = llm.generate(STORY, {"json_schema": "$$ANY$$", "sampling_seed": seed, "max_new_tokens": 64})
         if output["meta_info"]["finish_reason"]["type"] == "stop":
             json.loads(output["text"])
 
 
-def test_logprobs_are_of_what_is_allowed(llm: Engine) -> None:
+def test_logprobs_are_of_what_is_allowed(llm: Any) -> None:
     """As SGLang's: behind the mask. Those of barred tokens are -inf; a mass of 1 is left to the allowed ones."""
     output = llm.generate(
         STORY, {"regex": "[ab]0"}, return_logprob=True, top_logprobs_num=5, token_ids_logprob=list(range(2048))
@@ -125,21 +125,21 @@ def test_logprobs_are_of_what_is_allowed(llm: Engine) -> None:
     for logprobs in meta["output_token_ids_logprobs"]:
         assert sum(math.exp(logprob) for logprob, _, _ in logprobs) == pytest.approx(1, abs=1e-5)
     possible = [id for logprob, id, _ in meta["output_token_ids_logprobs"][0] if logprob > -math.inf]
-    assert len(possible) < 5 and all(llm.tokenizer.decode([id])[0] in "ab" for id in possible)  # type: ignore[union-attr]
+    assert len(possible) < 5 and all(llm.tokenizer.decode([id])[0] in "ab" for id in possible)
     assert sum(logprob > -math.inf for logprob, _, _ in meta["output_top_logprobs"][0]) == len(possible)
     ends = [id for logprob, id, _ in meta["output_token_ids_logprobs"][-1] if logprob > -math.inf]
-    assert set(ends) == llm.tokenizer.eos_ids  # type: ignore[union-attr]
+    assert set(ends) == llm.tokenizer.eos_ids
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_bits_alone_and_in_a_batch(llm: Engine, alone: list[Drawn]) -> None:
+def test_the_same_bits_alone_and_in_a_batch(llm: Any, alone: list[Drawn]) -> None:
     assert together(llm, work()) == alone
     assert together(llm, work()[::-1]) == alone[::-1]  # now with a warm prefix cache
 
 
-def test_the_same_bits_under_pressure(pressed: Engine, alone: list[Drawn]) -> None:
+def test_the_same_bits_under_pressure(pressed: Any, alone: list[Drawn]) -> None:
     """Chunks, pages of 4 tokens, preemption, overlapped steps, speculating neighbours."""
     before = pressed.stats()["preemptions"]
     assert together(pressed, work()) == alone
@@ -147,7 +147,7 @@ def test_the_same_bits_under_pressure(pressed: Engine, alone: list[Drawn]) -> No
     assert pressed.stats()["preemptions"] > before and pressed.stats()["pages_used"] == 0
 
 
-def test_the_same_bits_streamed_and_sampled_several_times(llm: Engine, pressed: Engine, alone: list[Drawn]) -> None:
+def test_the_same_bits_streamed_and_sampled_several_times(llm: Any, pressed: Any, alone: list[Drawn]) -> None:
     prompt, params = work()[3]
     *_, last = llm.generate(prompt, params, stream=True, return_logprob=True)
     assert drawn(last) == alone[3]
@@ -157,7 +157,7 @@ def test_the_same_bits_streamed_and_sampled_several_times(llm: Engine, pressed: 
     assert len({tuple(ids) for ids, _, _ in several[0]}) == 3
 
 
-def test_a_control_that_must_differ(llm: Engine, alone: list[Drawn]) -> None:
+def test_a_control_that_must_differ(llm: Any, alone: list[Drawn]) -> None:
     prompt, params = work()[3]
     assert together(llm, [(prompt, params | {"regex": "[a-z]+"})])[0] != alone[3]
     assert together(llm, [(prompt, {k: v for k, v in params.items() if k != "regex"})])[0] != alone[3]
@@ -166,7 +166,7 @@ def test_a_control_that_must_differ(llm: Engine, alone: list[Drawn]) -> None:
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-def test_where_a_text_ends(llm: Engine) -> None:
+def test_where_a_text_ends(llm: Any) -> None:
     def run(**params: Any) -> tuple[str, dict[str, Any]]:
         output = llm.generate(STORY, {"temperature": 0, "max_new_tokens": 24, **params})
         return output["text"], output["meta_info"]["finish_reason"]
@@ -178,7 +178,7 @@ def test_where_a_text_ends(llm: Engine) -> None:
     assert finish["type"] == "stop" and re.fullmatch("[ab]{5,9}", text)
     text, finish = run(regex="[a-z ]{400}")
     assert finish == {"type": "length", "length": 24}
-    comma = llm.tokenizer.encode(",", add_special_tokens=False)[0]  # type: ignore[union-attr]
+    comma = llm.tokenizer.encode(",", add_special_tokens=False)[0]
     text, finish = run(regex="[a-c]{2}(,[a-c]{2})*", stop_token_ids=[comma], logit_bias={str(comma): 50.0})
     assert re.fullmatch("[a-c]{2}", text) and finish == {"type": "stop", "matched": comma}
 
@@ -205,7 +205,7 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "object", "properties
     ],
 )
 def test_a_request_that_fails_fails_alone(
-    llm: Engine, alone: list[Drawn], params: dict[str, Any], error: type[Exception], told: str
+    llm: Any, alone: list[Drawn], params: dict[str, Any], error: type[Exception], told: str
 ) -> None:
     asks = work()[:4]
     with ThreadPoolExecutor(2) as pool:
@@ -217,9 +217,12 @@ def test_a_request_that_fails_fails_alone(
 
 
 def test_what_no_count_limits_ends_the_process_that_tries_it_and_holds_nobody_up(
-    llm: Engine, alone: list[Drawn]
+    llm: Any, alone: list[Drawn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The matcher would take a minute for each of these, and there are more than are compiled at once."""
+    assert LIMITS.seconds <= 2
+    trials = Trials("fengine.structured_output.backend", COMPILERS, Limits(0.5))
+    monkeypatch.setattr(llm._context.grammars, "_trials", trials)
     endless = [
         {"allOf": [{"multipleOf": n} for n in (997, 991, 983, 977, 971 - i)]} for i in range(COMPILERS)
     ]  # fmt: skip
@@ -228,18 +231,19 @@ def test_what_no_count_limits_ends_the_process_that_tries_it_and_holds_nobody_up
         assert llm.generate(STORY, {"regex": "no (one|body) waits", "temperature": 0})["text"].endswith("waits")
         assert together(llm, work()[:2]) == alone[:2]
         for failed in refused:
-            with pytest.raises(GrammarError, match=f"too complex.*more time than {LIMITS.seconds:g} s"):
+            with pytest.raises(GrammarError, match="too complex.*more time than 0.5 s"):
                 failed.result()
-    for trial in llm._context.grammars._trials.all:
+    for trial in trials.all:
         if trial._child is not None:
             trial._child.kill()
             trial._child.wait()
     for word in ("again", "anew"):  # another child starts
         assert llm.generate(STORY, {"regex": word})["text"] == word
+    trials.close()
 
 
-def test_nothing_left_to_draw(llm: Engine) -> None:
-    only = {str(id): -1e30 for id in range(2048) if llm.tokenizer.decode([id])[:1] in ("a", "b")}  # type: ignore[union-attr]
+def test_nothing_left_to_draw(llm: Any) -> None:
+    only = {str(id): -1e30 for id in range(2048) if llm.tokenizer.decode([id])[:1] in ("a", "b")}
     with pytest.raises(GrammarError, match="logit_bias considered"):
         llm.generate(STORY, {"regex": "[ab]+", "logit_bias": only})
     strong = dict.fromkeys(only, -1e29)
@@ -247,8 +251,8 @@ def test_nothing_left_to_draw(llm: Engine) -> None:
 
     def wants_c(logits: Any, params: Any) -> Any:
         logits.fill_(-math.inf)
-        logits[:, llm.tokenizer.encode("c", add_special_tokens=False)[0]] = 1.0  # type: ignore[union-attr]
-        logits[:, list(llm.tokenizer.eos_ids)] = 1.0  # type: ignore[union-attr]
+        logits[:, llm.tokenizer.encode("c", add_special_tokens=False)[0]] = 1.0
+        logits[:, list(llm.tokenizer.eos_ids)] = 1.0
         return logits
 
     with pytest.raises(LogitProcessorError, match="every token the grammar allows"):
@@ -256,7 +260,7 @@ def test_nothing_left_to_draw(llm: Engine) -> None:
     assert llm.generate(STORY, {"regex": "[c]{3}"}, custom_logit_processor=wants_c)["text"] == "ccc"
 
 
-def test_a_stream_of_a_failing_request_ends_with_an_abort(llm: Engine) -> None:
+def test_a_stream_of_a_failing_request_ends_with_an_abort(llm: Any) -> None:
     *_, last = llm.generate(STORY, {"regex": "[ab]", "min_new_tokens": 5, "temperature": 0}, stream=True)
     finish = last["meta_info"]["finish_reason"]
     assert finish["type"] == "abort" and finish["status_code"] == 400 and "min_new_tokens" in finish["message"]
@@ -265,7 +269,7 @@ def test_a_stream_of_a_failing_request_ends_with_an_abort(llm: Engine) -> None:
 # -- the doors ---------------------------------------------------------------------------------------------------------
 
 
-def test_async_calls_share_what_is_compiled(llm: Engine, alone: list[Drawn]) -> None:
+def test_async_calls_share_what_is_compiled(llm: Any, alone: list[Drawn]) -> None:
     async def run() -> list[Any]:
         calls = [llm.async_generate(prompt, params, return_logprob=True) for prompt, params in work()]
         bad = llm.async_generate(STORY, {"regex": "("})
