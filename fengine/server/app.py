@@ -105,9 +105,7 @@ def _pages(service: Service) -> list[tuple[str, Callable[..., Any], Access]]:
         return JSONResponse({"object": "list", "data": list(service.cards().values())})
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        service.adapter_of({"model": name})
-        return JSONResponse(service.cards()[name if name in service.cards() else service.model])
+        return JSONResponse(service.card(request.path_params["name"]))
 
     async def health(request: Request) -> Response:
         wrong = await service.healthy()

@@ -226,10 +226,21 @@ class Service:
             return adapter
         if name in (self.model, "default") or self.config.any_model_name:
             return None
-        known = ", ".join([self.model, *adapters])
-        raise ApiError(
-            404, f"The model `{name:.200}` does not exist. There is {known:.500}.", "model", "model_not_found"
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> ApiError:
+        known = ", ".join([self.model, *self.engine.lora_adapters()])
+        message = (
+            f"The model `{name:.200}` does not exist. The served model name is `{self.model}`; there is {known:.500}."
         )
+        return ApiError(404, message, "model", "model_not_found")
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Of the model or an adapter by its own name. Errors: ApiError."""
+        cards = self.cards()
+        if name not in cards:
+            raise self._unknown(name)
+        return cards[name]
 
     def cards(self) -> dict[str, dict[str, Any]]:
         """The model and its adapters by name, in OpenAI's words and vLLM's `max_model_len` and `parent`. Pure."""

@@ -172,6 +172,8 @@ def test_weights_and_adapters_need_the_admin_key(engine: Engine, server: Live) -
 def test_keys_of_both_kinds(engine: Engine) -> None:
     with live(engine, api_key="user", admin_key="admin", any_model_name=True) as server:
         body = {"model": "claude", "messages": CHAT, "max_tokens": 1}
+        for name, status in (("box", 200), ("claude", 404)):
+            assert server.ask("GET", f"/v1/models/{name}", **KEY).status == status
         for headers, status in (({"x_api_key": "user"}, 200), ({"x_api_key": "no"}, 401), (KEY, 200), ({}, 401)):
             assert server.ask("POST", "/v1/messages", body, **headers).status == status, headers
         assert server.ask("POST", "/flush_cache", {}, Authorization="Bearer user").status == 401
