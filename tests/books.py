@@ -100,7 +100,9 @@ def check_pool(
 def check_cache(cache: PrefixCache) -> None:
     """Links, counts, the heap, and that whoever holds a page holds all its ancestors."""
     nodes = list(nodes_of(cache))
-    queued = [node for _, _, node in cache._heap if node.parent is not None]
+    queued = [node for _, _, node in cache._heap]
+    if any(node.parent is None for node in queued):
+        raise InvariantError("prefix cache: the heap keeps a page that was taken out")
     if len(nodes) != cache.num_pages or len({id(node) for node in queued}) != len(queued):
         raise InvariantError(f"prefix cache: {len(nodes)} pages, {cache.num_pages} counted; or one queued twice")
     for node in nodes:

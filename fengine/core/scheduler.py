@@ -210,8 +210,8 @@ class Scheduler:
     def _admit(self, batch: Batch, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
         for request in self._waiting.admissible(self._rows.num_free, self._rows.adapters.fits):
-            if not left or request.num_pending:
-                return  # a preempted request waits for the token that it drew last
+            if not left:
+                return
             if self.whole_prompts and len(request.token_ids) > left:
                 return
             if not (count := self._start(batch, request, left)):

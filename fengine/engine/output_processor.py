@@ -131,8 +131,6 @@ class OutputProcessor:
     def _push(self, state: RequestState, known: int) -> None:
         """Detokenizes what is new of a live state; a stop string ends the request here."""
         request = state.request
-        if request.finish is not None:
-            known = min(known, request.num_output)
         try:
             output = self._read(state, known)
         except Exception as error:

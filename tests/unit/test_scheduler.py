@@ -8,7 +8,7 @@ import simulation
 from books import check_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import Case, Job, Run, entry, make_request, make_scheduler, random_case, simulate
+from simulation import Case, Job, Run, entry, make_request, make_scheduler, random_case, simulate, solo
 
 from fengine.config import Policy
 from fengine.core.kv_pages import PagePool
@@ -338,6 +338,18 @@ def test_lpm_admits_the_longest_prefix_first_and_ties_by_arrival() -> None:
     assert order_of_admission(scheduler) == ["r2", "r3", "r4", "r1"]
 
 
+def test_lpm_counts_what_would_be_hit() -> None:
+    """Of a prompt that is cached as a whole the last page is computed again: its hit is no longer than its rival's."""
+    case = Case([Job(list(range(8)), 1), Job([0, 1, 2, 3, 40, 41, 42, 43, 44], 1), Job(list(range(8)), 1)], rows=1,
+                policy=Policy.lpm, vocab=50)  # fmt: skip
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(3)]
+    scheduler.add(requests[0])
+    land(scheduler, planned(scheduler))
+    for request in requests[1:]:
+        scheduler.add(request)
+    assert [new.rid for new in planned(scheduler).new_rows] == ["r1"]
+
+
 def test_fcfs_admits_by_arrival() -> None:
     scheduler, _ = start(Case([Job([5] * 9, 1), Job([6], 1), Job([5] * 9, 1)], rows=1))
     assert order_of_admission(scheduler) == ["r0", "r1", "r2"]
@@ -452,6 +464,20 @@ def test_the_pending_token_is_planned_before_it_is_known() -> None:
     assert scheduler.schedule() is None, "the last token is drawn in step 2: nothing more to compute"
     assert land(scheduler, second, 9) == [] and land(scheduler, third, 6) == ["r0"]
     assert request.token_ids[3:] == [8, 9, 6] and request.num_computed == 0 and not scheduler.has_work
+
+
+def test_pages_of_wrong_drafts_let_in_who_waited_for_them() -> None:
+    case = Case([Job([1, 2], 10), Job([3, 4, 0, 1, 2, 3], 2)], page_size=1, num_pages=14, cached=False, guess="wrong")
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(2)]
+    tokens = solo(case.jobs[0], requests[0].seed, case.vocab)[0]
+    scheduler.add(requests[0])
+    scheduler.update(planned(scheduler), tokens[:1], [-1.0])
+    plan = planned(scheduler)
+    assert plan.drafts
+    scheduler.add(requests[1])
+    assert scheduler.schedule() is None  # the drafts hold its pages
+    scheduler.update(plan, [tokens[1]] + [0] * (plan.num_draws - 1), [-1.0] * plan.num_draws)
+    assert [new.rid for new in planned(scheduler).new_rows] == ["r1"]
 
 
 def test_waits_for_draining_rows_rather_than_preempting() -> None:
