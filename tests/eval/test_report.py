@@ -464,6 +464,10 @@ def test_a_sweep_and_its_paired_differences(cli: Any) -> None:
     assert sweep["points"][2]["problem"] and not sweep["points"][1]["problem"]
     pairs = [(rows[0][i], rows[1][i]) for i in rows[0] if rows[0][i] and rows[1][i]]
     truth = statistics.paired(pairs)["prefix_match"]
+    (folded,) = sweep["folded"]
+    values = [one["value"] for point in sweep["points"][:2] for one in point["metrics"]]
+    assert folded["name"] == "2 seeds" and folded["metrics"][0]["n"] == 2 and folded["task"] == "jsonl"
+    assert math.isclose(folded["metrics"][0]["value"], sum(values) / 2) and folded["rows"] == 30
     ((a, b, name, value, stderr, low, high, n, up, down),) = sweep["deltas"]
     assert (a, b, name, n, up, down) == (0, 1, "prefix_match", truth.n, truth.up, truth.down)
     assert math.isclose(value, truth.value, abs_tol=1e-9) and math.isclose(stderr, truth.stderr, abs_tol=1e-9)

@@ -16,6 +16,7 @@ from fengine.eval.report.rows import RowKinds, row_kinds
 from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.index import id_key
+from fengine.eval.runs.sweep_tables import PointStatus, over_seeds, without_seed
 from fengine.eval.tasks.statistics import paired
 from fengine.eval.tasks.task import Scores
 
@@ -83,10 +84,12 @@ def assembled(folder: Path, points: Sequence[SweptRun], names: dict[str, str]) -
     short = [key for key in keys if not key.startswith("task.")] or keys
     if len({told(point.identity.get("task")) for point in points if point.problem is None}) > 1:
         short = ["task.name", *(key for key in short if key != "task.name")]
+    shown = [_overview(point, short, names) for point in points]
     return {
         "folder": place(str(folder.resolve())),
         "keys": short,
-        "points": [_overview(point, short, names) for point in points],
+        "points": shown,
+        "folded": _folded([one for one in shown if one["problem"] is None]),
         **_deltas(points),
         "grid": _grid(points),
     }
@@ -108,6 +111,22 @@ def _overview(point: SweptRun, keys: Sequence[str], names: dict[str, str]) -> di
         "metrics": figures(_metrics(point.folder)) if point.problem is None else [],
         "notes": point.notes,
     }
+
+
+def _folded(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Points that differ in their seed only as one, as a page has points; none where no two do. Pure."""
+    told_of = []
+    for one in points:
+        metrics = {metric["name"]: metric for metric in one["metrics"]}
+        status = "ok" if one["finished"] else "not at its end"
+        told_of.append(PointStatus(one["name"], None, status, None, one["rows"], one["counts"]["failed"], metrics))
+    tasks = {without_seed(one["name"]): one["task"] for one in points}
+    return [
+        {"name": one.point, "folder": "", "task": tasks[one.point.rpartition("  ")[0]], "problem": None}
+        | {"finished": one.status == "ok", "rows": one.rows, "counts": {"failed": one.failed}}
+        | {"metrics": figures({"metrics": one.metrics})}
+        for one in over_seeds(told_of)
+    ]
 
 
 def _task_name(point: SweptRun) -> str:

@@ -32,13 +32,17 @@ def figure(metric: dict[str, Any] | None) -> str:
     return f"{metric['value']:.4f}{error}"
 
 
+def without_seed(point: str) -> str:
+    """A point's name without the word that gives its seed. Pure."""
+    return "  ".join(word for word in point.split("  ") if not word.startswith("seed="))
+
+
 def over_seeds(points: Sequence[PointStatus]) -> list[PointStatus]:
     """Points that differ in their seed only as one: the means of their metrics with the standard errors over seeds.
     None where no two of them do. Pure."""
     groups: dict[str, list[PointStatus]] = {}
     for one in points:
-        name = "  ".join(word for word in one.point.split("  ") if not word.startswith("seed="))
-        groups.setdefault(name, []).append(one)
+        groups.setdefault(without_seed(one.point), []).append(one)
     if len(groups) == len(points):
         return []
     return [_mean_of(name, group) for name, group in groups.items()]

@@ -1,6 +1,6 @@
 // Several runs: their metrics with error bars, paired differences, and which rows change.
-function sweepTable(sweep) {
-  const names = [...new Set(sweep.points.flatMap((p) => p.metrics.map((m) => m.name)))];
+function sweepTable(points) {
+  const names = [...new Set(points.flatMap((p) => p.metrics.map((m) => m.name)))];
   const heads = [
     "point",
     ...names.map((n) => ({ text: n, num: true })),
@@ -10,7 +10,7 @@ function sweepTable(sweep) {
   ];
   return wideTable(
     heads,
-    sweep.points.map((p) => [
+    points.map((p) => [
       [
         p.name,
         p.problem
@@ -29,11 +29,11 @@ function sweepTable(sweep) {
     ]),
   );
 }
-function metricPlots(sweep) {
-  const names = [...new Set(sweep.points.flatMap((p) => p.metrics.map((m) => m.name)))],
-    tasks = [...new Set(sweep.points.map((p) => p.task))];
+function metricPlots(points, of) {
+  const names = [...new Set(points.flatMap((p) => p.metrics.map((m) => m.name)))],
+    tasks = [...new Set(points.map((p) => p.task))];
   return names.map((name) => {
-    const rows = sweep.points
+    const rows = points
       .map((p) => [p, p.metrics.find((m) => m.name === name)])
       .filter(([, m]) => m)
       .map(([p, m]) => ({
@@ -43,7 +43,7 @@ function metricPlots(sweep) {
         high: m.high,
         ink: tasks.length > 1 && TRACE_COLOURS[tasks.indexOf(p.task) % TRACE_COLOURS.length],
         figure: `${short(m.value)}${m.stderr === null ? "" : ` ± ${short(m.stderr)}`}`,
-        title: `${short(m.value)}, standard error ${short(m.stderr)}, ${many(m.n, "row")}`,
+        title: `${short(m.value)}, standard error ${short(m.stderr)}, ${many(m.n, of)}`,
       }));
     return card(
       name,
@@ -188,7 +188,9 @@ function sweepView(sweep) {
     "div",
     { cls: "stack" },
     noteList(notes),
-    card("Points", sweepTable(sweep)),
-    el("div", { cls: "stack" }, metricPlots(sweep)),
+    sweep.folded.length > 0 && card("Means over seeds ± their standard errors", sweepTable(sweep.folded)),
+    sweep.folded.length > 0 && el("div", { cls: "stack" }, metricPlots(sweep.folded, "seed")),
+    card("Points", sweepTable(sweep.points)),
+    !sweep.folded.length && el("div", { cls: "stack" }, metricPlots(sweep.points, "row")),
   );
 }
