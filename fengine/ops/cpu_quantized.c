@@ -20,37 +20,31 @@ typedef struct {
     int code, kind, bias_kind, *failed;
 } quantized_job;
 
-/* 16 bytes as 32-bit lanes, and halves in such lanes as floats: GCC takes lanes one by one where it is not told. */
-INLINE vu from_bytes(const uint8_t *bytes) {
+/* 16 bytes as 32-bit lanes: GCC takes lanes one by one where it is not told. */
+INLINE vu from_bytes(const uint8_t *bytes, const int has_sign) {
 #if LANES == 16
-    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)bytes));
+    __m128i raw = _mm_loadu_si128((const void *)bytes);
+    return (vu)(has_sign ? _mm512_cvtepi8_epi32(raw) : _mm512_cvtepu8_epi32(raw));
 #elif LANES == 8
     union {
         vu v;
         __m256i half[2];
     } wide;
-    for (int i = 0; i < 2; i++)
-        wide.half[i] = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)(bytes + 8 * i)));
+    for (int i = 0; i < 2; i++) {
+        __m128i raw = _mm_loadl_epi64((const void *)(bytes + 8 * i));
+        wide.half[i] = has_sign ? _mm256_cvtepi8_epi32(raw) : _mm256_cvtepu8_epi32(raw);
+    }
     return wide.v;
 #else
     vu wide;
     for (int i = 0; i < 16; i++)
-        wide[i] = bytes[i];
+        wide[i] = has_sign ? (uint32_t)(int8_t)bytes[i] : bytes[i];
     return wide;
 #endif
 }
 
-INLINE vf from_halves(vu half) {
-#if LANES == 16
-    return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)half));
-#else
-    return (vf)((vu)((vf)((half & 0x7fffu) << 13) * vf_set(0x1p112f)) | (half & 0x8000u) << 16);
-#endif
-}
-
-/* Whole numbers below 2^23. */
 INLINE vf from_integers(vu integer) {
-    return (vf)(integer | 0x4b000000u) - vf_set(0x1p23f);
+    return __builtin_convertvector((vi)integer, vf);
 }
 
 #define HALVES 2 /* vectors of 16 outputs in a block */
@@ -66,20 +60,21 @@ typedef struct {
     vf scale[HALVES], shift[PLACES + 1][HALVES];
 } group_of;
 
-/* Small floats become halves, which know numbers as small as theirs, but stand for this many times less. */
-#define HALF_OF(code) ((code) == FP8 ? 0x1p8f : 0x1p14f)
+/* The exponent and mantissa of a small float, in the place where a float has its own, are so many times less. The
+ * smallest are no normal floats there: they are lost if somebody has the CPU flush these to zero. */
+#define LESS(code) ((code) == FP8 ? 0x1p120f : 0x1p126f)
 
 INLINE void load_group(const quantized_job *job, int64_t block, int64_t group, const int code, group_of *out) {
     int64_t at = (block * job->groups + group) * BLOCK;
     UNROLL(2) for (int i = 0; i < HALVES; i++) {
         out->scale[i] = vf_load(job->scale + at + 16 * i);
         if (code == INT4 || code == INT8) {
-            vf zero = from_integers(from_bytes(job->zero + at + 16 * i));
+            vf zero = from_integers(from_bytes(job->zero + at + 16 * i, 0));
             out->shift[LOWEST][i] = -zero * out->scale[i];
             UNROLL(5) for (int p = 0; code == INT4 && p < PLACES; p++) out->shift[p][i] =
                 -(zero + vf_set((float)(1 << (23 - places[p])))) * out->scale[i];
         } else {
-            out->scale[i] *= HALF_OF(code);
+            out->scale[i] *= LESS(code);
         }
     }
 }
@@ -103,14 +98,15 @@ INLINE void products(const uint8_t *codes, const vu word[HALVES], const int j, c
                      const group_of *group, vf out[HALVES]) {
     UNROLL(2) for (int i = 0; i < HALVES; i++) {
         int place = LOWEST;
-        vu raw = code == INT4 || code == FP4 ? word[i] >> 4 * j & 15u : from_bytes(codes + 16 * i);
         if (code == INT4 || code == INT8) {
+            vu raw = code == INT4 ? word[i] >> 4 * j & 15u : from_bytes(codes + 16 * i, 0);
             vf value = code == INT4 && known ? four_bits(word[i], j, &place) : from_integers(raw);
             out[i] = vf_fma(value, group->scale[i], group->shift[place][i]);
         } else if (code == FP8) {
-            out[i] = from_halves((raw & 127u) << 7 | (raw & 128u) << 8) * group->scale[i];
+            out[i] = (vf)(from_bytes(codes + 16 * i, 1) << 20 & 0x87f00000u) * group->scale[i];
         } else {
-            out[i] = from_halves((raw & 7u) << 9 | (raw & 8u) << 12) * group->scale[i];
+            vu raw = word[i] >> 4 * j;
+            out[i] = (vf)((raw << 22 & 0x01c00000u) | (raw << 28 & 0x80000000u)) * group->scale[i];
         }
     }
 }

@@ -135,9 +135,9 @@ class Quantized(NamedTuple):
 
 
 def fits(kind: str, scale_NG: Tensor) -> bool:
-    """Whether scales are neither tiny nor huge and, for integers, have 11 bits, as halves and bfloat16 do. Pure."""
+    """Whether scales are 2 at most, not tiny and, for integers, have 11 bits, as halves and bfloat16 do. Pure."""
     size, wide = scale_NG.abs(), scale_NG * 8193.0
-    usual = (size >= 2.0**-100) & (size <= 2.0**100) | (size == 0)
+    usual = (size >= 2.0**-100) & (size <= 2.0) | (size == 0)
     short = wide - (wide - scale_NG) == scale_NG  # Veltkamp's splitting: nothing is behind the 11 bits
     return bool((usual & short if kind in ("int4", "int8") else usual).all())
 
