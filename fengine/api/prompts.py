@@ -12,7 +12,7 @@ from typing import Any
 
 from fengine.api.io_struct import GenerateReqInput, refuse_not_built
 from fengine.core.sampling_params import MAX_SAMPLES, SamplingParams
-from fengine.core.scalars import exact_int, plain, told
+from fengine.core.scalars import exact_int, plain, plain_ids, told
 from fengine.errors import InvalidRequestError
 
 MAX_REQUESTS = 1 << 20  # of one call
@@ -26,7 +26,9 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
     sampling parameters that hold where the call gives none.
     Errors: InvalidRequestError, UnsupportedFeatureError.
     """
-    req = replace(req, **{f.name: plain(getattr(req, f.name)) for f in fields(req)})
+    values = {f.name: getattr(req, f.name) for f in fields(req)}
+    values = {name: plain_ids(value) if name == "input_ids" else plain(value) for name, value in values.items()}
+    req = replace(req, **values)
     refuse_not_built(req)
     if not isinstance(req.stream, bool):
         raise InvalidRequestError(f"stream must be True or False, got {told(req.stream)}.")

@@ -9,7 +9,7 @@ meets its pages.
     root -(t0 .. t15)-> page 7 -(t16 .. t31)-> page 3 -(...)-> page 9     leaf
                                     `---------(...)-> page 4              leaf
 
-Invariant, which makes `evictable` exact: **whoever holds a node's page holds the pages of all its ancestors.** So idle
+Invariant, which makes `num_idle` exact: **whoever holds a node's page holds the pages of all its ancestors.** So idle
 nodes (held by the cache alone) have only idle descendants and can go leaf by leaf. `insert` keeps it by adding nothing
 below a node that has another page than the caller's (two requests computed the same tokens) that would stay held.
 
@@ -61,11 +61,6 @@ class PrefixCache:
         self._root = _Node((), 0, None)
         self._clock = 0  # counts uses
         self._heap: list[tuple[int, int, _Node]] = []  # (used, tie-breaker, node)
-
-    @property
-    def evictable(self) -> int:
-        """Pages that `evict` could free now."""
-        return self.pool.num_idle
 
     def _keys(self, token_ids: Sequence[int], limit: int) -> Iterator[_Key]:
         """The whole pages among the first `limit` tokens, lazily."""

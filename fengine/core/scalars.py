@@ -88,6 +88,13 @@ def _own(value: Any) -> Any:
     return next((copy(value) for kind, copy in _OWN.items() if isinstance(value, kind)), value)
 
 
+def plain_ids(value: Any) -> Any:
+    """As `plain`, of token ids or lists of them: a million ids, which others check, are not looked at here. Pure."""
+    own = _own(value)
+    nested = type(own) in (list, tuple) and len(own) > 0 and isinstance(own[0], (list, tuple))
+    return type(own)(map(_own, own)) if nested else own
+
+
 def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if type(value) in _ATOMS or depth > _DEEPEST:
         return value

@@ -39,11 +39,11 @@ def test_matches_whole_pages_within_the_limit(page_size: int) -> None:
     pool, cache = build(page_size, 40)
     tokens = list(range(3 * page_size + page_size // 2))
     pages = store(cache, tokens)
-    assert cache.num_pages == pool.num_idle == cache.evictable == len(pages)
+    assert cache.num_pages == pool.num_idle == cache.pool.num_idle == len(pages)
     for limit in range(len(tokens) + 1):
         hit = cache.match(tokens, limit)
         assert hit == pages[: limit // page_size] and cache.match_length(tokens, limit) == len(hit) * page_size
-        assert all(pool.num_holders(page) == 2 for page in hit) and cache.evictable == len(pages) - len(hit)
+        assert all(pool.num_holders(page) == 2 for page in hit) and cache.pool.num_idle == len(pages) - len(hit)
         pool.release(hit)
     assert cache.lookups == len(tokens) + 2 and cache.hit_tokens > 0
     assert cache.match([99, *tokens[1:]], len(tokens)) == []
@@ -72,11 +72,13 @@ def test_a_running_request_does_not_insert_below_a_foreign_page() -> None:
     cache.insert([1, 2], theirs)
     pool.release(theirs)
     cache.insert([1, 2, 3, 4], mine)
-    assert cache.num_pages == 1 and cache.evictable == 1  # had page [3, 4] gone in, page [1, 2] could not be evicted
+    assert (
+        cache.num_pages == 1 and cache.pool.num_idle == 1
+    )  # had page [3, 4] gone in, page [1, 2] could not be evicted
     check_cache(cache)
     cache.insert([1, 2, 3, 4], mine, leaving=True)
     pool.release(mine)
-    assert cache.num_pages == 2 == cache.evictable
+    assert cache.num_pages == 2 == cache.pool.num_idle
     check_cache(cache)
 
 
@@ -89,7 +91,7 @@ def test_a_page_that_others_hold_does_not_go_below_a_foreign_page_either() -> No
     cache.insert([1, 1, 2, 2], leaving, leaving=True)
     pool.release(leaving)
     check_cache(cache)
-    assert cache.num_pages == cache.evictable == 1
+    assert cache.num_pages == cache.pool.num_idle == 1
     check_pool(pool, [staying], cache)
 
 
