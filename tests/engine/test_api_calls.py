@@ -67,7 +67,7 @@ def test_the_last_requests_are_written_when_the_engine_dies(tmp_path: Path) -> N
 
 def test_as_many_requests_wait_as_may(tmp_path: Path) -> None:
     with checksum_engine(rows=2) as engine:
-        engine._parts.core.stepper.scheduler.max_queued = 3
+        engine._parts.core.stepper.scheduler._waiting.most = 3
         engine.pause_generation("in_place")
         streams = [engine.generate(input_ids=[i], sampling_params=GREEDY, stream=True) for i in range(5)]
         engine.get_load()
