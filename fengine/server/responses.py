@@ -46,7 +46,8 @@ REFUSED = {
 }
 PARTS = ("input_text", "output_text", "text", "reasoning_text")
 LOGPROBS = "message.output_text.logprobs"
-WORDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+WORDS = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
+         "reasoning_effort": "reasoning"}  # fmt: skip
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +134,8 @@ def _append(messages: list[Any], item: Any, where: str) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
-        if thought := "".join(part["text"] for part in _content(item.get("content") or [], where)):
+        parts = _content(item.get("content") or [], where)
+        if thought := parts if isinstance(parts, str) else "".join(part["text"] for part in parts):
             messages.append({"role": "assistant", "reasoning_content": thought, "content": ""})
     else:
         raise invalid("input", f"{where} has the type {kind!r:.80}; known are message, function_call, "
@@ -157,9 +159,9 @@ def _join(messages: list[Any]) -> None:
 
 def _content(content: Any, where: str) -> Any:
     """Parts as chats write them. Errors: ApiError for what is no text."""
-    if not isinstance(content, list):
+    if isinstance(content, str) or content is None:
         return content
-    for part in content:
+    for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
             raise invalid("input", f"{where}: content must be a text or input_text parts; no images, no files.")
     return [{"type": "text", "text": part["text"]} for part in content]

@@ -145,8 +145,9 @@ class Service:
         Errors: ApiError.
         """
         sampling = self.sampling_defaults | arguments["sampling_params"]
-        if request.bad_words:
-            sampling["logit_bias"] = self._barred(request.bad_words) | (sampling.get("logit_bias") or {})
+        bias = sampling.get("logit_bias", {})
+        if request.bad_words and isinstance(bias, dict):  # another is the engine's to refuse
+            sampling["logit_bias"] = bias | self._barred(request.bad_words)
         arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}
         return GenerateReqInput(**arguments, stream=request.stream)
 

@@ -270,11 +270,15 @@ def _columns(read: OpenAIRequest, body: Any) -> dict[str, Any]:
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         del sampling["max_new_tokens"]  # the run's own holds
     if (chat := read.chat) is not None:
-        refused = {"tools": chat.callable, "add_generation_prompt": not chat.add_generation_prompt}
+        refused = {"tools": chat.callable, "continue_final_message": chat.continue_final}
+        refused["add_generation_prompt"] = not chat.add_generation_prompt
         refused |= {"chat_template_kwargs": chat.template_values, "reasoning_effort": chat.reasoning_effort}
         prompt = {"messages": chat.messages}
     else:
-        refused, prompt = {"echo": read.echo}, _prompt(read, arguments)
+        refused, prompt = {}, _prompt(read, arguments)
+    refused |= {"echo": read.echo, "bad_words": read.bad_words, "truncate_prompt_tokens": read.truncation}
+    refused |= {"prompt_logprobs": read.prompt_logprobs is not None}
+    refused |= {"add_special_tokens": read.add_special_tokens is (chat is not None)}
     rest = {name: value for name, value in arguments.items() if name not in ("text", "input_ids")}
     for name, value in (refused | {"stream": read.stream} | rest).items():
         if value:
