@@ -154,7 +154,7 @@ def steps_told(engine: HasContext, tell: Callable[[StepRecord], None]) -> Iterat
 
 
 def start_expert_distribution_record(engine: HasContext) -> None:
-    raise UnsupportedFeatureError("expert distributions are not recorded: no model with experts is built.")
+    raise UnsupportedFeatureError("expert distributions are not recorded.")
 
 
 RPC = ("save_sharded_model", "flush_cache", "release_memory_occupation", "resume_memory_occupation", "freeze_gc")

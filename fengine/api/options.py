@@ -13,9 +13,9 @@ from fengine.api.io_struct import GenerateReqInput
 from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
-from fengine.core.parameters import json_like
+from fengine.core.parameters import Parameter, Range, json_like
 from fengine.core.request import Adapter, SamplingParams
-from fengine.core.scalars import exact_int, flag, integer, told
+from fengine.core.scalars import exact_int, told
 from fengine.engine.parts import Parts
 from fengine.errors import FengineError, GrammarError, InvalidRequestError
 from fengine.structured_output.backend import Grammar, Grammars, Source
@@ -24,6 +24,18 @@ MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_IDS = 65536
 MAX_LOGPROBS = 1 << 23  # of one prompt with all its samples: some GiB of Python objects
 MAX_SALT = 4096
+OPTIONS = {  # arguments of a call that are flags and numbers, as sampling parameters are declared
+    row.name: row
+    for row in (
+        Parameter("return_logprob", "flag", False, "logprobs", "Logprobs of the drawn tokens are returned."),
+        Parameter("logprob_start_len", "integer", -1, "logprobs", "And from which position of the prompt on; -1: none.",
+                  Range(-1, words="-1 (no input logprobs) or at least 0")),
+        Parameter("top_logprobs_num", "integer", 0, "logprobs", "How many of the likeliest tokens beside each.",
+                  Range(0, MAX_TOP_LOGPROBS)),
+        Parameter("priority", "integer", 0, "queue", "The higher, the earlier it is admitted.",
+                  Range(-(2**31), 2**31 - 1, words="in [-2**31, 2**31 - 1]")),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +107,7 @@ def request_params(
     Logprob options are checked in any case and, as in SGLang, have an effect only with return_logprob.
     Errors: InvalidRequestError.
     """
-    vocab_size, return_logprob = context.parts.spec.vocab_size, flag("return_logprob", prompt.return_logprob)
+    vocab_size, return_logprob = context.parts.spec.vocab_size, _option("return_logprob", prompt.return_logprob)
     start = _logprob_start(prompt.logprob_start_len, count)
     top = _top_logprobs(prompt.top_logprobs_num, vocab_size)
     ids = _logprob_ids(prompt.token_ids_logprob, vocab_size)
@@ -140,11 +152,14 @@ def grammars_in(context: EngineContext, sampling: Any) -> set[Source]:
     return found
 
 
+def _option(name: str, value: Any) -> Any:
+    """The value of one of OPTIONS, or its default. Errors: InvalidRequestError."""
+    return OPTIONS[name].default if value is None else OPTIONS[name].checked(value)
+
+
 def _logprob_start(value: Any, count: int) -> int | None:
     """The first prompt position whose logprob is wanted; None for SGLang's -1, and where there is no such position."""
-    start = -1 if value is None else integer("logprob_start_len", value)
-    if start < -1:
-        raise InvalidRequestError(f"logprob_start_len must be -1 (no input logprobs) or at least 0, got {start}.")
+    start = _option("logprob_start_len", value)
     if start > count:
         raise InvalidRequestError(
             f"logprob_start_len={start} is higher than the number of input tokens ({count}). "
@@ -154,10 +169,8 @@ def _logprob_start(value: Any, count: int) -> int | None:
 
 
 def _top_logprobs(value: Any, vocab_size: int) -> int:
-    top, most = 0 if value is None else integer("top_logprobs_num", value), min(MAX_TOP_LOGPROBS, vocab_size)
-    if not 0 <= top <= most:
-        raise InvalidRequestError(f"top_logprobs_num must be in [0, {most}], got {top}.")
-    return top
+    row = OPTIONS["top_logprobs_num"]
+    return replace(row, range=Range(0, min(MAX_TOP_LOGPROBS, vocab_size))).checked(0 if value is None else value)
 
 
 def _logprob_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
@@ -233,9 +246,7 @@ def adapter_of(parts: Parts, name: Any) -> Adapter | None:
 
 
 def salt_of(value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or len(value) > MAX_SALT:
+    if value is not None and (not isinstance(value, str) or len(value) > MAX_SALT):
         raise InvalidRequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {value!r:.80}.")
     return value or None
 
@@ -249,10 +260,5 @@ def priority_of(args: ServerArgs, value: Any) -> int:
                 "the engine is made, or leave priority out."
             )
         return 0
-    value = args.default_priority_value if value is None else value
-    if value is None:
-        return 0
-    number = integer("priority", value)
-    if not -(2**31) <= number < 2**31:
-        raise InvalidRequestError(f"priority must be in [-2**31, 2**31 - 1], got {number}.")
+    number = _option("priority", args.default_priority_value if value is None else value)
     return -number if args.schedule_low_priority_values_first else number

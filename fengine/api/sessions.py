@@ -20,11 +20,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fengine.core.scalars import exact_float, exact_int
+from fengine.core.parameters import Parameter, Range
+from fengine.core.scalars import flag, integer
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL, Threads
 from fengine.errors import InvalidRequestError, SessionError
 
+CAPACITY = Parameter(
+    "capacity_of_str_len", "integer", None, "session", "Bounds nothing, as in SGLang.",
+    Range(0, words="a whole number of at least 0"),
+)  # fmt: skip
+TIMEOUT = Parameter(
+    "timeout", "number", None, "session", "Seconds without a request until it closes; None: it does not.",
+    Range(0, low_open=True, words="a number of seconds above 0, or None"), null=True,
+)  # fmt: skip
 KEYS = ("id", "rid", "offset", "replace", "drop_previous_output")
 
 
@@ -49,16 +58,12 @@ class SessionParams:
         given = {key: value for key, value in values.items() if value is not None}
         if "id" not in given:
             raise SessionError("Invalid request session id: session_params needs the id that open_session returned.")
-        for key, kind, what in (
-            *((key, str, "a string") for key in ("id", "rid")),
-            *((key, bool, "True or False") for key in ("replace", "drop_previous_output")),
-        ):
-            if not isinstance(given.get(key, kind()), kind):
-                raise InvalidRequestError(f"session_params[{key!r}] must be {what}, got {given[key]!r:.80}.")
-        if "offset" in given:
-            given["offset"] = exact_int(given["offset"])
-            if given["offset"] is None:
-                raise InvalidRequestError(f"session_params['offset'] must be an integer, got {values['offset']!r:.80}.")
+        for key, value in given.items():
+            name = f"session_params[{key!r}]"
+            if key in ("id", "rid") and not isinstance(value, str):
+                raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}.")
+            if key not in ("id", "rid"):
+                given[key] = integer(name, value) if key == "offset" else flag(name, value)
         return cls(**given)
 
 
@@ -149,18 +154,10 @@ class Sessions:
         `streaming` session is append-only; its KV lies in the prefix cache, as any session's does.
         Errors: InvalidRequestError.
         """
-        if not isinstance(streaming, bool):
-            raise InvalidRequestError(f"streaming must be True or False, got {streaming!r:.80}.")
-        capacity = exact_int(capacity_of_str_len)
-        if capacity is None or capacity < 0:
-            raise InvalidRequestError(
-                f"capacity_of_str_len must be a whole number of at least 0, got {capacity_of_str_len!r:.80}."
-            )
+        streaming, _ = flag("streaming", streaming), CAPACITY.checked(capacity_of_str_len)
         if session_id is not None and (not isinstance(session_id, str) or not session_id):
             raise InvalidRequestError(f"session_id must be a string that is not empty, got {session_id!r:.80}.")
-        seconds = exact_float(timeout)
-        if timeout is not None and not (seconds is not None and 0 < seconds < float("inf")):
-            raise InvalidRequestError(f"timeout must be a number of seconds above 0, or None, got {timeout!r:.80}.")
+        seconds = TIMEOUT.checked(timeout)
         with self._lock:
             self._expire()
             if session_id in self._sessions:
