@@ -234,7 +234,10 @@ def watch(world: World, event: Event) -> None:
             raise ValueError("as planned")
 
     world.core.call("watch_steps", tell, key=str(event.name))
+    before = world.core.stepper.steps
     world.machine.sleep(event.pace + STEP)
+    if world.core.stepper.steps > before + 2 and not told:
+        raise Violation("a watcher is not told of steps that have landed")
     fault = world.core.call("unwatch_steps", key=str(event.name))
     if (fault is not None) != (len(told) == 3) or len(told) > 3:
         raise Violation(f"a watcher that fails was told {len(told)} times")

@@ -117,3 +117,12 @@ def test_who_finds_no_slot_is_overtaken_for_a_while_only() -> None:
         check_scheduler(under)
         assert i < 1000
     assert LPM_PATIENCE < i
+
+
+def test_the_slot_that_was_idle_for_longest_is_given_away() -> None:
+    first, second, third = adapters(3)
+    slots = AdapterSlots(2)
+    index = {adapter.name: slots.enter(adapter)[0] for adapter in (first, second)}
+    slots.leave(index["a1"])
+    slots.leave(index["a0"])
+    assert slots.enter(third) == (index["a1"], True)
