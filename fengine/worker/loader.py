@@ -251,21 +251,26 @@ def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement
     if cut is not None:
         rows = weight.rows(cut.rank, cut.size)
         stored = [_rows(part, one) for part, own in zip(stored, rows, strict=True) for one in own]
-    few_bits = [part.to(placement.device) for part in stored if isinstance(part, Codes)]
-    if len(few_bits) == len(stored) and not weight.stack and (codes := quantized.joined(few_bits)) is not None:
-        leaf = quantized.pack(codes, dtype)
+    if (leaf := _in_few_bits(weight, stored, placement)) is not None:
         return leaf if cut is None else columns(weight, leaf, cut)
-    parts = [
-        quantized.dequantized(part.to(placement.device), dtype) if isinstance(part, Codes)
-        else part.to(placement.device, dtype)
-        for part in stored
-    ]  # fmt: skip
+    parts = [_whole(part, placement.device, dtype) for part in stored]
     joined = torch.cat(parts) if len(parts) > 1 else parts[0] if cut is None else parts[0].clone()
     if not weight.matrix:
         return _own(joined.contiguous())
     dense = linear.pack(joined if cut else joined.view(weight.shape))
     dense = dense._replace(packed=_own(dense.packed))
     return dense if cut is None else columns(weight, dense, cut)
+
+
+def _in_few_bits(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement) -> linear.Leaf | None:
+    """The leaf of parts that are all in few bits and can be joined so; None: they are to be whole. Pure."""
+    parts = [part.to(placement.device) for part in stored if isinstance(part, Codes)]
+    codes = quantized.joined(parts) if len(parts) == len(stored) and not weight.stack else None
+    return None if codes is None else quantized.pack(codes, placement.of(weight))
+
+
+def _whole(part: Tensor | Codes, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return part.to(device, dtype) if isinstance(part, Tensor) else quantized.dequantized(part.to(device), dtype)
 
 
 def _rows(part: Tensor | Codes, rows: slice) -> Tensor | Codes:

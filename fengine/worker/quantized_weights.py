@@ -65,33 +65,39 @@ def parts_of(source: Source, scheme: Scheme) -> dict[str, Part]:
     n, k = source.shape
     if scheme.layout == "float":
         return {at: Part(((n, k),), ("F8_E4M3",)), **_float_scales(module, n, k, scheme)}
-    rows, words = (scheme.block or (1, 0))[1] or k, 8 if scheme.code == "int4" else 4
+    rows = (scheme.block or (1, 0))[1] or k
     if not scheme.ordered:
         _divides(f"{module}.{MAIN[scheme.layout]}", "inputs", k, rows)
-    groups = -(-k // rows)
-    if scheme.layout == "micro":
-        return {
-            f"{module}.weight_packed": Part(((n, k // 2),), BYTES),
-            f"{module}.weight_scale": Part(((n, groups),), E8M0),
-        }
-    order = {"g_idx": Part(((k,),), WORDS, optional=not scheme.ordered)}
-    if scheme.layout == "packed":
-        parts = {
-            "weight_packed": Part(((n, -(-k // words)),), WORDS), "weight_scale": Part(((n, groups),), FLOATS),
-            "weight_zero_point": Part(((-(-n // words), groups), (n, groups)), ("I32", "I8"), not scheme.zeros),
-            "weight_g_idx": order["g_idx"],
-        }  # fmt: skip
-        parts = parts if scheme.zeros else {name: part for name, part in parts.items() if name != "weight_zero_point"}
-        return {f"{module}.{name}": part for name, part in parts.items()}
-    _divides(f"{module}.qweight", "outputs", n, words)
-    _divides(f"{module}.qweight", "inputs", k, words if scheme.layout == "gptq" else 1)
-    shape = (k // words, n) if scheme.layout == "gptq" else (k, n // words)
-    parts = {
-        "qweight": Part((shape,), WORDS), "qzeros": Part(((groups, n // words),), WORDS),
-        "scales": Part(((groups, n),), FLOATS),
-    }  # fmt: skip
-    parts |= order if scheme.layout == "gptq" else {}
+    if scheme.layout in ("awq", "gptq"):
+        _divides(f"{module}.qweight", "outputs", n, 32 // _bits(scheme))
+        _divides(f"{module}.qweight", "inputs", k, 32 // _bits(scheme) if scheme.layout == "gptq" else 1)
+        parts = _transposed(n, k, -(-k // rows), scheme)
+    else:
+        parts = _compressed(n, k, -(-k // rows), scheme)
     return {f"{module}.{name}": part for name, part in parts.items()}
+
+
+def _transposed(n: int, k: int, groups: int, scheme: Scheme) -> dict[str, Part]:
+    """AWQ and GPTQ: a column for each output. Pure."""
+    words, is_gptq = 32 // _bits(scheme), scheme.layout == "gptq"
+    parts = {
+        "qweight": Part(((k // words, n) if is_gptq else (k, n // words),), WORDS),
+        "qzeros": Part(((groups, n // words),), WORDS), "scales": Part(((groups, n),), FLOATS),
+    }  # fmt: skip
+    return parts | ({"g_idx": Part(((k,),), WORDS, optional=not scheme.ordered)} if is_gptq else {})
+
+
+def _compressed(n: int, k: int, groups: int, scheme: Scheme) -> dict[str, Part]:
+    """compressed-tensors' packed formats. Pure."""
+    if scheme.layout == "micro":
+        return {"weight_packed": Part(((n, k // 2),), BYTES), "weight_scale": Part(((n, groups),), E8M0)}
+    words = 32 // _bits(scheme)
+    zeros = Part(((-(-n // words), groups), (n, groups)), ("I32", "I8"))
+    return {
+        "weight_packed": Part(((n, -(-k // words)),), WORDS), "weight_scale": Part(((n, groups),), FLOATS),
+        "weight_g_idx": Part(((k,),), WORDS, optional=not scheme.ordered),
+        **({"weight_zero_point": zeros} if scheme.zeros else {}),
+    }  # fmt: skip
 
 
 def _divides(name: str, what: str, size: int, by: int) -> None:
