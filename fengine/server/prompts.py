@@ -1,4 +1,4 @@
-"""Fields that hold prompts, and how these become ids: special tokens, truncation. No torch."""
+"""Fields that hold prompts, and how these become ids: special tokens, truncation. No torch, and no tokenizers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Any
 
 from fengine.server.errors import invalid, missing
 from fengine.server.fields import Fields, flag, one_of, whole
-from fengine.tokenizer.tokenizer import Tokenizer
 
 TRUNCATION: Fields = {
     "truncate_prompt_tokens": whole("Most tokens of the prompt; -1: as many as the context takes.", -1, 2**31 - 1),
@@ -66,7 +65,7 @@ def truncation_of(given: Mapping[str, Any]) -> Truncation | None:
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, kind: str, prompts: Any, add_special: bool, cut: Truncation | None, context: int
+    tokenizer: Any, kind: str, prompts: Any, add_special: bool, cut: Truncation | None, context: int
 ) -> list[list[int]]:
     """The ids of each of the prompts that `texts_or_ids` read. Errors: InvalidRequestError and its kinds; ApiError."""
     if kind == "text":
