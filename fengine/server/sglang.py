@@ -29,7 +29,7 @@ def read(body: Mapping[str, Any], tokenizer: Tokenizer) -> "tuple[GenerateReqInp
     with_texts, _ = given.pop("return_text_in_logprobs"), given.pop("model")
     request = GenerateReqInput(**{name: value for name, value in given.items() if value is not None})
     prompts = request.input_ids if request.text is None else request.text
-    several = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
+    several = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
     params = request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
     counts = [one["n"] for one in params if isinstance(one, dict) and type(one.get("n")) is int]
     rows = (len(prompts) if several else 1) * max(1, *counts, 1)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import random
 import re
 import shutil
 import threading
@@ -483,6 +484,26 @@ GOOD: dict[str, Any] = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"i
 def test_what_is_refused_is_named(path: str, change: Any, param: str | None, server: Live) -> None:
     answer = server.ask("POST", path, GOOD.get(path, {}) | change, **KEY)
     assert answer.status == 400 and answer.json["error"]["param"] == param, answer.body
+
+
+ODD: list[Any] = [True, 0, -1, 1.5, 10**30, "", "x", [], [1], [[]], ["a", 1], {}, {"a": 1}, [{}], [None], [[1], ["a"]],
+                  {"type": "x"}, [{"type": "message"}], [{"type": "reasoning", "content": "x"}],
+                  [{"role": "user", "content": [{}]}], [{"type": "function", "function": {}}]]  # fmt: skip
+SHORT: dict[str, Any] = GOOD | {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1}, "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1}, "/v1/messages": {"messages": CHAT, "max_tokens": 1},
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}}, "/tokenize": {"prompt": "a"},
+}  # fmt: skip
+
+
+def test_odd_values_of_any_field_are_no_fault_of_the_server(server: Live) -> None:
+    """What a body holds may be refused, and ends in no internal error. A sample, always the same."""
+    cases = [(one.paths[0], name, value) for one in ENDPOINTS for name in one.fields or () for value in ODD
+             if one.access is Access.KEY]  # fmt: skip
+    for path, name, value in random.Random(1).sample(cases, 400):
+        answer = server.ask("POST", path, {**SHORT.get(path, {}), name: value})
+        assert answer.status in (200, 400, 404), (path, name, value, answer.body)
+    assert post(server, "/generate", {"text": []}) == []
 
 
 # -- responses and messages --------------------------------------------------------------------------------------------
