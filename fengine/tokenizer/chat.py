@@ -4,6 +4,7 @@ A template comes from a checkpoint, so it is untrusted code; whatever goes wrong
 request alone. Rendered text equals that of transformers' `apply_chat_template`.
 """
 
+import atexit
 import logging
 import os
 from functools import lru_cache
@@ -120,7 +121,9 @@ def left_open(messages: list[dict[str, Any]], rendered: str) -> str:
 @lru_cache(1)
 def _renderers(process: int) -> Trials:
     """The children that render, for all templates of a process; a fork has its own. Pure but for them."""
-    return Trials("fengine.tokenizer.templates", RENDERERS, LIMITS)
+    found = Trials("fengine.tokenizer.templates", RENDERERS, LIMITS)
+    atexit.register(lambda: found.close() if os.getpid() == process else None)  # not when a fork of it ends
+    return found
 
 
 class ChatTemplate:

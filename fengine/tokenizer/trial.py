@@ -98,6 +98,7 @@ class Trial:
         self._closed = True
         if (child := self._child) is not None:
             child.kill()
+            child.wait()
 
     def _started(self) -> "subprocess.Popen[str]":
         if self._child is None or self._child.poll() is not None:
