@@ -1,6 +1,7 @@
 """`Family`: what one file of a model family brings, and the architectures that it makes of it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from fengine.models import layers
 from fengine.models.fields import Fields, check_fields, check_model_type
 from fengine.models.kv_state import KVState, Params, StepBatch
-from fengine.models.reader import classifier_spec
+from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, embedding_spec
 from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
 
@@ -62,3 +63,17 @@ class Family(NamedTuple):
         if architecture.endswith("ForSequenceClassification"):
             return classifier_spec(spec, architecture, config)
         return spec if architecture == self.architecture else embedding_spec(spec, architecture)
+
+
+def classifier_spec(spec: ModelSpec, architecture: str, config: Config) -> ModelSpec:
+    """The same decoder under a head with one output per label of `config`. Pure. Errors: ModelLoadError.
+
+    As transformers: as many labels as `id2label` has entries; else `num_labels`; else 2.
+    """
+    read = ConfigReader(config)
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) and labels else read.size("num_labels", 1 << 20, default=2)
+    if labels is not None and not isinstance(labels, dict):
+        read.problems.append(f"id2label must be an object or null, got {labels!r}"[:200])
+    read.done(architecture)
+    return replace(embedding_spec(spec, architecture), num_labels=count)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError
-from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec, embedding_spec
+from fengine.models.spec import Config, LayerKind, ModelSpec, RopeSpec
 
 SILU = ("silu", "swish")  # two names of one function
 GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
@@ -162,12 +162,7 @@ def windowed(
     on either side. A window as long as the context cuts
     nothing off. Errors: ModelLoadError, UnsupportedArchitectureError.
     """
-    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
-        raise UnsupportedArchitectureError(
-            f"layer_types = {types!r:.200}: supported are {FULL!r} and {SLIDING!r} layers."
-        )
-    if len(types) != spec.num_layers:
-        raise ModelLoadError(f"config.json: layer_types has {len(types)} entries for {spec.num_layers} layers.")
+    _check_types(types, spec.num_layers)
     kinds = []
     for index, kind in enumerate(types):
         was, table = spec.kind(index), near if kind == SLIDING else far
@@ -176,6 +171,16 @@ def windowed(
     if any(kind.window for kind in kinds) and not spec.causal and not both_ways:
         raise UnsupportedArchitectureError("is_causal = false with sliding windows is not supported.")
     return replace(spec, kinds=tuple(kinds) if any(kind != LayerKind() for kind in kinds) else ())
+
+
+def _check_types(types: Any, layers: int) -> None:
+    """Errors: ModelLoadError, UnsupportedArchitectureError."""
+    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
+        raise UnsupportedArchitectureError(
+            f"layer_types = {types!r:.200}: supported are {FULL!r} and {SLIDING!r} layers."
+        )
+    if len(types) != layers:
+        raise ModelLoadError(f"config.json: layer_types has {len(types)} entries for {layers} layers.")
 
 
 def qwen_windows(config: Config, spec: ModelSpec) -> ModelSpec:
@@ -283,17 +288,3 @@ def _yarn_scale(read: ConfigReader, factor: float) -> float:
 
     over, under = read.number("mscale", -1.0, 1e6, default=0.0), read.number("mscale_all_dim", -1.0, 1e6, default=0.0)
     return scale(over) / scale(under) if over and under else scale(1.0)
-
-
-def classifier_spec(spec: ModelSpec, architecture: str, config: Config) -> ModelSpec:
-    """The same decoder under a head with one output per label of `config`. Pure. Errors: ModelLoadError.
-
-    As transformers: as many labels as `id2label` has entries; else `num_labels`; else 2.
-    """
-    read = ConfigReader(config)
-    labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, dict) and labels else read.size("num_labels", 1 << 20, default=2)
-    if labels is not None and not isinstance(labels, dict):
-        read.problems.append(f"id2label must be an object or null, got {labels!r}"[:200])
-    read.done(architecture)
-    return replace(embedding_spec(spec, architecture), num_labels=count)

@@ -93,12 +93,8 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     pool, prompt = _pool(pooling, config.get("hidden_size")), _prompt(directory)
     if prompt and pool == "mean" and pooling.get("include_prompt") is False:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
-    dense, size = [], config.get("hidden_size")
-    for kind, folder in zip(kinds, folders, strict=True):
-        if kind == "Dense":
-            dense.append(_dense(folder, size))
-            size = len(dense[-1].bias_O)
-    return Pooling(pool, normalize, tuple(sizes), prompt, *_text_limits(directory), tuple(dense))
+    dense = _dense_layers(folders[2 : len(folders) - normalize], config.get("hidden_size"))
+    return Pooling(pool, normalize, tuple(sizes), prompt, *_text_limits(directory), dense)
 
 
 def _folder(directory: Path, kind: str, path: str) -> Path:
@@ -106,6 +102,14 @@ def _folder(directory: Path, kind: str, path: str) -> Path:
     if where.is_absolute() or ".." in where.parts:
         raise ModelLoadError(f"modules.json: the path {path!r} of {kind} leaves the model's directory.")
     return directory / where
+
+
+def _dense_layers(folders: list[Path], size: Any) -> tuple[Dense, ...]:
+    """Of these folders, behind vectors of `size`. Errors: as `_dense`."""
+    found: list[Dense] = []
+    for folder in folders:
+        found.append(_dense(folder, len(found[-1].bias_O) if found else size))
+    return tuple(found)
 
 
 def _dense(folder: Path, size: Any) -> Dense:

@@ -146,7 +146,8 @@ def test_rope_kv_write(dtype: torch.dtype, heads: int, groups: int, width: int, 
          normal(width, seed=1)), dtype,
     )  # fmt: skip
     position, slot = (torch.tensor(index).int().to(DEVICE) for index in ([4, 49, 0, 7, 8], [3, 11, 6, 5, 10]))
-    for norms in ((q_norm, k_norm, 1e-6), (q_norm, k_norm, 1e-6, 1.0)) if norm else ((None, None, 0.0),):
+    given: list[Any] = [(q_norm, k_norm, 1e-6), (q_norm, k_norm, 1e-6, 1.0)] if norm else [(None, None, 0.0)]
+    for norms in given:
         want = rope.reference(x, table, position, slot, k, v, heads, *norms)
         got = rope.launch(x, table, position, slot, k, v, heads, *norms)
         assert_close((got, k, v), want, dtype)
@@ -222,14 +223,15 @@ def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float, b
         ([270, 40], [20, 9], plans.Tiles(False, 32, 4, 1)),
         ([300, 33], [1, 1], None),
     ):
-        tokens = tokens if bounds[0] else lengths
-        args = put(paged_case(lengths, tokens, 4, 2, 48, 16, padding=2), dtype)
+        if not bounds[0]:
+            lengths = tokens = [length // 2 for length in lengths]
+        args: Any = put(paged_case(lengths, tokens, 4, 2, 48, 16, padding=2), dtype)
         sinks = put(normal(4, seed=3) * 3, dtype) if bounds[3] else None
-        want = attention.reference(*args, plans.Bounds(*bounds), sinks)
+        reference: Any = attention.reference
+        want = reference(*args, plans.Bounds(*bounds), sinks)
+        launch: Any = attention.launch
         got = [
-            attention.launch(*args, *bounds[:3], sinks, chosen=plans.Schedule(r, t))
-            for r in (rows, one)
-            for t in (tiles, None)
+            launch(*args, *bounds[:3], sinks, chosen=plans.Schedule(r, t)) for r in (rows, one) for t in (tiles, None)
         ]
         for each in got:
             assert_close(each, want, dtype)
