@@ -26,14 +26,23 @@ from fengine.errors import (
 from fengine.models.kv_state import Params
 from fengine.models.quantization import read_quantization
 from fengine.models.rope import rope_tables
-from fengine.models.sources import HeadOrder, Source
-from fengine.models.spec import Config, ModelSpec, Scheme
+from fengine.models.sources import Source
+from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD, Weight, head_weight
 from fengine.ops import linear, quantized
 from fengine.ops.columns import Columns, Group
 from fengine.ops.quantized import Codes
 from fengine.worker.checkpoint_checks import check_entries, check_tied, read_entries
-from fengine.worker.quantized_weights import check_unread, module_of, read_codes, scheme_of
+from fengine.worker.quantized_weights import (
+    check_unread,
+    encoded_by,
+    in_our_order,
+    module_of,
+    read_codes,
+    rows_of,
+    scheme_of,
+    whole,
+)
 from fengine.worker.safetensors_file import (
     DTYPES,
     INDEX,
@@ -224,24 +233,10 @@ def _load(
         def matrix(weight: Weight, source: Source) -> Tensor | Codes:
             scheme = scheme_of(weight, source, spec.quantization, entries)
             if scheme is None or scheme.layout == "load":
-                return _encoded(source.ours(read(source.name)), scheme, device)
-            return _ours(source, read_codes(source, scheme, read, entries))
+                return encoded_by(source.ours(read(source.name)), scheme, device)
+            return in_our_order(source, read_codes(source, scheme, read, entries))
 
         return _build(spec, weights, lambda w: place(w, [matrix(w, s) for s in w.sources], placement), group)
-
-
-def _ours(source: Source, part: Tensor | Codes) -> Tensor | Codes:
-    """In our order of rows. Pure."""
-    if isinstance(part, Tensor):
-        return source.ours(part)
-    return part.rows(source.order.index(len(part.code_NK))) if isinstance(source.order, HeadOrder) else part
-
-
-def _encoded(tensor: Tensor, scheme: Scheme | None, device: torch.device) -> Tensor | Codes:
-    """In few bits if the scheme says so, computed on the device; fp4 is only ever read. Pure."""
-    if scheme is None or tensor.dim() != 2 or scheme.code == "fp4":
-        return tensor
-    return quantized.encoded(tensor.to(device), scheme.code, (scheme.block or (1, 0))[1])
 
 
 def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement) -> Leaf:
@@ -250,10 +245,10 @@ def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement
     cut = group if weight.shard else None
     if cut is not None:
         rows = weight.rows(cut.rank, cut.size)
-        stored = [_rows(part, one) for part, own in zip(stored, rows, strict=True) for one in own]
+        stored = [rows_of(part, one) for part, own in zip(stored, rows, strict=True) for one in own]
     if (leaf := _in_few_bits(weight, stored, placement)) is not None:
         return leaf if cut is None else columns(weight, leaf, cut)
-    parts = [_whole(part, placement.device, dtype) for part in stored]
+    parts = [whole(part, placement.device, dtype) for part in stored]
     joined = torch.cat(parts) if len(parts) > 1 else parts[0] if cut is None else parts[0].clone()
     if not weight.matrix:
         return _own(joined.contiguous())
@@ -267,14 +262,6 @@ def _in_few_bits(weight: Weight, stored: Sequence[Tensor | Codes], placement: Pl
     parts = [part.to(placement.device) for part in stored if isinstance(part, Codes)]
     codes = quantized.joined(parts) if len(parts) == len(stored) and not weight.stack else None
     return None if codes is None else quantized.pack(codes, placement.of(weight))
-
-
-def _whole(part: Tensor | Codes, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return part.to(device, dtype) if isinstance(part, Tensor) else quantized.dequantized(part.to(device), dtype)
-
-
-def _rows(part: Tensor | Codes, rows: slice) -> Tensor | Codes:
-    return part.rows(rows) if isinstance(part, Codes) else part[rows]
 
 
 def columns(weight: Weight, own: linear.Leaf, group: Group) -> Columns:
@@ -304,7 +291,7 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
     scheme = spec.quantization and weight.matrix and spec.quantization.of(module_of(weight.sources[0]))
     if scheme and not weight.stack and weight.path != ("embed",):
-        codes = _encoded(tensor, scheme, placement.device)
+        codes = encoded_by(tensor, scheme, placement.device)
         return place(weight, [codes], placement)
     if not weight.shard or placement.group is None:
         return linear.pack(tensor) if weight.matrix else tensor

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fengine.errors import CorruptCheckpointError
-from fengine.models.sources import Source
+from fengine.models.sources import HeadOrder, Source
 from fengine.models.spec import Quantization, Scheme
 from fengine.models.weights import Weight
-from fengine.ops.quantized import Codes, dequantized
+from fengine.ops.quantized import Codes, dequantized, encoded
 from fengine.worker.safetensors_file import DTYPES, TensorEntry
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where column j of 8 stands in a word
@@ -240,3 +240,27 @@ def _blocks(source: Source, read: Read) -> Tensor:
     if not torch.isfinite(scale).all():
         raise CorruptCheckpointError(f"the scales of {source.name!r} are not finite.")
     return dequantized(Codes("fp4", codes, scale, None, 32), torch.bfloat16).view(e, n, k).transpose(1, 2)
+
+
+def in_our_order(source: Source, part: Tensor | Codes) -> Tensor | Codes:
+    """In our order of rows. Pure."""
+    if isinstance(part, Tensor):
+        return source.ours(part)
+    return part.rows(source.order.index(len(part.code_NK))) if isinstance(source.order, HeadOrder) else part
+
+
+def encoded_by(tensor: Tensor, scheme: Scheme | None, device: torch.device) -> Tensor | Codes:
+    """In few bits if the scheme says so, computed on the device; fp4 is only ever read. Pure."""
+    if scheme is None or tensor.dim() != 2 or scheme.code == "fp4":
+        return tensor
+    return encoded(tensor.to(device), scheme.code, (scheme.block or (1, 0))[1])
+
+
+def whole(part: Tensor | Codes, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The matrix itself. Pure."""
+    return part.to(device, dtype) if isinstance(part, Tensor) else dequantized(part.to(device), dtype)
+
+
+def rows_of(part: Tensor | Codes, rows: slice) -> Tensor | Codes:
+    """Some of its rows. Pure."""
+    return part.rows(rows) if isinstance(part, Codes) else part[rows]
