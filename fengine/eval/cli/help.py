@@ -18,15 +18,16 @@ _KEY = re.compile(r"( *)(\w+):( .*)?")
 def annotated(text: str, schema: Schema) -> str:
     """A help text with a word on every key of its configuration. Pure but for the sources of the schemas."""
     notes = _notes(schema.keys, "", inspect.getsource(schema.kind) + inspect.getsource(EngineConfig))
+    head, mark, rest = text.partition("\nConfiguration (")  # before it there are the groups and their options
     lines, path = [], list[str]()
-    for line in text.splitlines():
+    for line in rest.splitlines():
         if (found := _KEY.fullmatch(line)) is not None:
             path = [*path[: len(found[1]) // 2], found[2]]
             if note := notes.get(".".join(path)):
                 line = f"{line:<34}  # {note}"
                 line = line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
         lines.append(line)
-    return "\n".join(lines)
+    return head + mark + "\n".join(lines)
 
 
 def _notes(section: Any, prefix: str, source: str) -> dict[str, str]:
