@@ -101,14 +101,17 @@ def schedules(m: int, n: int, k: int, dtype: torch.dtype, processors: int | None
     few = [s for largest_m, least_n, least_k, s in FEW_ROWS if m <= largest_m and n >= least_n and k >= least_k]
     tiles = [s for s in MANY_ROWS if cdiv(m, s.block_m) * cdiv(n, s.block_n) >= FULL_DEVICE]
     ours = [[*few, *tiles, MANY_ROWS[-1]][0]]
-    if processors is not None and m > 32 and n >= 2000 and k >= 4096 and (m > 64 or n < 5000):
+    if processors is not None and _hopper_pays(m, n, k):
         waves, hopper = waves_of(m, n, HOPPER, processors)
         ours = [hopper, *ours]
         if 128 < m and waves < 0.7:
             return [hopper, LIBRARY, *ours[1:]]
-    if m <= FEW or (m <= 128 and n < 2000 and k < 4096):
-        return ours
-    return [LIBRARY, *ours]
+    few_enough = m <= FEW or (m <= 128 and n < 2000 and k < 4096)
+    return ours if few_enough else [LIBRARY, *ours]
+
+
+def _hopper_pays(m: int, n: int, k: int) -> bool:
+    return m > 32 and n >= 2000 and k >= 4096 and (m > 64 or n < 5000)
 
 
 def gated_schedules(m: int, n: int, dtype: torch.dtype, processors: int | None = None) -> list[Schedule]:
