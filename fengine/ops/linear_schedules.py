@@ -106,8 +106,11 @@ def schedules(m: int, n: int, k: int, dtype: torch.dtype, processors: int | None
         ours = [hopper, *ours]
         if 128 < m and waves < 0.7:
             return [hopper, LIBRARY, *ours[1:]]
-    few_enough = m <= FEW or (m <= 128 and n < 2000 and k < 4096)
-    return ours if few_enough else [LIBRARY, *ours]
+    return ours if _library_loses(m, n, k) else [LIBRARY, *ours]
+
+
+def _library_loses(m: int, n: int, k: int) -> bool:
+    return m <= FEW or (m <= 128 and n < 2000 and k < 4096)
 
 
 def _hopper_pays(m: int, n: int, k: int) -> bool:
