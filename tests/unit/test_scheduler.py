@@ -350,6 +350,20 @@ def test_lpm_counts_what_would_be_hit() -> None:
     assert [new.rid for new in planned(scheduler).new_rows] == ["r1"]
 
 
+def test_lpm_goes_on_when_who_had_a_priority_has_gone() -> None:
+    case = Case([Job(list(range(8)), 1), Job([40], 1), Job([41, 42], 1), Job([*range(8), 43], 1)], rows=1,
+                policy=Policy.lpm, vocab=50)  # fmt: skip
+    scheduler, requests = make_scheduler(case), [make_request(case, i) for i in range(4)]
+    scheduler.add(requests[0])
+    land(scheduler, planned(scheduler))
+    requests[1].priority = 1
+    scheduler.add(requests[1])
+    scheduler.abort("r1")
+    for request in requests[2:]:
+        scheduler.add(request)
+    assert [new.rid for new in planned(scheduler).new_rows] == ["r3"]
+
+
 def test_fcfs_admits_by_arrival() -> None:
     scheduler, _ = start(Case([Job([5] * 9, 1), Job([6], 1), Job([5] * 9, 1)], rows=1))
     assert order_of_admission(scheduler) == ["r0", "r1", "r2"]
