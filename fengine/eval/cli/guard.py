@@ -180,14 +180,23 @@ def explained(error: BaseException, schema: Schema | None = None, word: str = ""
     """One to five lines a user can act on, from an error about the override `word` or a file. Pure."""
     if isinstance(error, OSError) and error.strerror:  # of a name that is looked for as a file's
         return f"{error.strerror}: {str(error.filename).rpartition('/')[2]:.100}"
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
-    first = str(cause).split("\n    full_key", 1)[0].strip()
     if word or isinstance(error, OverrideParseException):
-        problem = "" if isinstance(error, OverrideParseException) else f" ({_short(first) or 'nested too deeply'})"
-        return _unreadable(word or str(getattr(error, "override", "")), problem)
+        first = "" if isinstance(error, OverrideParseException) else _cause(error)[1] or "nested too deeply"
+        return _unreadable(word or str(getattr(error, "override", "")), first and f" ({_short(first)})")
     if schema is not None and isinstance(error, MissingConfigException):
         return _missing_option(error, schema)
+    return _of_key(error, schema)
+
+
+def _cause(error: BaseException) -> tuple[BaseException, str]:
+    """(the error of OmegaConf that this is, or came of; its first lines). Pure."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    return cause, str(cause).split("\n    full_key", 1)[0].strip()
+
+
+def _of_key(error: BaseException, schema: Schema | None) -> str:
+    cause, first = _cause(error)
+    key = getattr(cause, "full_key", None)
     if schema is not None and key and isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         return unknown(key, schema.keys)
     if isinstance(cause, MissingMandatoryValue):
