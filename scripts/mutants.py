@@ -30,6 +30,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from measure import environment
+
 ROOT = Path(__file__).resolve().parent.parent
 HOST = ("engine/test_simulation", "unit/test_scheduler")
 LOOP = ("engine/test_simulation", "engine/test_sessions", "engine/test_state", "engine/test_ends",
@@ -269,6 +271,7 @@ class Results:
         for one in survivors:
             one["reason"] = self.reasons.get((one["file"], one["what"], one["source"]), "")
         return {
+            "environment": environment(),
             "seed": self.seed, "possible": self.possible, "mutants": len(self.found), "caught": self.caught,
             "cpu_seconds": round(sum(one["seconds"] for one in self.found)),
             "by_file": {name: f"{sum(seen)} of {len(seen)}" for name, seen in by_file.items()},

@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from measure import environment
 from simulated_engine import events_of  # type: ignore[import-not-found]
 from simulated_plan import plan_of  # type: ignore[import-not-found]
 from simulated_run import shrunk, violation, world_of  # type: ignore[import-not-found]
@@ -70,7 +71,7 @@ def main() -> None:
                 total[name] = total[name] + value if name in total else value
             told = total | {"cpu_hours": round(total["seconds"] / 3600, 3)}
             if options.json:
-                options.json.write_text(json.dumps(told, indent=1) + "\n")
+                options.json.write_text(json.dumps({"environment": environment(), **told}, indent=1) + "\n")
             print(f"{told['schedules']:,} schedules, {told['steps']:,} steps, {told['cpu_hours']} CPU hours, "
                   f"{len(told['violations'])} violations", flush=True)  # fmt: skip
     for wrong in total["violations"]:

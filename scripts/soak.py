@@ -26,6 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from measure import environment
+
 GAUGES = ("kv_cache_pages_used", "num_requests_running", "num_requests_waiting", "steps_total")
 WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from or one had".split()
 
@@ -159,7 +161,7 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(report, indent=1))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": environment(), **report}, indent=1) + "\n")
     sys.exit(any(report["held_at_the_end"].values()))
 
 
