@@ -148,6 +148,27 @@ def test_no_bit_changes(settings: dict[str, Any], target: str, tmp_path: Path) -
     assert found == answers(target, None)[0] and stats["draft_tokens"] > 0
 
 
+def test_memory_and_weights_that_come_back_change_no_bit(target: str, tmp_path: Path) -> None:
+    """The pages of streams and of the draft's KV are new, or hold what other weights gave."""
+    eagle: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": write_draft(tmp_path)}
+    params: Any = {"temperature": 0.7, "max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 5}
+
+    def tokens(engine: Engine) -> list[Any]:
+        outputs: Any = engine.generate(input_ids=IDS, sampling_params=params, return_logprob=True)
+        return [out["meta_info"]["output_token_logprobs"] for out in outputs]
+
+    with Engine(model_path=target, skip_tokenizer_init=True) as engine:
+        want = tokens(engine)
+    with Engine(model_path=target, skip_tokenizer_init=True, **eagle) as engine:
+        assert tokens(engine) == want
+        engine.release_memory_occupation()
+        engine.resume_memory_occupation()
+        assert tokens(engine) == want
+        assert engine.update_weights_from_disk(target)[0]
+        before = engine.stats()["draft_tokens"]
+        assert tokens(engine) == want and engine.stats()["draft_tokens"] > before > 0
+
+
 def test_a_draft_that_gives_no_number_stops_guessing(target: str, tmp_path: Path) -> None:
     tensors = draft_tensors()
     tensors["norm.weight"][:] = torch.nan
