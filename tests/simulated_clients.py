@@ -11,7 +11,14 @@ from simulated_threads import FOREVER
 from fengine.api.collector import OutputCollector, Stream
 from fengine.api.sessions import Turn
 from fengine.core.request import Adapter
-from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, MemoryReleasedError, SessionError
+from fengine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    MemoryReleasedError,
+    OutOfMemoryError,
+    SessionError,
+)
 
 
 class Gone(BaseException):
@@ -252,7 +259,7 @@ def launch(world: World, event: Event) -> None:
 
 
 def die(world: World, event: Event) -> None:
-    world.excused.add(EngineDeadError)
+    world.excused |= {EngineDeadError, OutOfMemoryError}  # the latter where it hits a command, and not a step
     kind = (MemoryError, SystemExit, Gone)[event.what % 3]
     world.core.threads[event.what // 3].thrown = kind("as planned")  # type: ignore[attr-defined]
 

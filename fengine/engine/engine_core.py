@@ -23,6 +23,7 @@ from fengine.errors import (
     EngineDeadError,
     FengineError,
     MemoryReleasedError,
+    OutOfMemoryError,
     UnsupportedFeatureError,
 )
 from fengine.models.kv_state import KVState
@@ -220,7 +221,7 @@ class EngineCore:
         except Exception as error:  # it belongs to the caller, unless the step in flight was lost
             if self.stepper.in_step:
                 raise
-            answer = (None, error)
+            answer = (None, _typed(error, command))
         command.reply.put(answer)
 
     def _execute(self, command: Command) -> Any:
@@ -298,3 +299,14 @@ class EngineCore:
         self.weight_version = version
         for state in self.requests.states.values():
             state.relabel(version)
+
+
+def _typed(error: Exception, command: Command) -> Exception:
+    """Memory that ended on the host is told by name, whatever allocation met it."""
+    if type(error) is not MemoryError:
+        return error
+    told = OutOfMemoryError(
+        f"the host's memory ended during {command.name!r}, which was not done; free some, try again"
+    )
+    told.__cause__ = error
+    return told
