@@ -94,11 +94,11 @@ def grouped_kernel(x_ptr, w_ptr, bias_ptr, rows_ptr, count_ptr, weight_ptr, y_pt
 
 
 @triton.jit
-def shared_part(rows, mask, gate_ptr, GATE: tl.constexpr):
+def shared_part(rows, mask, gate_ptr, token, GATE: tl.constexpr):
     """The shared expert's output for one token; GATE: times the sigmoid of its gate, rounded."""
     part = tl.load(rows, mask=mask, other=0.0)
     if GATE:
-        sigmoid = 1.0 / (1.0 + tl.exp(-tl.load(gate_ptr)))
+        sigmoid = 1.0 / (1.0 + tl.exp(-tl.load(gate_ptr + token)))
         part = (part.to(tl.float32) * sigmoid).to(part.dtype)
     return part.to(tl.float32)
 
@@ -120,7 +120,7 @@ def combine_kernel(part_ptr, id_ptr, index_ptr, base_ptr, shared_ptr, gate_ptr, 
             row = (tl.load(base_ptr + tl.load(id_ptr + row)) + tl.load(index_ptr + row)).to(tl.int64)
         total += tl.load(part_ptr + row * D + col, mask=col < D, other=0.0).to(tl.float32)
     if SHARED:
-        total += shared_part(shared_ptr + token * D + col, col < D, gate_ptr + token, GATE)
+        total += shared_part(shared_ptr + token * D + col, col < D, gate_ptr, token, GATE)
     tl.store(y_ptr + token * D + col, total.to(y_ptr.dtype.element_ty), mask=col < D)
 
 
@@ -203,5 +203,5 @@ def few_down_kernel(logits_ptr, correction_ptr, h_ptr, w_ptr, bias_ptr, shared_p
     for one in tl.static_range(A):
         total += tl.sum(tl.where((slot == one)[:, None], part, 0.0), 0)
     if SHARED:
-        total += shared_part(shared_ptr + token.to(tl.int64) * N + col, col < N, gate_ptr + token, GATE)
+        total += shared_part(shared_ptr + token.to(tl.int64) * N + col, col < N, gate_ptr, token, GATE)
     tl.store(y_ptr + token.to(tl.int64) * N + col, total.to(y_ptr.dtype.element_ty), mask=col < N)

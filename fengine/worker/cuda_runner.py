@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -75,8 +74,7 @@ class CudaRunner:
         self.ended = [torch.cuda.Event() for _ in range(2)]  # the last step over this input has
         self.sent = [torch.cuda.Event() for _ in range(2)]  # what it found is on the host
         self.last_token_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        norm_D = params["final_norm_D"]
-        self.hidden_TD = norm_D.new_zeros((min(GRAPH_TOKENS, most.tokens) if graphs else 0, len(norm_D)))
+        self.hidden_TD = blank_hidden(params, min(GRAPH_TOKENS, most.tokens) if graphs else 0)
         self.turn = 0
         self.drawn: Drawn = list  # gives the tokens of the step before; may wait
         self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
@@ -90,14 +88,14 @@ class CudaRunner:
         takes for its activations.
         """
         whole, kinds = self.params, layer_kinds(self.params["layers"])
-        norm_D: Any = whole["final_norm_D"]
+        hidden_1D = blank_hidden(whole, 1)
         self.params = whole | {"layers": [whole["layers"][index] for index in kinds]}
         k_PSGK, v_PSGK = (tuple(pages[index] for index in kinds) for pages in kv[:2])
         self.kv = [KVState(k_PSGK, v_PSGK, kv.feature_PSX)]
         for rows in (1, 32, 64, 128, SLICE):
             blank = PromptRows(np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32), 1, [])
-            score_prompts(partial(self.unembed, whole), norm_D[None], blank)
-        warm_up(self.unembed(whole, norm_D[None]))
+            score_prompts(partial(self.unembed, whole), hidden_1D, blank)
+        warm_up(self.unembed(whole, hidden_1D))
         buckets = self.buckets.all()
         before = 0
         for bucket in (*buckets, buckets[0]):
@@ -270,3 +268,9 @@ def edit_sizes(rows: int) -> Sizes:
 def output_sizes(rows: int, top: int | None) -> Sizes:
     """`top` None: only draws come back."""
     return {"R": rows} | ({} if top is None else {"X": top, "Z": top + MOST_ASKED})
+
+
+def blank_hidden(params: Params, tokens: int) -> Tensor:
+    """hidden_TD of zeros, as wide as an embedding: a norm with a bias is twice as wide."""
+    norm_D: Tensor = params["final_norm_D"]
+    return norm_D.new_zeros((tokens, params["embed"].packed.shape[1] if "embed" in params else len(norm_D)))

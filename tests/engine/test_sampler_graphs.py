@@ -235,3 +235,14 @@ def test_the_model_in_the_box(name: str, device: str, monkeypatch: pytest.Monkey
             assert told(llm, asks) == want
         assert len(late(inner)) > 2
         assert llm._parts.stats()["draft_tokens"] > drafts + 20 or name == "grammars"
+
+
+def test_a_norm_with_a_bias_is_no_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer norms with biases are stored twice as wide as the hidden states that graphs hand on."""
+    place = (write(tmp_path / "model", "starcoder2", vocab_size=160), "cpu", "float32")
+    asks = [Ask([5, 6, 7], None, 6, 0, frozenset(), {"temperature": 0}), Ask([9], None, 4, 1, frozenset(), {})]
+    with engine(place, tokens=24, overlap=True) as found:
+        eager = [outcome(request) for request in run(found, asks)]
+        runner = use_graphs(found, monkeypatch)
+        assert runner.hidden_TD.shape[1] == found.spec.hidden_size
+        assert [outcome(request) for request in run(found, asks)] == eager

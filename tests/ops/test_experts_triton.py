@@ -93,6 +93,13 @@ def test_every_schedule_and_more_experts_than_compared_at_once():
 
 
 @interpreted
+@pytest.mark.parametrize("s", [FEW, FLOAT32], ids=["few", "many"])
+def test_a_shared_expert_without_a_gate(s: Schedule):
+    call = case(3, 6, 16, 32, torch.float32, op.Routing(2, sigmoid=True, scale=1.5), True)._replace(gate_T1=None)
+    torch.testing.assert_close(op.run(call, s), want(call), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
 def test_ties_and_nan():
     call = case(3, 6, 16, 32, torch.float32, op.Routing(4), False)
     logits = torch.tensor([[-0.0, 1.0, 0.0, 1.0, 0.0, 1.0], [1.0, 2.0, torch.nan, 0.0, 5.0, 4.0], [0.0] * 6])
