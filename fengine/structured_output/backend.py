@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fengine.errors import EngineClosedError, FengineError, GrammarError, MissingExtraError
+from fengine.errors import (
+    EngineClosedError,
+    FengineError,
+    GrammarError,
+    MissingExtraError,
+    UnsupportedFeatureError,
+)
 from fengine.structured_output import ebnf, masks, regex, schema, structural_tag
 from fengine.structured_output.characters import SURROGATE
 from fengine.structured_output.cursor import Cursor, reason
@@ -56,11 +62,15 @@ class Vocabulary:
     """
 
     def __init__(self, tokens: Sequence[bytes | None], drops_space: bool) -> None:
-        """`drops_space`: of a space at the beginning of a text nothing is shown. Errors: MissingExtraError."""
+        """`drops_space`: of a space at the beginning of a text nothing is shown.
+
+        Errors: MissingExtraError, FengineError."""
         try:
             import llguidance
         except ImportError:
             raise MissingExtraError.of("a grammar", "llguidance", "grammar") from None
+        except OSError as error:  # the process may have no descriptor left
+            raise FengineError(f"llguidance, which grammars need, cannot be read now: {error.strerror}") from error
         self.size, self.drops_space = len(tokens), drops_space
         self.eos_token_id, self.bos_token_id = self.size, None
         self.tokens = [token or b"" for token in tokens] + [b""]
@@ -168,6 +178,14 @@ def attempt(question: tuple[str, str, str | None]) -> str:
     return lark
 
 
+def _of_its_moment(future: "Future[Grammar]") -> bool:
+    """Whether compiling failed for want of memory, processes or files, and not by the grammar: it may succeed later."""
+    if not future.done() or future.cancelled():
+        return False
+    error = future.exception()
+    return error is not None and not isinstance(error, (GrammarError, MissingExtraError, UnsupportedFeatureError))
+
+
 class Grammars:
     """The grammars of one engine: compiled once each, in threads of their own. Thread-safe.
 
@@ -221,7 +239,7 @@ class Grammars:
         """Starts compiling it, if it is not known."""
         with self._lock:
             future = self._known.get(source)
-            if future is None:
+            if future is None or _of_its_moment(future):
                 try:
                     future = self._known[source] = self._worker.submit(self._compile, source)
                 except RuntimeError:
