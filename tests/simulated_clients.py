@@ -16,7 +16,6 @@ from fengine.errors import (
     EngineDeadError,
     InvalidRequestError,
     MemoryReleasedError,
-    OutOfMemoryError,
     SessionError,
 )
 
@@ -259,7 +258,7 @@ def launch(world: World, event: Event) -> None:
 
 
 def die(world: World, event: Event) -> None:
-    world.excused |= {EngineDeadError, OutOfMemoryError}  # the latter where it hits a command, and not a step
+    world.excused |= {EngineDeadError, MemoryError}  # the latter where it hits a command, and not a step
     kind = (MemoryError, SystemExit, Gone)[event.what % 3]
     world.core.threads[event.what // 3].thrown = kind("as planned")  # type: ignore[attr-defined]
 

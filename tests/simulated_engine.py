@@ -234,13 +234,13 @@ class World:
                 self.machine.sleep(event.at)
             try:
                 self.actions[event.kind](self, event)
-            except FengineError as error:
+            except (FengineError, MemoryError) as error:
                 if not self._is_explained(event, error):
                     raise
 
         return SimulatedThread(self.machine, act, name=f"{event.kind} {event.name}")
 
-    def _is_explained(self, event: Event, error: FengineError) -> bool:
+    def _is_explained(self, event: Event, error: FengineError | MemoryError) -> bool:
         if type(error) in self.excused and not isinstance(error.__cause__, AssertionError):
             return True
         jobs, s = event.jobs, self.settings

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from fengine.errors import EngineClosedError, InvalidRequestError, UnknownParameterError
+from fengine.errors import EngineClosedError, InvalidRequestError, OutOfMemoryError, UnknownParameterError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,6 +65,11 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError:
             _explain(method, (engine, *args), kwargs)
             raise
+        except MemoryError as error:
+            if isinstance(error, OutOfMemoryError):
+                raise
+            told = f"the host's memory ended in {method.__name__}(), which was not done; free some and try again"
+            raise OutOfMemoryError(told) from error
 
     @wraps(method)
     async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,6 @@ from fengine.errors import (
     EngineDeadError,
     FengineError,
     MemoryReleasedError,
-    OutOfMemoryError,
     UnsupportedFeatureError,
 )
 from fengine.models.kv_state import KVState
@@ -221,7 +220,7 @@ class EngineCore:
         except Exception as error:  # it belongs to the caller, unless the step in flight was lost
             if self.stepper.in_step:
                 raise
-            answer = (None, _typed(error, command))
+            answer = (None, error)
         command.reply.put(answer)
 
     def _execute(self, command: Command) -> Any:
@@ -299,14 +298,3 @@ class EngineCore:
         self.weight_version = version
         for state in self.requests.states.values():
             state.relabel(version)
-
-
-def _typed(error: Exception, command: Command) -> Exception:
-    """Memory that ended on the host is told by name, whatever allocation met it."""
-    if type(error) is not MemoryError:
-        return error
-    told = OutOfMemoryError(
-        f"the host's memory ended during {command.name!r}, which was not done; free some, try again"
-    )
-    told.__cause__ = error
-    return told

@@ -67,10 +67,10 @@ class Vocabulary:
         Errors: MissingExtraError, FengineError."""
         try:
             import llguidance
-        except ImportError:
+        except ModuleNotFoundError:
             raise MissingExtraError.of("a grammar", "llguidance", "grammar") from None
-        except OSError as error:  # the process may have no descriptor left
-            raise FengineError(f"llguidance, which grammars need, cannot be read now: {error.strerror}") from error
+        except (ImportError, OSError) as error:  # the process may have no descriptor, or no memory left
+            raise FengineError(f"llguidance, which grammars need, cannot be read now: {error}") from error
         self.size, self.drops_space = len(tokens), drops_space
         self.eos_token_id, self.bos_token_id = self.size, None
         self.tokens = [token or b"" for token in tokens] + [b""]

@@ -15,7 +15,13 @@ from checksum import checksum_engine, expected
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.server_args import ServerArgs
-from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from fengine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    QueueFullError,
+)
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
 
@@ -185,6 +191,19 @@ def test_chats_are_encoded_through_the_template() -> None:
         wanted = engine.encode(ids)["embedding"]
         assert engine.encode(chat)["embedding"] == wanted  # type: ignore[arg-type]
         assert [o["embedding"] for o in engine.encode([chat, chat])] == [wanted] * 2  # type: ignore[arg-type]
+
+
+def test_memory_that_ends_in_a_call_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(*args: Any) -> None:
+        raise MemoryError
+
+    with Engine(model_path="box") as engine:
+        wanted = engine.generate("Hello", GREEDY)["output_ids"]
+        with monkeypatch.context() as patch:
+            patch.setattr("fengine.api.engine.process_input", ends)
+            with pytest.raises(OutOfMemoryError, match=r"memory ended in generate\(\)"):
+                engine.generate("Hello", GREEDY)
+        assert engine.generate("Hello", GREEDY)["output_ids"] == wanted
 
 
 def test_a_forked_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
