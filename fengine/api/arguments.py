@@ -68,8 +68,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
         except MemoryError as error:
             if isinstance(error, OutOfMemoryError):
                 raise
-            told = f"the host's memory ended in {method.__name__}(), which was not done; free some and try again"
-            raise OutOfMemoryError(told) from error
+            raise OutOfMemoryError("the host's memory ended during the call; free some and try again") from error
 
     @wraps(method)
     async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
