@@ -118,7 +118,7 @@ def new_row(request: Request) -> NewRow:
         request.stop_ids,
         request.early_ids,
         request.adapter_slot,
-        () if request.params.bare else tuple(request.token_ids),
+        [] if request.params.bare else list(request.token_ids),
         request.first_scored,
         request.num_seen,
     )

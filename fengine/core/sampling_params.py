@@ -52,21 +52,21 @@ class SamplingParams:
         0.0, "number", "draw", "Least probability of a token, as a share of the likeliest one's.", Range(0, 1)
     )
     frequency_penalty: float = declare(
-        0.0, "number", "edits", "Subtracted from a token's logit for each time it was drawn.", PENALTY,
+        0.0, "number", "penalties", "Subtracted from a token's logit for each time it was drawn.", PENALTY,
         openai="frequency_penalty",
     )  # fmt: skip
     presence_penalty: float = declare(
-        0.0, "number", "edits", "Subtracted from the logit of a token that was drawn before.", PENALTY,
+        0.0, "number", "penalties", "Subtracted from the logit of a token that was drawn before.", PENALTY,
         openai="presence_penalty",
     )  # fmt: skip
     repetition_penalty: float = declare(  # 2**-126: the least normal float32; below it logits are divided by zero
-        1.0, "number", "edits", "Divides positive, multiplies negative logits of tokens that were drawn before.",
+        1.0, "number", "penalties", "Divides positive, multiplies negative logits of tokens that were drawn before.",
         Range(2**-126, 2, words="in (0, 2] (1.0 = no penalty)"),
     )  # fmt: skip
     min_new_tokens: int = declare(
         0,
         "integer",
-        "edits",
+        "penalties",
         "Until so many tokens are drawn the ids that end the request are banned.",
         openai="min_tokens",
     )
@@ -86,7 +86,7 @@ class SamplingParams:
         None, "integer", "stream", "Tokens between two chunks of a stream; None: as the engine is set.", Range(1)
     )
     logit_bias: tuple[tuple[int, float], ...] = declare(
-        (), "biases", "edits", "Added to the logits of single ids.", openai="logit_bias", written={}
+        (), "biases", "bias", "Added to the logits of single ids.", openai="logit_bias", written={}
     )
     sampling_seed: int | None = declare(
         None, "integer", "draw", "Seed of the draws; None: derived from the engine's seed and the prompt's index.",
@@ -124,6 +124,22 @@ class SamplingParams:
         return penalties != (0.0, 0.0, 1.0)
 
     @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of the sampler's stages that edit its logits."""
+        asked = (
+            ("penalties", self.penalised or self.min_new_tokens > 0),
+            ("bias", bool(self.logit_bias)),
+            ("processor", self.processor is not None),
+            ("mask", self.grammar is not None),
+        )
+        return tuple(name for name, wanted in asked if wanted)
+
+    @property
+    def asks_hidden(self) -> bool:
+        """Whether hidden states are wanted, for themselves or to be pooled."""
+        return self.hidden is not None or self.pool is not None
+
+    @property
     def lockstep(self) -> bool:
         """Whether the host must know a row's last token before its next step is scheduled."""
         return self.processor is not None
@@ -131,10 +147,8 @@ class SamplingParams:
     @property
     def bare(self) -> bool:
         """Whether a step need only draw a token for it and tell that token's logprob."""
-        return not (
-            self.min_new_tokens or self.logit_bias or self.top_logprobs or self.logprob_ids or self.hidden or self.pool
-            or self.logprob_start is not None or self.grammar is not None or self.penalised or self.lockstep
-        )  # fmt: skip
+        logprobs = self.top_logprobs or self.logprob_ids or self.logprob_start is not None
+        return not (logprobs or self.asks_hidden or self.stages)
 
     @classmethod
     def of(cls, values: "dict[str, Any] | SamplingParams | None", vocab_size: int | None = None) -> "SamplingParams":

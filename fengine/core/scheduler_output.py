@@ -25,9 +25,13 @@ class NewRow:
     stop_ids: frozenset[int]  # ids that end the request
     early_ids: frozenset[int]  # banned beside them until min_new_tokens
     adapter_slot: int | None  # of its LoRA adapter
-    token_ids: tuple[int, ...]  # all that are known, the prompt first; empty where params are bare
+    token_ids: list[int]  # all that are known, the prompt first; empty where params are bare
     first_scored: int  # prompt position of the next input logprob; prompt_len: none is lacking
     first_seen: int  # prompt position of the next hidden state
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
 
 
 class AddedPages(NamedTuple):

@@ -44,11 +44,11 @@ from fengine.worker.device import (
 )
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import new_pool, pool_pages
-from fengine.worker.logits.stage import LogitsStage
 from fengine.worker.model_runner import CpuRunner
-from fengine.worker.process_group import check_parts, process_group
+from fengine.worker.process_group import check_parts, process_group, ranked_rows
 from fengine.worker.sampler import logits_stages
-from fengine.worker.step import ForwardFn, make_forward, make_unembed, ranked_rows, sample_rows
+from fengine.worker.step import ForwardFn, make_forward, make_unembed, sample_rows
+from fengine.worker.step_input import LogitsStage
 
 
 class AdapterSlots(Protocol):

@@ -14,8 +14,10 @@ from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.request_state import record
 from fengine.errors import InvariantError
 from fengine.models.kv_state import KVHandle, KVState, Params
-from fengine.worker.input_batch import InputBatch, StepInput
-from fengine.worker.step import Result, apply_head
+from fengine.worker.input_batch import InputBatch
+from fengine.worker.pooling import apply_head
+from fengine.worker.step import Result
+from fengine.worker.step_input import StepInput
 
 
 class Runner(Protocol):

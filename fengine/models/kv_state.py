@@ -81,17 +81,6 @@ class StepBatch(NamedTuple):
     adapters: AdapterBatch | None = None  # None: no row has an adapter
 
 
-class SamplingBatch(NamedTuple):
-    """Per-row sampling parameters. Greedy rows have top_k = 1 and temperature 1."""
-
-    temperature_R: Tensor  # float32 > 0
-    top_k_R: Tensor  # int32; >= V means off
-    top_p_R: Tensor  # float32 in (0, 1]; 1 means off
-    min_p_R: Tensor  # float32 in [0, 1]; 0 means off
-    seed_R: Tensor  # int64, the request's own seed
-    pos_R: Tensor  # int32, position of the token being drawn: noise is keyed by (seed, position, vocabulary id)
-
-
 def row_batch(token_ids: list[int], start: int, pages: list[int], page_size: int) -> StepBatch:
     """A step of one row, for calling the pure functions by hand: tokens at positions start, start + 1, … in `pages`."""
 
@@ -106,16 +95,14 @@ def row_batch(token_ids: list[int], start: int, pages: list[int], page_size: int
     )  # fmt: skip
 
 
-def row_sampling(position: int, seed: int = 0, temperature: float = 1.0, top_k: int = 1 << 30) -> SamplingBatch:
+def row_sampling(position: int, seed: int = 0, temperature: float = 1.0, top_k: int = 1 << 30) -> dict[str, Tensor]:
     """Sampling parameters of one row; top_k = 1 is greedy. `position` is where the drawn token will stand."""
-
-    def one(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([value], dtype=dtype)
-
-    return SamplingBatch(
-        one(temperature, torch.float32), one(top_k, torch.int32), one(1.0, torch.float32), one(0.0, torch.float32),
-        one(seed, torch.int64), one(position, torch.int32),
-    )  # fmt: skip
+    floats, ints = {"temperature_R": temperature, "top_p_R": 1.0, "min_p_R": 0.0}, {"top_k_R": top_k, "pos_R": position}
+    return {
+        **{name: torch.tensor([value], dtype=torch.float32) for name, value in floats.items()},
+        **{name: torch.tensor([value], dtype=torch.int32) for name, value in ints.items()},
+        "seed_R": torch.tensor([seed], dtype=torch.int64),
+    }
 
 
 class PageSnapshot(NamedTuple):

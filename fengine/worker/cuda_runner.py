@@ -12,20 +12,17 @@ from fengine.ops import edges
 from fengine.ops.bitmask import words
 from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs
 from fengine.worker.fields import Arrays, Field, Sizes, StaticBuffers
-from fengine.worker.input_batch import ADAPTERS, INPUTS, StepInput, warm_arrays
 from fengine.worker.logits.logprobs import (
     ASKED,
     MOST_ASKED,
     SLICE,
     TOPS,
-    PromptRows,
     put,
     rounded_top,
     score_prompts,
     to_host,
 )
 from fengine.worker.logits.masks import Drawn
-from fengine.worker.logits.stage import LogitsStage
 from fengine.worker.logits.structured import StructuredOutput
 from fengine.worker.sampler import Sampled, warm_up
 from fengine.worker.step import (
@@ -33,12 +30,12 @@ from fengine.worker.step import (
     Result,
     SampleFn,
     UnembedFn,
-    batches,
+    batch_of,
     read_out,
     sample_rows,
     scores_of,
-    start_masks,
 )
+from fengine.worker.step_input import ADAPTERS, INPUTS, LogitsStage, PromptRows, StepInput, warm_step
 
 DRAWS = Field("draw_2R", torch.int32)  # tokens, and the bits of their logprobs
 OUTPUTS = (DRAWS, Field("top_id_RX", torch.int32), Field("logprob_RZ", torch.float32))  # of DRAWS and Likeliest
@@ -133,7 +130,7 @@ class CudaRunner:
         return kv
 
     def _warm(self, bucket: Bucket) -> None:
-        blank = StepInput(warm_arrays(bucket.tokens, self._sizes(bucket)))
+        blank = warm_step(bucket.tokens, self._sizes(bucket))
         self._stage(blank, bucket, 0, torch.cuda.current_stream())
         self._run_sampler(bucket, 0, self._run_forward(bucket, 0), (), None)
 
@@ -148,12 +145,12 @@ class CudaRunner:
         stream = torch.cuda.current_stream()
         self._stage(step, bucket, which, stream)
         stream.wait_event(self.sent[which])
-        masks = start_masks(step, self.drawn, beside=False)
+        late = step.late(self.drawn, beside=False)
         if bucket.graph and self.graphs.replay(("forward", bucket, which)):
             hidden_TD = self.hidden_TD
         else:
             hidden_TD = self._run_forward(bucket, which)
-        large = self._sample(step, bucket, which, hidden_TD, masks) if step.draws else None
+        large = self._sample(step, bucket, which, hidden_TD, late) if step.draws else None
         sizes = output_sizes(bucket.rows, None if large is not None else self._top(step))
         found, likeliest, done = self.found.arrays(self.turn, sizes), None, torch.cuda.Event()
         if large is not None:
@@ -193,8 +190,8 @@ class CudaRunner:
     # -- its parts over static buffers, run or captured ----------------------------------------------------------------
 
     def _run_forward(self, bucket: Bucket, which: int) -> Tensor:
-        batch, feed = batches(self.inputs.tensors(which, self._sizes(bucket)), self.last_token_R)
-        return self.forward(self.params, self.kv[0], batch, feed)[1]
+        batch = batch_of(self.inputs.tensors(which, self._sizes(bucket)), self.last_token_R)
+        return self.forward(self.params, self.kv[0], batch)[1]
 
     def _capture_forward(self, bucket: Bucket, which: int) -> None:
         self.hidden_TD[: bucket.tokens].copy_(self._run_forward(bucket, which))
@@ -206,7 +203,7 @@ class CudaRunner:
         """With `asked_RK`, which no static buffer holds, neither does one what it finds but the draws."""
         tensors = self.inputs.tensors(which, self._sizes(bucket))
         tensors |= self.edits.tensors(which, edit_sizes(bucket.rows)) if stages or top is not None else {}
-        if self.masks is not None and any(isinstance(stage, StructuredOutput) for stage in stages):
+        if self.masks is not None and any(stage.name == StructuredOutput.name for stage in stages):
             tensors |= self.masks.tensors(which, self._mask_sizes(bucket.rows))
         if asked_RK is not None:
             tensors[ASKED.name] = asked_RK
@@ -220,10 +217,10 @@ class CudaRunner:
         return sampled
 
     def _sample(
-        self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, masks: Callable[[], Arrays]
+        self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, late: Callable[[], Arrays]
     ) -> list[np.ndarray] | None:
         """Draws, by a graph where one holds what the step wants. Returns what no static buffer has room for."""
-        self._send_masks(masks(), bucket.rows, which)
+        self._send_masks(late(), bucket.rows, which)
         asked_RK = step.arrays.get(ASKED.name)
         if step.top is not None and asked_RK is not None and (step.top > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
             asked_RK = np.pad(asked_RK, ((0, bucket.rows - len(asked_RK)), (0, 0)))
@@ -234,7 +231,7 @@ class CudaRunner:
             self.tables = tables
             self.graphs.forget(lambda key: key[0] == "sample" and key[3] != ())
         run = partial(self._run_sampler, bucket, which, hidden_TD, step.stages, self._top(step))
-        key = ("sample", bucket.rows, which, step.stages, self._top(step))
+        key = ("sample", bucket.rows, which, tuple(stage.name for stage in step.stages), self._top(step))
         if not (bucket.graph and self.graphs.replay(key)):
             run()  # which also readies this thread's libraries
             if bucket.graph and not any(stage.host for stage in step.stages):

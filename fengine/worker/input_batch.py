@@ -1,84 +1,34 @@
 """`InputBatch`: a scheduler's step becomes the arrays of the device's step, by name.
 
 Row tables are indexed by row slot and change only when a request is admitted or gets a page; a step gathers the rows it
-needs. Everything is numpy, so the cost per row is a few array operations, not Python. Rows that want more than a drawn
-token have a `RowState` besides, and only steps with such rows look further.
+needs. Everything is numpy, so the cost per row is a few array operations, not Python. Of rows that want more than a
+drawn token `more` keeps what was told of them, and only steps with such rows look further.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
-import torch
 
-from fengine.core.scheduler_output import NewRow, SchedulerOutput, Span
-from fengine.worker.fields import Arrays, Field, Pad, Sizes, blank
-from fengine.worker.logits.logprobs import ASKED, PromptRows, asked_ids, prompt_rows
-from fengine.worker.logits.stage import Chunk, DrawRows, LogitsStage, RowState
+from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.worker.fields import Arrays
+from fengine.worker.logits.hidden_states import hidden_wanted
+from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
+from fengine.worker.step_input import Chunk, LogitsStage, StepInput
 
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
-INPUTS = (  # of StepBatch, Feed and SamplingBatch; those of rows first, so that their places depend on R alone
-    Field("logit_index_R", torch.int32),
-    Field("temperature_R", torch.float32, 1),
-    Field("top_k_R", torch.int32, 1),
-    Field("top_p_R", torch.float32, 1),
-    Field("min_p_R", torch.float32),
-    Field("seed_R", torch.int64),
-    Field("pos_R", torch.int32),
-    Field("kv_len_R", torch.int32),
-    Field("q_start_B", torch.int32, Pad.LAST),
-    Field("page_table_RN", torch.int32, Pad.NONE),
-    Field("token_T", torch.int32),
-    Field("pos_T", torch.int32),
-    Field("slot_T", torch.int32),
-    Field("feed_index_T", torch.int32),
-    Field("feed_from_T", torch.bool),
-)
-ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))  # of AdapterBatch
-
-
-@dataclass(slots=True)
-class StepInput:
-    """One step on the host, unpadded: T tokens and R draws, and what it is to bring besides.
-
-    R counts draws: behind the step's rows comes one without tokens for each draft, which draws behind that draft.
-    `arrays` by field; those of adapters and stages only where there is something. `stages` edit this step's logits.
-    `top`: likeliest ids wanted of every draw; None: the draws' own logprobs are all. `hidden_H`: tokens whose hidden
-    states are wanted.
-    """
-
-    arrays: Arrays
-    draws: bool = True  # some row draws a token
-    stages: tuple[LogitsStage, ...] = ()
-    top: int | None = None
-    prompts: list[PromptRows] = field(default_factory=list)
-    hidden_H: np.ndarray | None = None
-    hidden: list[Span] = field(default_factory=list)
-    pooled: list[int] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return len(self.arrays["token_T"])
-
-    @property
-    def rows(self) -> int:
-        return len(self.arrays["kv_len_R"])
-
-    @property
-    def adapters(self) -> bool:
-        return "token_A" in self.arrays
 
 
 class InputBatch:
-    """Per row slot: page table, sampling parameters and state of the request that runs there. Modifies: itself, the
-    stages' tables, and through `write_adapter` (slot, number of the load) the slots of LoRA adapters."""
+    """Per row slot: page table, sampling parameters and what was told of the request that runs there. Modifies: itself,
+    the stages' tables, and through `write_adapter` (slot, number of the load) the slots of LoRA adapters."""
 
     def __init__(
         self, rows: int, width: int, page_size: int, stages: Sequence[LogitsStage] = (), adapter_slots: int = 0,
         write_adapter: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
-        self.stages = stages
+        self.stages = {stage.name: stage for stage in stages}  # in the order that bits depend on
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
         self.page_table = np.zeros((rows, width), np.int32)
         ones_S, zeros_S = np.ones(rows, np.float32), np.zeros(rows, np.float32)
@@ -89,7 +39,7 @@ class InputBatch:
         self.gathered_rows: list[int] = []  # row slots of the step before
         self.slot_R, self.gathered = np.zeros(0, np.int32), {}  # and what was gathered for them
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
-        self.states: dict[int, RowState] = {}  # by row slot, of requests that want more than a drawn token
+        self.more: dict[int, NewRow] = {}  # by row slot, of requests that want more than a drawn token
 
     def admit(self, new: NewRow) -> None:
         """Writes what a request that has just got its row slot keeps there."""
@@ -100,16 +50,20 @@ class InputBatch:
         self.gathered_rows = []
         self.adapter[row] = self.adapter_slots if new.adapter_slot is None else new.adapter_slot
         if not params.bare:
-            self.states[row] = RowState(new)
-            for stage in self.stages:
-                stage.admit(row, self.states[row])
+            self.more[row] = replace(new, token_ids=list(new.token_ids))
+            for stage in self._stages_of(new):
+                stage.admit(row, new)
 
     def release(self, rows: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted: nothing of them is kept."""
-        for row in rows if self.states else ():
-            if self.states.pop(row, None) is not None:
-                for stage in self.stages:
-                    stage.admit(row, None)
+        for row in rows if self.more else ():
+            if (told := self.more.pop(row, None)) is not None:
+                for stage in self._stages_of(told):
+                    stage.release(row)
+
+    def _stages_of(self, new: NewRow) -> list[LogitsStage]:
+        """Those that the request asks for, as far as this process has them."""
+        return [self.stages[name] for name in new.params.stages if name in self.stages]
 
     def stage(self, output: SchedulerOutput) -> StepInput:
         """The input of one step. Modifies: the tables (new pages, new rows), adapter slots."""
@@ -122,9 +76,10 @@ class InputBatch:
         for row, first, pages in output.new_pages:
             self.page_table[row, first : first + len(pages)] = pages
         slot_R, arrays = self._arrays(output)
-        if self.states and (chunks := self._chunks(output, arrays)):
-            return self._whole(output, slot_R, arrays, chunks)
-        return StepInput(arrays, any(output.samples))
+        step = StepInput(arrays, slot_R, any(output.samples))
+        if self.more and (chunks := self._chunks(output, arrays)):
+            self._want(step, output, chunks)
+        return step
 
     def _arrays(self, output: SchedulerOutput) -> tuple[np.ndarray, Arrays]:
         """The row slot of each draw, and the fields of INPUTS and ADAPTERS."""
@@ -197,59 +152,38 @@ class InputBatch:
     # -- rows that want more -------------------------------------------------------------------------------------------
 
     def _chunks(self, output: SchedulerOutput, arrays: Arrays) -> list[Chunk]:
-        """Modifies: the states, which take in drawn tokens that the host has come to know."""
+        """Modifies: `more`, whose rows take in drawn tokens that the host has come to know."""
         chunks, drafts, fed_tokens, at = [], dict(output.drafts), set(output.fed), 0
         for i, (row, start, count) in enumerate(zip(output.rows, output.starts, output.counts, strict=True)):
-            if (state := self.states.get(row)) is not None:
+            if (new := self.more.get(row)) is not None:
                 end = start + count - len(drafts.get(i, ()))
                 last = at + end - start - 1
                 fed = int(arrays["feed_index_T"][last]) if last in fed_tokens else None
-                chunks.append(Chunk(i, state, start, end, at, output.samples[i], output.token_ids[last], fed))
-                if fed is None and end == len(state.tokens) + 1:
-                    state.tokens.append(output.token_ids[last])
+                chunks.append(Chunk(i, new, start, end, at, output.samples[i], output.token_ids[last], fed))
+                if fed is None and end == len(new.token_ids) + 1:
+                    new.token_ids.append(output.token_ids[last])
             at += count
         return chunks
 
-    def _whole(self, output: SchedulerOutput, slot_R: np.ndarray, arrays: Arrays, chunks: list[Chunk]) -> StepInput:
-        """The input of a step in which the rows of `chunks` want more than a drawn token. Modifies: arrays."""
-        pooled = [c.row for c in chunks if c.draws and c.state.params.pool is not None]
-        draws_R = np.array(output.samples + [True] * (len(slot_R) - len(output.samples)))
-        draws_R[pooled] = False
-        drawing = [c for c in chunks if draws_R[c.row]]
-        rows = DrawRows(slot_R, arrays["pos_R"], draws_R, drawing)
-        step = StepInput(arrays, bool(draws_R.any()), pooled=pooled)
-        step.prompts = prompt_rows(chunks)
-        if step.draws:
-            step.stages = tuple(stage for stage in self.stages if stage.stage(rows, arrays))
-            asked = [c for c in drawing if c.state.asks_draws]
-            if asked:
-                step.top = max(c.state.params.top_logprobs for c in asked)
-                arrays[ASKED.name] = asked_ids(asked, len(slot_R))
-        step.hidden, step.hidden_H = _hidden_wanted([c for c in chunks if c.state.asks_hidden])
-        return step
-
-
-def _hidden_wanted(chunks: Sequence[Chunk]) -> tuple[list[Span], np.ndarray | None]:
-    """The spans of hidden states that chunks want, and their tokens of the step."""
-    spans, index, at = [], [np.zeros(0, np.int64)], 0
-    for chunk in chunks:
-        for first, last in _hidden_due(chunk):
-            index.append(np.arange(first, last) - chunk.start + chunk.at)
-            spans.append(Span(chunk.row, first, last - first, at))
-            at += last - first
-    return spans, np.concatenate(index).astype(np.int32) if at else None
-
-
-def _hidden_due(chunk: Chunk) -> list[tuple[int, int]]:
-    """Ranges of positions whose hidden states are wanted of this chunk, for themselves or to be pooled."""
-    params, start, end = chunk.state.params, chunk.start, chunk.end
-    last = [(end - 1, end)] if chunk.draws else []
-    if params.hidden == "last" or params.pool == "last":
-        return last
-    if params.pool == "cls":
-        return [(0, 1)] if start == 0 == chunk.state.new.first_seen else []
-    first, behind = max(start, chunk.state.new.first_seen), min(end, chunk.state.prompt_len)
-    return ([(first, behind)] if first < behind else []) + (last if params.hidden and end > behind else [])
+    def _want(self, step: StepInput, output: SchedulerOutput, chunks: Sequence[Chunk]) -> None:
+        """Adds what the rows of `chunks` want beside a drawn token. Modifies: step."""
+        if any(chunk.new.params.asks_hidden for chunk in chunks):
+            step.hidden, step.hidden_H = hidden_wanted(chunks)
+            step.pooled = [c.row for c in chunks if c.draws and c.new.params.pool is not None]
+        draws_R = np.array(output.samples + [True] * (step.rows - len(output.samples)))
+        draws_R[step.pooled] = False
+        step.draws, step.chunks = bool(draws_R.any()), [c for c in chunks if draws_R[c.row]]
+        if any(chunk.new.params.logprob_start is not None for chunk in chunks):
+            step.prompts = prompt_rows(chunks)
+        if not step.draws:
+            return
+        wanted = {name for chunk in step.chunks for name in chunk.new.params.stages}
+        found = [stage.stage(step, draws_R) for name, stage in self.stages.items() if name in wanted]
+        step.stages = tuple(stage for stage in found if stage is not None)
+        asked = [c for c in step.chunks if c.new.params.top_logprobs or c.new.params.logprob_ids]
+        if asked:
+            step.top = max(c.new.params.top_logprobs for c in asked)
+            step.arrays[ASKED.name] = asked_ids(asked, step.rows)
 
 
 def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:
@@ -265,20 +199,3 @@ def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:
         index[at : at + count] = range(last - count + 1, last + 1)
         at += count
     return np.array(index, np.int32)
-
-
-def warm_arrays(tokens: int, sizes: Sizes) -> Arrays:
-    """A harmless step for warm-up: rows of token 0 that write to the null page and see one key each.
-
-    With "S" in `sizes` every token has an adapter, whatever lies in its slot.
-    """
-    rows = sizes["R"]
-    per_row = np.full(rows, tokens // rows, np.int32)
-    per_row[: tokens % rows] += 1
-    arrays = {field.name: blank(field, sizes) for field in INPUTS}
-    arrays["q_start_B"][1:] = np.cumsum(per_row)
-    arrays |= {"kv_len_R": per_row, "pos_R": per_row, "logit_index_R": arrays["q_start_B"][1:] - 1}
-    if "S" in sizes:
-        arrays["token_A"] = np.arange(tokens, dtype=np.int32)
-        arrays["start_S"] = np.linspace(0, tokens, sizes["S"]).astype(np.int32)
-    return arrays

@@ -17,19 +17,18 @@ from torch import Tensor
 
 from fengine.models.kv_state import KVState, Params
 from fengine.worker.fields import Arrays
-from fengine.worker.input_batch import StepInput, warm_arrays
 from fengine.worker.logits.masks import Drawn
 from fengine.worker.step import (
     ForwardFn,
     Result,
     SampleFn,
     UnembedFn,
-    batches,
+    batch_of,
     read_out,
     sample_rows,
     scores_of,
-    start_masks,
 )
+from fengine.worker.step_input import StepInput, warm_step
 
 
 class CpuRunner:
@@ -49,18 +48,17 @@ class CpuRunner:
         for (tokens, rows, width), slots in product(((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1)),
                                                     sorted({0, self.adapter_slots})):  # fmt: skip
             sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": max(width, -(-tokens // page_size))}
-            arrays = warm_arrays(tokens, sizes | ({"A": tokens, "S": slots + 1} if slots else {}))
-            batch, feed = batches(on_cpu(arrays), self.last_token_R)
-            kv, _ = self.forward(self.params, kv, batch, feed)
+            step = warm_step(tokens, sizes | ({"A": tokens, "S": slots + 1} if slots else {}))
+            kv, _ = self.forward(self.params, kv, batch_of(on_cpu(step.arrays), self.last_token_R))
         return kv
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """The step, done. Modifies: the storage of `kv`, which is dead after the call."""
-        masks, tensors = start_masks(step, self.drawn, beside=True), on_cpu(step.arrays)
-        kv, hidden_TD = self.forward(self.params, kv, *batches(tensors, self.last_token_R))
+        late, tensors = step.late(self.drawn, beside=True), on_cpu(step.arrays)
+        kv, hidden_TD = self.forward(self.params, kv, batch_of(tensors, self.last_token_R))
         draw_2R, likeliest = np.zeros((2, step.rows), np.int32), None
         if step.draws:
-            tensors |= on_cpu(masks())
+            tensors |= on_cpu(late())
             found = self.sampler(self.params, self.unembed, hidden_TD, tensors, step.stages, step.top)
             self.last_token_R, self.drawn = found.token_R, found.token_R.tolist
             draw_2R = torch.stack((found.token_R, found.logprob_R.view(torch.int32))).numpy()

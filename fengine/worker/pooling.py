@@ -1,4 +1,4 @@
-"""How an embedding model's hidden states become one vector: what the checkpoint says, and the arithmetic. No torch.
+"""How an embedding model's hidden states become one vector: what the checkpoint says, and the arithmetic.
 
     vector = pool(hidden states of the prompt);  dense layers;  vector[:dimensions];  vector / |vector|
 
@@ -13,10 +13,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fengine.errors import InvalidRequestError, ModelLoadError, UnsupportedFeatureError
+from fengine.models.kv_state import Params
+from fengine.models.modernbert import EPS as HEAD_EPS
+from fengine.ops.layer_norm import layer_norm
+from fengine.ops.linear import linear
+from fengine.ops.silu_mul import activate
 
 POOLS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # sentence-transformers' word -> ours
 FLAGS = {"lasttoken": "lasttoken", "mean_tokens": "mean", "cls_token": "cls"}  # its older spelling: pooling_mode_*
@@ -242,3 +248,20 @@ def finish_vector(vector_D: np.ndarray, pooling: Pooling, dimensions: int | None
     if pooling.normalize:
         vector_D = vector_D / max(float(np.sqrt(np.square(vector_D).sum())), 1e-12)
     return vector_D.astype(np.float32).tolist()
+
+
+def apply_head(params: Params, pooled_D: np.ndarray) -> np.ndarray:
+    """The classification or reward head on one pooled hidden state: float32 [C]. Pure.
+
+    Encoders have a dense layer in front of it: ModernBERT's is followed by gelu and a norm, the others' by tanh.
+    """
+    norm_D = params["final_norm_D"]  # of the activations' device and dtype
+    x_1D = torch.from_numpy(pooled_D)[None].to(norm_D)
+    if "score_dense" in params:
+        x_1D = linear(x_1D, params["score_dense"], params.get("score_dense_bias_D"))
+        if "score_norm_D" in params:
+            x_1D = layer_norm(activate(x_1D, "gelu"), params["score_norm_D"], HEAD_EPS)
+        else:
+            x_1D = x_1D.tanh()
+    y_1C = linear(x_1D, params["score"], params.get("score_bias_C"), out_dtype=torch.float32)
+    return y_1C[0].cpu().numpy()

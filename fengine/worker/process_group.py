@@ -1,21 +1,27 @@
 """Ranks of a group: how a model is shared among processes, and how they find one another. See `ops/columns.py`."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fengine import models
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import VOCAB_BLOCK
-from fengine.ops.columns import Group, distributed
-from fengine.worker.input_batch import StepInput
+from fengine.ops import edges
+from fengine.ops.columns import Group, distributed, share
+from fengine.worker.fields import Tensors
+from fengine.worker.sampler import Sampled
+from fengine.worker.step import SampleFn, UnembedFn, sample_rows
+from fengine.worker.step_input import LogitsStage, StepInput
 
 FIRST = 120.0  # seconds until a rank gives its first sign of life, while its process starts
 LONGEST = timedelta(days=1)  # of an exchange; ranks that are dead are found by their silence
@@ -104,3 +110,22 @@ def checksum(step: StepInput) -> int:
     for name in ("token_T", "slot_T", "q_start_B", "kv_len_R", "logit_index_R"):
         digest = zlib.crc32(step.arrays[name].tobytes(), digest)
     return digest
+
+
+def ranked_rows(group: Group) -> SampleFn:
+    """`sample_rows` for a rank of a group: rank 0 draws, and all have what it drew. Errors: RuntimeError of torch if a
+    rank is gone."""
+
+    def run(
+        params: Params, unembed: UnembedFn, hidden_TD: Tensor, tensors: Tensors, stages: Sequence[LogitsStage],
+        top: int | None,
+    ) -> Sampled:  # fmt: skip
+        if group.rank == 0:
+            sampled = sample_rows(params, unembed, hidden_TD, tensors, stages, top)
+        else:
+            logits_RV = unembed(params, edges.take(hidden_TD, tensors["logit_index_R"]))
+            sampled = Sampled(torch.zeros_like(tensors["logit_index_R"]), torch.zeros_like(logits_RV[:, 0]))
+        share(sampled.token_R, group)
+        return sampled
+
+    return run

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.models.kv_state import SamplingBatch
 from fengine.ops.bitmask import apply_bitmask, words
 from fengine.ops.edit_logits import add_at, count, penalize
 from fengine.ops.sampling import draw
@@ -14,14 +13,17 @@ from fengine.worker.fields import Tensors
 from fengine.worker.logits.edits import LogitBias, Penalties
 from fengine.worker.logits.logprobs import MOST_ASKED, TOPS, Likeliest, score
 from fengine.worker.logits.processors import Processors
-from fengine.worker.logits.stage import LogitsStage
 from fengine.worker.logits.structured import StructuredOutput
+from fengine.worker.step_input import LogitsStage
 
 
 def logits_stages(rows: int, vocab: int, device: torch.device) -> tuple[LogitsStage, ...]:
     """Of an engine with so many row slots, in the order that bits depend on."""
     tables = (rows, vocab, device)
     return Penalties(*tables), LogitBias(*tables), Processors(), StructuredOutput(vocab)
+
+
+DRAW = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "pos_R")  # what `ops.sampling.draw` takes
 
 
 class Sampled(NamedTuple):
@@ -32,11 +34,10 @@ class Sampled(NamedTuple):
     likeliest: Likeliest | None = None  # where some row wants logprobs of other ids
 
 
-def sample(
-    logits_RV: Tensor, sampling: SamplingBatch, tensors: Tensors, stages: Sequence[LogitsStage] = (),
-    top: int | None = None,
-) -> Sampled:  # fmt: skip
+def sample(logits_RV: Tensor, tensors: Tensors, stages: Sequence[LogitsStage] = (), top: int | None = None) -> Sampled:
     """Gumbel-max draw from softmax(logits / temperature) over the kept set (top-k, top-p, min-p), behind the stages.
+
+    `tensors`: the fields of INPUTS that have an R alone, and those of the stages.
 
     The noise is counter-based, keyed by (request seed, position, vocabulary id), so a draw depends on its own row only.
     Modifies: logits_RV and the stages' tables, where there are stages.
@@ -44,18 +45,10 @@ def sample(
     """
     for stage in stages:
         logits_RV = stage.apply(logits_RV, tensors)
-    token_R, logprob_R = draw(
-        logits_RV,
-        sampling.temperature_R,
-        sampling.top_k_R,
-        sampling.top_p_R,
-        sampling.min_p_R,
-        sampling.seed_R,
-        sampling.pos_R,
-    )
+    token_R, logprob_R = draw(logits_RV, *(tensors[name] for name in DRAW))
     for stage in stages:
         stage.drawn(logits_RV, token_R, tensors)
-    likeliest = None if top is None else score(logits_RV, sampling.temperature_R, tensors["asked_RK"], top)
+    likeliest = None if top is None else score(logits_RV, tensors["temperature_R"], tensors["asked_RK"], top)
     return Sampled(token_R, logprob_R, likeliest)
 
 

@@ -21,7 +21,7 @@ from fengine.worker.device import device_of, refuse_unbuilt_shape
 from fengine.worker.kv_pool import kv_bytes_per_token, new_pool, pool_pages
 from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.model_runner import CpuRunner
-from fengine.worker.step import Feed, ForwardFn, make_forward
+from fengine.worker.step import ForwardFn, make_forward
 
 CPU = Hardware("cpu")
 SHAPE = {
@@ -109,9 +109,8 @@ def test_a_compiled_step_tells_layers_apart_and_nothing_else(tmp_path) -> None: 
     def run(forward: ForwardFn, layers: int, tokens: list[int]) -> list[torch.Tensor]:
         pages = init_kv(spec, 3, 4, torch.float32, "cpu")
         batch = row_batch(tokens, 0, [1, 2], 4)
-        feed = Feed(torch.tensor([9], dtype=torch.int32), torch.zeros_like(batch.pos_T), batch.pos_T == 1)
         kv = KVState(pages.k_PSGK[:layers], pages.v_PSGK[:layers])
-        kv, hidden_TD = forward(params | {"layers": params["layers"][:layers]}, kv, batch, feed)
+        kv, hidden_TD = forward(params | {"layers": params["layers"][:layers]}, kv, batch)
         return [*kv.k_PSGK, *kv.v_PSGK, hidden_TD]
 
     counts, before = [], compile_count()

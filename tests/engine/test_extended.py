@@ -28,11 +28,12 @@ from fengine.engine.request_state import RequestState
 from fengine.errors import ConfigError, LogitProcessorError
 from fengine.ops import linear
 from fengine.worker.fields import blank, pack
-from fengine.worker.input_batch import INPUTS, InputBatch, StepInput
-from fengine.worker.logits.logprobs import ASKED, SLICE, PromptRows, score_prompts
+from fengine.worker.input_batch import InputBatch
+from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
 from fengine.worker.logits.processors import ProcessorRequest
+from fengine.worker.pooling import apply_head
 from fengine.worker.sampler import logits_stages, warm_up
-from fengine.worker.step import apply_head
+from fengine.worker.step_input import INPUTS, PromptRows, StepInput
 
 VOCAB = SIZES["vocab_size"]
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-4}
@@ -332,7 +333,8 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
     """As a CUDA runner pads: tokens behind the last row's, rows without tokens, columns of the null page."""
     with running(checkpoint, cached=False) as found:
         runner: Any = found.core.stepper.runner
-        fields = (*INPUTS, ASKED, *(field for stage in found.core.stepper.input_batch.stages for field in stage.fields))
+        stages = found.core.stepper.input_batch.stages.values()
+        fields = (*INPUTS, ASKED, *(field for stage in stages for field in stage.fields))
         inner, steps = runner.launch, []
 
         def with_padding(kv: Any, step: StepInput) -> Any:

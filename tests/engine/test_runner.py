@@ -17,10 +17,10 @@ from fengine.models.kv_state import KVState, init_kv, layer_kinds
 from fengine.worker.cuda_graphs import Buckets, decode_sizes
 from fengine.worker.cuda_runner import CudaRunner
 from fengine.worker.fields import StaticBuffers, blank, layout, pack
-from fengine.worker.input_batch import ADAPTERS, INPUTS, warm_arrays
 from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.model_runner import on_cpu
-from fengine.worker.step import batches, make_forward
+from fengine.worker.step import batch_of, make_forward
+from fengine.worker.step_input import ADAPTERS, INPUTS, warm_step
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_steps_with_adapters_and_without_run_before_any_is_captured(
         monkeypatch.setattr(f"fengine.worker.{module}.torch", Torch())
     seen: list[tuple[bool, bool]] = []  # whether with adapters, whether in a capture
 
-    def forward(params: Any, kv: Any, batch: Any, feed: Any) -> Any:
+    def forward(params: Any, kv: Any, batch: Any) -> Any:
         seen.append((batch.adapters is not None, Cuda.is_current_stream_capturing()))
         return kv, torch.zeros(len(batch.token_T), 4)
 
@@ -102,12 +102,12 @@ def test_one_layer_takes_as_much_memory_as_all(slots: int, tmp_path: Path) -> No
     params, kv = load_params(directory, spec), init_kv(spec, 1, 16, torch.float32, "cpu")
     open_adapters(LoraConfig(enabled=slots > 0, max_loras_per_batch=2, max_lora_rank=4), spec, params, str(directory))
     sizes = {"T": 40, "R": 3, "B": 4, "N": 3} | ({"A": 40, "S": slots + 1} if slots else {})
-    batch, feed = batches(on_cpu(warm_arrays(40, sizes)), torch.zeros(3, dtype=torch.int32))
+    batch = batch_of(on_cpu(warm_step(40, sizes).arrays), torch.zeros(3, dtype=torch.int32))
     most = []
     for layers in (1, 3):
         short = KVState(kv.k_PSGK[:layers], kv.v_PSGK[:layers])
         with Beside() as beside:
-            make_forward(spec)(params | {"layers": params["layers"][:layers]}, short, batch, feed)
+            make_forward(spec)(params | {"layers": params["layers"][:layers]}, short, batch)
         most.append(beside.most)
     assert most[0] == most[1] and len(most[0]) > 5
 
@@ -121,7 +121,7 @@ def test_inputs_lie_apart_and_are_padded_as_declared() -> None:
     assert all(a.end <= b.start and not b.start % 16 for a, b in zip(slots, slots[1:], strict=False))
     rows = [slot for slot in slots if slot.field.letters == "R"]
     assert rows == [slot for slot in layout(fields, {"R": 5}) if slot.field.letters == "R"] == slots[: len(rows)]
-    given = warm_arrays(17, {"T": 17, "R": 4, "B": 5, "N": 2, "A": 17, "S": 3})
+    given = warm_step(17, {"T": 17, "R": 4, "B": 5, "N": 2, "A": 17, "S": 3}).arrays
     for field in fields:
         target = np.full_like(blank(field, sizes), 9)
         pack(given, [(field, target)])
@@ -138,7 +138,7 @@ def test_what_is_filled_is_what_the_device_gets(monkeypatch: pytest.MonkeyPatch)
     static = StaticBuffers(INPUTS, most, torch.device("cpu"))
     for turn, which, (tokens, rows) in ((0, 1, (21, 5)), (1, 0, (4, 2)), (0, 0, (6, 2))):
         sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": 2}
-        given = warm_arrays(tokens, sizes)
+        given = warm_step(tokens, sizes).arrays
         static.fill(given, sizes, turn)
         static.send(turn, which, sizes)
         got = static.tensors(which, sizes)

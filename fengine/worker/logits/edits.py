@@ -8,14 +8,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fengine.core.scheduler_output import NewRow
 from fengine.ops.edit_logits import add_at, count, penalize
-from fengine.worker.fields import Arrays, Field, Tensors
-from fengine.worker.logits.stage import DrawRows, LogitsStage, RowState, Table, rounded
+from fengine.worker.fields import Field, Tensors
+from fengine.worker.step_input import LogitsStage, StepInput
+
+
+class Table:
+    """A line for each row slot in the device's memory, there from the first line on. Modifies: itself."""
+
+    def __init__(self, rows: int, fill: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows, self.fill, self.dtype, self.device = rows, fill, dtype, device
+        self.lines: Tensor | None = None  # [rows, width]
+        self.version = 0
+
+    def widen(self, width: int) -> Tensor:
+        """The lines, with room for `width` numbers each; they stay the same if they have it."""
+        old = self.lines
+        if old is not None and old.shape[1] >= width:
+            return old
+        self.version += 1
+        self.lines = torch.full((self.rows, width), self.fill, dtype=self.dtype, device=self.device)
+        if old is not None:
+            self.lines[:, : old.shape[1]] = old
+        return self.lines
+
+    def write(self, slot: int, line: np.ndarray, width: int) -> None:
+        """Sets a line of `width` numbers: those of `line`, then `fill`."""
+        lines = self.widen(width)
+        if len(line):
+            source = torch.from_numpy(np.ascontiguousarray(line)).to(self.dtype)
+            source = source.pin_memory() if lines.is_cuda else source
+            lines[slot, : len(line)].copy_(source, non_blocking=True)
+        lines[slot, len(line) :] = self.fill
+
+
+def rounded(count: int) -> int:
+    """A width of lines: a power of two of at least 16, so that few different ones come. Pure."""
+    return max(16, 1 << (count - 1).bit_length())
 
 
 class Penalties(LogitsStage):
     """Modifies: itself, its tables."""
 
+    name = "penalties"
     fields = (
         Field("count_slot_R", torch.int32, -1),
         Field("frequency_R", torch.float64),
@@ -37,37 +73,37 @@ class Penalties(LogitsStage):
     def version(self) -> int:
         return self.count_SV.version + self.ban_id_SK.version
 
-    def admit(self, slot: int, state: RowState | None) -> None:
+    def release(self, slot: int) -> None:
         self.penalised_S[slot], self.banned_until_S[slot] = False, 0
-        if state is None:
-            return
-        params = state.params
+
+    def admit(self, slot: int, new: NewRow) -> None:
+        params = new.params
         if params.penalised:
             self.penalised_S[slot] = True
             self.frequency_S[slot], self.presence_S[slot] = params.frequency_penalty, params.presence_penalty
             self.repetition_S[slot] = params.repetition_penalty
-            drawn = state.output_ids  # by a request that was preempted
+            drawn = new.output_ids  # by a request that was preempted
             line = np.bincount(drawn, minlength=self.vocab) if drawn else np.zeros(0, np.int64)
             self.count_SV.write(slot, line, self.vocab)
         if params.min_new_tokens:
-            banned = state.new.stop_ids | state.new.early_ids
+            banned = new.stop_ids | new.early_ids
             ids = [id for id in banned if 0 <= id < self.vocab]  # an eos id may lie behind the vocabulary
-            self.banned_until_S[slot] = state.prompt_len + params.min_new_tokens
+            self.banned_until_S[slot] = new.prompt_len + params.min_new_tokens
             width = rounded(len(ids))
             self.ban_id_SK.write(slot, np.array(ids, np.int32), width)
             self.ban_value_SK.widen(width)
 
-    def stage(self, rows: DrawRows, into: Arrays) -> bool:
-        slot_R = rows.slot_R
-        penalised_R = self.penalised_S[slot_R] & rows.draws_R
-        banned_R = (rows.pos_R < self.banned_until_S[slot_R]) & rows.draws_R
+    def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
+        slot_R, into = step.slot_R, step.arrays
+        penalised_R = self.penalised_S[slot_R] & draws_R
+        banned_R = (into["pos_R"] < self.banned_until_S[slot_R]) & draws_R
         if not (penalised_R.any() or banned_R.any()):
-            return False
+            return None
         into["count_slot_R"] = np.where(penalised_R, slot_R, -1)
         into["frequency_R"], into["presence_R"] = self.frequency_S[slot_R], self.presence_S[slot_R]
         into["repetition_R"] = self.repetition_S[slot_R]
         into["ban_slot_R"] = np.where(banned_R, slot_R, -1)
-        return True
+        return self
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         if (count_SV := self.count_SV.lines) is not None:
@@ -86,6 +122,7 @@ class Penalties(LogitsStage):
 class LogitBias(LogitsStage):
     """Modifies: itself, its tables."""
 
+    name = "bias"
     fields = (Field("bias_slot_R", torch.int32, -1),)
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
@@ -97,19 +134,20 @@ class LogitBias(LogitsStage):
     def version(self) -> int:
         return self.id_SK.version
 
-    def admit(self, slot: int, state: RowState | None) -> None:
+    def release(self, slot: int) -> None:
         self.biased_S[slot] = False
-        if state is not None and state.params.logit_bias:
-            ids, values = zip(*state.params.logit_bias, strict=True)
-            width, known = rounded(len(ids)), np.array(ids) < self.vocab
-            self.id_SK.write(slot, np.array(ids, np.int32)[known], width)
-            self.value_SK.write(slot, np.clip(np.array(values), -1e30, 1e30).astype(np.float32)[known], width)
-            self.biased_S[slot] = True
 
-    def stage(self, rows: DrawRows, into: Arrays) -> bool:
-        biased_R = self.biased_S[rows.slot_R] & rows.draws_R
-        into["bias_slot_R"] = np.where(biased_R, rows.slot_R, -1)
-        return bool(biased_R.any())
+    def admit(self, slot: int, new: NewRow) -> None:
+        ids, values = zip(*new.params.logit_bias, strict=True)
+        width, known = rounded(len(ids)), np.array(ids) < self.vocab
+        self.id_SK.write(slot, np.array(ids, np.int32)[known], width)
+        self.value_SK.write(slot, np.clip(np.array(values), -1e30, 1e30).astype(np.float32)[known], width)
+        self.biased_S[slot] = True
+
+    def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
+        biased_R = self.biased_S[step.slot_R] & draws_R
+        step.arrays["bias_slot_R"] = np.where(biased_R, step.slot_R, -1)
+        return self if biased_R.any() else None
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         id_SK, value_SK = self.id_SK.lines, self.value_SK.lines

@@ -14,7 +14,7 @@ from torch import Tensor
 from fengine.core.scheduler_output import Scores, Span
 from fengine.ops.logprobs import MOST_TOP, logprobs, top_ids
 from fengine.worker.fields import Field
-from fengine.worker.logits.stage import Chunk
+from fengine.worker.step_input import Chunk, PromptRows
 
 SLICE = 256  # rows unembedded at once for prompt logprobs: 125 MiB of logits for a vocabulary of 128k
 ASKED = Field("asked_RK", torch.int32)  # ids whose logprobs are wanted of the draws
@@ -27,18 +27,6 @@ class Likeliest(NamedTuple):
 
     logprob_RZ: Tensor
     top_id_RX: Tensor
-
-
-class PromptRows(NamedTuple):
-    """Rows whose input logprobs are wanted: of the ids in id_PK (column 0: the token behind) and the `top` likeliest.
-
-    `index_P` is into the tokens of the step.
-    """
-
-    index_P: np.ndarray  # int32
-    id_PK: np.ndarray  # int32
-    top: int
-    spans: list[Span]
 
 
 def score(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor, top: int) -> Likeliest:
@@ -54,7 +42,7 @@ def rounded_top(top: int) -> int:
 
 def asked_ids(chunks: Sequence[Chunk], rows: int) -> np.ndarray:
     """ids [R, K] whose logprobs the draws of these rows are to come with; 0 where none is asked."""
-    asked = [(chunk.row, ids) for chunk in chunks if (ids := chunk.state.params.logprob_ids)]
+    asked = [(chunk.row, ids) for chunk in chunks if (ids := chunk.new.params.logprob_ids)]
     id_RK = np.zeros((rows, max((len(ids) for _, ids in asked), default=0)), np.int32)
     for row, ids in asked:
         id_RK[row, : len(ids)] = ids
@@ -69,24 +57,24 @@ def prompt_rows(chunks: Sequence[Chunk]) -> list[PromptRows]:
     groups: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
         if _is_scored(chunk):
-            params = chunk.state.params
+            params = chunk.new.params
             groups.setdefault((len(params.logprob_ids), params.top_logprobs), []).append(chunk)
     return [_group(group, top) for (_, top), group in groups.items()]
 
 
 def _is_scored(chunk: Chunk) -> bool:
     """Whether input logprobs land with this chunk; with the last one also where only the first entry, None, does."""
-    first, prompt_len = chunk.state.new.first_scored, chunk.state.prompt_len
+    first, prompt_len = chunk.new.first_scored, chunk.new.prompt_len
     return chunk.start < prompt_len and first < prompt_len and (chunk.draws or first < chunk.end)
 
 
 def _group(chunks: list[Chunk], top: int) -> PromptRows:
     spans, index, ids, at = [], [np.zeros(0, np.int64)], [], 0
     for chunk in chunks:
-        state, params = chunk.state, chunk.state.params
-        first = max(chunk.start, state.new.first_scored)
-        last = max(first, min(chunk.end, state.prompt_len - 1))
-        target_P = np.array(state.new.token_ids[first + 1 : last + 1], np.int32)
+        new, params = chunk.new, chunk.new.params
+        first = max(chunk.start, new.first_scored)
+        last = max(first, min(chunk.end, new.prompt_len - 1))
+        target_P = np.array(new.token_ids[first + 1 : last + 1], np.int32)
         id_K = np.array(params.logprob_ids, np.int32)
         ids.append(np.concatenate((target_P[:, None], np.broadcast_to(id_K, (last - first, len(id_K)))), axis=1))
         index.append(np.arange(first, last) - chunk.start + chunk.at)

@@ -1,15 +1,17 @@
 """A request's own Python function on its row of logits. Steps with one run outside of graphs, one row at a time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fengine.errors import FengineError, LogitProcessorError
 from fengine.ops.edit_logits import BAN
-from fengine.worker.fields import Arrays, Tensors
-from fengine.worker.logits.stage import Chunk, DrawRows, LogitsStage
+from fengine.worker.fields import Tensors
+from fengine.worker.step_input import Chunk, LogitsStage, StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +32,17 @@ class Call(NamedTuple):
 
 
 class Processors(LogitsStage):
-    """Modifies: itself, "__req__" of the functions' own dicts."""
+    """The functions of one step. Modifies: itself, "__req__" of the functions' own dicts."""
 
-    host = True
+    name, host = "processor", True
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, calls: Sequence[Call] = ()) -> None:
+        self.calls = calls
         self.failed: dict[int, FengineError] = {}
 
-    def stage(self, rows: DrawRows, into: Arrays) -> bool:
-        self.calls = [_call(chunk) for chunk in rows.chunks if chunk.draws and chunk.state.params.processor is not None]
-        self.failed = {}
-        return bool(self.calls)
+    def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
+        calls = [_call(chunk) for chunk in step.chunks if chunk.draws and chunk.new.params.processor is not None]
+        return Processors(calls) if calls else None
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         for call in self.calls:
@@ -69,10 +70,10 @@ class Processors(LogitsStage):
 
 
 def _call(chunk: Chunk) -> Call:
-    state = chunk.state
-    params = {} if state.params.custom_params is None else state.params.custom_params
-    params["__req__"] = ProcessorRequest(state.new.rid, state.tokens[: state.prompt_len], state.output_ids)
-    return Call(chunk.row, state.params.processor, params)
+    new = chunk.new
+    params = {} if new.params.custom_params is None else new.params.custom_params
+    params["__req__"] = ProcessorRequest(new.rid, new.token_ids[: new.prompt_len], new.output_ids)
+    return Call(chunk.row, new.params.processor, params)
 
 
 def processed(call: Call, row_1V: Tensor) -> Tensor:

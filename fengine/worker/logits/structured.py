@@ -5,53 +5,62 @@ reach the device as late as the logits are there: the only inputs that do not co
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fengine.core.scheduler_output import NewRow
 from fengine.errors import FengineError
 from fengine.ops.bitmask import apply_bitmask, words
 from fengine.worker.fields import Arrays, Field, Pad, Tensors
 from fengine.worker.logits.masks import Drawn, Grammar, MaskRow
-from fengine.worker.logits.stage import Chunk, DrawRows, LogitsStage, RowState
+from fengine.worker.step_input import Chunk, LogitsStage, StepInput
 
 
 class StructuredOutput(LogitsStage):
-    """Modifies: itself, the cursors."""
+    """Where each row slot's output stands in its grammar. Modifies: itself, the cursors."""
 
+    name = "mask"
     fields = (Field("mask_row_M", torch.int32, -1), Field("mask_MW", torch.int32, Pad.NONE))
 
     def __init__(self, vocab: int) -> None:
         self.words = words(vocab)
-        self.rows: list[MaskRow] = []
-        self.grammar: Grammar | None = None
+        self.cursors: dict[int, Any] = {}  # by row slot
+
+    def admit(self, slot: int, new: NewRow) -> None:
+        params = new.params
+        never = [id for id, bias in params.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # nothing lifts it
+        self.cursors[slot] = params.grammar.cursor(new.stop_ids, never, new.early_ids, not params.ignore_eos)
+
+    def release(self, slot: int) -> None:
+        del self.cursors[slot]
+
+    def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
+        chunks = [chunk for chunk in step.chunks if chunk.draws and chunk.new.params.grammar is not None]
+        rows = [_mask_row(chunk, self.cursors[chunk.new.row]) for chunk in chunks]
+        return Masks(chunks[0].new.params.grammar, rows) if chunks else None
+
+
+class Masks(LogitsStage):
+    """The masks of one step. Modifies: itself, the cursors."""
+
+    name, fields = StructuredOutput.name, StructuredOutput.fields
+
+    def __init__(self, grammar: Grammar, rows: list[MaskRow]) -> None:
+        self.grammar, self.rows = grammar, rows
         self.failed: dict[int, FengineError] = {}
 
-    def admit(self, slot: int, state: RowState | None) -> None:
-        if state is not None and state.params.grammar is not None:
-            params = state.params
-            never = [id for id, bias in params.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # nothing lifts it
-            new = state.new
-            state.cursor = params.grammar.cursor(new.stop_ids, never, new.early_ids, not params.ignore_eos)
-
-    def stage(self, rows: DrawRows, into: Arrays) -> bool:
-        chunks = [chunk for chunk in rows.chunks if chunk.draws and chunk.state.cursor is not None]
-        self.rows, self.failed = [_mask_row(chunk) for chunk in chunks], {}
-        self.grammar = chunks[0].state.params.grammar if chunks else None
-        return bool(chunks)
-
-    def start(self, drawn: Drawn, beside: bool) -> Callable[[], Arrays]:
-        """What gives the fields of the staged step: computed from now on beside the caller, or when it is called."""
-        assert self.grammar is not None, "no row of the step has a grammar"
+    def late(self, drawn: Drawn, beside: bool) -> Callable[[], Arrays]:
         wait = self.grammar.masks(self.rows, drawn, beside)
 
-        def late() -> Arrays:
+        def fields() -> Arrays:
             filled = wait()
             self.failed = dict(filled.errors)
             return {"mask_row_M": filled.row_M, "mask_MW": filled.mask_MW}
 
-        return late
+        return fields
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         return apply_bitmask(logits_RV, tensors["mask_row_M"], tensors["mask_MW"])
@@ -60,10 +69,10 @@ class StructuredOutput(LogitsStage):
         return self.failed
 
 
-def _mask_row(chunk: Chunk) -> MaskRow:
-    state = chunk.state
-    known = state.output_ids[len(state.cursor.tokens) :]
-    early = chunk.end - state.prompt_len < state.params.min_new_tokens
-    if chunk.fed is None and chunk.end > len(state.tokens):  # tokens before were fed: the cursor has taken them then
+def _mask_row(chunk: Chunk, cursor: Any) -> MaskRow:
+    new = chunk.new
+    known = new.output_ids[len(cursor.tokens) :]
+    early = chunk.end - new.prompt_len < new.params.min_new_tokens
+    if chunk.fed is None and chunk.end > len(new.token_ids):  # tokens before were fed: the cursor has taken them then
         known = [chunk.token]
-    return MaskRow(chunk.row, state.cursor, known, chunk.fed, state.new.stop_ids, early)
+    return MaskRow(chunk.row, cursor, known, chunk.fed, new.stop_ids, early)

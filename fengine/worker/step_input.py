@@ -1,0 +1,161 @@
+"""`StepInput`: one step on the host, from the batch that gathers it to the runner; and the fields that it fills in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fengine.core.scheduler_output import NewRow, Span
+from fengine.errors import FengineError
+from fengine.worker.fields import Arrays, Field, Pad, Sizes, Tensors, blank
+
+INPUTS = (  # of StepBatch, of fed tokens and of the draw; those of rows first, so that their places depend on R alone
+    Field("logit_index_R", torch.int32),
+    Field("temperature_R", torch.float32, 1),  # > 0; of greedy rows 1
+    Field("top_k_R", torch.int32, 1),  # >= V means off; 1 is greedy
+    Field("top_p_R", torch.float32, 1),  # in (0, 1]; 1 means off
+    Field("min_p_R", torch.float32),  # in [0, 1]; 0 means off
+    Field("seed_R", torch.int64),  # the request's own
+    Field("pos_R", torch.int32),  # of the token being drawn: noise is keyed by (seed, position, vocabulary id)
+    Field("kv_len_R", torch.int32),
+    Field("q_start_B", torch.int32, Pad.LAST),
+    Field("page_table_RN", torch.int32, Pad.NONE),
+    Field("token_T", torch.int32),
+    Field("pos_T", torch.int32),
+    Field("slot_T", torch.int32),
+    Field("feed_index_T", torch.int32),  # where feed_from_T is true, the token is what this row of the step before drew
+    Field("feed_from_T", torch.bool),
+)
+ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))  # of AdapterBatch
+
+
+class Chunk(NamedTuple):
+    """Row `row` of a step, which wants more than a drawn token, computes positions start : end; the first of them is
+    token `at` of the step. Its last token is `token`, or what row `fed` drew in the step before. `new` is what was told
+    of the request, its `token_ids` kept up to date as far as none was fed."""
+
+    row: int
+    new: NewRow
+    start: int
+    end: int
+    at: int
+    draws: bool
+    token: int
+    fed: int | None
+
+
+class PromptRows(NamedTuple):
+    """Rows whose input logprobs are wanted: of the ids in id_PK (column 0: the token behind) and the `top` likeliest.
+
+    `index_P` is into the tokens of the step.
+    """
+
+    index_P: np.ndarray  # int32
+    id_PK: np.ndarray  # int32
+    top: int
+    spans: list[Span]
+
+
+@dataclass(slots=True)
+class StepInput:
+    """One step on the host, unpadded: T tokens and R draws, and what it is to bring besides.
+
+    R counts draws: behind the step's rows comes one without tokens for each draft, which draws behind that draft.
+    `arrays` by field; those of adapters and stages only where there is something. `stages` edit this step's logits.
+    `chunks` are the rows that draw and want more than a token. `top`: likeliest ids wanted of every draw; None: the
+    draws' own logprobs are all. `hidden_H`: tokens whose hidden states are wanted.
+    """
+
+    arrays: Arrays
+    slot_R: np.ndarray  # int32, the row slot of each draw
+    draws: bool = True  # some row draws a token
+    chunks: Sequence[Chunk] = ()
+    stages: "tuple[LogitsStage, ...]" = ()
+    top: int | None = None
+    prompts: list[PromptRows] = field(default_factory=list)
+    hidden_H: np.ndarray | None = None
+    hidden: list[Span] = field(default_factory=list)
+    pooled: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.arrays["token_T"])
+
+    @property
+    def rows(self) -> int:
+        return len(self.arrays["kv_len_R"])
+
+    @property
+    def adapters(self) -> bool:
+        return "token_A" in self.arrays
+
+    def late(self, drawn: Callable[[], Sequence[int]], beside: bool) -> Callable[[], Arrays]:
+        """What gives the fields that stages compute while the forward pass runs; see `LogitsStage.late`."""
+        waiting = [late for stage in self.stages if (late := stage.late(drawn, beside)) is not None]
+        return lambda: {name: array for late in waiting for name, array in late().items()}
+
+    def errors(self) -> dict[int, FengineError]:
+        """Rows for which nothing could be drawn, once it is launched; of several stages the first's tells."""
+        return {row: error for stage in reversed(self.stages) for row, error in stage.errors().items()}
+
+
+class LogitsStage:
+    """One edit of logits, by default none. `name` is how `SamplingParams.stages` calls it. `host`: it runs Python on
+    logits, so it stands in no graph."""
+
+    name = ""
+    fields: tuple[Field, ...] = ()
+    host = False
+
+    @property
+    def version(self) -> int:
+        """Changes where the stage's tables are at another place: graphs that hold them are dead."""
+        return 0
+
+    def admit(self, slot: int, new: NewRow) -> None:
+        """A request that asks for it gets the row slot. Modifies: the stage's tables."""
+
+    def release(self, slot: int) -> None:
+        """It leaves the slot. Modifies: the stage's tables."""
+
+    def stage(self, step: StepInput, draws_R: np.ndarray) -> "LogitsStage | None":
+        """What edits the logits of this step: itself, or one that keeps what is the step's own; None: there is nothing
+        to do. `draws_R`: whose draw is used. Modifies: step.arrays, where it fills in its fields."""
+        return None
+
+    def late(self, drawn: Callable[[], Sequence[int]], beside: bool) -> Callable[[], Arrays] | None:
+        """What gives those of the stage's fields that need the tokens which the step before has drawn (`drawn` waits
+        for them). Where the forward pass takes the calling thread they are begun `beside` it; where it is only launched
+        there, they are computed in the call."""
+        return None
+
+    def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
+        """The edited logits. Modifies: the storage of logits_RV."""
+        return logits_RV
+
+    def drawn(self, logits_RV: Tensor, token_R: Tensor, tensors: Tensors) -> None:
+        """Tells what the rows have drawn. Modifies: the stage's tables."""
+
+    def errors(self) -> dict[int, FengineError]:
+        """Rows of the step for which nothing could be drawn, once it is launched."""
+        return {}
+
+
+def warm_step(tokens: int, sizes: Sizes) -> StepInput:
+    """A harmless step for warm-up: rows of token 0 that write to the null page and see one key each.
+
+    With "S" in `sizes` every token has an adapter, whatever lies in its slot.
+    """
+    rows = sizes["R"]
+    per_row = np.full(rows, tokens // rows, np.int32)
+    per_row[: tokens % rows] += 1
+    arrays: dict[str, Any] = {field.name: blank(field, sizes) for field in INPUTS}
+    arrays["q_start_B"][1:] = np.cumsum(per_row)
+    arrays |= {"kv_len_R": per_row, "pos_R": per_row, "logit_index_R": arrays["q_start_B"][1:] - 1}
+    if "S" in sizes:
+        arrays["token_A"] = np.arange(tokens, dtype=np.int32)
+        arrays["start_S"] = np.linspace(0, tokens, sizes["S"]).astype(np.int32)
+    return StepInput(arrays, np.zeros(rows, np.int32))
