@@ -83,8 +83,8 @@ class SimulatedDevice:
             if new.row in self.rows:
                 raise InvariantError(f"row slot {new.row} is given to {new.rid!r} while another request has it")
             request = self.request_of(new.rid)
-            known = tuple(request.token_ids)
-            if new.token_ids != (() if new.params.bare else known) or new.prompt_len != request.prompt_len:
+            known = [] if new.params.bare else request.token_ids
+            if new.token_ids != known or new.prompt_len != request.prompt_len:
                 raise InvariantError(f"the tokens of {new.rid!r} are not told when it is admitted")
             self.rows[new.row] = _Row(new, request, self.weights)
             self.drawn.pop(new.row, None)
