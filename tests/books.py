@@ -13,6 +13,7 @@ from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request, Status
 from fengine.core.running import Rows, is_lockstep
 from fengine.core.scheduler import Scheduler
+from fengine.core.window_pages import WindowPages
 from fengine.errors import InvariantError
 
 
@@ -43,6 +44,8 @@ def check_rows(rows: Rows) -> None:
             raise InvariantError("running requests are out of order")
     check_slots(rows.adapters, [(request.adapter_slot, request.adapter) for request in running])
     check_pool(rows.pool, [request.pages for request in running], rows.cache)
+    if isinstance(rows.pool, WindowPages):
+        check_windows(rows.pool, [request.pages[request.window_start :] for request in running], rows.cache)
     if rows.cache is not None:
         check_cache(rows.cache)
 
@@ -95,6 +98,20 @@ def check_pool(
         wrong.append("the null page, or a page that does not exist, has a holder")
     if wrong:
         raise InvariantError("page accounting is broken (a bug in fengine):\n  " + "\n  ".join(wrong))
+
+
+def check_windows(pool: WindowPages, seen: Sequence[Sequence[int]], cache: PrefixCache | None) -> None:
+    """Every one of the `seen` pages has a window page; others in the cache may. None is lost or given twice."""
+    count = Counter(page for pages in seen for page in pages)
+    having = [page for page in range(pool.num_pages) if pool.window_of[page]]
+    kept = set() if cache is None else {node.page for node in nodes_of(cache)}
+    if dict(count) != {page: n for page, n in enumerate(pool._seers) if n}:
+        raise InvariantError(f"pages are seen by {dict(count)} requests, counted otherwise")
+    if set(count) - set(having) or set(pool._idle) != set(having) - set(count) or set(pool._idle) - kept:
+        raise InvariantError(f"pages {having} have window pages, {sorted(count)} are seen, {list(pool._idle)} idle")
+    window_pages = [pool.window_of[page] for page in having] + pool._unused
+    if sorted(window_pages) != list(range(1, pool.windows.num_pages)):
+        raise InvariantError(f"window pages are lost or given twice: {sorted(window_pages)}")
 
 
 def check_cache(cache: PrefixCache) -> None:

@@ -25,6 +25,7 @@ from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import NewRow, SchedulerOutput, StepOutput
 from fengine.core.simulated_device import SimulatedDevice
 from fengine.core.speculation import Ask, Speculation
+from fengine.core.window_pages import WindowPages
 from fengine.engine import memory
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.memory import Memory
@@ -134,14 +135,16 @@ class World:
 
     def _build(self) -> None:
         s = self.settings
-        pool = PagePool(s.num_pages)
+        pool = PagePool(s.num_pages) if s.windows is None else WindowPages(s.num_pages, s.windows)
         self.scheduler = Scheduler(
             pool, PrefixCache(pool, s.page_size) if s.cached else None, page_size=s.page_size,
             max_running_requests=s.rows, max_step_tokens=s.budget, policy=s.policy, adapter_slots=s.adapter_slots,
             speculation=None if s.guess is None else Speculation(self._propose, 6, max(s.budget, 4), len(PIECES)),
             max_queued=s.max_queued,
         )  # fmt: skip
-        self.device = SimulatedDevice(s.page_size, s.num_pages, self.scheduler._requests.__getitem__, self._draw)
+        self.device = SimulatedDevice(
+            s.page_size, s.num_pages, self.scheduler._requests.__getitem__, self._draw, s.windows
+        )
         batch: Any = SimpleNamespace(stage=lambda output: output, release=self.device.release)
         runner: Any = SimpleNamespace(params={}, launch=self._execute)
         self.core = EngineCore(self.scheduler, batch, runner, self._kv(), overlap=s.overlap, system=self.machine.system)
@@ -167,7 +170,7 @@ class World:
 
     def _kv(self) -> KVState:
         """A new KV state: every slot is empty."""
-        for page in self.device.pages:
+        for page in [page for pages in self.device.groups for page in pages]:
             page[:] = [None] * len(page)
         return KVState((), ())
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fengine.config import Policy
+from fengine.core.window_pages import Windows
 
 PIECES = (b"a", b"b", b"ab", b" ", "é".encode()[:1], "é".encode()[1:], b"ba", b".", b"#", b"\xff", b"c", b"bc")
 EOS, BAD = 8, 11  # the id that ends a text, and one that a broken tokenizer does not know
@@ -60,6 +61,7 @@ class Settings:
     interval: int = 1
     incremental: bool = False
     eager: float = 0.5  # how probable it is that a thread loses its turn where it may
+    windows: Windows | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,12 @@ def plan_of(seed: int, size: int = 1) -> Plan:
         events.append(Event(len(events), rng.random() * span, fault, what=rng.randrange(6)))
     longest = max(need(job, page) for event in events for job in event.jobs)
     pages = 1 + longest + rng.choice([-1, 0, 0, 1, 2, 3, longest, 3 * longest])
-    return Plan(seed, replace(settings, num_pages=max(2, pages)), tuple(events))
+    settings = replace(settings, num_pages=max(2, pages))
+    if rng.random() < 0.4:
+        windows = Windows(rng.choice([1, 3, 8]), rng.choice([1, 4]), page, 0, settings.budget, rng.random() < 0.5)
+        count = min(settings.num_pages, windows.least + rng.choice([1, 2, 5, 20]))
+        settings = replace(settings, windows=windows._replace(num_pages=count))
+    return Plan(seed, settings, tuple(events))
 
 
 def need(job: Job, page_size: int) -> int:

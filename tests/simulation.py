@@ -9,7 +9,7 @@ any wrong page, slot, length, stale hit, eviction, preemption or feed fails in t
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from books import check_scheduler
 
@@ -20,6 +20,7 @@ from fengine.core.request import Request, SamplingParams, Status
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import NewRow, SchedulerOutput
 from fengine.core.speculation import Ask, Proposer, Speculation
+from fengine.core.window_pages import WindowPages, Windows
 from fengine.errors import CapacityError
 from fengine.speculative.ngram import ngram_proposer
 
@@ -52,6 +53,7 @@ class Case:
     vocab: int = 5
     guess: str | None = None  # how well drafts are guessed, see `guesser`; None: no speculation
     draft_room: int = 32  # tokens of a step up to which drafts fill it
+    windows: Windows | None = None
 
 
 def chain(before: int, token: int) -> int:
@@ -85,8 +87,14 @@ class HashDevice:
 
     def __init__(self, case: Case, jobs: dict[str, Job]) -> None:
         self.case, self.jobs = case, jobs
-        self.slots: list[int | None] = [None] * (case.num_pages * case.page_size)
-        self.tables: dict[int, list[int]] = {}  # page table by row slot
+        starts: list[Callable[[int], int]] = [] if case.windows and case.windows.alone else [lambda position: 0]
+        counts = [case.num_pages] * len(starts)
+        if case.windows:
+            starts.append(case.windows.window_start)
+            counts.append(case.windows.num_pages)
+        self.starts = starts  # of each group of layers: the first page that a token reads
+        self.slots: list[list[int | None]] = [[None] * (count * case.page_size) for count in counts]
+        self.tables: dict[int, list[list[int]]] = {}  # page tables by row slot
         self.new: dict[int, NewRow] = {}  # what runs in a row slot
         self.ids: dict[int, list[int]] = {}  # tokens by row slot, as far as they are known; a hit's come from its job
         self.drafts = 0
@@ -100,19 +108,19 @@ class HashDevice:
         self._write(step, rows)
         draws: list[tuple[int, float]] = []
         for i, ids in enumerate(rows):
-            token, logprob = self._draw(step.rows[i], ids[: len(ids) - len(drafts.get(i, []))])
+            token, logprob = self._draw(step.rows[i], step.starts[i], ids[: len(ids) - len(drafts.get(i, []))])
             draws.append((token if step.samples[i] else 999, logprob))
         self.drawn = {row: t for row, (t, _), s in zip(step.rows, draws, step.samples, strict=False) if s}
         for i, draft in step.drafts:
             ends = range(len(rows[i]) - len(draft) + 1, len(rows[i]) + 1)
-            draws += [self._draw(step.rows[i], rows[i][:end]) for end in ends]
+            draws += [self._draw(step.rows[i], step.starts[i], rows[i][:end]) for end in ends]
         self.drafts += len(draws) - len(rows)
         assert step.num_draws == len(draws)
         return [token for token, _ in draws], [logprob for _, logprob in draws]
 
-    def _draw(self, row: int, ids: list[int]) -> tuple[int, float]:
+    def _draw(self, row: int, start: int, ids: list[int]) -> tuple[int, float]:
         new = self.new[row]
-        token, logprob = draw(new.seed, self._attend(row, ids), self.case.vocab)
+        token, logprob = draw(new.seed, self._attend(row, start, ids), self.case.vocab)
         return token, math.nan if self.jobs[new.rid].nan_at == len(ids) - new.prompt_len else logprob
 
     def _tables_from(self, step: SchedulerOutput) -> None:
@@ -122,14 +130,16 @@ class HashDevice:
             self.new.pop(row, None)  # in one step it may have been given out and back
         for new in step.new_rows:
             assert new.row not in self.new, "a slot is given to a second request"
-            self.new[new.row], self.tables[new.row], self.ids[new.row] = new, [], []
+            self.new[new.row], self.tables[new.row], self.ids[new.row] = new, [[] for _ in self.slots], []
             self.drawn.pop(new.row, None)
-        for row, first, pages in step.new_pages:
-            assert row in step.rows and pages and 0 not in pages and first <= len(self.tables[row])
-            self.tables[row] = self.tables[row][:first] + pages
+        for row, first, pages, windows in step.new_pages:
+            assert row in step.rows and pages and (self.case.windows or 0 not in pages)
+            for table, told in zip(self.tables[row], (pages, windows)[: len(self.slots)], strict=True):
+                assert first <= len(table) and len(told) == len(pages)
+                table[first:] = told
         for i, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
             guessed, job = len(dict(step.drafts).get(i, [])), self.jobs[self.new[row].rid]
-            held = len(self.tables[row])  # pages of drafts that were wrong may stand behind
+            held = len(self.tables[row][0])  # pages of drafts that were wrong may stand behind
             assert held >= -(-(start + count) // self.case.page_size), "new_pages does not tell the whole page table"
             assert start + count <= len(job.prompt) + max(job.max_new_tokens - bool(guessed), 0)
 
@@ -162,23 +172,27 @@ class HashDevice:
         return pages[position // self.case.page_size] * self.case.page_size + position % self.case.page_size
 
     def _write(self, step: SchedulerOutput, rows: list[list[int]]) -> None:
-        written: set[int] = set()
+        written: set[tuple[int, int]] = set()
         for row, start, ids in zip(step.rows, step.starts, rows, strict=True):
             prefix = 0
             for position, token in enumerate(ids):
                 prefix = chain(prefix, token)
-                if position >= start:
-                    slot = self._slot(self.tables[row], position)
-                    assert slot not in written, "two rows write one slot"
-                    written.add(slot)
-                    self.slots[slot] = prefix
+                for group, table in enumerate(self.tables[row] if position >= start else []):
+                    slot = self._slot(table, position)
+                    assert slot >= self.case.page_size, "a row writes to the null page"
+                    assert (group, slot) not in written, "two rows write one slot"
+                    written.add((group, slot))
+                    self.slots[group][slot] = prefix
 
-    def _attend(self, row: int, ids: list[int]) -> int:
+    def _attend(self, row: int, start: int, ids: list[int]) -> int:
+        """Reads what all tokens from `start` on see, and what their kernels read besides."""
         prefix = 0
         for position, token in enumerate(ids):
             prefix = chain(prefix, token)
-            found = self.slots[self._slot(self.tables[row], position)]
-            assert found == prefix, f"{self.new[row].rid} reads a wrong slot at position {position} of {len(ids)}"
+            for slots, table, first in zip(self.slots, self.tables[row], self.starts, strict=True):
+                if position // self.case.page_size >= first(start):
+                    found = slots[self._slot(table, position)]
+                    assert found == prefix, f"{self.new[row].rid} reads a wrong slot at {position} of {len(ids)}"
         return prefix
 
 
@@ -227,6 +241,8 @@ def guesser(case: Case) -> Proposer | None:
 
 def make_scheduler(case: Case) -> Scheduler:
     pool, propose = PagePool(case.num_pages), guesser(case)
+    if case.windows:
+        pool = WindowPages(case.num_pages, case.windows)
     room = min(case.draft_room, case.budget)
     speculation = None if propose is None else Speculation(propose, 6, room, case.vocab)
     return Scheduler(pool, PrefixCache(pool, case.page_size) if case.cached else None, page_size=case.page_size,
@@ -246,7 +262,7 @@ def entry(scheduler: Scheduler, step: SchedulerOutput) -> tuple:
     rids = [request.rid for request in scheduler.requests_of(step)]
     rows = zip(rids, step.rows, step.starts, step.counts, step.samples, strict=True)
     rid_of = dict(zip(step.rows, rids, strict=True))
-    pages = [(rid_of[row], first, tuple(pages)) for row, first, pages in step.new_pages]
+    pages = [(rid_of[row], first, tuple(pages)) for row, first, pages, _ in step.new_pages]
     return step.step, tuple(rows), tuple(pages), tuple(step.preempted)
 
 
@@ -301,9 +317,9 @@ def _note(run: Run, step: SchedulerOutput) -> None:
         guessed = 0 if request.drafting is None else request.drafting.in_flight
         assert request.num_computed + guessed == start + count
         assert len(request.pages) == -(-(start + count) // run.case.page_size)
-    fresh = {page for _, first, pages in step.new_pages if first for page in pages}
+    fresh = {page for _, first, pages, _ in step.new_pages if first for page in pages}
     size = run.case.page_size
-    for row, first, pages in step.new_pages:
+    for row, first, pages, _ in step.new_pages:
         if first == 0:
             hit = step.starts[step.rows.index(row)] // size
             run.shared_in_step += len(fresh & set(pages[:hit]))
@@ -353,6 +369,17 @@ def _settle(run: Run) -> None:
         scheduler.cache.flush()
     assert pool.num_free == pool.capacity
     check_scheduler(scheduler)
+    if isinstance(pool, WindowPages):
+        assert pool.num_windows == len(pool._unused) == pool.windows.num_pages - 1
+
+
+def random_windows(rng: random.Random, case: Case) -> Case:
+    """The same with windowed layers, and often too few pages for them."""
+    window, grain = rng.choice([1, 3, 8, 20]), rng.choice([1, 4, 8])
+    windows = Windows(window, grain, case.page_size, 0, case.budget, rng.random() < 0.5)
+    least = min(case.num_pages - 1, windows.least)
+    count = 1 + least + rng.choice([0, 1, 3, least, 3 * least])
+    return replace(case, windows=windows._replace(num_pages=min(count, case.num_pages)))
 
 
 def random_case(rng: random.Random, page_size: int | None = None, **fixed: object) -> Case:

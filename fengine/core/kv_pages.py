@@ -10,7 +10,7 @@ Pages may be released while a step that uses them is still in flight: whoever ge
 step, and steps run on the device in the order in which they were planned.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fengine.errors import ConfigError, InvariantError
 
@@ -44,6 +44,45 @@ class PagePool:
         """Free pages plus those that the prefix cache would give up."""
         return len(self._free) + self.num_idle
 
+    @property
+    def room(self) -> int:
+        """Pages that can be allocated, if the prefix cache gives up what it must."""
+        return self.num_available
+
+    def gauges(self) -> dict[str, int]:
+        """`used_pages`: held by running requests. Pure."""
+        used = self.capacity - self.num_available
+        return {"pages": self.capacity, "free_pages": self.num_free, "used_pages": used}
+
+    def spare(self, dues: Sequence[int], rows: int) -> int:
+        """Pages beyond one for each of so many rows, and those that are due to them. Pure."""
+        return self.num_available - rows - sum(dues)
+
+    def fits(self, need: int, dues: Sequence[int], rows: int) -> bool:
+        """Whether there are so many pages for a newcomer beyond those. Pure."""
+        return need <= self.spare(dues, rows)
+
+    # What a window changes: `WindowPages` says how.
+
+    def tables(self, pages: Sequence[int]) -> tuple[list[int], list[int]]:
+        """What stands for these pages in a row's tables: of full layers, of windowed ones. Pure."""
+        return list(pages), []
+
+    def window_start(self, position: int) -> int:
+        """The first page of its row that attention of a token at this position reads. Pure."""
+        return 0
+
+    def unsee(self, pages: Iterable[int]) -> None:
+        """Its holder's later tokens do not reach these pages. Errors: InvariantError."""
+
+    def usable(self, pages: Sequence[int]) -> int:
+        """So many of these cached pages, the first ones, can be gone on from. Pure."""
+        return len(pages)
+
+    def renews(self, page: int, cached: int) -> bool:
+        """Whether a request's page is worth more to the cache than its own of the same tokens. Pure."""
+        return False
+
     def num_holders(self, page: int) -> int:
         return self._holders[page]
 
@@ -61,7 +100,7 @@ class PagePool:
             holders[page] = 1
         return pages
 
-    def retain(self, pages: Iterable[int]) -> None:
+    def retain(self, pages: Sequence[int]) -> None:
         """One more holder for each page. Errors: InvariantError for a page that is free."""
         holders, kept = self._holders, self._kept
         for page in pages:
@@ -72,8 +111,11 @@ class PagePool:
             if before == 1 and kept[page]:
                 self.num_idle -= 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """One holder less for each page; a page without holders is free. Errors: InvariantError on a double free."""
+    def release(self, pages: Sequence[int], first: int = 0) -> None:
+        """One holder less for each page, which sees those from number `first` on; a page without holders is free.
+
+        Errors: InvariantError on a double free.
+        """
         holders, kept, free = self._holders, self._kept, self._free
         for page in pages:
             left = holders[page] - 1

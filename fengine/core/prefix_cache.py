@@ -87,13 +87,14 @@ class PrefixCache:
         return len(self._longest(token_ids, limit, salt)) * self.page_size
 
     def _longest(self, token_ids: Sequence[int], limit: int, salt: Hashable | None) -> list[_Node]:
-        """The nodes of the longest cached prefix, from the root's child on."""
+        """The nodes of the longest cached prefix that can be gone on from, from the root's child on."""
         nodes, node = [], self._root
         for tokens in self._path(token_ids, limit, salt):
             node = node.children.get(tokens)
             if node is None:
                 break
             nodes.append(node)
+        del nodes[self.pool.usable([node.page for node in nodes]) :]
         return nodes
 
     def insert(
@@ -120,12 +121,20 @@ class PrefixCache:
                 self.pool.keep(page)
                 self.num_pages += 1
             elif child.page != page:
-                foreign = True
+                foreign = foreign or not self._renew(child, page)
             node, depth = child, depth + 1
         if node is not self._root:
             self._touch(node)
             self._queue(node)
         return Reached(node, depth, foreign)
+
+    def _renew(self, node: _Node, page: int) -> bool:
+        """Puts the caller's page in the place of one that is worth less, and that the cache alone holds."""
+        if renewed := self.pool.renews(page, node.page):
+            self.pool.unkeep(node.page)
+            self.pool.keep(page)
+            node.page = page
+        return renewed
 
     def evict(self, count: int) -> int:
         """Frees up to `count` pages, least recently used leaves first. Returns how many."""

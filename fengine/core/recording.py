@@ -28,6 +28,7 @@ from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import NewRow, SchedulerOutput
 from fengine.core.simulated_device import SimulatedDevice
 from fengine.core.speculation import Ask, Speculation
+from fengine.core.window_pages import WindowPages, Windows
 from fengine.errors import FengineError, InputFileError, InvariantError
 
 SEEN = (
@@ -70,6 +71,8 @@ class RecordedScheduler(Scheduler):
         guesses = None if speculation is None else [speculation.most, speculation.step_tokens, speculation.waits]
         policy = settings.get("policy", Policy.fcfs).value
         more = {"pages": pool.num_pages, "cached": cache is not None, "policy": policy, "speculation": guesses}
+        if isinstance(pool, WindowPages):
+            more["windows"] = list(pool.windows)
         self._write({"scheduler": plain | more})
         super().__init__(pool, cache, **settings)
 
@@ -161,7 +164,7 @@ def plain_step(output: SchedulerOutput, of: Callable[[int], int]) -> dict[str, A
     step, fed = asdict(replace(output, new_rows=[])), set(output.fed)
     step["token_ids"] = [0 if i in fed else of(token) for i, token in enumerate(output.token_ids)]
     step["drafts"] = [[draft.index, [of(token) for token in draft.token_ids]] for draft in output.drafts]
-    step["new_pages"] = [list(pages) for pages in output.new_pages]
+    step["new_pages"] = [[*pages[:3], *([pages.windows] if pages.windows else [])] for pages in output.new_pages]
     step["adapters"] = [list(pair) for pair in output.adapters]
     step["new_rows"] = [
         [new.row, new.rid, new.adapter_slot, new.first_scored, new.first_seen] for new in output.new_rows
@@ -175,13 +178,17 @@ class Replay:
     def __init__(self, settings: dict[str, Any]) -> None:
         given = dict(settings)
         pages, cached, guesses = given.pop("pages"), given.pop("cached"), given.pop("speculation")
-        pool, policy = PagePool(pages), Policy(given.pop("policy"))
+        windows = Windows(*given.pop("windows")) if "windows" in given else None
+        pool = PagePool(pages) if windows is None else WindowPages(pages, windows)
+        policy = Policy(given.pop("policy"))
         if guesses is not None:
             most, step_tokens, waits = guesses
             guesses = Speculation(self._propose, most, step_tokens, 1 << BITS, waits)
         cache = PrefixCache(pool, given["page_size"]) if cached else None
         self.scheduler = Scheduler(pool, cache, policy=policy, speculation=guesses, **given)
-        self.device = SimulatedDevice(given["page_size"], pages, self.scheduler._requests.__getitem__, self._draw)
+        self.device = SimulatedDevice(
+            given["page_size"], pages, self.scheduler._requests.__getitem__, self._draw, windows
+        )
         self.adapters: dict[int, Adapter] = {}  # by the number of the load
         self.guesses: dict[str, list[int]] = {}
         self.steps: dict[int, SchedulerOutput] = {}  # in flight

@@ -96,6 +96,7 @@ class Request:
     finish: Finish | None = None
     row: int | None = None  # row slot in the batch's tables while running
     pages: list[int] = field(default_factory=list)
+    window_start: int = 0  # of these, the first that windows of its later tokens can reach
     reached: Any = None  # how far they are in the prefix cache, in the cache's own terms
     num_computed: int = 0
     num_pending: int = 0

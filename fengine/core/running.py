@@ -55,12 +55,8 @@ class Rows:
 
     def counters(self) -> dict[str, int]:
         """Gauges of this moment, and counters since the start."""
-        pool = self.pool
-        return {
+        return self.pool.gauges() | {
             "running": self.num_running,
-            "pages": pool.capacity,
-            "free_pages": pool.num_free,
-            "used_pages": pool.capacity - pool.num_available,  # held by running requests
             "cached_pages": 0 if self.cache is None else self.cache.num_pages,
             "hit_tokens": self.num_hit_tokens,
             "preemptions": self.num_preemptions,
@@ -97,10 +93,16 @@ class Rows:
                 f"but max_step_tokens is {step_tokens}: shorten it, or raise max_step_tokens"
             )
 
-    def reserve(self) -> int:
-        """Pages that a newcomer must leave: what admitted prompts will still take, and one for each running row."""
-        due = sum(self.pages_for(len(request.token_ids)) - len(request.pages) for request in self.prompting)
-        return self.num_running + due
+    def admits(self, need: int) -> bool:
+        """Whether a newcomer that needs so many pages leaves what admitted prompts will take, and one to each row."""
+        return not self.num_running or self.pool.fits(need, self._dues(), self.num_running)
+
+    def spare(self) -> int:
+        """Pages beyond those that a newcomer must leave."""
+        return max(self.pool.spare(self._dues(), self.num_running), 0)
+
+    def _dues(self) -> list[int]:
+        return [self.pages_for(len(request.token_ids)) - len(request.pages) for request in self.prompting]
 
     def enter(self, request: Request, pages: list[int]) -> list[tuple[int, int]]:
         """Gives a waiting request a row slot, its adapter's slot, and the pages of its prefix hit, which it holds
@@ -108,6 +110,7 @@ class Rows:
         request.status, request.row = Status.RUNNING, heappop(self._free)
         self.num_lockstep += is_lockstep(request)
         request.pages, request.num_computed = pages, len(pages) * self.page_size
+        request.window_start = self.pool.window_start(request.num_computed)
         self.num_hit_tokens += request.num_computed
         if not request.num_preempted:
             request.num_cached = request.num_computed
@@ -116,6 +119,15 @@ class Rows:
             return []
         request.adapter_slot, new = self.adapters.enter(request.adapter)
         return [(request.adapter_slot, request.adapter.number)] if new else []
+
+    def leave_behind(self, request: Request) -> bool:
+        """Gives up what the windows of a planned or later token do not reach. Returns whether there was any."""
+        first = self.pool.window_start(request.num_computed - 1)
+        if first <= request.window_start:
+            return False
+        self.pool.unsee(request.pages[request.window_start : first])
+        request.window_start = first
+        return True
 
     def grow(self, request: Request, tokens: int) -> None:
         """Pages for `tokens` in all, which must be available; evicts cached ones where free ones are missing."""
@@ -151,7 +163,7 @@ class Rows:
         if self.cache is not None and cached:
             full = min(request.num_computed, len(request.token_ids)) // self.page_size
             self.cache.insert(request.token_ids, request.pages[:full], True, request.salt, request.reached)
-        self.pool.release(request.pages)
+        self.pool.release(request.pages, request.window_start)
         if request.row is not None:
             heappush(self._free, request.row)
             self.released.append(request.row)
@@ -160,7 +172,7 @@ class Rows:
             self.adapters.leave(request.adapter_slot)
         self._take_out(request)
         request.row, request.adapter_slot, request.pages, request.num_computed = None, None, [], 0
-        request.reached = None
+        request.reached, request.window_start = None, 0
         if request.drafting is not None:
             request.drafting.memo = None  # as large as the tokens
 

@@ -128,7 +128,8 @@ class Scheduler:
         self._steps_scheduled += 1
         self.num_computed_tokens += sum(batch.counts)
         self._in_flight.append(batch)
-        return batch.output(self.released(), self._in_flight[-2] if len(self._in_flight) > 1 else None)
+        before = self._in_flight[-2] if len(self._in_flight) > 1 else None
+        return batch.output(self.released(), before, self.pool.tables)
 
     def released(self) -> list[int]:
         """Row slots given back since this was last asked. Modifies: itself."""
@@ -171,7 +172,7 @@ class Scheduler:
         count = len(starts)
         batch.requests, batch.starts, batch.counts, batch.samples = requests, starts, [1] * count, [True] * count
         for request in unpaged:
-            if request.row is not None and self._make_room(batch, request):
+            if request.row is not None and self._make_room(batch, request, 1):
                 batch.new_pages.append((request, len(request.pages)))
                 self._rows.grow(request, request.num_computed)
             else:
@@ -185,9 +186,9 @@ class Scheduler:
         """The next chunk of a running prompt: all that budget and pages allow. Returns its number of tokens."""
         rows, start = self._rows, request.num_computed
         room = len(request.pages) * rows.page_size - start
-        if not room and not self._make_room(batch, request):
+        if not self._make_room(batch, request, 0 if room else 1):
             return 0
-        room += self.pool.num_available * rows.page_size
+        room += self.pool.room * rows.page_size
         count = min(len(request.token_ids) - start, left, room)
         self._schedule_chunk(batch, request, count, len(request.pages))
         return count
@@ -228,24 +229,27 @@ class Scheduler:
         rows, known = self._rows, len(request.token_ids)
         pages = rows.hit(request)
         need = rows.pages_for(known) - len(pages)
-        if rows.num_running and need + rows.reserve() > self.pool.num_available:
-            self.pool.release(pages)
+        if not rows.admits(need):
+            self.pool.release(pages, self.pool.window_start(len(pages) * self.page_size))
             return 0
         self._waiting.admit(request)
         if self.speculation and self.speculation.waits and request.drafting is not None:
             request.drafting.waits = rows.num_running < self.speculation.step_tokens  # fuller steps have no drafts
         batch.adapters += rows.enter(request, pages)
-        count = min(known - request.num_computed, left)
+        count = min(known - request.num_computed, left, self.pool.room * self.page_size)
         self._schedule_chunk(batch, request, count, 0)
         return count
 
-    def _make_room(self, batch: Batch, request: Request) -> bool:
-        """Makes a page available by preempting the latest arrivals. False: `request` sits this step out.
+    def _make_room(self, batch: Batch, request: Request, pages: int) -> bool:
+        """Makes so many pages available: the request's own that no window of it reaches, then those of the latest
+        arrivals, which are preempted. False: `request` sits this step out.
 
         That is when it is the latest itself, or when rows are draining, whose pages come back at the next update. The
         earliest running request is never preempted, so it always gets on.
         """
-        while not self.pool.num_available:
+        if self._rows.leave_behind(request):
+            self._blocked = False
+        while self.pool.room < pages:
             if self._rows.draining:
                 return False
             victim = self._rows.latest()

@@ -35,11 +35,15 @@ class NewRow:
 
 
 class AddedPages(NamedTuple):
-    """Entry `first` and on of a row's page table. With `first` 0 the row is new; its prefix hits are included."""
+    """Entry `first` and on of a row's page table. With `first` 0 the row is new; its prefix hits are included.
+
+    `windows`: of the table of windowed layers, where these have pages of their own; 0 where no token sees the page.
+    """
 
     row: int
     first: int
     pages: list[int]
+    windows: list[int]
 
 
 class Drafts(NamedTuple):

@@ -8,9 +8,11 @@ adapter fails in the step where it happens. No torch.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import product
 
 from fengine.core.request import Request
 from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.window_pages import Windows
 from fengine.errors import FengineError, InvariantError
 
 Draw = Callable[[NewRow, list[int], int], tuple[int, float]]  # of (row, its tokens, their hash): token, logprob
@@ -23,7 +25,7 @@ class _Row:
     new: NewRow
     request: Request
     weights: int
-    table: list[int] = field(default_factory=list)  # its pages
+    tables: list[list[int]]  # its pages in each group
     ids: list[int] = field(default_factory=list)  # its tokens, as far as they are known
     chain: list[int] = field(default_factory=list)  # the hash of each prefix of them
 
@@ -35,9 +37,17 @@ class SimulatedDevice:
     FengineError, which then belongs to the row.
     """
 
-    def __init__(self, page_size: int, num_pages: int, request_of: Callable[[str], Request], draw: Draw) -> None:
+    def __init__(
+        self, page_size: int, num_pages: int, request_of: Callable[[str], Request], draw: Draw,
+        windows: Windows | None = None,
+    ) -> None:  # fmt: skip
         self.page_size, self.request_of, self.draw = page_size, request_of, draw
-        self.pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        counts = [] if windows is not None and windows.alone else [num_pages]
+        self.window_start: list[Callable[[int], int]] = [lambda position: 0] * len(counts)  # in each group of pages
+        if windows is not None:
+            counts.append(windows.num_pages)
+            self.window_start.append(windows.window_start)
+        self.groups: list[list[list[int | None]]] = [[[None] * page_size for _ in range(n)] for n in counts]
         self.weights = 0  # a number for each change of the weights
         self.adapters: dict[int, int] = {}  # number of the load by adapter slot
         self.rows: dict[int, _Row] = {}
@@ -57,7 +67,7 @@ class SimulatedDevice:
         self._write(out, rows)
         tokens, logprobs, errors, behind = [], [], {}, []
         for i, row in enumerate(rows):
-            self._attend(row, len(row.ids))
+            self._attend(row, out.starts[i], len(row.ids))
             guessed = drafts.get(i, 0)
             for end in range(len(row.ids) - guessed, len(row.ids) + 1):
                 try:
@@ -86,13 +96,14 @@ class SimulatedDevice:
             known = [] if new.params.bare else request.token_ids
             if new.token_ids != known or new.prompt_len != request.prompt_len:
                 raise InvariantError(f"the tokens of {new.rid!r} are not told when it is admitted")
-            self.rows[new.row] = _Row(new, request, self.weights)
+            self.rows[new.row] = _Row(new, request, self.weights, [[] for _ in self.groups])
             self.drawn.pop(new.row, None)
-        for slot, first, pages in out.new_pages:
+        for slot, first, *both in out.new_pages:
             row = self.rows[slot]
-            if not pages or 0 in pages or first > len(row.table) or slot not in out.rows:
-                raise InvariantError(f"pages {pages} from {first} on are new for {row.new.rid!r}")
-            row.table[first:] = pages
+            for table, pages in zip(row.tables, both, strict=False):
+                if not pages or first > len(table) or slot not in out.rows or len(pages) != len(both[0]):
+                    raise InvariantError(f"pages {pages} from {first} on are new for {row.new.rid!r}")
+                table[first:] = pages
 
     def _feed(self, out: SchedulerOutput, rows: list[_Row], drafts: dict[int, int]) -> None:
         """Each row's tokens up to the end of its chunk, drafts included, and their hashes."""
@@ -126,23 +137,26 @@ class SimulatedDevice:
             chain.append(value)
 
     def _write(self, out: SchedulerOutput, rows: list[_Row]) -> None:
-        written: set[tuple[int, int]] = set()
-        for row, start in zip(rows, out.starts, strict=True):
-            if len(row.table) * self.page_size < len(row.ids):
-                raise InvariantError(f"{row.new.rid!r} has {len(row.table)} pages for {len(row.ids)} tokens")
+        written: set[tuple[int, int, int]] = set()
+        for (row, start), group in product(zip(rows, out.starts, strict=True), range(len(self.groups))):
+            table = row.tables[group]
+            if len(table) * self.page_size < len(row.ids):
+                raise InvariantError(f"{row.new.rid!r} has {len(table)} pages for {len(row.ids)} tokens")
             for position in range(start, len(row.ids)):
-                place = row.table[position // self.page_size], position % self.page_size
-                if place in written:
-                    raise InvariantError(f"two rows write slot {place}")
+                place = group, table[position // self.page_size], position % self.page_size
+                if place in written or not place[1]:
+                    raise InvariantError(f"two rows write slot {place}, or one the null page")
                 written.add(place)
-                self.pages[place[0]][place[1]] = row.chain[position]
+                self.groups[group][place[1]][place[2]] = row.chain[position]
 
-    def _attend(self, row: _Row, end: int) -> None:
+    def _attend(self, row: _Row, start: int, end: int) -> None:
+        """Reads what the tokens at start .. end - 1 do, and all of their kernels' first blocks."""
         size = self.page_size
-        for k in range(-(-end // size)):
-            expected = row.chain[k * size : min(k * size + size, end)]
-            if self.pages[row.table[k]][: len(expected)] != expected:
-                raise InvariantError(f"{row.new.rid!r} reads wrong KV in page {row.table[k]}, number {k} of its table")
+        for pages, table, window_start in zip(self.groups, row.tables, self.window_start, strict=True):
+            for k in range(window_start(start), -(-end // size)):
+                expected = row.chain[k * size : min(k * size + size, end)]
+                if pages[table[k]][: len(expected)] != expected:
+                    raise InvariantError(f"{row.new.rid!r} reads wrong KV in page {table[k]}, number {k} of its table")
 
     def release(self, slots: Iterable[int]) -> None:
         """The requests in these row slots have ended, or were preempted."""

@@ -72,7 +72,7 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
     wanting = sum(map(bool, proposals))
     if not wanting:
         return
-    spare, grown = max(rows.pool.num_available - rows.reserve(), 0), {request for request, _ in batch.new_pages}
+    spare, grown = rows.spare(), {request for request, _ in batch.new_pages}
     for ask, proposal in zip(asks, proposals, strict=True):
         if not proposal:
             continue
@@ -85,6 +85,7 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
         left -= len(draft)
         batch.counts[ask.row] += len(draft)
         batch.drafts.append(Drafts(ask.row, draft))
+        rows.leave_behind(request)
         rows.grow(request, request.num_computed + len(draft))
         if held < len(request.pages):
             spare -= len(request.pages) - held

@@ -73,7 +73,7 @@ class InputBatch:
         self.release(output.released)
         for new in output.new_rows:
             self.admit(new)
-        for row, first, pages in output.new_pages:
+        for row, first, pages, _ in output.new_pages:
             self.page_table[row, first : first + len(pages)] = pages
         slot_R, arrays = self._arrays(output)
         step = StepInput(arrays, slot_R, any(output.samples))

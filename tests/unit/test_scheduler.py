@@ -254,7 +254,7 @@ def test_page_tables_grow_when_a_page_is_full() -> None:
     told = []
     while scheduler.has_work:
         plan = planned(scheduler)
-        told.append([first for _, first, _ in plan.new_pages])
+        told.append([first for _, first, _, _ in plan.new_pages])
         land(scheduler, plan)
     assert told == [[0], [], [1], [], [], [], [2], [], []]
 
