@@ -45,7 +45,7 @@ from fengine.worker.device import (
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import new_pool, pool_pages
 from fengine.worker.model_runner import CpuRunner
-from fengine.worker.process_group import check_parts, process_group, ranked_rows
+from fengine.worker.process_group import check_parts, group_of, process_group, ranked_rows
 from fengine.worker.sampler import logits_stages
 from fengine.worker.step import ForwardFn, make_forward, make_unembed, sample_rows
 from fengine.worker.step_input import LogitsStage
@@ -139,14 +139,15 @@ def make_worker(
 
 def follow(follower: Follower, features: Features) -> None:
     """A rank beside rank 0, until that ends: loads its part, then computes its part of every step."""
-    config, group, store = follower.start()
+    config, named, store = follower.start()
     with follower.telling():
         use_private_caches()
         with current_device(device_of(config)):
+            group = group_of(*named, device_of(config))
             loaded = load(config, features.tokenizer, group)
             follower.loaded()
-            with process_group(group, store, device_of(config)) as least:
-                worker = make_worker(config, loaded, features, group, least)
+            with process_group(group, store, device_of(config)) as joined:
+                worker = make_worker(config, loaded, features, group, joined.least)
                 follower.run(worker.runner, worker.input_batch, worker.kv)
 
 

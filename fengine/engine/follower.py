@@ -21,7 +21,6 @@ from fengine.core.plain import Handles, from_plain
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.engine.stepper import Runner
 from fengine.models.kv_state import KVState
-from fengine.ops.columns import Group
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.process_group import checksum
 from fengine.worker.step import Result
@@ -64,10 +63,11 @@ class Follower:
                 self.say(alive=True)
                 time.sleep(BEAT)
 
-    def start(self) -> tuple[EngineConfig, Group, str]:
-        """What the rank is to be: its config, its group, and the file by which the ranks find one another."""
+    def start(self) -> tuple[EngineConfig, tuple[str, int, int], str]:
+        """What the rank is to be: its config; its group's name, itself, their number; the file by which the ranks find
+        one another."""
         told = self.told.get()
-        return from_plain(EngineConfig, told["config"], NOTHING), Group(*told["group"]), told["store"]
+        return from_plain(EngineConfig, told["config"], NOTHING), told["group"], told["store"]
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -46,6 +46,11 @@ class Memory:
         self._kept: list[torch.UntypedStorage] = []  # their copies
         core.handlers |= {"release_memory": self._release, "resume_memory": self._resume}
 
+    def close(self) -> None:
+        """Drops the graphs."""
+        if isinstance(self.runner, CudaRunner):
+            self.runner.graphs.clear()
+
     def release(self, tags: Any = None) -> None:
         """Gives memory back. None: all that is not released yet.
 

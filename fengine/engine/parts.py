@@ -63,6 +63,7 @@ class Parts:
         self.core.close()
         self.updates.close()
         self.weights.close()
+        self.memory.close()
         if self.ranks is not None:
             self.ranks.close()
         gc.collect()

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
@@ -37,9 +36,8 @@ from fengine.engine.follower import NOTHING, lines
 from fengine.engine.stepper import Runner
 from fengine.errors import EngineDeadError, UnsupportedFeatureError
 from fengine.models.kv_state import KVState
-from fengine.ops.columns import Group
 from fengine.worker.input_batch import StepInput
-from fengine.worker.process_group import FIRST, checksum, device_of_rank, process_group
+from fengine.worker.process_group import FIRST, Joined, checksum, device_of_rank, group_of, process_group
 from fengine.worker.step import Result
 
 MAIN = "fengine.api.rank"  # the module that a rank runs
@@ -62,7 +60,8 @@ class Ranks:
         self._held = ExitStack()
         self.folder = tempfile.TemporaryDirectory(prefix="fengine-ranks-")
         self.store = str(Path(self.folder.name) / "store")
-        self.group = Group(f"fengine-{uuid.uuid4().hex}", 0, self.size)
+        self.group = group_of(f"fengine-{uuid.uuid4().hex}", 0, self.size, self.device)
+        self._joined: Joined | None = None
         self.fault: EngineDeadError | None = None
         self._step = 0  # that is being launched
         self._core: EngineCore | None = None
@@ -74,7 +73,7 @@ class Ranks:
         for rank in range(1, self.size):
             model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
             start = {
-                "config": to_plain(replace(config, model=model), NOTHING), "group": self.group._replace(rank=rank),
+                "config": to_plain(replace(config, model=model), NOTHING), "group": [self.group.name, rank, self.size],
                 "store": self.store,
             }  # fmt: skip
             self._start(rank, start)
@@ -132,6 +131,8 @@ class Ranks:
                 self._core.inbox.close(self.fault)
             self._news.notify_all()
         self._kill()
+        if self._joined is not None:  # rank 0 may wait for words of the dead
+            self._joined.release()
 
     def _kill(self) -> None:
         for process, _ in self._ranks.values():
@@ -152,7 +153,8 @@ class Ranks:
         self.wait("loaded")
         for rank in self._ranks:
             self._send(rank, "join")
-        return self._held.enter_context(process_group(self.group, self.store, self.device))
+        self._joined = self._held.enter_context(process_group(self.group, self.store, self.device))
+        return self._joined.least
 
     def attach(self, core: EngineCore) -> None:
         """Has the loop tell of its steps, and refuse what is not built over several ranks."""
@@ -216,18 +218,15 @@ class Ranks:
             raise EngineDeadError(str(self.fault)) from error
 
     def close(self) -> None:
-        """Ends every rank, and leaves nothing behind. Idempotent."""
+        """Ends every rank, then the group: whoever holds graphs of its exchanges has dropped them. Idempotent."""
         self._closing = True
-        for _, sock in self._ranks.values():
+        self._kill()  # they hold nothing that is worth a farewell
+        for process, sock in self._ranks.values():
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-        deadline = time.monotonic() + ENDING
-        for process, _ in self._ranks.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0.01))
-            process.kill()
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a driver that does not let go of it
+                process.wait(ENDING)
         self._held.close()
         self.folder.cleanup()
 

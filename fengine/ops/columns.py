@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fengine.ops import exchange
 from fengine.ops.linear import Dense, Leaf
-from fengine.ops.registration import LIBRARY, register
+from fengine.ops.registration import register
 
 distributed: Any = dist  # with what its types do not tell of
 
@@ -24,6 +25,7 @@ class Group(NamedTuple):
     name: str
     rank: int
     size: int
+    mail: exchange.Mail | None = None  # between GPUs; where it is not open torch's process group is used
 
 
 def gather_(x_TN: Tensor, width: int, size: int, group: str) -> Tensor:
@@ -38,16 +40,7 @@ def fake(x_TN: Tensor, width: int, size: int, group: str) -> Tensor:
     return x_TN.new_empty((x_TN.shape[0], width))
 
 
-def share_on(x: Tensor, group: str) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    distributed.distributed_c10d._resolve_process_group(group).broadcast([x], options).wait()
-
-
 _gather = register("gather(Tensor x, int width, int size, str group) -> Tensor", gather_, fake, gather_)
-LIBRARY.define("share_(Tensor(a!) x, str group) -> ()")
-LIBRARY.impl("share_", share_on, "CPU")
-LIBRARY.impl("share_", share_on, "CUDA")
 
 
 def gather(x_TN: Tensor, width: int, group: Group) -> Tensor:
@@ -55,13 +48,14 @@ def gather(x_TN: Tensor, width: int, group: Group) -> Tensor:
 
     Errors: RuntimeError of torch if a rank is gone.
     """
+    if group.mail is not None and group.mail.open and exchange.fits(x_TN, width):
+        return exchange.gather(x_TN, width, group.rank, group.mail)
     return _gather(x_TN, width, group.size, group.name)
 
 
-def share(x: Tensor, group: Group) -> Tensor:
-    """What rank 0 has in `x`, in the `x` of every rank. Modifies: x. Errors: as `gather`."""
-    torch.ops.fengine.share_(x, group.name)
-    return x
+def share(x_N: Tensor, group: Group) -> Tensor:
+    """What rank 0 has. Pure. Errors: as `gather`."""
+    return gather(x_N[None], len(x_N), group)[0]
 
 
 class Columns(NamedTuple):
@@ -86,7 +80,8 @@ class Columns(NamedTuple):
         y_TN = self.leaf.linear(x_TK, bias_N, adapters, out_dtype, exact)
         if not self.whole:
             return y_TN
-        return gather(pad(y_TN, (0, self.each - y_TN.shape[1])), self.n, self.group)
+        missing = self.each - y_TN.shape[1]
+        return gather(pad(y_TN, (0, missing)) if missing else y_TN, self.n, self.group)
 
     def plain(self, adapters: Any) -> Dense | None:
         """What kernels of several ops in one may read: its input and its product stay as they are."""

@@ -1,10 +1,12 @@
 """Ranks of a group: how a model is shared among processes, and how they find one another. See `ops/columns.py`."""
 
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,15 @@ from fengine.models.spec import ModelSpec
 from fengine.models.weights import VOCAB_BLOCK
 from fengine.ops import edges
 from fengine.ops.columns import Group, distributed, share
+from fengine.ops.exchange import Mail, inbox_bytes
 from fengine.worker.fields import Tensors
+from fengine.worker.peer_memory import inboxes
 from fengine.worker.sampler import Sampled
 from fengine.worker.step import SampleFn, UnembedFn, sample_rows
 from fengine.worker.step_input import LogitsStage, StepInput
 
 FIRST = 120.0  # seconds until a rank gives its first sign of life, while its process starts
+ABORTING = 3.0  # seconds that the end of a group may take
 LONGEST = timedelta(days=1)  # of an exchange; ranks that are dead are found by their silence
 
 
@@ -56,6 +61,11 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
+def group_of(name: str, rank: int, size: int, device: str) -> Group:
+    """As a rank on that device knows it, before it joins."""
+    return Group(name, rank, size, Mail(size, device) if device.startswith("cuda") else None)
+
+
 def device_of_rank(device: str, rank: int, size: int) -> str:
     """Ranks take GPUs that follow each other; on a CPU they share it. Errors: ConfigError."""
     if not device.startswith("cuda"):
@@ -68,10 +78,17 @@ def device_of_rank(device: str, rank: int, size: int) -> str:
     return f"cuda:{first + rank}"
 
 
+class Joined(NamedTuple):
+    """What a rank may do with the group that it has joined."""
+
+    least: Callable[[int], int]  # finds the least number of all ranks
+    release: Callable[[], None]  # from any thread: no exchange waits any more, and what it gives is void
+
+
 @contextmanager
-def process_group(group: Group, store: str, device: str) -> Iterator[Callable[[int], int]]:
+def process_group(group: Group, store: str, device: str) -> Iterator[Joined]:
     """The ranks' process group, known to torch by its name: neither torch's default group nor any global is touched.
-    Gives what finds the least number of all ranks. `store`: a file by which the ranks find one another."""
+    `store`: a file by which the ranks find one another. Modifies: the group's mail, which is opened."""
     files = distributed.FileStore(store, group.size)
     files.set_timeout(timedelta(seconds=FIRST))
     made: Any = dist.ProcessGroup(files, group.rank, group.size)
@@ -96,12 +113,52 @@ def process_group(group: Group, store: str, device: str) -> Iterator[Callable[[i
         made.allreduce([found], options).wait()
         return int(found)
 
-    try:
-        yield least
-    finally:
-        distributed.distributed_c10d._unregister_process_group(group.name)
+    with ExitStack() as held:
+        held.callback(distributed.distributed_c10d._unregister_process_group, group.name)
+        held.callback(_abort, made)
+        if group.mail is not None:
+            _open(group, group.mail, made, least, held)
+        release = partial(_release, group, made, device)
+        held.callback(release)
+        yield Joined(least, release)
+
+
+def _abort(made: Any) -> None:
+    """Ends what the group still does, for which nobody waits long: NCCL may wait for graphs that hold its kernels."""
+
+    def run() -> None:
         with suppress(RuntimeError):
             made.abort()
+
+    thread = threading.Thread(target=run, name="fengine-abort", daemon=True)
+    thread.start()
+    thread.join(ABORTING)
+
+
+def _release(group: Group, made: Any, device: str) -> None:
+    if group.mail is None:
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        group.mail.stop.copy_(torch.ones(1, dtype=torch.int32).pin_memory(), non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+    if not group.mail.open:
+        _abort(made)
+
+
+def _open(group: Group, mail: Mail, made: Any, least: Callable[[int], int], held: ExitStack) -> None:
+    """Opens the mail, if every rank can."""
+
+    def swap(own: bytes) -> list[bytes]:
+        all_H = torch.empty(group.size * len(own), dtype=torch.uint8)
+        made._allgather_base(all_H, torch.frombuffer(bytearray(own), dtype=torch.uint8)).wait()
+        return [bytes(part.numpy()) for part in all_H.chunk(group.size)]
+
+    addresses: list[int] = []
+    with suppress(OSError):
+        addresses = held.enter_context(inboxes(inbox_bytes(group.size), group.rank, swap))
+    if least(bool(addresses)):
+        mail.peer_P.copy_(torch.tensor(addresses))
+        mail.open = True
 
 
 def checksum(step: StepInput) -> int:
@@ -125,7 +182,6 @@ def ranked_rows(group: Group) -> SampleFn:
         else:
             logits_RV = unembed(params, edges.take(hidden_TD, tensors["logit_index_R"]))
             sampled = Sampled(torch.zeros_like(tensors["logit_index_R"]), torch.zeros_like(logits_RV[:, 0]))
-        share(sampled.token_R, group)
-        return sampled
+        return sampled._replace(token_R=share(sampled.token_R, group))
 
     return run

@@ -43,7 +43,7 @@ def devices(engine: Engine) -> set[int]:
     """The GPUs that hold its weights and its KV pages."""
     parts = engine._parts
     leaves = [place.leaf for place in parts.weights.places.values()]
-    return {leaf.device.index for leaf in leaves} | {parts.core.stepper.runner.kv[0].k[0].device.index}  # type: ignore[attr-defined]
+    return {leaf.device.index for leaf in leaves} | {parts.core.stepper.runner.kv[0].k_PSGK[0].device.index}  # type: ignore[attr-defined]
 
 
 def test_each_engine_lies_on_its_own_gpu(engines: list[Engine]) -> None:

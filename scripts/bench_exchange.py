@@ -1,0 +1,205 @@
+"""What the ranks of a group wait for: our gather of columns beside NCCL's, and beside the inexact all-reduce of others.
+
+    python scripts/bench_exchange.py --ranks 2 [--sweep]
+
+For each model and number of rows M: the gather of a slice of the hidden size D and of the MLP's F by our kernel and by
+NCCL (with what it takes to set the columns side by side), and NCCL's and torch's symmetric-memory all-reduce of D. Each
+is the time of one of 20 in a captured graph, the best of 5 replays, in microseconds. "chain": a token, and 32, through
+a layer's four products with and without the exchanges between them: what stays visible of one. --sweep tries chunks.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from measure import need_gpu, parser, save
+from torch import Tensor
+
+from fengine.ops import columns, exchange, linear
+from fengine.ops.columns import Group
+from fengine.worker.process_group import group_of, process_group
+
+SHAPES = {"llama-3.1-8b": (4096, 14336), "qwen3-32b": (5120, 25600)}
+ROWS = (1, 8, 32, 128, 512, 2048, 4096)
+SWEEP: tuple[dict[str, int], ...] = (
+    {}, {"SMALL": 256}, {"SMALL": 1024}, {"MOST_SMALL": 1 << 16}, {"MOST_SMALL": 1 << 20}, {"LARGE": 2048},
+    {"LARGE": 8192}, {"CHANNELS": 132}, {"CHANNELS": 128, "LARGE": 8192},
+)  # fmt: skip
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def graph_us(run: Callable[[], object], count: int = 20) -> float:
+    """Of one of so many in a graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(count):
+            run()
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1e3 / count)
+    return best
+
+
+def checked_us(group: Group, part: Tensor) -> float:
+    """Of our gather, once it has given what NCCL gives."""
+    width = part.shape[1] * group.size
+    want = columns.gather_(part, width, group.size, group.name)
+    for _ in range(3):
+        if not torch.equal(columns.gather(part, width, group), want):
+            raise SystemExit(f"rank {group.rank}: the gather of {tuple(part.shape)} is not what NCCL gives")
+    return graph_us(lambda: columns.gather(part, width, group))
+
+
+@contextmanager
+def joined(args: Any, name: str) -> Iterator[Group]:
+    """A group with new inboxes."""
+    device = f"cuda:{args.rank}"
+    group = group_of(name, args.rank, args.ranks, device)
+    with process_group(group, str(Path(args.folder) / name), device):
+        if group.mail is None or not group.mail.open:
+            raise SystemExit("the GPUs cannot write to one another's memory")
+        yield group
+        torch.cuda.synchronize()
+        dist.barrier()  # nobody writes to an inbox that is gone
+
+
+def part_of(rows: int, width: int, group: Group) -> Tensor:
+    return torch.randn(rows, width // group.size, device=f"cuda:{group.rank}", dtype=torch.bfloat16)
+
+
+def reductions(rows: int, hidden: int, flat: Tensor | None) -> dict[str, float]:
+    """All-reduces, which round in another order."""
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    found = {"all_reduce_D_nccl": graph_us(lambda: dist.all_reduce(x))}
+    if flat is not None and x.numel() <= flat.numel():
+        own, name = flat[: x.numel()].view(x.shape), world().group_name
+        if x.nbytes <= 4 << 20:
+            found["all_reduce_D_one_shot"] = graph_us(lambda: torch.ops.symm_mem.one_shot_all_reduce(own, "sum", name))
+        found["all_reduce_D_two_shot"] = graph_us(lambda: torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", name))
+    return found
+
+
+def table(args: Any, flat: Tensor | None) -> list[dict[str, Any]]:
+    found = []
+    with joined(args, "table") as group:
+        for model, (hidden, mlp) in SHAPES.items():
+            for rows in ROWS:
+                row: dict[str, Any] = {"model": model, "rows": rows}
+                for letter, width in (("D", hidden), ("F", mlp)):
+                    part = part_of(rows, width, group)
+                    row[f"gather_{letter}"] = checked_us(group, part)
+                    nccl = (part, width, group.size, group.name)
+                    row[f"gather_{letter}_nccl"] = graph_us(lambda nccl=nccl: columns.gather_(*nccl))
+                found.append(row | reductions(rows, hidden, flat))
+                tell(args, found[-1])
+    return found
+
+
+def chain(args: Any) -> list[dict[str, Any]]:
+    """Of one token and of 32: products with the exchanges between them, without, and what one of four adds."""
+    found = []
+    with joined(args, "chain") as group:
+        for model, (hidden, mlp) in SHAPES.items():
+            shapes = [(hidden, hidden), (hidden, hidden), (mlp, hidden), (hidden, mlp)]
+            weights = [
+                [linear.pack(torch.randn(n // group.size, k, device="cuda", dtype=torch.bfloat16)) for n, k in shapes]
+                for _ in range(3)  # so that they come from memory
+            ]
+            for rows in (1, 32):
+                wide = {k: torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for k in (hidden, mlp)}
+
+                def layers(exchanged: bool, wide: Any = wide, weights: Any = weights, shapes: Any = shapes) -> None:
+                    x = wide[shapes[0][1]]
+                    for each in weights:
+                        for packed, (n, _) in zip(each, shapes, strict=True):
+                            y = linear.linear(x, packed)
+                            x = columns.gather(y, n, group) if exchanged else wide[n]
+
+                times = [graph_us(lambda how=how: layers(how)) / len(weights) for how in (True, False)]
+                row = {"model": model, "rows": rows, "chain": times[0], "products": times[1]}
+                found.append(row | {"visible": (times[0] - times[1]) / 4})
+                tell(args, found[-1])
+    return found
+
+
+def sweep(args: Any) -> list[dict[str, Any]]:
+    found, usual = [], {name: getattr(exchange, name) for name in ("SMALL", "LARGE", "MOST_SMALL", "CHANNELS")}
+    for number, changes in enumerate(SWEEP):
+        for name, value in (usual | changes).items():
+            setattr(exchange, name, value)
+        with joined(args, f"sweep{number}") as group:
+            row: dict[str, Any] = {"changes": changes}
+            for rows, width in [(1, 4096), (1, 14336), (8, 4096), (32, 4096), (32, 14336), (128, 4096), (2048, 14336)]:
+                row[f"{rows}x{width}"] = checked_us(group, part_of(rows, width, group))
+            found.append(row)
+            tell(args, row)
+    return found
+
+
+def tell(args: Any, row: dict[str, Any]) -> None:
+    if args.rank == 0:
+        print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+
+
+def rank(args: Any) -> None:
+    torch.cuda.set_device(args.rank)
+    store = columns.distributed.FileStore(str(Path(args.folder) / "world"), args.ranks)
+    dist.init_process_group("nccl", store=store, rank=args.rank, world_size=args.ranks,
+                            device_id=torch.device("cuda", args.rank))  # fmt: skip
+    flat = None
+    with suppress(Exception):  # a torch without it
+        flat = symmetric.empty(16 << 20, dtype=torch.bfloat16, device=torch.device("cuda", args.rank))
+        symmetric.rendezvous(flat, world())
+    figures = {"chain": chain(args), "table": table(args, flat), "sweep": sweep(args) if args.sweep else []}
+    if args.rank == 0:
+        save("bench_exchange", {"ranks": args.ranks, **figures}, args.out)
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to do, and NCCL takes its time
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--ranks", type=int, default=2)
+    p.add_argument("--sweep", action="store_true", help="also try other chunks")
+    p.add_argument("--rank", type=int, help="this process is one of them")
+    p.add_argument("--folder", help="of a rank: where it finds the others")
+    args = p.parse_args()
+    need_gpu(p)
+    if args.rank is not None:
+        rank(args)
+    env = os.environ | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *sys.argv, "--folder", folder, "--rank"]
+        ranks = [subprocess.Popen([*command, str(number)], env=env) for number in range(args.ranks)]
+        try:
+            codes = [each.wait() for each in ranks]
+        finally:
+            for each in ranks:
+                each.kill()
+    if any(codes):
+        raise SystemExit(f"ranks ended with {codes}")
+
+
+if __name__ == "__main__":
+    main()

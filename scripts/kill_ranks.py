@@ -1,0 +1,95 @@
+"""Kills ranks of engines at random moments, and looks what comes of it: one clear error each, and nothing is left.
+
+    python scripts/kill_ranks.py --times 100 [--device cuda] [--ranks 2]
+
+Each time an engine generates a batch, and after a random time one of its other ranks gets SIGKILL. Told are the errors,
+the seconds from the kill to the error and to the engine's end, and processes or files that are left.
+"""
+
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from measure import parser, save, summary
+
+from fengine import Engine
+from fengine.errors import EngineDeadError
+
+PROMPTS = ["One two three", "What is 2+3?", "capital of France", "Sort: 3 1 2"]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of that number computes or holds something."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def files() -> set[str]:
+    """What engines might leave behind."""
+    return {str(path) for root in (tempfile.gettempdir(), "/dev/shm") for path in Path(root).glob("*") if own(path)}
+
+
+def own(path: Path) -> bool:
+    return any(word in path.name for word in ("fengine", "torch_", "symm", "nccl"))
+
+
+def once(engine: Engine, delay: float, victim: int) -> dict[str, Any]:
+    """Kills one of the engine's ranks while it generates."""
+    pids = [process.pid for process, _ in engine._parts.ranks._ranks.values()]  # type: ignore[union-attr]
+    killed: list[float] = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        os.kill(pids[victim % len(pids)], signal.SIGKILL)
+
+    timer = threading.Timer(delay, kill)
+    timer.start()
+    error = "none"
+    try:
+        while True:
+            engine.generate(PROMPTS, {"max_new_tokens": 200, "ignore_eos": True})
+    except EngineDeadError as found:
+        error = str(found)
+    told = time.monotonic()
+    timer.join()
+    engine.shutdown()
+    ended = time.monotonic()
+    deadline = ended + 5
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    return {"error": error, "told_s": told - killed[0], "ended_s": ended - killed[0], "left": sum(map(alive, pids))}
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--times", type=int, default=100)
+    p.add_argument("--ranks", type=int, default=2)
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--longest", type=float, default=0.5, help="seconds until the kill, at most")
+    args = p.parse_args()
+    rng, before, found = random.Random(1), files(), []
+    for _ in range(args.times):
+        engine = Engine(model_path="box", device=args.device, tp_size=args.ranks, max_running_requests=8,
+                        max_total_tokens=4096)  # fmt: skip
+        found.append(once(engine, rng.random() * args.longest, rng.randrange(args.ranks - 1)))
+        print(len(found), found[-1], flush=True)
+    figures = {
+        "device": args.device, "ranks": args.ranks, "kills": len(found),
+        "errors": dict(Counter(each["error"] for each in found)),
+        "told_s": summary([each["told_s"] for each in found]) | {"runs": None},
+        "ended_s": summary([each["ended_s"] for each in found]) | {"runs": None},
+        "processes_left": sum(each["left"] for each in found), "files_left": sorted(files() - before),
+    }  # fmt: skip
+    save("kill_ranks", figures, args.out)
+
+
+if __name__ == "__main__":
+    main()
