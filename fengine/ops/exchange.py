@@ -16,7 +16,7 @@ from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, register, tl, triton, wait
 
 CHANNELS = 256  # programs at most: all of them run at once
-SMALL, LARGE = 512, 4096  # words of a chunk: with the number of their use beside each, and with a flag behind all
+SMALL, LARGE = 512, 4096  # words of a slot: with the number of their use beside each, and with a flag behind all
 MOST_SMALL = 1 << 18  # words of a part that goes in small chunks, so that it is at most two of each channel
 
 
@@ -39,9 +39,9 @@ def inbox_bytes(size: int) -> int:
 @triton.jit(do_not_specialize=["n", "rank", "off"])
 def gather_kernel(
     x_ptr, out_ptr, peer_ptr, used_ptr, stop_ptr, n, w, width, rank, off, SIZE: tl.constexpr, CHUNK: tl.constexpr,
-    TAGGED: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
+    SLOT: tl.constexpr, TAGGED: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """n words of rows of w; the whole rows have `width`. `off`: bytes from an inbox's begin to its large chunks."""
+    """n words of rows of w; the whole rows have `width`. `off`: bytes from an inbox's begin to its large slots."""
     begin(PDL)
     wait(PDL)
     channel = tl.program_id(0)
@@ -61,18 +61,18 @@ def gather_kernel(
             inbox = tl.load(peer_ptr + (rank + step) % SIZE)
             if TAGGED:
                 both = (word.to(tl.int64) & 0xFFFFFFFF) | (use.to(tl.int64) << 32)
-                tl.store(tl.multiple_of(inbox.to(tl.pointer_type(tl.int64)), 16) + (slot + rank) * CHUNK + j, both)
+                tl.store(tl.multiple_of(inbox.to(tl.pointer_type(tl.int64)), 16) + (slot + rank) * SLOT + j, both)
             else:
                 large = tl.multiple_of((inbox + off).to(tl.pointer_type(tl.int32)), 16)
-                tl.store(large + (slot + rank) * CHUNK + j, word, mask=inside)
+                tl.store(large + (slot + rank) * SLOT + j, word, mask=inside)
                 tl.debug_barrier()  # all words are written before the flag is
-                flag = large + CHANNELS * 2 * SIZE * CHUNK + slot + rank
+                flag = large + CHANNELS * 2 * SIZE * SLOT + slot + rank
                 tl.atomic_xchg(flag, use, sem="release", scope="sys")
         own = tl.load(peer_ptr + rank)
         for step in tl.static_range(1, SIZE):
             peer = (rank + step) % SIZE
             if TAGGED:
-                source = tl.multiple_of(own.to(tl.pointer_type(tl.int64)), 16) + (slot + peer) * CHUNK + j
+                source = tl.multiple_of(own.to(tl.pointer_type(tl.int64)), 16) + (slot + peer) * SLOT + j
                 both = tl.load(source, volatile=True)
                 missing = tl.sum(((both >> 32).to(tl.int32) != use).to(tl.int32))
                 while (missing != 0) & (tl.load(stop_ptr, volatile=True) == 0):
@@ -81,12 +81,12 @@ def gather_kernel(
                 word = both.to(tl.int32)
             else:
                 large = tl.multiple_of((own + off).to(tl.pointer_type(tl.int32)), 16)
-                flag = large + CHANNELS * 2 * SIZE * CHUNK + slot + peer
+                flag = large + CHANNELS * 2 * SIZE * SLOT + slot + peer
                 found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 while (found != use) & (tl.load(stop_ptr, volatile=True) == 0):
                     found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 tl.debug_barrier()
-                word = tl.load(large + (slot + peer) * CHUNK + j, mask=inside, other=0, volatile=True)
+                word = tl.load(large + (slot + peer) * SLOT + j, mask=inside, other=0, volatile=True)
             there = peer * w + column
             tl.store(out_ptr + to + there, word, mask=inside & (there < width))
         tl.debug_barrier()  # every thread has read the chunk before the next one tells the peer so
@@ -109,12 +109,13 @@ def exchange(x_TN: Tensor, width: int, rank: int, peer_P: Tensor, used_C: Tensor
     n, w = x_TN.numel() // scale, x_TN.shape[1] // scale
     if n:
         tagged = n <= MOST_SMALL
-        chunk = SMALL if tagged else LARGE
+        slot = SMALL if tagged else LARGE
+        chunk = SMALL // 2 if n <= CHANNELS * SMALL // 2 else slot  # a wave of shorter programs is faster
         grid = (min(triton.cdiv(n, chunk), CHANNELS),)
         launcher(gather_kernel, grid)(
             words(x_TN.contiguous()), words(out_TN), peer_P, used_C, stop, n, w, width // scale, rank,
-            CHANNELS * 2 * size * SMALL * 8, size, chunk, tagged, CHANNELS, num_warps=4 if tagged else 8, num_stages=1,
-            **dependent_launch(x_TN.device.index),
+            CHANNELS * 2 * size * SMALL * 8, size, chunk, slot, tagged, CHANNELS, num_warps=4 if tagged else 8,
+            num_stages=1, **dependent_launch(x_TN.device.index),
         )  # fmt: skip
     return out_TN
 
