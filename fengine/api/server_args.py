@@ -37,6 +37,7 @@ LEAST = {"stream_interval": 1, "base_gpu_id": 0}
 WORDS = {  # SGLang's words, where the configuration has others
     "load_format": {"sharded_state": "safetensors"},  # what save_sharded_model writes
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},  # kernels of the same files
+    "kv_cache_dtype": {"bf16": "auto", "bfloat16": "auto"},  # as activations are
     "dtype": {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32"},
 }
 SECTIONS: Mapping[str, Any] = {f.name: f.type for f in fields(EngineConfig)}
@@ -68,6 +69,7 @@ class ServerArgs:
     context_length: int | None = setting(None, "model.context_length")
     is_embedding: bool = setting(False, "model.is_embedding")
     quantization: str | None = setting(None, "model.quantization")  # of the file; "fp8" of one in 16 bits: at load
+    kv_cache_dtype: str = setting("auto", "cache.kv_cache_dtype")  # "fp8_e4m3": keys and values in half of the bytes
     json_model_override_args: str | dict = "{}"  # values over those of config.json
     mem_fraction_static: float | None = setting(None, "cache.mem_fraction_static")
     max_total_tokens: int | None = setting(None, "cache.max_total_tokens")

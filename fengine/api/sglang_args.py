@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fengine.api.arguments import unknown
-from fengine.config import QUANTIZATIONS
+from fengine.config import KV_DTYPES, QUANTIZATIONS
 from fengine.errors import ConfigError, UnsupportedFeatureError
 
 logger = logging.getLogger("fengine")
@@ -29,6 +29,9 @@ FOREIGN = {
 }
 C = TypeVar("C")
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE3")  # of speculation
+FEW_BITS = {  # what is built, and other words for the same
+    "quantization": (QUANTIZATIONS, ("awq_marlin", "gptq_marlin")), "kv_cache_dtype": (KV_DTYPES, ("bf16", "bfloat16")),
+}  # fmt: skip
 _LORA_KEYS = {"lora_name", "lora_path", "pinned"}
 
 
@@ -67,9 +70,9 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
     ]
     if (algorithm := values["speculative_algorithm"]) is not None and algorithm.upper() not in ALGORITHMS:
         bad.append(f"speculative_algorithm={algorithm!r:.80} (of speculation {', '.join(ALGORITHMS)} are built)")
-    quantization = values["quantization"]
-    if quantization not in (None, "awq_marlin", "gptq_marlin", *QUANTIZATIONS):
-        bad.append(f"quantization={quantization!r:.80} (quantized weights: {', '.join(QUANTIZATIONS)} are built)")
+    for name, (built, aliases) in FEW_BITS.items():
+        if values[name] is not None and values[name] not in (*built, *aliases):
+            bad.append(f"{name}={values[name]!r:.80} (quantized weights and KV: {', '.join(built)} are built)")
     if bad:
         raise UnsupportedFeatureError(f"not built: {', '.join(bad)}. Leave these arguments out.")
 

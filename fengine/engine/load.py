@@ -71,7 +71,8 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
     model_dir = resolve_model(model.path, model.revision, weights=not dummy, cache_dir=model.download_dir)
     hf_config = read_config(model_dir, model.json_overrides)
     spec = spec_from_config(hf_config)
-    spec = replace(spec, quantization=chosen(spec.quantization, model.quantization))
+    few_kv = config.cache.kv_cache_dtype == "fp8_e4m3"
+    spec = replace(spec, quantization=chosen(spec.quantization, model.quantization), few_kv=few_kv)
     if spec.quantization is not None and config.lora.on:
         raise UnsupportedFeatureError(
             "LoRA adapters over quantized weights are not built; use a checkpoint in 16 bits."

@@ -114,13 +114,17 @@ class PageSnapshot(NamedTuple):
 
 
 def init_kv(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str) -> KVState:
-    """A zeroed KV state; page 0 is the null page. Zeros rather than garbage: unused slots never hold NaN."""
-    shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+    """A zeroed KV state; page 0 is the null page. Zeros rather than garbage: unused slots never hold NaN.
+
+    Keys and values of `spec.few_kv` are bytes, laid out as ops/kv_fp8.py says, not of `dtype`.
+    """
+    shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim + spec.few_kv)
+    stored = torch.uint8 if spec.few_kv else dtype
 
     def layer() -> Tensor:
         if torch.device(device).type == "cpu":
-            return _huge_zeros(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=device)
+            return _huge_zeros(shape, stored)
+        return torch.zeros(shape, dtype=stored, device=device)
 
     k_PSGK, v_PSGK = (tuple(layer() for _ in range(spec.num_layers)) for _ in "kv")
     width = len(spec.feature_layers) * spec.hidden_size

@@ -121,6 +121,7 @@ class ModelSpec:
     draft_layers: int = 0  # behind the last in the checkpoint, for speculative decoding: they are not read
     feature_layers: tuple[int, ...] = ()  # the stream in front of these layers is kept beside the KV, for a draft
     quantization: Quantization | None = None  # of the checkpoint's matrices
+    few_kv: bool = False  # keys and values are kept in FP8: ops/kv_fp8.py
 
     @property
     def scale(self) -> float:

@@ -28,7 +28,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from fengine.ops import attention_hopper
+from fengine.ops import attention_hopper, kv_fp8
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
 from fengine.ops.attention_schedules import (
@@ -65,6 +65,7 @@ def reference(
     """The math, in fp32 (fp64 where q is). Reads only the slots that a row owns. Pure."""
     out_THK = torch.zeros_like(q_THK)
     size, groups = k_PSGK.shape[1:3]
+    k_PSGK, v_PSGK = kv_fp8.values(k_PSGK), kv_fp8.values(v_PSGK)
     starts = q_start_B.tolist()
     for r, length in enumerate(kv_len_R.tolist()):
         rows = slice(starts[r], starts[r + 1])
@@ -124,7 +125,7 @@ def run(
     padded, padded_width = padded_heads(q_THK, k_PSGK), triton.next_power_of_2(width)
     block, chunks = block_of(width), triton.cdiv(table_width * size, CHUNK)
     c = (1.0 if bounds.cap else scale) * math.log2(math.e)
-    bound = (*bounds, scale if bounds.cap else 0.0)
+    bound = (*bounds, scale if bounds.cap else 0.0, groups * kv_fp8.is_few(k_PSGK))
     per_tile = s.rows.tile // padded
     limit = 0 if s.tiles is None else per_tile
     tensors = (q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK)
@@ -162,7 +163,7 @@ def proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds = CAUSAL) 
     (heads, width), (size, groups) = q_THK.shape[1:], k_PSGK.shape[1:3]
     rows = (*s.rows[:3], s.rows.splits > 1)  # how many splits is the grid's business, not the kernel's
     key = f"attention {q_THK.dtype} {heads}/{groups}x{width} page {size} chunk {CHUNK} {rows} {s.tiles}"
-    key += "" if bounds == CAUSAL else f" {tuple(bounds)}"
+    key += ("" if bounds == CAUSAL else f" {tuple(bounds)}") + (" few" if kv_fp8.is_few(k_PSGK) else "")
     if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
         return known.known.get(key, False)
     return known.holds(key, lambda: _compare(q_THK, k_PSGK, s, bounds))
@@ -179,7 +180,8 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=q_THK.device, generator=generator).to(q_THK.dtype)
 
-    q, k, v = random(sum(tokens) + 3, *q_THK.shape[1:]), *(random(sum(pages) + 1, *k_PSGK.shape[1:]) for _ in "kv")
+    shape = (sum(pages) + 1, *k_PSGK.shape[1:3], width)
+    q, k, v = random(sum(tokens) + 3, *q_THK.shape[1:]), *(random(*shape) for _ in "kv")
     k[0] = v[0] = math.nan
     order = torch.randperm(sum(pages), device=q.device, generator=generator).int() + 1
     table = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int32, device=q.device)
@@ -187,6 +189,7 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
         table[r, : len(own)] = own
         last = lengths[r] - (len(own) - 1) * size
         k[own[-1], last:] = v[own[-1], last:] = math.nan
+    k, v = (kv_fp8.stored_as(k_PSGK, x) for x in (k, v))
     start = torch.tensor([0, *tokens], device=q.device).cumsum(0).int()
     kv_len = torch.tensor(lengths, device=q.device).int()
     sinks = random(q.shape[1]) if bounds.sinks else None

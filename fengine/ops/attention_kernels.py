@@ -48,23 +48,26 @@ def nothing(ROWS: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-          BLOCK: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
-    """[BLOCK, KP] keys or values of positions start ..; EDGE: zeros at kv_len and behind, whatever the slots hold."""
+          BLOCK: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """[BLOCK, KP] keys or values of positions start ..; EDGE: zeros at kv_len and behind, whatever the slots hold.
+
+    STRIDE and PAGE: elements from slot to slot and from page to page.
+    """
     key = start + tl.arange(0, BLOCK)
     d = tl.arange(0, KP)
     if S % BLOCK == 0:  # one page
         here = table_ptr + start // S
         page = tl.load(here, mask=start < kv_len, other=0) if EDGE else tl.load(here)
-        at = ptr + (page.to(tl.int64) * S + start % S) * STRIDE + (tl.arange(0, BLOCK)[:, None] * STRIDE + d[None, :])
+        at = ptr + page.to(tl.int64) * PAGE + start % S * STRIDE + (tl.arange(0, BLOCK)[:, None] * STRIDE + d[None, :])
     elif BLOCK % S == 0 and BLOCK // S == 2:
         here = table_ptr + start // S
         page = tl.load(here, mask=start < kv_len, other=0) if EDGE else tl.load(here)
         next = tl.load(here + 1, mask=start + S < kv_len, other=0) if EDGE else tl.load(here + 1)
-        line = tl.where(key - start < S, page, next).to(tl.int64) * S + key % S
-        at = ptr + line[:, None] * STRIDE + d[None, :]
+        line = tl.where(key - start < S, page, next).to(tl.int64) * PAGE + key % S * STRIDE
+        at = ptr + line[:, None] + d[None, :]
     else:
         page = tl.load(table_ptr + key // S, mask=key < kv_len, other=0) if EDGE else tl.load(table_ptr + key // S)
-        at = ptr + (page.to(tl.int64) * S + key % S)[:, None] * STRIDE + d[None, :]
+        at = ptr + (page.to(tl.int64) * PAGE + key % S * STRIDE)[:, None] + d[None, :]
     if EDGE:
         x = tl.load(at, mask=(key < kv_len)[:, None] & (d < K)[None, :], other=0.0)
     elif K < KP:
@@ -75,13 +78,34 @@ def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, 
 
 
 @triton.jit
-def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_ptr, c, S: tl.constexpr,
+def powers(ptr, table_ptr, start, kv_len, S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
+           PAGE: tl.constexpr):  # fmt: skip
+    """[BLOCK] powers of two of a kv head's codes, as `fetch`; `ptr`: the head's first exponent of page 0."""
+    key = start + tl.arange(0, BLOCK)
+    inside = key < kv_len
+    page = tl.load(table_ptr + key // S, mask=inside, other=0) if EDGE else tl.load(table_ptr + key // S)
+    at = ptr + page.to(tl.int64) * PAGE + key % S * G
+    exponent = tl.load(at, mask=inside, other=0) if EDGE else tl.load(at)
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_ptr, c, g, S: tl.constexpr,
                  STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                  EDGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-                 SCALE: tl.constexpr):  # fmt: skip
-    """One online-softmax step over keys start .. start + BLOCK. EDGE: some key may be unowned or unseen by some row."""
-    k = fetch(k_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE)
+                 SCALE: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
+    """One online-softmax step over keys start .. start + BLOCK. EDGE: some key may be unowned or unseen by some row.
+
+    FEW: number of kv heads where pages are in few bits (kv_fp8.py), else 0. Scores and weights take the powers of two.
+    """
+    PAGE: tl.constexpr = S * STRIDE + S * FEW
+    k = fetch(k_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE, PAGE)
+    if FEW:
+        k = k.to(tl.float8e4nv, bitcast=True).to(q.dtype)
     s = tl.dot(q, k.T, input_precision="ieee")
+    if FEW:
+        behind = S * STRIDE - g * (K - 1)  # from a head's first code to its first exponent
+        s *= powers(k_ptr + behind, table_ptr, start, kv_len, S, FEW, BLOCK, EDGE, PAGE)[None, :]
     if CAP > 0:
         s = CAP * (1.0 - 2.0 / (tl.exp2(s * (SCALE / CAP * 2.8853900817779268)) + 1.0))  # tanh
     if EDGE:
@@ -98,17 +122,20 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, c, (safe * -c)[:, None]))
     alpha = tl.exp2((m - safe) * c)[:, None]
-    v = fetch(v_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE)
+    v = fetch(v_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE, PAGE)
     sums = tl.fma(sums, alpha, halved(p, ROWS, BLOCK, SUMS))
+    if FEW:
+        v = v.to(tl.float8e4nv, bitcast=True).to(q.dtype)
+        p *= powers(v_ptr + behind, table_ptr, start, kv_len, S, FEW, BLOCK, EDGE, PAGE)[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * alpha, input_precision="ieee")
     return m_new, sums, acc
 
 
 @triton.jit
-def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, table_ptr, k_ptr, v_ptr, c, S: tl.constexpr,
-                 STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-                 BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-                 SCALE: tl.constexpr):  # fmt: skip
+def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, table_ptr, k_ptr, v_ptr, c, g,
+                 S: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
+                 CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                 CAP: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
     """(m, sum, acc) of the chunk at `low`, from scratch: blocks that every row sees whole, then the others.
 
     WINDOW: blocks that no row sees are left out; those that some row sees not from their first key on come first. Rows
@@ -125,15 +152,15 @@ def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, table_
         clear = low + tl.maximum(end - WINDOW - low + BLOCK - 1, 0) // BLOCK * BLOCK
         clear = tl.minimum(clear, tl.maximum(inner, outer))
         for n in tl.range(outer, clear, BLOCK, num_stages=1):
-            m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K,
-                                        KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE)  # fmt: skip
+            m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, g, S, STRIDE,
+                                        K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
         inner = tl.maximum(inner, clear)
     for n in tl.range(clear, inner, BLOCK):
-        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K, KP,
-                                    ROWS, BLOCK, False, CAUSAL, 0, CAP, SCALE)  # fmt: skip
+        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, g, S, STRIDE, K,
+                                    KP, ROWS, BLOCK, False, CAUSAL, 0, CAP, SCALE, FEW)  # fmt: skip
     for n in tl.range(inner, high, BLOCK, num_stages=1):
-        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, S, STRIDE, K, KP,
-                                    ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE)  # fmt: skip
+        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, g, S, STRIDE, K,
+                                    KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
     return m, halved(sums, ROWS, SUMS, 1), acc
 
 
@@ -179,7 +206,7 @@ def rows_kernel(
     sink_ptr, c, T, R, N, chunks, limit, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     AHEAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    SCALE: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of 1 .. limit tokens; limit 0: every row, and zeros behind the last one.
 
@@ -220,8 +247,8 @@ def rows_kernel(
                 m, sum, acc = nothing(BM, KP)
                 for chunk in range(begin_chunk + split, count, tl.num_programs(2)):
                     m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, front, back, kv_len, position,
-                                                  table, k_ptr + g * K, v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK,
-                                                  BLOCK, CAUSAL, WINDOW, CAP, SCALE)  # fmt: skip
+                                                  table, k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM, CHUNK,
+                                                  BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
                     if SPLIT:
                         if count - begin_chunk == 1:
                             m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
@@ -258,7 +285,7 @@ def tiles_kernel(
     q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, sink_ptr, c, T, R, N, limit, H: tl.constexpr,
     G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, SCALE: tl.constexpr,
+    SINKS: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """BM // GP tokens of a row of more than `limit` tokens, with all query heads of one kv head; zeros behind."""
     BQ: tl.constexpr = BM // GP
@@ -288,8 +315,8 @@ def tiles_kernel(
             m, sum, acc = nothing(BM, KP)
             for low in tl.range(begin_chunk * CHUNK, seen, CHUNK):
                 m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, front, back, kv_len, position, table,
-                                              k_ptr + g * K, v_ptr + g * K, c, S, G * K, K, KP, BM, CHUNK, BLOCK,
-                                              CAUSAL, WINDOW, CAP, SCALE)  # fmt: skip
+                                              k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM, CHUNK, BLOCK,
+                                              CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
                 m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
             store_rows(m, sum, acc, sink_ptr, head, o_ptr, line, mask, c, K, KP, SINKS)
         else:

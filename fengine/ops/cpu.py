@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
+from fengine.ops import kv_fp8
 from fengine.ops.cpu_library import KIND, no_room, plain, readable, schedule
 
 LANES = 32  # outputs side by side in a packed weight
@@ -125,7 +126,8 @@ def rope_kv_write_(
     """
     qkv, rope = plain(qkv, "rope's qkv"), plain(rope, "rope's table")
     pos, slot = plain(pos, "rope's pos", torch.int32), plain(slot, "rope's slot", torch.int32)
-    if k_pages.dtype != torch.float32 or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+    few = kv_fp8.is_few(k_pages)
+    if not (few or k_pages.dtype == torch.float32) or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise UnsupportedFeatureError(f"KV pages are {k_pages.dtype}; on the CPU they must be contiguous float32")
     q_norm_at, k_norm_at, kind = None, None, 0
     if q_norm is not None and k_norm is not None:
@@ -133,12 +135,13 @@ def rope_kv_write_(
         if q_norm.dtype != k_norm.dtype:
             raise UnsupportedFeatureError(f"q_norm is {q_norm.dtype} and k_norm {k_norm.dtype}; they must be alike")
         q_norm_at, k_norm_at, kind = q_norm.data_ptr(), k_norm.data_ptr(), KIND[q_norm.dtype]
-    tokens, groups, width = qkv.shape[0], k_pages.shape[2], k_pages.shape[3]
+    tokens, (size, groups), width = qkv.shape[0], k_pages.shape[1:3], kv_fp8.width_of(k_pages)
     q = qkv.new_empty((tokens, num_heads, width))
     library, threads = schedule(8 * qkv.numel())
     library.fengine_rope_kv_write(
         qkv.data_ptr(), rope.data_ptr(), pos.data_ptr(), slot.data_ptr(), q.data_ptr(), k_pages.data_ptr(),
-        v_pages.data_ptr(), q_norm_at, k_norm_at, tokens, num_heads, groups, width, kind, eps, shift, threads,
+        v_pages.data_ptr(), q_norm_at, k_norm_at, tokens, num_heads, groups, width, size, kind, few, eps, shift,
+        threads,
     )  # fmt: skip
     return q
 
@@ -148,7 +151,7 @@ def qkv_rope_write_(
     v_pages: Tensor, num_heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """`linear` to the (H + 2G) K channels of q, k and v, then `rope_kv_write_`."""
-    groups, width = k_pages.shape[2:]
+    groups, width = k_pages.shape[2], kv_fp8.width_of(k_pages)
     qkv = linear(x, packed, (num_heads + 2 * groups) * width, bias, None)
     return rope_kv_write_(qkv, rope, pos, slot, k_pages, v_pages, num_heads, q_norm, k_norm, eps)
 
@@ -158,7 +161,13 @@ def attention(
     causal: bool = True, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Paged attention -> [T, H, K]; tokens behind q_start[-1] give zeros."""
-    q, k_pages, v_pages = plain(q, "attention's q"), plain(k_pages, "k pages"), plain(v_pages, "v pages")
+    few = kv_fp8.is_few(k_pages)
+    stored = torch.uint8 if few else torch.float32
+    q, k_pages, v_pages = (
+        plain(q, "attention's q"),
+        plain(k_pages, "k pages", stored),
+        plain(v_pages, "v pages", stored),
+    )
     q_start, kv_len = plain(q_start, "q_start", torch.int32), plain(kv_len, "kv_len", torch.int32)
     page_table = plain(page_table, "page_table", torch.int32)
     sinks = None if sinks is None else plain(sinks, "attention's sinks")
@@ -170,7 +179,7 @@ def attention(
     if library.fengine_attention(
         q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), o.data_ptr(), q_start.data_ptr(), kv_len.data_ptr(),
         page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, window,
-        causal, scale, cap, None if sinks is None else sinks.data_ptr(), torch.get_num_threads(),
+        causal, scale, cap, None if sinks is None else sinks.data_ptr(), few, torch.get_num_threads(),
     ):  # fmt: skip
         raise no_room("attention")
     return o

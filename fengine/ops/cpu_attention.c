@@ -11,8 +11,9 @@
  * cap, score = cap * tanh(score / cap). A head's sink is one more (m, 1, 0), merged last.
  * Query rows that share keys (heads of a group, tokens of a span) share the loads; long rows may give their chunks to
  * different threads; a task takes one kv head or several. Slots that the row does not own are never read.
+ * Pages in few bits (kv_fp8.py) become floats block by block: the bits are those of pages that hold these floats.
  */
-#include "cpu_vector.h"
+#include "cpu_fp8.h"
 
 #define KEYS 32 /* keys per block: two vectors of scores */
 #define CHUNK 512 /* keys per chunk */
@@ -27,7 +28,8 @@ typedef struct {
 } span;
 
 typedef struct {
-    const float *q, *k, *v;
+    const float *q;
+    const void *k, *v; /* floats, or codes behind which a page holds exponents */
     float *o;
     const int32_t *table;
     const span *spans;
@@ -38,6 +40,7 @@ typedef struct {
     int64_t window; /* 0: none */
     int64_t reach; /* keys behind itself that a token sees, if the row has them */
     const float *sinks; /* [heads]; null: none */
+    int few; /* whether pages are in few bits */
     int *failed; /* to tell that there was no memory */
 } attention_job;
 
@@ -107,13 +110,13 @@ static __attribute__((noinline)) void transpose(const float *const *rows, int64_
 typedef struct {
     const float *values[KEYS];
     float *keys_t; /* two of [padded, 16] */
-    float *copies; /* [KEYS, padded] for widths that are no multiple of 16 */
+    float *copies; /* [KEYS, padded] for widths that are no multiple of 16, and two of them for codes */
     float *zeros; /* [padded] */
 } key_block;
 
 /* Where the keys of one block lie: offsets of kv head 0 in the pages. */
 typedef struct {
-    int64_t owned, offset[KEYS];
+    int64_t owned, offset[KEYS], exponent[KEYS];
 } key_places;
 
 /* Places of positions first .. end-1, at most a block. The table is not read beyond. */
@@ -122,6 +125,10 @@ INLINE key_places locate(const attention_job *job, const int32_t *pages, int64_t
     int64_t page = first / job->page_size, in_page = first % job->page_size, slot_size = job->kv_heads * job->width;
     for (int64_t j = 0; j < places.owned; j++) {
         places.offset[j] = (pages[page] * job->page_size + in_page) * slot_size;
+        if (job->few) { /* a page's exponents, one a slot and head, stand behind its codes */
+            places.offset[j] += pages[page] * job->page_size * job->kv_heads;
+            places.exponent[j] = places.offset[j] + (job->page_size - in_page) * slot_size + in_page * job->kv_heads;
+        }
         if (++in_page == job->page_size)
             page++, in_page = 0;
     }
@@ -130,11 +137,27 @@ INLINE key_places locate(const attention_job *job, const int32_t *pages, int64_t
 
 /* Asks for the keys and values of the next block: hardware does not foresee scattered pages. */
 INLINE void prefetch_keys(const attention_job *job, const key_places *places, int64_t group) {
+    int64_t size = job->few ? 1 : 4;
     for (int64_t j = 0; j < places->owned; j++)
-        for (int64_t i = 0; i < job->width; i += 16) {
-            __builtin_prefetch(job->k + places->offset[j] + group * job->width + i, 0, 2);
-            __builtin_prefetch(job->v + places->offset[j] + group * job->width + i, 0, 2);
+        for (int64_t i = 0; i < job->width * size; i += 64) {
+            int64_t at = (places->offset[j] + group * job->width) * size + i;
+            __builtin_prefetch((const char *)job->k + at, 0, 2);
+            __builtin_prefetch((const char *)job->v + at, 0, 2);
         }
+}
+
+/* One head of one slot as floats: a power of two times the codes, which no rounding changes. */
+static const float *decode_head(const attention_job *job, const void *pages, const key_places *places, int64_t j,
+                                int64_t group, float *out) {
+    const uint8_t *codes = (const uint8_t *)pages + places->offset[j] + group * job->width;
+    vf scale = vf_set(power_of_two(((const uint8_t *)pages)[places->exponent[j] + group]));
+    for (int64_t i = 0; i < job->width; i += 16) {
+        uint8_t last[16] = {0};
+        if (job->width - i < 16)
+            memcpy(last, codes + i, (size_t)(job->width - i));
+        vf_store(out + i, from_e4m3(job->width - i < 16 ? last : codes + i) * scale);
+    }
+    return out;
 }
 
 /* Brings a block of keys and values; zeros stand for keys that are not owned. */
@@ -142,14 +165,19 @@ static void load_keys(const attention_job *job, const key_places *places, int64_
     const float *k[KEYS];
     int64_t width = job->width;
     for (int64_t j = 0; j < KEYS; j++) {
-        int owned = j < places->owned;
-        k[j] = owned ? job->k + places->offset[j] + group * width : block->zeros;
-        block->values[j] = owned ? job->v + places->offset[j] + group * width : block->zeros;
-        if (owned && width % 16) {
-            float *copy = block->copies + j * job->padded;
-            for (int64_t i = 0; i < width; i += 16)
+        float *copy = block->copies + j * job->padded;
+        int64_t at = places->offset[j] + group * width;
+        if (j >= places->owned) {
+            k[j] = block->values[j] = block->zeros;
+        } else if (job->few) {
+            k[j] = decode_head(job, job->k, places, j, group, copy + KEYS * job->padded);
+            block->values[j] = decode_head(job, job->v, places, j, group, copy);
+        } else {
+            k[j] = (const float *)job->k + at;
+            block->values[j] = (const float *)job->v + at;
+            for (int64_t i = 0; width % 16 && i < width; i += 16)
                 vf_store(copy + i, vf_load_upto(block->values[j] + i, width - i));
-            block->values[j] = copy;
+            block->values[j] = width % 16 ? copy : block->values[j];
         }
     }
     for (int64_t half = 0; half < KEYS && half < places->owned; half += 16)
@@ -293,7 +321,7 @@ static void attend_chunk(const attention_job *job, const patch *at, int64_t chun
     int64_t begin = first_key(job, position) / KEYS * KEYS;
     begin = begin > chunk * CHUNK ? begin : chunk * CHUNK;
     const int32_t *pages = job->table + at->s.row * job->table_width;
-    key_block block = {.keys_t = scratch, .copies = scratch + KEYS * padded, .zeros = scratch + 2 * KEYS * padded};
+    key_block block = {.keys_t = scratch, .zeros = scratch + KEYS * padded, .copies = scratch + (KEYS + 1) * padded};
     key_places places = locate(job, pages, begin, end);
     memset(block.zeros, 0, (size_t)padded * 4);
     for (int64_t i = 0; i < at->groups * at->rows; i++)
@@ -410,10 +438,11 @@ static void attention_task(const void *context, int64_t task) {
     int64_t begin = first_key(job, at.s.position) / CHUNK;
     if (job->partials && (task % job->chunks >= chunks || task % job->chunks < begin))
         return;
-    float *memory = scratch_floats((rows + 2 * KEYS + 1) * job->padded + 2 * size, job->failed);
+    int64_t blocks = job->few ? 3 : 2; /* of KEYS rows: keys_t and copies */
+    float *memory = scratch_floats((rows + blocks * KEYS + 1) * job->padded + 2 * size, job->failed);
     if (!memory)
         return;
-    float *q = memory, *scratch = q + rows * job->padded, *states = scratch + (2 * KEYS + 1) * job->padded;
+    float *q = memory, *scratch = q + rows * job->padded, *states = scratch + (blocks * KEYS + 1) * job->padded;
     load_queries(job, &at, q);
     if (job->partials) {
         attend_chunk(job, &at, task % job->chunks, q, scratch, state_at(job->partials + task * job->stride, rows));
@@ -440,15 +469,17 @@ static void merge_task(const void *context, int64_t index) {
     write_out(job, &at, total);
 }
 
-/* q, o [tokens, heads, width]; k, v [pages, page_size, kv_heads, width]; table [rows, table_width]. */
-API int fengine_attention(const float *q, const float *k, const float *v, float *o, const int32_t *q_start,
+/* q, o [tokens, heads, width]; k, v [pages, page_size, kv_heads, width], `few`: as kv_fp8.py says; table [rows,
+ * table_width]. */
+API int fengine_attention(const float *q, const void *k, const void *v, float *o, const int32_t *q_start,
                           const int32_t *kv_len, const int32_t *table, int64_t tokens, int64_t rows, int64_t heads,
                           int64_t kv_heads, int64_t width, int64_t page_size, int64_t table_width, int64_t window,
-                          int causal, float scale, float cap, const float *sinks, int threads) {
+                          int causal, float scale, float cap, const float *sinks, int few,
+                          int threads) {
     int failed = 0;
     int64_t reach = causal ? 0 : window ? window - 1 : INT32_MAX;
     attention_job job = {q, k, v, o, table, NULL, NULL, heads, kv_heads, width, (width + 15) & ~15, page_size,
-                         table_width, 1, 0, 0, scale, cap, window, reach, sinks, &failed};
+                         table_width, 1, 0, 0, scale, cap, window, reach, sinks, few, &failed};
     int64_t live = rows ? q_start[rows] : 0, share = heads / kv_heads, work = 0, count = 0;
     int64_t longest = share >= SPAN_ROWS ? 1 : SPAN_ROWS / share;
     memset(o + live * heads * width, 0, (size_t)((tokens - live) * heads * width) * 4);

@@ -5,6 +5,7 @@
  *   rms_norm    four 16-lane chains of fma over the row, (a+b)+(c+d), then the tree of vf_sum
  *   the others  elementwise
  */
+#include "cpu_fp8.h"
 #include "cpu_products.h"
 
 /* -- linear -------------------------------------------------------------------------------------------------------- */
@@ -375,10 +376,11 @@ API void fengine_rows_rms_norm(const void *packed, const int32_t *index, const v
 typedef struct {
     const float *qkv, *rope;
     const int32_t *position, *slot;
-    float *q, *k, *v;
+    float *q;
+    void *k, *v;
     const void *q_norm, *k_norm;
-    int64_t tokens, heads, kv_heads, width, tokens_per_task;
-    int kind;
+    int64_t tokens, heads, kv_heads, width, page_size, tokens_per_task;
+    int kind, few;
     float eps, shift;
 } rope_job;
 
@@ -394,32 +396,50 @@ INLINE void rotate(const float *in, const float *cosine, float *out, int64_t hal
     }
 }
 
+/* Writes one head of a slot to pages in few bits, whose layout kv_fp8.py tells. */
+static void encode_head(const rope_job *job, uint8_t *pages, int64_t slot, int64_t head, const float *x) {
+    int64_t codes = job->page_size * job->kv_heads * job->width, at = slot % job->page_size * job->kv_heads + head;
+    uint8_t *page = pages + slot / job->page_size * (codes + job->page_size * job->kv_heads);
+    uint32_t exponent = exponent_of(top_of(x, job->width));
+    vf inverse = vf_set(power_of_two(254 - exponent));
+    for (int64_t i = 0; i < job->width; i += 16)
+        store_e4m3(page + at * job->width + i, vf_load_upto(x + i, job->width - i) * inverse, job->width - i);
+    page[codes + at] = (uint8_t)exponent;
+}
+
 static void rope_task(const void *context, int64_t task) {
     const rope_job *job = context;
     int64_t width = job->width, kv_size = job->kv_heads * width, q_size = job->heads * width;
     int64_t end = (task + 1) * job->tokens_per_task < job->tokens ? (task + 1) * job->tokens_per_task : job->tokens;
-    float normed[width];
+    float normed[width], turned[width];
     for (int64_t t = task * job->tokens_per_task; t < end; t++) {
         const float *in = job->qkv + t * (q_size + 2 * kv_size), *angle = job->rope + job->position[t] * width;
         for (int64_t head = 0; head < job->heads + job->kv_heads; head++, in += width) {
-            int is_k = head >= job->heads;
-            float *out = is_k ? job->k + job->slot[t] * kv_size + (head - job->heads) * width
-                              : job->q + t * q_size + head * width;
-            const void *norm = is_k ? job->k_norm : job->q_norm;
+            int64_t group = head - job->heads; /* negative: a head of q */
+            float *out = group < 0 ? job->q + t * q_size + head * width
+                         : job->few ? turned
+                                    : (float *)job->k + job->slot[t] * kv_size + group * width;
+            const void *norm = group < 0 ? job->q_norm : job->k_norm;
             if (norm)
                 norm_row(in, norm, job->kind, normed, width, job->eps, job->shift);
             rotate(norm ? normed : in, angle, out, width / 2);
+            if (group >= 0 && job->few)
+                encode_head(job, job->k, job->slot[t], group, turned);
         }
-        memcpy(job->v + job->slot[t] * kv_size, in, (size_t)kv_size * 4);
+        for (int64_t group = 0; job->few && group < job->kv_heads; group++)
+            encode_head(job, job->v, job->slot[t], group, in + group * width);
+        if (!job->few)
+            memcpy((float *)job->v + job->slot[t] * kv_size, in, (size_t)kv_size * 4);
     }
 }
 
 /* Modifies slots `slot` of k and v. qkv [tokens, (heads + 2 kv_heads) width], q [tokens, heads, width]. */
 API void fengine_rope_kv_write(const float *qkv, const float *rope, const int32_t *position, const int32_t *slot,
-                               float *q, float *k, float *v, const void *q_norm, const void *k_norm, int64_t tokens,
-                               int64_t heads, int64_t kv_heads, int64_t width, int kind, float eps, float shift,
-                               int threads) {
-    rope_job job = {qkv, rope, position, slot, q, k, v, q_norm, k_norm, tokens, heads, kv_heads, width, 0, kind, eps, shift};
+                               float *q, void *k, void *v, const void *q_norm, const void *k_norm, int64_t tokens,
+                               int64_t heads, int64_t kv_heads, int64_t width, int64_t page_size, int kind, int few,
+                               float eps, float shift, int threads) {
+    rope_job job = {qkv, rope, position, slot, q, k, v, q_norm, k_norm, tokens, heads, kv_heads, width,
+                    page_size, 0, kind, few, eps, shift};
     job.tokens_per_task = rows_per_task((heads + 2 * kv_heads) * width);
     run_tasks(rope_task, &job, (tokens + job.tokens_per_task - 1) / job.tokens_per_task, threads);
 }

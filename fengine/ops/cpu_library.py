@@ -19,7 +19,7 @@ from fengine.ops import compiler
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / f"cpu_{name}.c" for name in ("kernels", "attention", "draw", "lora", "experts", "quantized")]
-HEADERS = [FOLDER / "cpu_vector.h", FOLDER / "cpu_products.h"]
+HEADERS = [FOLDER / f"cpu_{name}.h" for name in ("vector", "products", "fp8")]
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHORT = 1 << 19
 """Work (multiply-adds or elements) below which a call stays in the calling thread and keeps the GIL: some 10 µs."""
@@ -31,12 +31,12 @@ SIGNATURES = {
     "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _F, _T],
     "fengine_layer_norm": [_P] * 3 + [_I] * 2 + [_T, _F, _T, _T],
     "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _F, _T],
-    "fengine_rope_kv_write": [_P] * 9 + [_I] * 4 + [_T, _F, _F, _T],
+    "fengine_rope_kv_write": [_P] * 9 + [_I] * 5 + [_T, _T, _F, _F, _T],
     "fengine_lora_add": [_P] * 9 + [_I] * 9 + [_T],
     "fengine_silu_mul": [_P] * 2 + [_I] * 2 + [_T] * 3,
     "fengine_soft_cap": [_P] * 2 + [_I, _F, _T],
     "fengine_gated_linear": [_P] * 4 + [_I] * 3 + [_T] * 4,
-    "fengine_attention": [_P] * 7 + [_I] * 8 + [_T, _F, _F, _P, _T],
+    "fengine_attention": [_P] * 7 + [_I] * 8 + [_T, _F, _F, _P, _T, _T],
     "fengine_experts": [_P] * 10 + [_I] * 5 + [_T] * 7 + [_F, _F, _T],
     "fengine_draw": [_P] * 9 + [_I] * 2 + [_T],
     "fengine_logprobs": [_P] * 4 + [_I] * 3 + [_T],

@@ -6,6 +6,7 @@
  * chain over these values, so the bits are those of the dequantized matrix. A few rows decode in registers; more rows
  * share a block of outputs that is decoded once. Blocks come in pairs; an odd last one is followed by one of zeros.
  */
+#include "cpu_fp8.h"
 #include "cpu_products.h"
 
 enum { INT4, INT8, FP8, FP4 }; /* kinds of codes */
@@ -19,29 +20,6 @@ typedef struct {
     int64_t m, n, k, groups, group, blocks_per_task;
     int code, kind, bias_kind, *failed;
 } quantized_job;
-
-/* 16 bytes as 32-bit lanes: GCC takes lanes one by one where it is not told. */
-INLINE vu from_bytes(const uint8_t *bytes, const int has_sign) {
-#if LANES == 16
-    __m128i raw = _mm_loadu_si128((const void *)bytes);
-    return (vu)(has_sign ? _mm512_cvtepi8_epi32(raw) : _mm512_cvtepu8_epi32(raw));
-#elif LANES == 8
-    union {
-        vu v;
-        __m256i half[2];
-    } wide;
-    for (int i = 0; i < 2; i++) {
-        __m128i raw = _mm_loadl_epi64((const void *)(bytes + 8 * i));
-        wide.half[i] = has_sign ? _mm256_cvtepi8_epi32(raw) : _mm256_cvtepu8_epi32(raw);
-    }
-    return wide.v;
-#else
-    vu wide;
-    for (int i = 0; i < 16; i++)
-        wide[i] = has_sign ? (uint32_t)(int8_t)bytes[i] : bytes[i];
-    return wide;
-#endif
-}
 
 INLINE vf from_integers(vu integer) {
     return __builtin_convertvector((vi)integer, vf);

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fengine.ops import linear, rope
+from fengine.ops import kv_fp8, linear, rope
 from fengine.ops.ahead import launcher
 from fengine.ops.linear import Leaf
 from fengine.ops.linear_kernels import fetch
@@ -100,7 +100,7 @@ def run(
 
 def choose(x_TD: Tensor, w_CD: Tensor, bias_C: Tensor | None, k_PSGK: Tensor, num_heads: int) -> Schedule | None:
     """A schedule of the one kernel that is proved on this device; None where the two ops are to compute."""
-    (m, hidden), (groups, width) = x_TD.shape, k_PSGK.shape[2:]
+    (m, hidden), groups, width = x_TD.shape, k_PSGK.shape[2], kv_fp8.width_of(k_PSGK)
     if not x_TD.is_cuda or m > FEW or x_TD.dtype == torch.float32 or k_PSGK.dtype != x_TD.dtype:
         return None
     s = schedules(m, (num_heads + 2 * groups) * width, hidden, x_TD.dtype)[-1]
@@ -148,7 +148,7 @@ def launch(
     s = choose(x_TD, w_CD, bias_C, k_PSGK, num_heads) if q_norm_K is None and len(x_TD) else None
     if s is not None:
         return run(x_TD, w_CD, bias_C, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, s)
-    groups, width = k_PSGK.shape[2:]
+    groups, width = k_PSGK.shape[2], kv_fp8.width_of(k_PSGK)
     qkv_TC = linear.launch(x_TD, w_CD, (num_heads + 2 * groups) * width, bias_C, None)
     return rope.launch(qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
 
@@ -157,7 +157,7 @@ def fake(
     x_TD: Tensor, packed: Tensor, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
     v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    return x_TD.new_empty((x_TD.shape[0], num_heads, k_PSGK.shape[3]))
+    return x_TD.new_empty((x_TD.shape[0], num_heads, kv_fp8.width_of(k_PSGK)))
 
 
 _op = register(

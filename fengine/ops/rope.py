@@ -10,8 +10,9 @@ Reduction tree: only the norm reduces, over the K values of one head, in a threa
 import torch
 from torch import Tensor
 
-from fengine.ops import rms_norm
+from fengine.ops import kv_fp8, rms_norm
 from fengine.ops.ahead import launcher
+from fengine.ops.fp8_kernels import store_heads
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
 
 HEADS = 8  # heads per program
@@ -24,7 +25,7 @@ def reference(
     num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float, shift: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The math; returns (q, k pages, v pages) as new tensors. Pure."""
-    groups, width = k_PSGK.shape[2:]
+    groups, width = k_PSGK.shape[2], kv_fp8.width_of(k_PSGK)
     q_THK, k_TGK, v_TGK = qkv_TC.unflatten(1, (-1, width)).split((num_heads, groups, groups), 1)
 
     def rotate(x_THK: Tensor, norm_K: Tensor | None) -> Tensor:
@@ -35,8 +36,9 @@ def reference(
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_THK.dtype)
 
     def write(pages_PSGK: Tensor, x_TGK: Tensor) -> Tensor:
-        flat = pages_PSGK.flatten(0, 1).index_put((slot_T.long(),), x_TGK.to(pages_PSGK.dtype))
-        return flat.view_as(pages_PSGK)
+        written_PSGK = pages_PSGK.clone()
+        kv_fp8.write(written_PSGK, slot_T, x_TGK)
+        return written_PSGK
 
     return rotate(q_THK, q_norm_K), write(k_PSGK, rotate(k_TGK, k_norm_K)), write(v_PSGK, v_TGK)
 
@@ -51,9 +53,9 @@ def rotated(x1, x2, cos, sin):
 def rope_kv_write_kernel(
     qkv_ptr, rope_ptr, pos_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, SHIFT: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads (of q, k and v alike) of TOKENS tokens, as two half-heads."""
+    """HEADS heads (of q, k and v alike) of TOKENS tokens, as two half-heads. S: slots of a page in few bits, or 0."""
     begin(PDL)
     wait(PDL)
     i = tl.arange(0, TOKENS * HEADS)
@@ -84,7 +86,7 @@ def rope_kv_write_kernel(
             x1 = ((q1 + k1 + SHIFT) * (x1 * scale)).to(dtype).to(tl.float32)
             x2 = ((q2 + k2 + SHIFT) * (x2 * scale)).to(dtype).to(tl.float32)
     pos = tl.load(pos_ptr + token, mask=here, other=0).to(tl.int64)
-    slot = (tl.load(slot_ptr + token, mask=here, other=0).to(tl.int64) * G * K)[:, None]
+    slot = tl.load(slot_ptr + token, mask=here, other=0).to(tl.int64)
     angle = rope_ptr + (pos * K)[:, None] + d[None, :]
     turned = inside & (head < H + G)[:, None]
     cos = tl.load(angle, mask=turned, other=0.0)
@@ -94,14 +96,22 @@ def rope_kv_write_kernel(
     mask = inside & (head < H)[:, None]
     tl.store(out, y1.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(out + K // 2, y2.to(q_ptr.dtype.element_ty), mask=mask)
-    out = k_ptr + slot + at - H * K
-    mask = turned & (head >= H)[:, None]
-    tl.store(out, y1.to(k_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + K // 2, y2.to(k_ptr.dtype.element_ty), mask=mask)
-    out = v_ptr + slot + at - (H + G) * K
-    mask = inside & (head >= H + G)[:, None]
-    tl.store(out, raw1.to(v_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + K // 2, raw2.to(v_ptr.dtype.element_ty), mask=mask)
+    if S:
+        y1 = y1.to(q_ptr.dtype.element_ty).to(tl.float32)
+        y2 = y2.to(q_ptr.dtype.element_ty).to(tl.float32)
+        is_key = here & (head >= H) & (head < H + G)
+        store_heads(k_ptr, slot, head - H, is_key, y1, y2, G, K, HALF, S)
+        is_value = here & (head >= H + G) & (head < H + 2 * G)
+        store_heads(v_ptr, slot, head - H - G, is_value, raw1.to(tl.float32), raw2.to(tl.float32), G, K, HALF, S)
+    else:
+        out = k_ptr + (slot * G * K)[:, None] + at - H * K
+        mask = turned & (head >= H)[:, None]
+        tl.store(out, y1.to(k_ptr.dtype.element_ty), mask=mask)
+        tl.store(out + K // 2, y2.to(k_ptr.dtype.element_ty), mask=mask)
+        out = v_ptr + (slot * G * K)[:, None] + at - (H + G) * K
+        mask = inside & (head >= H + G)[:, None]
+        tl.store(out, raw1.to(v_ptr.dtype.element_ty), mask=mask)
+        tl.store(out + K // 2, raw2.to(v_ptr.dtype.element_ty), mask=mask)
 
 
 def launch(
@@ -112,7 +122,7 @@ def launch(
     assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous() and rope_MK.is_contiguous()
     assert (q_norm_K is None) == (k_norm_K is None)
     qkv_TC = plain(qkv_TC)
-    groups, width = k_PSGK.shape[2:]
+    (size, groups), width, few = k_PSGK.shape[1:3], kv_fp8.width_of(k_PSGK), kv_fp8.is_few(k_PSGK)
     q_THK = qkv_TC.new_empty((qkv_TC.shape[0], num_heads, width))
     count = len(qkv_TC)
     tokens = TOKENS if count >= MANY and q_norm_K is None else 1
@@ -120,6 +130,7 @@ def launch(
         launcher(rope_kv_write_kernel, (triton.cdiv(count, tokens), triton.cdiv(num_heads + 2 * groups, HEADS)))(
             qkv_TC, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, q_norm_K, k_norm_K, eps, count, num_heads, groups,
             width, triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, tokens, shift,
+            size if few else 0,
             num_warps=2 if tokens == 1 else 4, **dependent_launch(qkv_TC.device.index),
         )  # fmt: skip
     return q_THK
@@ -129,7 +140,7 @@ def fake(
     qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
     num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float, shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    return qkv_TC.new_empty((qkv_TC.shape[0], num_heads, k_PSGK.shape[3]))
+    return qkv_TC.new_empty((qkv_TC.shape[0], num_heads, kv_fp8.width_of(k_PSGK)))
 
 
 ARGUMENTS = (

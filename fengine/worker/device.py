@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from fengine.config import EngineConfig, Hardware
-from fengine.errors import ConfigError, UnsupportedArchitectureError
+from fengine.errors import ConfigError, UnsupportedArchitectureError, UnsupportedFeatureError
 from fengine.models.spec import ModelSpec
 
 
@@ -50,7 +50,11 @@ def refuse_default_device() -> None:
 
 
 def refuse_unbuilt_shape(spec: ModelSpec, device: str) -> None:
-    """Shapes that the CUDA kernels do not take. Errors: UnsupportedArchitectureError."""
+    """What the CUDA kernels do not take. Errors: UnsupportedArchitectureError, UnsupportedFeatureError."""
+    if device.startswith("cuda") and spec.few_kv:
+        raise UnsupportedFeatureError(
+            "kv_cache_dtype='fp8_e4m3' on CUDA is not built yet: leave it out, or use device=cpu."
+        )
     if device.startswith("cuda") and spec.head_dim < 16:
         raise UnsupportedArchitectureError(
             f"head_dim is {spec.head_dim}; attention on CUDA needs at least 16 (one matrix tile). Use device=cpu."

@@ -13,7 +13,9 @@ CUDA_MARGIN = 2 << 30  # bytes left free: graphs themselves, library workspaces,
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    """Keys and values of all layers."""
+    head = spec.head_dim + 1 if spec.few_kv else spec.head_dim * dtype.itemsize
+    return 2 * spec.num_layers * spec.num_kv_heads * head
 
 
 def pool_pages(

@@ -61,6 +61,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "cuda_graph_backend_decode": ("disabled", lambda c: c.compile.graph_rows == 0),
     "cuda_graph_backend_prefill": ("disabled", lambda c: not c.compile.prefill_graphs),
     "enable_torch_compile": (False, lambda c: c.compile.enabled is False),
+    "kv_cache_dtype": ("fp8_e4m3", lambda c: c.cache.kv_cache_dtype == "fp8_e4m3"),
     "is_embedding": (True, lambda c: c.model.is_embedding),
     "speculative_algorithm": ("NGRAM", lambda c: c.speculation.algorithm.name == "ngram"),
     "speculative_draft_model_path": ("small", lambda c: c.speculation.draft_model == "small"),

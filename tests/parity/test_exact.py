@@ -39,6 +39,7 @@ SHAPES = {
     | {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 3}
     | {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 48},
 }
+FEW: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 Result = list[tuple[list[int], list[float]]]
 
 
@@ -108,6 +109,13 @@ def reference(checkpoint: Checkpoint) -> Result:
         eager(patch)
         with engine(checkpoint, disable_radix_cache=True) as llm:
             return alone(llm, work())
+
+
+@pytest.fixture(scope="module")
+def seven_heads(tmp_path_factory: pytest.TempPathFactory, device: str) -> Checkpoint:
+    folder: Path = tmp_path_factory.mktemp("seven_heads")
+    (folder / "config.json").write_text(json.dumps(SHAPES["qwen2"]))
+    return Checkpoint(str(folder), device)
 
 
 LAYOUTS = {
@@ -201,3 +209,30 @@ def test_a_linear_op_that_depends_on_the_batch_is_caught(
         library.impl("linear", careless, checkpoint.device.upper(), allow_override=True)
         with engine(checkpoint) as llm:
             assert batch(llm, work()) != alone(llm, work())
+
+
+def test_bits_of_keys_and_values_in_fp8(seven_heads: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager(monkeypatch)
+    requests = work()[:8]
+    with engine(seven_heads, disable_radix_cache=True, **FEW) as llm:
+        want = alone(llm, requests)
+    for options in (*LAYOUTS.values(), {"speculative_algorithm": "NGRAM"}):
+        with engine(seven_heads, **(options | FEW)) as llm:
+            assert batch(llm, requests) == want == batch(llm, requests), options  # then the prefix cache is warm
+
+
+def test_snapshots_and_sessions_hold_what_is_stored(seven_heads: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager(monkeypatch)
+    prompt, more = list(range(3, 40)), list(range(7, 20))
+    params = {"max_new_tokens": 9, "temperature": 0, "ignore_eos": True}
+    with engine(seven_heads, **FEW) as llm:
+        session = llm.open_session(200)
+        first = llm.generate(input_ids=prompt, sampling_params=params, session_params={"id": session})
+        told = {"id": session, "rid": first["meta_info"]["id"]}
+        got = llm.generate(input_ids=more, sampling_params=params, session_params=told)
+        llm.flush_cache()
+        want = llm.generate(input_ids=prompt + first["output_ids"] + more, sampling_params=params)
+        assert got["output_ids"] == want["output_ids"]
+        llm.release_memory_occupation(tags=["kv_cache"])
+        llm.resume_memory_occupation(tags=["kv_cache"])
+        assert llm.generate(input_ids=prompt, sampling_params=params)["output_ids"] == first["output_ids"]

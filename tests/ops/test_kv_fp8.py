@@ -1,0 +1,139 @@
+"""Keys and values in FP8: what is stored is what kv_fp8.py defines, and attention is that over the stored numbers.
+
+The Triton kernels run in Triton's interpreter, in a process of its own (see test_ops_triton.py), and on a device.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fengine.ops import attention, kv_fp8, rope
+from fengine.ops.attention_schedules import CAUSAL, Rows, Schedule, Tiles, schedules
+from fengine.ops.registration import triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NEW, LENGTHS = (3, 1, 40, 1), (70, 33, 40, 600)  # tokens of a row in this step, and all of its tokens
+
+
+def inputs(width: int, heads: int, groups: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """q, and pages of 16 slots in FP8 whose unowned slots are NaN; row bounds, lengths and page table."""
+    torch.manual_seed(width)
+    pages = [-(-length // 16) for length in LENGTHS]
+    x = torch.randn(2, sum(pages) + 1, 16, groups, width) * torch.exp2(torch.randn(groups, 1) * 2)
+    order, at = (torch.randperm(sum(pages)) + 1).int(), 0
+    table = torch.zeros(len(pages), max(pages) + 1, dtype=torch.int32)
+    x[:, 0] = math.nan
+    for row, count in enumerate(pages):
+        table[row, :count], at = order[at : at + count], at + count
+        x[:, table[row, count - 1].long(), LENGTHS[row] - 16 * (count - 1) :] = math.nan
+    k, v = (kv_fp8.stored_as(torch.empty(0, dtype=torch.uint8), part.to(dtype)) for part in x)
+    q = torch.randn(sum(NEW) + 2, heads, width).to(dtype)
+    start = torch.tensor([0, *NEW]).cumsum(0).int()
+    return [t.to(device) for t in (q, k, v, start, torch.tensor(LENGTHS, dtype=torch.int32), table)]
+
+
+def whole(arguments: list[Tensor]) -> list[Tensor]:
+    """The same with pages that hold the stored numbers."""
+    q, k, v, *rest = arguments
+    return [q, kv_fp8.values(k).to(q.dtype), kv_fp8.values(v).to(q.dtype), *rest]
+
+
+def rope_inputs(width: int, groups: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
+    torch.manual_seed(width)
+    qkv = torch.randn(9, (4 + 2 * groups) * width) * torch.exp2(torch.randn(9, 1) * 9)
+    qkv[3] = 0
+    table, pages = torch.randn(20, width), torch.zeros(2, 5, 4, groups, width + 1, dtype=torch.uint8)
+    at = (torch.arange(9, dtype=torch.int32) + 7, torch.randperm(16)[:9].int() + 4)
+    return tuple(t.to(device) for t in (qkv.to(dtype), table, *at, *pages))
+
+
+def test_encoding_is_nearest_under_the_smallest_power_of_two() -> None:
+    top = torch.tensor([448.0, 448.1, 447.9, 1.0, 0.0, 1e-38, 3.3e38, 7e-5])
+    x = top[:, None] * torch.linspace(-1, 1, 129)
+    code, exponent = kv_fp8.encoded(x)
+    scale = torch.exp2(exponent.double() - 127)[:, None]
+    got, fits = code.view(torch.float8_e4m3fn).double() * scale, exponent[:, None] > 1
+    assert bool((x.abs().double().amax(1, keepdim=True) <= 448 * scale).all())
+    assert bool((~fits | (x.abs().double().amax(1, keepdim=True) > 224 * scale)).all())
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    nearest = (x.double()[..., None] - every[every == every] * scale[..., None]).abs().amin(-1)
+    assert torch.equal((x.double() - got).abs(), nearest)
+
+
+@pytest.mark.parametrize(("width", "groups"), [(64, 2), (20, 1), (128, 3)])
+def test_keys_and_values_are_stored_as_defined(width: int, groups: int) -> None:
+    qkv, table, pos, slot, k, v = rope_inputs(width, groups, torch.float32)
+    rest = (4, None, None, 0.0)
+    floats = torch.zeros(2, *k.shape[:3], width)
+    want = rope.rope_kv_write(qkv, table, pos, slot, *floats, *rest)
+    got = rope.rope_kv_write(qkv, table, pos, slot, k, v, *rest)
+    assert torch.equal(got[0], want[0])
+    for pages, numbers in zip(got[1:], want[1:], strict=True):
+        written = torch.zeros_like(pages)
+        kv_fp8.write(written, slot, numbers.flatten(0, 1)[slot.long()])
+        assert torch.equal(pages, written) and pages.any()
+
+
+@pytest.mark.parametrize(("width", "heads", "groups"), [(64, 4, 2), (20, 3, 1), (128, 8, 8)])
+def test_attention_is_that_over_the_stored_numbers(width: int, heads: int, groups: int) -> None:
+    arguments = inputs(width, heads, groups, torch.float32)
+    for bounds in ((), (True, 24, 3.0), (False, 0, 0.0)):
+        got = attention.attention(*arguments, 0.3, *bounds)
+        assert got.isfinite().all() and got[: sum(NEW)].any()
+        assert torch.equal(got, attention.attention(*whole(arguments), 0.3, *bounds))
+    want = attention.reference(*arguments, 0.01)
+    torch.testing.assert_close(attention.attention(*arguments, 0.01), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", __file__]
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize(("width", "groups"), [(32, 2), (20, 1)])
+def test_triton_stores_what_is_defined(width: int, groups: int) -> None:
+    qkv, table, pos, slot, k, v = rope_inputs(width, groups, torch.float16)
+    qkv = qkv.clamp(-3000, 3000)
+    floats = torch.zeros(2, *k.shape[:3], width, dtype=qkv.dtype)
+    want = rope.launch(qkv, table, pos, slot, *floats, 4, None, None, 0.0)
+    got = rope.launch(qkv, table, pos, slot, k, v, 4, None, None, 0.0)
+    assert torch.equal(got, want)
+    for pages, numbers in zip((k, v), floats, strict=True):
+        written = torch.zeros_like(pages)
+        kv_fp8.write(written, slot, numbers.flatten(0, 1)[slot.long()])
+        assert torch.equal(pages, written)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+def test_triton_attends_to_the_stored_numbers() -> None:
+    few = inputs(32, 4, 2, torch.float32)
+    for s in (Schedule(Rows(16, 4, 1, 1), None), Schedule(Rows(16, 4, 1, 2), Tiles(False, 16, 4, 1))):
+        got, want = (attention.run(*arguments, 0.2, s, CAUSAL) for arguments in (few, whole(few)))
+        assert torch.equal(got[: sum(NEW)], want[: sum(NEW)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "groups"), [(128, 8), (64, 2)])
+def test_on_a_device_bits_are_those_of_the_stored_numbers(width: int, groups: int) -> None:
+    few = inputs(width, 4 * groups, groups, torch.bfloat16, "cuda")
+    want = attention.run(*whole(few), 0.1, attention.reference_schedule(few[0], whole(few)[1]))
+    for s in schedules(few[0], few[1], len(NEW), 640, 132, attention.CHUNK):
+        assert torch.equal(attention.run(*few, 0.1, s)[: sum(NEW)], want[: sum(NEW)]), s
+    qkv, table, pos, slot, k, v = rope_inputs(width, groups, torch.bfloat16, "cuda")
+    floats = torch.zeros(2, *k.shape[:3], width, dtype=qkv.dtype, device="cuda")
+    want = rope.launch(qkv, table, pos, slot, *floats, 4, None, None, 0.0)
+    assert torch.equal(rope.launch(qkv, table, pos, slot, k, v, 4, None, None, 0.0), want)
+    for pages, numbers in zip((k, v), floats, strict=True):
+        written = torch.zeros_like(pages)
+        kv_fp8.write(written, slot, numbers.flatten(0, 1)[slot.long()])
+        assert torch.equal(pages, written)
