@@ -136,7 +136,7 @@ class HashDevice:
             assert row in step.rows and pages and (self.case.windows or 0 not in pages)
             for table, told in zip(self.tables[row], (pages, windows)[: len(self.slots)], strict=True):
                 assert first <= len(table) and len(told) == len(pages)
-                table[first:] = told
+                table[first:] = list(told)
         for i, (row, start, count) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
             guessed, job = len(dict(step.drafts).get(i, [])), self.jobs[self.new[row].rid]
             held = len(self.tables[row][0])  # pages of drafts that were wrong may stand behind

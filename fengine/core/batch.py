@@ -1,12 +1,9 @@
 """`Batch`: the requests of one step, as the scheduler puts it together and takes its result. No torch."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fengine.core.request import Request
 from fengine.core.scheduler_output import AddedPages, Drafts, NewRow, SchedulerOutput
-
-Tables = Callable[[Sequence[int]], tuple[list[int], list[int]]]  # as `PagePool.tables`
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +55,8 @@ class Batch:
                 ended.append(request)
         return ended
 
-    def output(self, released: list[int], before: "Batch | None", tables: Tables) -> SchedulerOutput:
-        """The step as plain data. `before`: the last step in flight; None: every token is known. `tables`: what stands
-        for pages in tables. Pure."""
+    def output(self, released: list[int], before: "Batch | None") -> SchedulerOutput:
+        """The step as plain data. `before`: the last step in flight; None: every token is known. Pure."""
         token_ids, fed = self._tokens(before)
         return SchedulerOutput(
             self.step,
@@ -72,7 +68,7 @@ class Batch:
             fed,
             self.drafts,
             [new_row(request) for request, first in self.new_pages if first == 0],
-            [AddedPages(row_of(request), first, *tables(request.pages[first:])) for request, first in self.new_pages],
+            [AddedPages(row_of(request), first, request.pages[first:]) for request, first in self.new_pages],
             self.adapters,
             released,
             [request.rid for request in self.preempted],

@@ -12,11 +12,14 @@ step, and steps run on the device in the order in which they were planned.
 
 from collections.abc import Iterable, Sequence
 
+from fengine.core.scheduler_output import AddedPages
 from fengine.errors import ConfigError, InvariantError
 
 
 class PagePool:
     """Reference-counted page ids. Modifies: only itself. Deterministic: the same calls hand out the same pages."""
+
+    windowed = False  # pages have more than holders
 
     __slots__ = ("num_pages", "num_idle", "_free", "_holders", "_kept")
 
@@ -44,10 +47,7 @@ class PagePool:
         """Free pages plus those that the prefix cache would give up."""
         return len(self._free) + self.num_idle
 
-    @property
-    def room(self) -> int:
-        """Pages that can be allocated, if the prefix cache gives up what it must."""
-        return self.num_available
+    room = num_available  # what can be allocated
 
     def gauges(self) -> dict[str, int]:
         """`used_pages`: held by running requests. Pure."""
@@ -64,9 +64,9 @@ class PagePool:
 
     # What a window changes: `WindowPages` says how.
 
-    def tables(self, pages: Sequence[int]) -> tuple[list[int], list[int]]:
-        """What stands for these pages in a row's tables: of full layers, of windowed ones. Pure."""
-        return list(pages), []
+    def in_tables(self, new_pages: list[AddedPages]) -> list[AddedPages]:
+        """What stands for new pages in the tables of a step. Pure."""
+        return new_pages
 
     def window_start(self, position: int) -> int:
         """The first page of its row that attention of a token at this position reads. Pure."""

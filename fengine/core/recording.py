@@ -164,7 +164,7 @@ def plain_step(output: SchedulerOutput, of: Callable[[int], int]) -> dict[str, A
     step, fed = asdict(replace(output, new_rows=[])), set(output.fed)
     step["token_ids"] = [0 if i in fed else of(token) for i, token in enumerate(output.token_ids)]
     step["drafts"] = [[draft.index, [of(token) for token in draft.token_ids]] for draft in output.drafts]
-    step["new_pages"] = [[*pages[:3], *([pages.windows] if pages.windows else [])] for pages in output.new_pages]
+    step["new_pages"] = [[*pages[:3], *([list(pages.windows)] if pages.windows else [])] for pages in output.new_pages]
     step["adapters"] = [list(pair) for pair in output.adapters]
     step["new_rows"] = [
         [new.row, new.rid, new.adapter_slot, new.first_scored, new.first_seen] for new in output.new_rows

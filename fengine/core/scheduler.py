@@ -129,7 +129,9 @@ class Scheduler:
         self.num_computed_tokens += sum(batch.counts)
         self._in_flight.append(batch)
         before = self._in_flight[-2] if len(self._in_flight) > 1 else None
-        return batch.output(self.released(), before, self.pool.tables)
+        output = batch.output(self.released(), before)
+        output.new_pages = self.pool.in_tables(output.new_pages)
+        return output
 
     def released(self) -> list[int]:
         """Row slots given back since this was last asked. Modifies: itself."""
@@ -247,7 +249,7 @@ class Scheduler:
         That is when it is the latest itself, or when rows are draining, whose pages come back at the next update. The
         earliest running request is never preempted, so it always gets on.
         """
-        if self._rows.leave_behind(request):
+        if self.pool.windowed and self._rows.leave_behind(request):
             self._blocked = False
         while self.pool.room < pages:
             if self._rows.draining:

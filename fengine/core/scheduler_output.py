@@ -43,7 +43,7 @@ class AddedPages(NamedTuple):
     row: int
     first: int
     pages: list[int]
-    windows: list[int]
+    windows: tuple[int, ...] = ()
 
 
 class Drafts(NamedTuple):

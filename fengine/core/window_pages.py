@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fengine.core.kv_pages import PagePool
+from fengine.core.scheduler_output import AddedPages
 from fengine.errors import ConfigError, InvariantError
 
 
@@ -45,6 +46,8 @@ class Windows(NamedTuple):
 
 class WindowPages(PagePool):
     """As `PagePool`. Modifies: only itself. Deterministic."""
+
+    windowed = True
 
     __slots__ = ("windows", "window_of", "_unused", "_idle", "_seers")
 
@@ -77,9 +80,11 @@ class WindowPages(PagePool):
             return {"pages": most, "free_pages": len(self._unused), "used_pages": most - had}
         return super().gauges() | {"window_pages": most, "used_window_pages": most - had}
 
-    def tables(self, pages: Sequence[int]) -> tuple[list[int], list[int]]:
-        windows = [self.window_of[page] for page in pages]
-        return (windows, []) if self.windows.alone else (list(pages), windows)
+    def in_tables(self, new_pages: list[AddedPages]) -> list[AddedPages]:
+        windows = [tuple(self.window_of[page] for page in added.pages) for added in new_pages]
+        if self.windows.alone:
+            return [added._replace(pages=list(own)) for added, own in zip(new_pages, windows, strict=True)]
+        return [added._replace(windows=own) for added, own in zip(new_pages, windows, strict=True)]
 
     def window_start(self, position: int) -> int:
         return self.windows.window_start(position)

@@ -10,6 +10,7 @@ from simulation import Case, HashDevice, Job, make_request, make_scheduler, rand
 
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
+from fengine.core.scheduler_output import AddedPages
 from fengine.core.window_pages import WindowPages, Windows
 from fengine.errors import ConfigError, InvariantError
 
@@ -181,10 +182,14 @@ def test_nobody_leaves_a_page_behind_twice() -> None:
 
 def test_a_pool_without_windows_has_one_table() -> None:
     pool = PagePool(4)
-    assert pool.tables([1, 3]) == ([1, 3], []) and pool.window_start(1000) == 0 and pool.usable([1, 2]) == 2
+    added = [AddedPages(0, 3, [1, 2, 5])]
+    assert pool.in_tables(added) == added and pool.window_start(1000) == 0 and pool.usable([1, 2]) == 2
     pool, _ = make()
     pages = pool.allocate(2)
-    assert pages == [1, 2] and pool.tables([*pages, 5]) == ([1, 2, 5], [1, 2, 0])
+    assert pages == [1, 2] and pool.in_tables(added) == [AddedPages(0, 3, [1, 2, 5], (1, 2, 0))]
+    pool, _ = make(SMALL._replace(alone=True))
+    pool.allocate(2)
+    assert pool.in_tables(added) == [AddedPages(0, 3, [1, 2, 0])]
 
 
 def test_waiting_requests_are_let_in_when_a_row_leaves_pages_behind() -> None:
