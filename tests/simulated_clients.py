@@ -8,8 +8,9 @@ from simulated_engine import STEP, Loop, Violation, World, check_output
 from simulated_plan import Event, Job
 from simulated_threads import FOREVER
 
-from fengine.api.collector import OutputCollector, Stream
+from fengine.api.collector import OutputCollector
 from fengine.api.sessions import Turn
+from fengine.api.streams import Stream
 from fengine.core.request import Adapter
 from fengine.errors import (
     EngineClosedError,

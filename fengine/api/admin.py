@@ -37,13 +37,6 @@ def close_session(engine: HasContext, session_id: str) -> None:
     engine._context.sessions.close(session_id)
 
 
-def register_logit_processor(engine: HasContext, name: str, processor: Callable[..., Any]) -> None:
-    """Lets requests name `processor` as their custom_logit_processor. The name may be given anew."""
-    if not isinstance(name, str) or not name or isinstance(processor, type) or not callable(processor):
-        raise InvalidRequestError(f"needed are a name and a callable, got {name!r:.80} and {processor!r:.80}.")
-    engine._context.processors[name] = processor
-
-
 def abort(engine: HasContext, rid: str | None = None, abort_all: bool = False) -> None:
     """Ends the request with exactly this rid, or all; their calls return what there is, finish type "abort".
 

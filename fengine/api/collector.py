@@ -1,8 +1,6 @@
 """`OutputCollector`: the requests of one call and their outputs, collected in any thread or event loop."""
 
 import asyncio
-import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,43 +8,14 @@ from typing import Any
 from fengine.api.options import EngineContext
 from fengine.api.outputs import Output, output_of
 from fengine.api.sessions import Turn
+from fengine.api.streams import IndexQueue
 from fengine.core.request import Finish, Request
 from fengine.engine.request_state import RequestOutput, RequestState
-from fengine.errors import InvalidRequestError, NumericsError
+from fengine.errors import NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
 from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
 
 Result = Callable[[Output, RequestState], Output]
-
-
-class IndexQueue:
-    """Indices of requests that have new output, for one reader at a time in the event loop's thread: `asyncio.Queue` at
-    a part of its cost. `wake` is called after each `put`. Modifies: itself."""
-
-    def __init__(self) -> None:
-        self._items: deque[int] = deque()
-        self.wake: Callable[[], None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def put(self, item: int) -> None:
-        self._items.append(item)
-        if self.wake is not None:
-            self.wake()
-
-    def pop(self) -> int:
-        return self._items.popleft()
-
-    async def get(self) -> int:
-        if not self._items:
-            came = asyncio.get_running_loop().create_future()
-            self.wake = lambda: None if came.done() else came.set_result(None)
-            try:
-                await came
-            finally:
-                self.wake = None
-        return self._items.popleft()
 
 
 class OutputCollector:
@@ -84,9 +53,9 @@ class OutputCollector:
 
     def _state(self, index: int, request: Request) -> RequestState:
         params, tokenizer, clock = request.params, self.context.parts.tokenizer, self.core.system
-        if params.stop_regex not in self.patterns:
-            self.patterns[params.stop_regex] = compile_patterns(params.stop_regex)
-        patterns = self.patterns[params.stop_regex]
+        patterns = self.patterns.get(params.stop_regex, ())
+        if params.stop_regex and not patterns:
+            patterns = self.patterns[params.stop_regex] = compile_patterns(params.stop_regex)
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params, patterns=patterns)
         live = self.stream or bool(params.stop) or bool(params.stop_regex)
         return RequestState(
@@ -105,7 +74,8 @@ class OutputCollector:
         except BaseException:
             self.abort()
             raise
-        self.context.log.received([state.request for state in self.states])
+        if self.context.log is not None:
+            self.context.log.received([state.request for state in self.states])
 
     def _notifier(self, index: int) -> Callable[[RequestState], None]:
         def notify(state: RequestState) -> None:
@@ -150,12 +120,14 @@ class OutputCollector:
             return None
         if state.error is not None and not self._ends_with_chunk(state):
             self.open.discard(index)
-            self.context.log.died(state.error)
+            if self.context.log is not None:
+                self.context.log.died(state.error)
             raise state.error
         output = state.output  # once: it may be replaced at any moment
         if output.finish is not None:
             self.open.discard(index)
-            self.context.log.finished(state.request, output.finish)
+            if self.context.log is not None:
+                self.context.log.finished(state.request, output.finish)
         elif output == self.sent[index] or not self._due(index, state):
             return None
         before, self.sent[index] = self.sent[index] if self.incremental else RequestOutput(), output
@@ -204,69 +176,3 @@ class OutputCollector:
     def _keep(self, results: list[Any], index: int) -> None:
         output = self.read(index)
         results[index] = None if output is None else self.result(output, self.states[index])
-
-
-class Stream:
-    """Iterator over a call's chunks. Dropping, closing or failing it aborts what still runs. Several threads may read
-    it; each chunk goes to one of them."""
-
-    def __init__(self, collector: OutputCollector, owner: object) -> None:
-        self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
-        self._reading = collector.core.system.lock()  # or a second reader would wait for news behind the last
-
-    def __iter__(self) -> "Stream":
-        return self
-
-    def __next__(self) -> Output:
-        collector = self._collector
-        with self._reading:
-            try:
-                while collector.open:
-                    output = collector.read(collector.ready.get())
-                    if output is not None:
-                        return output
-            except BaseException:
-                collector.abort()
-                raise
-        raise StopIteration
-
-    def close(self) -> None:
-        self._collector.abort()
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # then modules have lost their names, and the engine's threads are gone
-            self._collector.abort()
-
-
-class AsyncStream:
-    """Async iterator over a call's chunks, in the event loop that made the call; the same promises as `Stream`."""
-
-    def __init__(self, collector: OutputCollector, owner: object) -> None:
-        self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
-        self._reading = asyncio.Lock()
-
-    def __aiter__(self) -> "AsyncStream":
-        return self
-
-    async def __anext__(self) -> Output:
-        collector = self._collector
-        if asyncio.get_running_loop() is not collector.loop:
-            collector.abort()
-            raise InvalidRequestError("this stream belongs to another event loop; read it in the one that made it.")
-        async with self._reading:
-            try:
-                while collector.open:
-                    output = collector.read(await collector.ready.get())
-                    if output is not None:
-                        return output
-            except BaseException:
-                collector.abort()
-                raise
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        self._collector.abort()
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():
-            self._collector.abort()

@@ -10,8 +10,9 @@ from typing import Any
 
 from fengine.api.chat import ids_of, is_chat
 from fengine.api.collector import OutputCollector
+from fengine.api.generate_input import GenerateReqInput, refuse_not_built
 from fengine.api.input_processor import process_input
-from fengine.api.io_struct import EncodeReqInput, GenerateReqInput, refuse_not_built
+from fengine.api.io_struct import EncodeReqInput
 from fengine.api.options import EngineContext
 from fengine.api.outputs import Output
 from fengine.core.scalars import plain

@@ -8,19 +8,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
 
-from fengine.api import admin, info, weights
+from fengine.api import admin, info, logit_processors, weights
 from fengine.api import chat as chats
 from fengine.api import score as scoring
 from fengine.api.arguments import checked_calls, described_by, record_of, takes
-from fengine.api.collector import AsyncStream, OutputCollector, Stream
+from fengine.api.collector import OutputCollector
 from fengine.api.encode import submit_encode
 from fengine.api.features import FEATURES
+from fengine.api.generate_input import GenerateReqInput
+from fengine.api.grammars import grammars_in
 from fengine.api.input_processor import process_input
-from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
-from fengine.api.options import EngineContext, grammars_in
-from fengine.api.request_log import RequestLog
+from fengine.api.io_struct import EncodeReqInput
+from fengine.api.options import EngineContext
+from fengine.api.request_log import request_log
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
+from fengine.api.streams import AsyncStream, Stream
 from fengine.api.tokenizer_manager import TokenizerManager
 from fengine.api.types import CallOptions, EncodeOutput, GenerateOutput, SamplingParamsDict
 from fengine.config import EngineConfig
@@ -101,7 +104,7 @@ class Engine:
             told = replace(parts.config.model, sampling_defaults=json.dumps(found, sort_keys=True))
             parts.config, preferred = replace(parts.config, model=told), found | preferred
         self._parts, self.server_args, self.config = parts, args, parts.config
-        sessions, log = Sessions(parts.core.abort, parts.core.system), RequestLog(args, parts.tokenizer)
+        sessions, log = Sessions(parts.core.abort, parts.core.system), request_log(args, parts.tokenizer)
         self._context = EngineContext(parts, args, sessions, grammars, log, preferred)
         parts.memory.keeps_weights = args.enable_weights_cpu_backup
         self._pid = os.getpid()
@@ -273,7 +276,7 @@ class Engine:
     lora_adapters = weights.lora_adapters
     open_session = admin.open_session
     close_session = admin.close_session
-    register_logit_processor = admin.register_logit_processor
+    register_logit_processor = logit_processors.register_logit_processor
     abort = admin.abort
     pause_generation = admin.pause_generation
     continue_generation = admin.continue_generation

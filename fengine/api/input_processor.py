@@ -9,20 +9,21 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fengine.api.io_struct import GenerateReqInput
+from fengine.api.generate_input import GenerateReqInput, split_batch
+from fengine.api.grammars import grammar_asked
+from fengine.api.hidden_states import hidden_asked
+from fengine.api.logit_processors import processor_asked
+from fengine.api.logprob_options import check_amount, logprobs_asked
 from fengine.api.options import (
     EngineContext,
-    adapter_of,
-    check_amount,
     check_ids,
     end_ids,
     priority_of,
-    request_params,
     salt_of,
     stop_ids,
 )
-from fengine.api.prompts import split_batch
 from fengine.api.sessions import Turn
+from fengine.api.weights import adapter_of
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
 from fengine.engine.parts import Parts
@@ -52,7 +53,8 @@ def process_input(
         try:
             if (key := _key(prompt.sampling_params)) not in known:
                 known[key] = SamplingParams.of(prompt.sampling_params, context.parts.spec.vocab_size)
-                compile_patterns(known[key].stop_regex)
+                if known[key].stop_regex:
+                    compile_patterns(known[key].stop_regex)
             requests += _check(context, prompt, known[key], index, turns)
         except FengineError as error:
             errors.append((i, error))
@@ -94,10 +96,11 @@ def _check(
     sampling = prompt.sampling_params
     explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
     most = _room(context, params, len(ids), explicit)
-    asked = [request_params(context, prompt, params, len(ids)) for _ in prompt.rid]
-    check_amount(asked[0], len(asked), len(ids), most)
+    asked = [_asked(context, prompt, params, len(ids)) for _ in prompt.rid]
+    if asked[0].top_logprobs or asked[0].logprob_ids:
+        check_amount(asked[0], len(asked), len(ids), most)
     early_ids = end_ids(context, params) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
-    adapter = adapter_of(parts, prompt.lora_path)
+    adapter = None if prompt.lora_path is None else adapter_of(parts, prompt.lora_path)
     salt, priority = salt_of(prompt.cache_salt), priority_of(context.args, prompt.priority)
     return [
         Request(
@@ -115,6 +118,22 @@ def _check(
         )
         for sample, (rid, own) in enumerate(zip(prompt.rid, asked, strict=True))
     ]
+
+
+def _asked(context: EngineContext, prompt: GenerateReqInput, params: SamplingParams, count: int) -> SamplingParams:
+    """`params` with what the call's other arguments ask for, a request's own copy. Errors: InvalidRequestError."""
+    asked: dict[str, Any] = {}
+    options = (prompt.logprob_start_len, prompt.top_logprobs_num, prompt.token_ids_logprob)
+    if prompt.return_logprob is not False or any(value is not None for value in options):
+        asked |= logprobs_asked(prompt, count, context.parts.spec.vocab_size)
+    if prompt.custom_logit_processor is not None:
+        asked |= processor_asked(context, prompt.custom_logit_processor, params)
+    if params.grammar_key is not None:
+        asked["grammar"] = grammar_asked(context, params)
+    hidden = prompt.return_hidden_states
+    if not (hidden is None or hidden is False) or context.args.return_hidden_states:
+        asked["hidden"] = hidden_asked(context.args, hidden)
+    return replace(params, **asked) if asked else params
 
 
 def _seed(engine_seed: int, params: SamplingParams, index: int, sample: int) -> int:

@@ -1,71 +1,13 @@
 """A request as SGLang's output dict: text, ids, `meta_info` with finish reason, logprobs, hidden states, times."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from fengine.core.request import Request
+from fengine.api.hidden_states import hidden_of
+from fengine.core.request import Drafting, Request
 from fengine.engine.request_state import RequestOutput, RequestState, version_spans
 
 Output = dict[str, Any]  # types.GenerateOutput or EncodeOutput, while it is made
-
-
-class FloatList(np.ndarray):
-    """An array that behaves as the nested list of the same floats where lists and arrays differ.
-
-    `len`, iteration, indexing and slicing give Python floats and FloatLists; `==` compares whole values with any list,
-    FloatList or array and gives a bool; `in`, `index`, `count` and truth are a list's. Everything else is numpy's:
-    `.shape`, arithmetic, `numpy.asarray`, `torch.tensor` and `torch.from_numpy` work at the speed of arrays. For JSON
-    call `.tolist()`, or pass `default=FloatList.tolist` to `json.dumps`. It is not an instance of `list`.
-    """
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, values: Any) -> "FloatList":
-        """A read view of an array, without a copy where it is one."""
-        return np.asarray(values).view(cls)
-
-    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        """What numpy computes from it is a FloatList, too, but a single number is numpy's."""
-        return array[()] if array.ndim == 0 else array.view(FloatList)
-
-    def __getitem__(self, key: Any) -> Any:
-        found = super().__getitem__(key)
-        return found if isinstance(found, np.ndarray) else found.item()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.tolist()) if self.ndim == 1 else (self[i] for i in range(len(self)))
-
-    def __eq__(self, other: object) -> bool:  # type: ignore[override]
-        if not isinstance(other, (list, tuple, np.ndarray)):
-            return NotImplemented
-        try:
-            return bool(np.array_equal(np.asarray(self), np.asarray(other)))
-        except ValueError:  # a ragged list
-            return False
-
-    def __ne__(self, other: object) -> bool:  # type: ignore[override]
-        equal = self.__eq__(other)
-        return equal if equal is NotImplemented else not equal
-
-    def __bool__(self) -> bool:
-        return len(self) > 0
-
-    def __contains__(self, value: object) -> bool:
-        return any(value == item for item in self)
-
-    def index(self, value: Any) -> int:
-        """Errors: ValueError where there is none, as a list's."""
-        for i, item in enumerate(self):
-            if value == item:
-                return i
-        raise ValueError(f"{value!r} is not in the list")
-
-    def count(self, value: Any) -> int:
-        return sum(value == item for item in self)
 
 
 def output_of(
@@ -78,11 +20,13 @@ def output_of(
     """
     request, start, count = state.request, state.request.prompt_len, output.num_tokens
     ids = request.token_ids[start + before.num_tokens : start + count]
-    meta = {"finish_reason": None} if brief else _meta(request, output) | _speculation(request, count)
+    meta = {"finish_reason": None} if brief else _meta(request, output)
+    if request.drafting is not None and not brief:
+        meta |= _speculation(request.drafting, request.num_output, count)
     if request.params.return_logprob:
         meta |= _logprobs(state, before.num_tokens, count, ids)
     if request.params.hidden is not None:
-        meta["hidden_states"] = _hidden(state, count)
+        meta["hidden_states"] = hidden_of(state, count)
     if output.finish is not None:
         meta |= _times(state, count, metrics)
     found: Output = {"text": output.text[len(before.text) :]} if has_text else {}
@@ -105,12 +49,11 @@ def _meta(request: Request, output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _speculation(request: Request, count: int) -> dict[str, Any]:
+def _speculation(drafting: Drafting, num_output: int, count: int) -> dict[str, Any]:
     """SGLang's keys. Every step that drew behind the first token counts as a verification, one without drafts too: so
     `spec_accept_length` is how many tokens a step brought."""
-    drafting = request.drafting
-    steps = 0 if drafting is None else request.num_output - 1 - drafting.correct
-    if drafting is None or steps < 1:
+    steps = num_output - 1 - drafting.correct
+    if steps < 1:
         return {}
     histogram = [0, *drafting.histogram[1:]]
     histogram[0] = steps - sum(histogram)
@@ -148,16 +91,6 @@ def _logprobs(state: RequestState, first: int, count: int, ids: list[int]) -> di
 
 def _triples(pairs: Any) -> list[tuple[float | None, int, None]]:
     return [(logprob, token, None) for logprob, token in pairs]
-
-
-def _hidden(state: RequestState, count: int) -> Any:
-    """A list with the prompt's states [tokens, D] first, then one [D] for each decode step; "last": one [D]."""
-    states = state.hidden[: max(count, 1)]
-    if state.request.params.hidden == "full":
-        return [FloatList.of(state) for state in states]
-    if not states:
-        return None
-    return FloatList.of(states[-1] if states[-1].ndim == 1 else states[-1][-1])
 
 
 def _times(state: RequestState, count: int, metrics: bool) -> dict[str, Any]:

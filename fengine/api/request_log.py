@@ -23,7 +23,7 @@ PRIVATE = frozenset({"custom_params"})
 
 
 class RequestLog:
-    """Does what the settings ask, perhaps nothing. Thread-safe.
+    """Does what the settings ask. Thread-safe.
 
     Modifies: itself, the log, and once a file in `crash_dump_folder`.
     """
@@ -89,3 +89,8 @@ def params_of(request: Request) -> dict[str, Any]:
     plain = (bool, int, float, str, tuple)
     defaults = type(request.params)()
     return {k: v for k, v in values.items() if isinstance(v, plain) and v != getattr(defaults, k)}
+
+
+def request_log(args: ServerArgs, tokenizer: Tokenizer | None) -> RequestLog | None:
+    """None where the settings ask for nothing."""
+    return RequestLog(args, tokenizer) if args.log_requests or args.crash_dump_folder is not None else None

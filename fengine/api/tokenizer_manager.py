@@ -8,7 +8,6 @@ from typing import Any
 
 from fengine.api import admin, info, weights
 from fengine.api.admin import FlushResult
-from fengine.api.collector import AsyncStream
 from fengine.api.io_struct import (
     ContinueGenerationReqInput,
     EncodeReqInput,
@@ -18,6 +17,7 @@ from fengine.api.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
+from fengine.api.streams import AsyncStream
 from fengine.engine.weights.updates import UpdateResult
 from fengine.tokenizer.hf_tokenizer import hf_tokenizer
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from fengine.api.hidden_states import FloatList
 from fengine.api.io_struct import GenerateReqInput
-from fengine.api.outputs import FloatList, Output
+from fengine.api.outputs import Output
 from fengine.server.answers import DONE, event
 from fengine.server.errors import ApiError
 from fengine.server.fields import Fields, flag, loose, take

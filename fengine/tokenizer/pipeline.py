@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
@@ -66,15 +66,19 @@ def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
 
 @contextmanager
 def library_errors(kind: type[Exception], what: str) -> Iterator[None]:
-    """Whatever the library raises as `kind`: it raises bare Exceptions, and panics that are no Exception."""
+    """Whatever the library raises as `kind`."""
     try:
         yield
-    except (ModelLoadError, UnsupportedFeatureError):
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"{what}: {error!s:.300}.") from error
+        raise_as(kind, what, error)
+
+
+def raise_as(kind: type[Exception], what: str, error: BaseException) -> NoReturn:
+    """Raises `kind` for what the library has raised: bare Exceptions, and panics that are no Exception."""
+    ours = isinstance(error, (ModelLoadError, UnsupportedFeatureError))
+    if ours or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+        raise error
+    raise kind(f"{what}: {error!s:.300}.") from error
 
 
 # -- plain files -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from fengine.errors import ChatTemplateError, ConfigError, ContextLengthError, InvalidRequestError
-from fengine.tokenizer.chat import ChatTemplate, check_messages, check_roles, left_open, plain
-from fengine.tokenizer.chat_ids import Marks, SpecialText
+from fengine.errors import ContextLengthError, InvalidRequestError
+from fengine.tokenizer import chat_prompts
+from fengine.tokenizer.chat import ChatTemplate
+from fengine.tokenizer.chat_ids import SpecialText
 from fengine.tokenizer.decoding import Decoding, clean_up
-from fengine.tokenizer.pipeline import library_errors, load_pipeline
-from fengine.tokenizer.tokenizer_files import read_files, read_template
+from fengine.tokenizer.pipeline import load_pipeline, raise_as
+from fengine.tokenizer.tokenizer_files import read_files
 
 CHARS_PER_TOKEN = 8  # cap on text before tokenizing, which can be slow on text made to be slow
 SLACK_CHARS = 4096
@@ -105,7 +106,7 @@ class Tokenizer:
         With `max_length` the text is cut so that the ids with those added are no more. Errors: InvalidRequestError,
         ContextLengthError.
         """
-        ids = self._ids([self.check_text(text)], add_special_tokens)[0]
+        ids = self.ids_of([self.check_text(text)], add_special_tokens)[0]
         if max_length is None or len(ids) <= max_length:
             return ids
         encoding = self.backend.encode(text, add_special_tokens=False)
@@ -131,11 +132,14 @@ class Tokenizer:
                 kinds.add(type(error))
         if problems:
             raise (kinds.pop() if len(kinds) == 1 else InvalidRequestError)("\n".join(problems))
-        return self._ids(list(texts), add_special_tokens)
+        return self.ids_of(list(texts), add_special_tokens)
 
-    def _ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        with library_errors(InvalidRequestError, "the tokenizer fails on this text"):
+    def ids_of(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Ids of checked texts. Errors: InvalidRequestError."""
+        try:
             return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+        except BaseException as error:
+            raise_as(InvalidRequestError, "the tokenizer fails on this text", error)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of whole ids, as transformers decodes them: with its clean-up of spaces only where the tokenizer asks
@@ -148,118 +152,16 @@ class Tokenizer:
 
     # -- chats --------------------------------------------------------------------------------------------------------
 
-    def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **values: Any
-    ) -> str:
-        """The chat as text, rendered by the model's own template. `values` are variables that the template reads.
-
-        Errors: InvalidRequestError (messages, no template), UnknownParameterError (a variable with a meaning of its
-        own), ContextLengthError, ChatTemplateError.
-        """
-        checked = check_messages(messages)
-        return self._render(checked, self._checked_values(values), add_generation_prompt)
-
-    def with_chat_template(self, source: str | None = None, name: str | None = None) -> "Tokenizer":
-        """The same with another default chat template: `source` (a file, or the template itself), or that of its own
-        with this `name`. Errors: ConfigError."""
-        if source is None and name is None:
-            return self
-        if source is not None and name is not None:
-            raise ConfigError("chat_template and hf_chat_template_name are two templates; give one")
-        if source is not None:
-            text = read_template(source)
-            try:
-                ChatTemplate(text)
-            except ChatTemplateError as error:
-                raise ConfigError(f"chat_template: {error}") from error
-            return replace(self, chat_templates={"default": text})
-        if name not in self.chat_templates:
-            known = ", ".join(sorted(self.chat_templates)) or "none"
-            raise ConfigError(f"hf_chat_template_name is {name!r}, but the tokenizer's chat templates are: {known}")
-        return replace(self, chat_templates={"default": self.chat_templates[name]})
-
-    def encode_chat(
-        self, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True,
-        continue_final_message: bool = False, **values: Any,
-    ) -> list[int]:  # fmt: skip
-        """Ids of the rendered chat; special-token text in contents is plain text and cannot end a turn. With
-        `continue_final_message` they end where the last message's text ends.
-
-        Equals transformers' `apply_chat_template(tokenize=True)` for contents without special-token text.
-        Errors: as `apply_chat_template`; InvalidRequestError if a content holds special-token text and this template
-        or tokenizer leaves no exact way to keep it text.
-        """
-        checked, extra = check_messages(messages), self._checked_values(values)
-        text = self.check_text(self._render(checked, extra, add_generation_prompt), "chat")
-        special = self._special_text
-        marks = Marks.spare(text + repr([checked, extra]))
-        marked, marked_extra = special.mark(checked, marks), special.mark(extra, marks)
-        if special.in_keys([checked, extra]):
-            raise InvalidRequestError("a key in messages or tools holds special-token text; rename it.")
-        told = left_open(checked, text) if continue_final_message else text
-        if marked == checked and marked_extra == extra:
-            return self._ids([told], add_special_tokens=False)[0]
-        found = marks.remove(self._render(marked, marked_extra, add_generation_prompt))
-        ids = special.encode(told, found[1]) if found is not None and found[0] == text else None
-        if ids is None:
-            raise InvalidRequestError(
-                "a message's content holds special-token text, and this model's chat template or tokenizer changes it "
-                "so that it cannot safely be kept as plain text; remove it from the content."
-            )
-        return ids
-
-    @staticmethod
-    def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: plain(value, name) for name, value in values.items()}
-
-    def _render(self, messages: list[dict[str, Any]], values: dict[str, Any], add_generation_prompt: bool) -> str:
-        if not isinstance(add_generation_prompt, bool):
-            raise InvalidRequestError(
-                f"add_generation_prompt must be True or False, got {add_generation_prompt!r:.80}."
-            )
-        size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
-        if size > self.max_chars:
-            raise ContextLengthError(
-                f"the chat's contents have {size} characters, more than the limit of {self.max_chars}; shorten them."
-            )
-        template = self._template("tool_use" if values.get("tools") is not None else "default")
-        text = template.render(
-            messages,
-            self.special_tokens,
-            values,
-            add_generation_prompt=add_generation_prompt,
-            max_chars=self.max_chars,
-        )
-        check_roles(messages, text)
-        return text
-
-    def template_of(self, tools: bool) -> tuple[str, frozenset[str]]:
-        """(source, variables a caller may set) of the chat template, the one for tools if there is one.
-
-        Errors: InvalidRequestError, ChatTemplateError.
-        """
-        name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
-        variables = self._template(name).variables
-        return self.chat_templates[name], variables - self.special_tokens.keys()
-
-    def _template(self, name: str) -> ChatTemplate:
-        if not self.chat_templates:
-            raise InvalidRequestError(
-                "this model has no chat template; pass prompt= instead of messages, or put a chat_template.jinja into "
-                "the tokenizer's directory."
-            )
-        if name not in self.chat_templates and (name := "default") not in self.chat_templates:
-            known = ", ".join(sorted(self.chat_templates))
-            raise ChatTemplateError(f"this model has no default chat template, only: {known}.")
-        if name not in self._compiled:
-            self._compiled[name] = ChatTemplate(self.chat_templates[name])
-        return self._compiled[name]
+    apply_chat_template = chat_prompts.apply_chat_template
+    with_chat_template = chat_prompts.with_chat_template
+    encode_chat = chat_prompts.encode_chat
+    template_of = chat_prompts.template_of
 
     @cached_property
-    def _compiled(self) -> dict[str, ChatTemplate]:
+    def compiled_templates(self) -> dict[str, ChatTemplate]:
         """Memo of compiled templates, filled at first use: compiling takes milliseconds, and most runs never chat."""
         return {}
 
     @cached_property
-    def _special_text(self) -> SpecialText:
+    def special_text(self) -> SpecialText:
         return SpecialText(self.backend)

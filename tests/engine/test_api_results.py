@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fengine.api.engine import Engine
-from fengine.api.outputs import FloatList, output_of
+from fengine.api.hidden_states import FloatList
+from fengine.api.outputs import output_of
 from fengine.api.server_args import ServerArgs
 from fengine.core.request import Finish, Request, SamplingParams
 from fengine.engine.request_state import RequestOutput, RequestState

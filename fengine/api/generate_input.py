@@ -1,4 +1,4 @@
-"""The arguments of one `generate` call split into calls of one prompt each.
+"""`GenerateReqInput`: the arguments of one `generate` call as one value, and how it splits into one for each prompt.
 
 `split_batch` looks at shapes and not at the model: scalars hold for all prompts, lists have one entry for each.
 """
@@ -7,16 +7,78 @@ import uuid
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fengine.api.io_struct import GenerateReqInput, refuse_not_built
 from fengine.core.sampling_params import MAX_SAMPLES, SamplingParams
 from fengine.core.scalars import exact_int, plain, plain_ids, told
-from fengine.errors import InvalidRequestError
+from fengine.errors import InvalidRequestError, UnsupportedFeatureError
 
 MAX_REQUESTS = 1 << 20  # of one call
 PER_PROMPT_LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+# Arguments of SGLang's generate and encode that are not built. Off: None, False, 0, or a list of None.
+NOT_BUILT: dict[str, str] = {
+    "image_data": "images",
+    "audio_data": "audio",
+    "video_data": "video",
+    "mm_hashes": "images, audio and video",
+    "mm_content_hashes": "images, audio and video",
+    "require_reasoning": "grammars",
+    "return_routed_experts": "mixtures of experts",
+    "routed_experts_start_len": "mixtures of experts",
+    "bootstrap_host": "disaggregation",
+    "bootstrap_port": "disaggregation",
+    "bootstrap_room": "disaggregation",
+    "disagg_prefill_dp_rank": "disaggregation",
+    "kv_hints": "hints for the KV cache",
+    "external_trace_header": "tracing",
+    "input_embeds": "embeddings in place of tokens",
+    "embed_override_token_id": "embeddings in place of tokens",
+    "embed_overrides": "embeddings in place of tokens",
+}
+
+
+@dataclass
+class GenerateReqInput:
+    """One `generate` call, its fields in the order of `Engine.generate`, where `text` is called `prompt`.
+
+    Nothing is checked here; `process_input` does.
+    """
+
+    text: Any = None  # str, or a list of str
+    sampling_params: Any = None  # SamplingParamsDict or SamplingParams, or a list of these
+    input_ids: Any = None  # in place of text: ids, or a list of these
+    image_data: Any = None
+    audio_data: Any = None
+    video_data: Any = None
+    mm_hashes: Any = None
+    mm_content_hashes: Any = None
+    return_logprob: Any = False
+    logprob_start_len: Any = None
+    top_logprobs_num: Any = None
+    token_ids_logprob: Any = None
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    require_reasoning: Any = False
+    return_hidden_states: Any = False
+    return_routed_experts: Any = False
+    routed_experts_start_len: Any = 0
+    stream: Any = False
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    routed_dp_rank: Any = None
+    disagg_prefill_dp_rank: Any = None
+    kv_hints: Any = None
+    data_parallel_rank: Any = None
+    external_trace_header: Any = None
+    rid: Any = None
+    session_params: Any = None
+    priority: Any = None
+    session_id: Any = None
+    cache_salt: Any = field(default=None, kw_only=True)
+    kv_router_hint: Any = field(default=None, kw_only=True)  # of routers in front; there is one engine
+    input_embeds: Any = field(default=None, kw_only=True, metadata={"call": False})
 
 
 def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[list[GenerateReqInput], bool]:
@@ -181,3 +243,17 @@ def _sessions(req: GenerateReqInput, count: int, samples: int) -> list[Any]:
     if samples > 1:
         raise InvalidRequestError(f"a session's turn has one output: n must be 1, got {samples}.")
     return per_prompt("session_params", params if name is None else {"id": name}, count)
+
+
+def refuse_not_built(req: Any) -> None:
+    """Errors: UnsupportedFeatureError that names all that is not built."""
+    bad = [name for name in NOT_BUILT if not _off(getattr(req, name, None))]
+    if bad:
+        shown = ", ".join(f"{name}={told(getattr(req, name))} ({NOT_BUILT[name]})" for name in bad)
+        raise UnsupportedFeatureError(f"not built: {shown}. Leave these arguments out.")
+
+
+def _off(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(item is None for item in value)
+    return value is None or value is False or (type(value) is int and value == 0)

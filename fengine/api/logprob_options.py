@@ -1,0 +1,62 @@
+"""Which logprobs a call asks for beside those of its draws, checked."""
+
+from dataclasses import replace
+from typing import Any
+
+from fengine.api.generate_input import GenerateReqInput
+from fengine.api.options import MAX_TOP_LOGPROBS, OPTIONS, check_ids, option_of
+from fengine.core.parameters import Range
+from fengine.core.sampling_params import SamplingParams
+from fengine.errors import InvalidRequestError
+
+MAX_LOGPROB_IDS = 65536
+MAX_LOGPROBS = 1 << 23  # of one prompt with all its samples: some GiB of Python objects
+
+
+def logprobs_asked(prompt: GenerateReqInput, count: int, vocab_size: int) -> dict[str, Any]:
+    """The fields of SamplingParams for a prompt of `count` tokens. The options are checked in any case and, as in
+    SGLang, have an effect only with return_logprob. Errors: InvalidRequestError."""
+    return_logprob = option_of("return_logprob", prompt.return_logprob)
+    start = _logprob_start(prompt.logprob_start_len, count)
+    top = _top_logprobs(prompt.top_logprobs_num, vocab_size)
+    ids = _logprob_ids(prompt.token_ids_logprob, vocab_size)
+    if not return_logprob:
+        return {}
+    return {"return_logprob": True, "logprob_start": start, "top_logprobs": top, "logprob_ids": ids}
+
+
+def _logprob_start(value: Any, count: int) -> int | None:
+    """The first prompt position whose logprob is wanted; None for SGLang's -1, and where there is no such position."""
+    start = option_of("logprob_start_len", value)
+    if start > count:
+        raise InvalidRequestError(
+            f"logprob_start_len={start} is higher than the number of input tokens ({count}). "
+            "Please use a smaller logprob_start_len."
+        )
+    return start if 0 <= start < count else None
+
+
+def _top_logprobs(value: Any, vocab_size: int) -> int:
+    row = OPTIONS["top_logprobs_num"]
+    return replace(row, range=Range(0, min(MAX_TOP_LOGPROBS, vocab_size))).checked(0 if value is None else value)
+
+
+def _logprob_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return ()
+    ids = check_ids(value, vocab_size, "token_ids_logprob")
+    if len(ids) > MAX_LOGPROB_IDS:
+        raise InvalidRequestError(f"token_ids_logprob may have at most {MAX_LOGPROB_IDS} ids, got {len(ids)}.")
+    return tuple(ids)
+
+
+def check_amount(params: SamplingParams, samples: int, count: int, most: int) -> None:
+    """That logprobs beyond those of the tokens themselves fit into memory. Errors: InvalidRequestError."""
+    each = params.top_logprobs + len(params.logprob_ids)
+    start = count if params.logprob_start is None else params.logprob_start
+    if (total := samples * (count - start + most) * each) > MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs_num and token_ids_logprob ask for {total} logprobs ({each} at each of {count - start} "
+            f"positions of the prompt and {most} of the output, {samples} times), more than {MAX_LOGPROBS}; ask for "
+            "fewer at a time."
+        )

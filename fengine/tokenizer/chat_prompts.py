@@ -1,0 +1,121 @@
+"""A tokenizer's chats: messages as text, rendered by the model's own template, and as ids. Methods of `Tokenizer`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fengine.errors import ChatTemplateError, ConfigError, ContextLengthError, InvalidRequestError
+from fengine.tokenizer.chat import ChatTemplate, check_messages, check_roles, left_open, plain
+from fengine.tokenizer.chat_ids import Marks
+from fengine.tokenizer.tokenizer_files import read_template
+
+
+def apply_chat_template(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True, **values: Any
+) -> str:
+    """The chat as text, rendered by the model's own template. `values` are variables that the template reads.
+
+    Errors: InvalidRequestError (messages, no template), UnknownParameterError (a variable with a meaning of its
+    own), ContextLengthError, ChatTemplateError.
+    """
+    checked = check_messages(messages)
+    return _render(tokenizer, checked, _checked_values(values), add_generation_prompt)
+
+
+def with_chat_template(tokenizer: Any, source: str | None = None, name: str | None = None) -> Any:
+    """The same with another default chat template: `source` (a file, or the template itself), or that of its own
+    with this `name`. Errors: ConfigError."""
+    if source is None and name is None:
+        return tokenizer
+    if source is not None and name is not None:
+        raise ConfigError("chat_template and hf_chat_template_name are two templates; give one")
+    if source is not None:
+        text = read_template(source)
+        try:
+            ChatTemplate(text)
+        except ChatTemplateError as error:
+            raise ConfigError(f"chat_template: {error}") from error
+        return replace(tokenizer, chat_templates={"default": text})
+    if name not in tokenizer.chat_templates:
+        known = ", ".join(sorted(tokenizer.chat_templates)) or "none"
+        raise ConfigError(f"hf_chat_template_name is {name!r}, but the tokenizer's chat templates are: {known}")
+    return replace(tokenizer, chat_templates={"default": tokenizer.chat_templates[name]})
+
+
+def encode_chat(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], /, *, add_generation_prompt: bool = True,
+    continue_final_message: bool = False, **values: Any,
+) -> list[int]:  # fmt: skip
+    """Ids of the rendered chat; special-token text in contents is plain text and cannot end a turn. With
+    `continue_final_message` they end where the last message's text ends.
+
+    Equals transformers' `apply_chat_template(tokenize=True)` for contents without special-token text.
+    Errors: as `apply_chat_template`; InvalidRequestError if a content holds special-token text and this template
+    or tokenizer leaves no exact way to keep it text.
+    """
+    checked, extra = check_messages(messages), _checked_values(values)
+    text = tokenizer.check_text(_render(tokenizer, checked, extra, add_generation_prompt), "chat")
+    special = tokenizer.special_text
+    marks = Marks.spare(text + repr([checked, extra]))
+    marked, marked_extra = special.mark(checked, marks), special.mark(extra, marks)
+    if special.in_keys([checked, extra]):
+        raise InvalidRequestError("a key in messages or tools holds special-token text; rename it.")
+    told = left_open(checked, text) if continue_final_message else text
+    if marked == checked and marked_extra == extra:
+        return tokenizer.ids_of([told], add_special_tokens=False)[0]
+    found = marks.remove(_render(tokenizer, marked, marked_extra, add_generation_prompt))
+    ids = special.encode(told, found[1]) if found is not None and found[0] == text else None
+    if ids is None:
+        raise InvalidRequestError(
+            "a message's content holds special-token text, and this model's chat template or tokenizer changes it "
+            "so that it cannot safely be kept as plain text; remove it from the content."
+        )
+    return ids
+
+
+def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: plain(value, name) for name, value in values.items()}
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], values: dict[str, Any], add_generation_prompt: bool) -> str:
+    if not isinstance(add_generation_prompt, bool):
+        raise InvalidRequestError(f"add_generation_prompt must be True or False, got {add_generation_prompt!r:.80}.")
+    size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
+    if size > tokenizer.max_chars:
+        raise ContextLengthError(
+            f"the chat's contents have {size} characters, more than the limit of {tokenizer.max_chars}; shorten them."
+        )
+    template = _template(tokenizer, "tool_use" if values.get("tools") is not None else "default")
+    text = template.render(
+        messages,
+        tokenizer.special_tokens,
+        values,
+        add_generation_prompt=add_generation_prompt,
+        max_chars=tokenizer.max_chars,
+    )
+    check_roles(messages, text)
+    return text
+
+
+def template_of(tokenizer: Any, tools: bool) -> tuple[str, frozenset[str]]:
+    """(source, variables a caller may set) of the chat template, the one for tools if there is one.
+
+    Errors: InvalidRequestError, ChatTemplateError.
+    """
+    name = "tool_use" if tools and "tool_use" in tokenizer.chat_templates else "default"
+    variables = _template(tokenizer, name).variables
+    return tokenizer.chat_templates[name], variables - tokenizer.special_tokens.keys()
+
+
+def _template(tokenizer: Any, name: str) -> ChatTemplate:
+    if not tokenizer.chat_templates:
+        raise InvalidRequestError(
+            "this model has no chat template; pass prompt= instead of messages, or put a chat_template.jinja into "
+            "the tokenizer's directory."
+        )
+    if name not in tokenizer.chat_templates and (name := "default") not in tokenizer.chat_templates:
+        known = ", ".join(sorted(tokenizer.chat_templates))
+        raise ChatTemplateError(f"this model has no default chat template, only: {known}.")
+    if name not in tokenizer.compiled_templates:
+        tokenizer.compiled_templates[name] = ChatTemplate(tokenizer.chat_templates[name])
+    return tokenizer.compiled_templates[name]
