@@ -13,8 +13,7 @@ from checksum import checksum_engine, checksum_parts, expected
 from loops import in_loop
 
 from fengine.api.engine import Engine
-from fengine.api.io_struct import GenerateReqInput
-from fengine.api.prompts import split_batch
+from fengine.api.generate_input import GenerateReqInput, split_batch
 from fengine.api.server_args import ServerArgs
 from fengine.core.request import Request, derive_seed
 from fengine.core.sampling_params import GRAMMARS, SamplingParams
