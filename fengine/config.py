@@ -47,7 +47,7 @@ class ModelConfig:
     most the checkpoint's. `is_embedding` reads a language model without its output head, for embeddings.
     `sampling_defaults` "model": where a request gives nothing, generation_config.json's hold; of an open engine these
     stand here, as JSON. `quantization` names the checkpoint's own, one of QUANTIZATIONS; "fp8" of a checkpoint in 16
-    bits encodes matrices at load.
+    bits encodes matrices at load; "w8a8_fp8", of such a one or one in FP8, multiplies with activations in FP8, too.
     """
 
     path: str = "box"
@@ -214,7 +214,7 @@ class Hardware:
 
 
 KV_DTYPES = ("auto", "fp8_e4m3")
-QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
+QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8_fp8")
 MAX_ROWS = 65536
 MAX_PAGE_SIZE = 4096  # tokens
 MAX_DRAFTS = 1024  # of a row in one step

@@ -5,6 +5,7 @@ A module that is not listed as kept may still be stored whole; the checkpoint's 
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from fengine.errors import ConfigError, UnsupportedFormatError
@@ -45,12 +46,31 @@ def chosen(stored: Quantization | None, asked: str | None) -> Quantization | Non
     ConfigError."""
     if asked is None:
         return stored
-    if stored is None and asked == "fp8":
-        return Quantization("fp8", ((KEPT_AT_LOAD, None), (".*", Scheme("load", "fp8", (1, 0)))))
+    if stored is None and asked in AT_LOAD:
+        return Quantization(asked, ((KEPT_AT_LOAD, None), (".*", Scheme("load", AT_LOAD[asked], (1, 0)))))
+    if stored is not None and asked == "w8a8_fp8":
+        return _with_activations(stored)
     if stored is None or stored.method != asked:
         found = "is not quantized" if stored is None else f"is quantized by {stored.method!r}"
         raise ConfigError(f"quantization={asked!r}, but the checkpoint {found}; leave the argument out.")
     return stored
+
+
+AT_LOAD: dict[str, Literal["fp8", "w8a8"]] = {"fp8": "fp8", "w8a8_fp8": "w8a8"}
+
+
+def _with_activations(stored: Quantization) -> Quantization:
+    """The same weights in FP8, multiplied with activations in FP8. Pure. Errors: ConfigError where there are none."""
+    rules = tuple(
+        (pattern, replace(scheme, code="w8a8") if scheme is not None and scheme.layout == "float" else scheme)
+        for pattern, scheme in stored.rules
+    )
+    if rules == stored.rules:
+        raise ConfigError(
+            f"quantization='w8a8_fp8', but the checkpoint is quantized by {stored.method!r} without weights in FP8; "
+            "leave the argument out."
+        )
+    return Quantization("w8a8_fp8", rules)
 
 
 KEPT_AT_LOAD = r"lm_head|score|.*\.(gate|shared_expert_gate)"  # small, or what the rest hangs on

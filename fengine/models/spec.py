@@ -54,7 +54,7 @@ class Scheme:
     """How the matrix of a module is stored in few bits."""
 
     layout: Literal["awq", "gptq", "packed", "float", "micro", "mxfp4", "load"]  # "load": whole, and encoded at load
-    code: Literal["int4", "int8", "fp8", "fp4"]
+    code: Literal["int4", "int8", "fp8", "fp4", "w8a8"]
     block: tuple[int, int] | None  # rows and columns that share a scale, 0: all; None: as the file's scales say
     zeros: bool = False  # zero points are stored
     offset: int = 0  # what they are more than stored

@@ -48,13 +48,19 @@ INLINE void store_e4m3(uint8_t *out, vf x, int64_t n) {
         out[i] = (uint8_t)codes[i];
 }
 
+/* The largest size of n floats; NaN if one is. */
 INLINE float top_of(const float *x, int64_t n) {
-    vf top = {0};
+    vi top = {0}; /* sizes are ordered as the whole numbers of their bits are */
     for (int64_t i = 0; i < n; i += 16) {
-        vf part = vf_load_upto(x + i, n - i);
-        top = vf_max((vf)((vu)part & 0x7fffffffu), top);
+        vi size = (vi)vf_load_upto(x + i, n - i) & 0x7fffffff;
+        top = (vi)vf_select(size > top, (vf)size, (vf)top);
     }
-    return vf_peak(top);
+    int32_t most = 0;
+    for (int i = 0; i < 16; i++)
+        most = top[i] > most ? top[i] : most;
+    float out;
+    memcpy(&out, &most, 4);
+    return out;
 }
 
 INLINE float power_of_two(uint32_t biased) {

@@ -18,7 +18,9 @@ from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
 from fengine.ops import compiler
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / f"cpu_{name}.c" for name in ("kernels", "attention", "draw", "lora", "experts", "quantized")]
+SOURCES = [
+    FOLDER / f"cpu_{name}.c" for name in ("kernels", "attention", "draw", "lora", "experts", "quantized", "w8a8")
+]
 HEADERS = [FOLDER / f"cpu_{name}.h" for name in ("vector", "products", "fp8")]
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHORT = 1 << 19
@@ -28,6 +30,8 @@ _P, _I, _T, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 SIGNATURES = {
     "fengine_linear": [_P] * 4 + [_I] * 3 + [_T] * 3,
     "fengine_quantized_linear": [_P] * 7 + [_I] * 5 + [_T] * 4,
+    "fengine_e4m3_rows": [_P] * 3 + [_I] * 3 + [_T],
+    "fengine_w8a8_linear": [_P] * 6 + [_I] * 4 + [_T] * 3,
     "fengine_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _F, _F, _T],
     "fengine_layer_norm": [_P] * 3 + [_I] * 2 + [_T, _F, _T, _T],
     "fengine_rows_rms_norm": [_P] * 5 + [_I] * 2 + [_T, _T, _F, _F, _T],
@@ -53,6 +57,7 @@ TELLING = (
     "linear",
     "gated_linear",
     "quantized_linear",
+    "w8a8_linear",
     "lora_add",
     "experts",
     "attention",

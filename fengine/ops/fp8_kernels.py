@@ -6,7 +6,7 @@ from fengine.ops.registration import tl, triton
 
 @triton.jit
 def e4m3(x):
-    """Codes (int32) of the nearest e4m3 numbers, ties to even, of float32 of at most 448: the same on every device."""
+    """Codes (int32) of the nearest e4m3 numbers, ties to even, of float32; of what is larger than they are, NaN."""
     sign = x.to(tl.int32, bitcast=True) >> 24 & 128
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     size = bits.to(tl.float32, bitcast=True)
@@ -14,7 +14,7 @@ def e4m3(x):
     small = (size + 16384.0).to(
         tl.int32, bitcast=True
     ) - 0x46800000  # below 2^-6 they lie 2^-9 apart, as floats at 2^14
-    return (tl.where(size < 0.015625, small, normal) & 127) | sign
+    return tl.where(size <= 464.0, tl.where(size < 0.015625, small, normal), 127) | sign
 
 
 @triton.jit

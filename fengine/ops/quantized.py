@@ -25,6 +25,7 @@ from fengine.ops.cpu import LANES
 from fengine.ops.registration import register
 
 FOUR_BITS = ("int4", "fp4")
+FLOATS = ("fp8", "w8a8")  # the same codes; products of the second take activations in FP8: see w8a8.py
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = 448.0  # of fp8
 
@@ -52,7 +53,7 @@ class Codes(NamedTuple):
 
 def values(kind: str, code: Tensor) -> Tensor:
     """What codes stand for, in float32. Pure."""
-    if kind == "fp8":
+    if kind in FLOATS:
         return code.view(torch.float8_e4m3fn).float()
     if kind == "fp4":
         return code.new_tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float32)[code.long()]
@@ -75,13 +76,13 @@ def encoded(w_NK: Tensor, kind: str, group: int, shrink: float = 1.0) -> Codes:
 
     Scales of integers have w's dtype, those of fp8 are float32; with `shrink` < 1 the largest values are clamped.
     """
-    k, scale_dtype = w_NK.shape[1], torch.float32 if kind == "fp8" else w_NK.dtype
+    k, scale_dtype = w_NK.shape[1], torch.float32 if kind in FLOATS else w_NK.dtype
     w_NGC = rearrange(w_NK.float(), "n (g c) -> n g c", c=group or k)
-    half = {"int4": 7.5, "int8": 127.5, "fp8": LARGEST}[kind]
+    half = {"int4": 7.5, "int8": 127.5}.get(kind, LARGEST)
     scale_NG = (w_NGC.abs().amax(-1) * shrink / half).to(scale_dtype)
     scale_NG = torch.where(scale_NG == 0, 1, scale_NG)
     scaled_NK = rearrange(w_NGC / scale_NG.float()[..., None], "n g c -> n (g c)")
-    if kind == "fp8":
+    if kind in FLOATS:
         code_NK = scaled_NK.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
         return Codes(kind, code_NK, scale_NG, None, group or k)
     zero = 8 if kind == "int4" else 128

@@ -29,7 +29,7 @@ from fengine.models.rope import rope_tables
 from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD, Weight, head_weight
-from fengine.ops import linear, quantized
+from fengine.ops import linear, quantized, w8a8
 from fengine.ops.columns import Columns, Group
 from fengine.ops.quantized import Codes
 from fengine.worker.checkpoint_checks import check_entries, check_tied, read_entries
@@ -261,6 +261,8 @@ def _in_few_bits(weight: Weight, stored: Sequence[Tensor | Codes], placement: Pl
     """The leaf of parts that are all in few bits and can be joined so; None: they are to be whole. Pure."""
     parts = [part.to(placement.device) for part in stored if isinstance(part, Codes)]
     codes = quantized.joined(parts) if len(parts) == len(stored) and not weight.stack else None
+    if codes is not None and codes.kind == "w8a8":
+        return w8a8.pack(codes)
     return None if codes is None else quantized.pack(codes, placement.of(weight))
 
 

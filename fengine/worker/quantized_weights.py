@@ -223,8 +223,8 @@ def _floats(source: Source, scheme: Scheme, read: Read, there: dict[str, TensorE
         raise CorruptCheckpointError(f"tensor {source.name!r} holds NaN.")
     rows, columns = scheme.block or (1, k)
     if scheme.block is None:
-        return Codes("fp8", code_NK, scale.float().reshape(-1, 1).expand(n, 1).contiguous(), None, k)
-    return Codes("fp8", code_NK, scale.float().repeat_interleave(rows, 0)[:n].contiguous(), None, columns)
+        return Codes(scheme.code, code_NK, scale.float().reshape(-1, 1).expand(n, 1).contiguous(), None, k)
+    return Codes(scheme.code, code_NK, scale.float().repeat_interleave(rows, 0)[:n].contiguous(), None, columns)
 
 
 def _powers(exponent: Tensor) -> Tensor:

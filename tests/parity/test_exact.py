@@ -211,13 +211,17 @@ def test_a_linear_op_that_depends_on_the_batch_is_caught(
             assert batch(llm, work()) != alone(llm, work())
 
 
-def test_bits_of_keys_and_values_in_fp8(seven_heads: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few", [FEW, {"quantization": "w8a8_fp8"}], ids=["fp8 kv", "w8a8"])
+def test_bits_of_few_bits(seven_heads: Checkpoint, few: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     eager(monkeypatch)
     requests = work()[:8]
-    with engine(seven_heads, disable_radix_cache=True, **FEW) as llm:
+    with engine(seven_heads, disable_radix_cache=True) as llm:
+        whole = alone(llm, requests[:1])
+    with engine(seven_heads, disable_radix_cache=True, **few) as llm:
         want = alone(llm, requests)
+    assert want[:1] != whole
     for options in (*LAYOUTS.values(), {"speculative_algorithm": "NGRAM"}):
-        with engine(seven_heads, **(options | FEW)) as llm:
+        with engine(seven_heads, **(options | few)) as llm:
             assert batch(llm, requests) == want == batch(llm, requests), options  # then the prefix cache is warm
 
 

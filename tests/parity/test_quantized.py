@@ -28,7 +28,9 @@ from fengine.errors import (
 from fengine.models.kv_state import Params, init_kv, row_batch
 from fengine.models.quantization import chosen, read_quantization
 from fengine.models.spec import ModelSpec
-from fengine.ops.quantized import Quantized
+from fengine.ops import w8a8
+from fengine.ops.quantized import Quantized, encoded
+from fengine.ops.w8a8 import W8A8
 from fengine.worker.loader import load_params, read_config, spec_from_config
 
 KEPT = ("lm_head", "embed_tokens", ".gate")
@@ -106,6 +108,9 @@ CASES: dict[str, Case] = {
     "fp8-small-blocks-odd": fp8(24, 40),
     "fp8-order-of-heads": fp8(24, 40, {"family": "glm4", "pad_token_id": None}),
 }
+
+
+W8A8_CASES = ("float-dynamic", "float-static", "fp8-blocks")
 
 
 def load(directory: Path) -> tuple[Params, ModelSpec]:
@@ -230,6 +235,34 @@ def test_fp8_at_load_rounds_each_row_to_its_own_scale(tmp_path: Path) -> None:
     assert 0 < gap < 0.5
 
 
+def w8a8_leaves(path: Path, params: dict[str, Any], spec: Any) -> dict[str, Any]:
+    """The leaves of layer 0 that multiply in FP8, after a look at the logits beside those of the weights alone."""
+    few = replace(spec, quantization=chosen(spec.quantization, "w8a8_fp8"))
+    got = load_params(path, few)
+    gap = (logits(got, few, 9).log_softmax(-1) - logits(params, spec, 9).log_softmax(-1)).abs().mean()
+    assert 0 < gap < 0.5
+    return {name: leaf for name, leaf in got["layers"][0].items() if isinstance(leaf, W8A8)}
+
+
+def test_w8a8_at_load_has_a_scale_for_each_output(tmp_path: Path) -> None:
+    plain = tiny_checkpoints.write(tmp_path, dtype=torch.bfloat16)
+    found = w8a8_leaves(plain, *load(plain))
+    assert found.keys() == {"wqkv", "wo", "wgate_up", "wdown"} and not any(leaf.by_step for leaf in found.values())
+    matrix = load_file(plain / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    x = torch.randn(3, matrix.shape[1])
+    want = w8a8.reference(x, encoded(matrix, "w8a8", 0))
+    assert torch.equal(found["wdown"].linear(x, None, None, None, True), want)
+
+
+@pytest.mark.parametrize("case", W8A8_CASES)
+def test_fp8_checkpoints_multiply_in_fp8_if_asked(case: str, tmp_path: Path) -> None:
+    config, make, options = CASES[case]
+    few, _ = made.write(tmp_path, config, keep(make), **options)
+    found = w8a8_leaves(few, *load(few))
+    assert found.keys() == {"wqkv", "wo", "wgate_up", "wdown"}
+    assert all(leaf.by_step == ("block" in case and leaf.scale.shape[1] > 1) for leaf in found.values())
+
+
 def test_dummy_weights_have_the_checkpoints_form(tmp_path: Path) -> None:
     few, _ = made.write(tmp_path, AWQ | {"modules_to_not_convert": ["lm_head"]}, keep(CASES["awq"][1]))
     spec = spec_from_config(read_config(few))
@@ -322,12 +355,13 @@ def test_the_engine_checks_quantization_against_the_file(tmp_path: Path) -> None
     for path, asked, message in (
         (few, "gptq", "quantization='gptq', but the checkpoint is quantized by 'awq'"),
         (few, "fp8", "quantized by 'awq'"),
+        (few, "w8a8_fp8", "quantized by 'awq' without weights in FP8"),
         (dense, "awq", "quantization='awq', but the checkpoint is not quantized"),
     ):
         with pytest.raises(ConfigError, match=message):
             Engine(model_path=str(path), quantization=asked, **facts)
-    with pytest.raises(UnsupportedFeatureError, match="quantization='w8a8_fp8' .*awq, gptq"):
-        Engine(model_path=str(few), quantization="w8a8_fp8", **facts)
+    with pytest.raises(UnsupportedFeatureError, match="quantization='gguf' .*awq, gptq"):
+        Engine(model_path=str(few), quantization="gguf", **facts)
     asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "temperature": 0}, "return_logprob": True}
     with Engine(model_path=str(dense), **facts) as engine:
         want = engine.generate(**asked)

@@ -19,6 +19,7 @@ from fengine.ops.columns import Columns
 from fengine.ops.linear import LANES, Dense
 from fengine.ops.lora import Adapted
 from fengine.ops.quantized import Quantized
+from fengine.ops.w8a8 import W8A8
 
 FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # SGLang's name of a leaf, from that of its first part
 
@@ -94,13 +95,13 @@ def few_bits_of(params: Params, weights: list[Weight]) -> list[Tensor]:
     """The tensors of matrices in few bits. Pure."""
     leaves = [found_at(params, weight) for weight in weights]
     leaves = [leaf.leaf if isinstance(leaf, Columns) else leaf for leaf in leaves]
-    return [part for leaf in leaves if isinstance(leaf, Quantized) for part in leaf if isinstance(part, Tensor)]
+    return [part for leaf in leaves if isinstance(leaf, (Quantized, W8A8)) for part in leaf if isinstance(part, Tensor)]
 
 
 def leaf_of(params: Params, weight: Weight) -> Tensor | None:
     """The tensor that holds a weight; None if the model does without it, has a part of it, or has it in few bits."""
     leaf = found_at(params, weight)
-    return None if isinstance(leaf, (Columns, Quantized)) else leaf.packed if isinstance(leaf, Dense) else leaf
+    return None if isinstance(leaf, (Columns, Quantized, W8A8)) else leaf.packed if isinstance(leaf, Dense) else leaf
 
 
 def places_of(params: Params, weights: list[Weight]) -> dict[str, Place]:

@@ -1,0 +1,129 @@
+"""Products in FP8: the bits of the declared tree, of each row by itself, near to those of the dequantized matrix.
+
+The Triton kernels run in Triton's interpreter, in a process of its own (see test_ops_triton.py), and on a device, where
+they must equal the model of the tensor core.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensor_core import FP8_MMA, FP8_WGMMA, chain
+from torch import Tensor
+
+from fengine.errors import UnsupportedFeatureError
+from fengine.ops import cpu_library, cpu_w8a8, linear, quantized, w8a8, w8a8_launch
+from fengine.ops.quantized import Codes
+from fengine.ops.registration import triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SIZES = ((33, 64, 0), (70, 300, 0), (40, 256, 128), (65, 200, 128), (32, 70, 32))  # N, K, columns that share scales
+
+
+def made(n: int, k: int, group: int) -> Codes:
+    torch.manual_seed(n + k)
+    codes = quantized.encoded(torch.randn(n, k + -k % (group or 1)), "w8a8", group)
+    return codes._replace(code_NK=codes.code_NK[:, :k].contiguous(), group=codes.group if group else k)
+
+
+def rows(m: int, k: int) -> Tensor:
+    x = torch.randn(m, k) * torch.exp2(torch.randn(m, 1) * 6)
+    x[-1] = 0
+    return x
+
+
+@pytest.mark.parametrize(("n", "k", "group"), SIZES)
+def test_the_bits_are_those_of_the_declared_tree(n: int, k: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library, "SHORT", 0)  # as many threads as there are
+    codes = made(n, k, group)
+    leaf, bias = w8a8.pack(codes), torch.randn(n)
+    for m in (1, 2, 4, 7):
+        x = rows(m, k)
+        q, scale = cpu_w8a8.e4m3_rows(x, group or k)
+        want_q, want_scale = w8a8.quantized_rows(x, group or k)
+        assert torch.equal(q, want_q) and torch.equal(scale, want_scale)
+        got = linear.linear(x, leaf, bias)
+        assert torch.equal(got, w8a8.reference(x, codes, bias))
+        assert torch.equal(torch.cat([linear.linear(row, leaf, bias) for row in x.split(1)]), got)
+    exact = x @ quantized.dequantized(codes, torch.float32).T + bias
+    assert ((got - exact).norm() / exact.norm()) < 0.05
+    assert linear.linear(x, leaf, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    leaf, x = w8a8.pack(made(33, 64, 0)), rows(3, 64)
+    x[1, 5] = torch.nan
+    got = linear.linear(x, leaf)
+    assert got[1].isnan().all() and got[::2].isfinite().all()
+
+
+def test_other_blocks_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="blocks of 48 columns"):
+        w8a8.pack(made(32, 96, 48))
+
+
+@pytest.mark.skipif(INTERPRETED or not hasattr(triton, "__version__"), reason="runs in the process that it starts")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "triton", __file__]
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[2], timeout=900)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def matrix_of(codes: Codes) -> w8a8_launch.Matrix:
+    """As on CUDA."""
+    return w8a8_launch.Matrix(
+        codes.code_NK, codes.scale_NG.float().T.contiguous(), len(codes.code_NK), *w8a8.tree(codes)
+    )
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize(("n", "k", "group"), SIZES)
+def test_triton_kernels_quantize_and_multiply(n: int, k: int, group: int) -> None:
+    codes, x, bias = made(n, k, group), rows(5, k).half(), torch.randn(n).half()
+    q, scale = w8a8_launch.quantized_rows(x, group or k)
+    want_q, want_scale = w8a8.quantized_rows(x, group or k)
+    assert torch.equal(q.view(torch.float8_e4m3fn).float(), want_q) and torch.equal(scale, want_scale)
+    for s in (w8a8_launch.Schedule(16, 64, True, 4, 2), w8a8_launch.REFERENCE):
+        got = w8a8_launch.run(q, scale, matrix_of(codes), bias, torch.float32, s)
+        torch.testing.assert_close(got, w8a8.reference(x, codes, bias), rtol=1e-4, atol=1e-4 * float(got.abs().max()))
+
+
+def by_tensor_core(x: Tensor, codes: Codes, core: object = FP8_WGMMA) -> Tensor:
+    """The declared tree by the model of the tensor core, for scales of outputs."""
+    q, scale = w8a8.quantized_rows(x, x.shape[1])
+    w = codes.code_NK.view(torch.float8_e4m3fn).float().numpy()
+    total = torch.from_numpy(chain(q.numpy(), w, core, 128))  # type: ignore[arg-type]
+    return total * (scale * codes.scale_NG.T)
+
+
+def test_another_instruction_gives_other_bits() -> None:
+    """The control of what a device must compute."""
+    codes, x = made(40, 512, 0), rows(5, 512)
+    got, other = by_tensor_core(x, codes), by_tensor_core(x, codes, FP8_MMA)
+    assert (got.bfloat16() != other.bfloat16()).float().mean() > 0.01
+    exact = w8a8.reference(x, codes)
+    assert ((got - exact).norm() / exact.norm()) < 1e-3
+
+
+@pytest.mark.gpu
+def test_on_a_device_the_bits_are_those_of_wgmma() -> None:
+    for (n, k, group), m in itertools.product(
+        ((64, 128, 0), (96, 512, 0), (1000, 384, 0), (256, 1024, 128), (80, 320, 64)), (1, 7, 16, 33, 64, 200)
+    ):
+        codes, x = made(n, k, group), rows(m, k).bfloat16()
+        q, scale = w8a8_launch.quantized_rows(x.cuda(), group or k)
+        want_q, want_scale = w8a8.quantized_rows(x, group or k)
+        assert torch.equal(q.cpu().view(torch.float8_e4m3fn).float(), want_q) and torch.equal(scale.cpu(), want_scale)
+        matrix = matrix_of(codes.to(torch.device("cuda")))
+        got = w8a8_launch.run(q, scale, matrix, None, torch.float32, w8a8_launch.REFERENCE)
+        if not group and n < 100:
+            assert np.array_equal(got.cpu().numpy(), by_tensor_core(x, codes).numpy()), (n, k, m)
+        for s in w8a8_launch.schedules(m, n):
+            assert torch.equal(got, w8a8_launch.run(q, scale, matrix, None, torch.float32, s)), (n, k, m, s)
+            assert w8a8_launch.proved(q, matrix, None, torch.float32, s), s
