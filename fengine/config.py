@@ -189,6 +189,27 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class MultimodalConfig:
+    """Images. `cache_mib` of the device's memory keep embeddings, so that an image is encoded once.
+
+    An image may have `max_image_mib` of encoded bytes and `max_image_pixels`. http(s) is read only with
+    `allow_image_urls`, from `image_hosts` if any are named, and never from addresses of a private network. Paths that
+    come over HTTP are read only below `image_folder`.
+    """
+
+    cache_mib: int = 256
+    max_image_mib: int = 32
+    max_image_pixels: int = 1 << 26
+    allow_image_urls: bool = False
+    image_hosts: tuple[str, ...] = ()
+    image_folder: str | None = None
+
+    def __post_init__(self) -> None:
+        """OmegaConf gives lists for tuples."""
+        object.__setattr__(self, "image_hosts", tuple(self.image_hosts))
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All that an engine is built from. Two equal configs may share one engine.
 
@@ -202,6 +223,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     numerics: Numerics = Numerics.exact
     random_seed: int = 0
 
@@ -237,6 +259,9 @@ BOUNDS: dict[str, tuple[int, int | None]] = {
     "lora.max_loras_per_batch": (1, MAX_ADAPTERS),
     "lora.max_lora_rank": (1, MAX_RANK),
     "parallel.tp_size": (1, MAX_PROCESSES),
+    "multimodal.cache_mib": (1, None),
+    "multimodal.max_image_mib": (1, 1024),
+    "multimodal.max_image_pixels": (1, 1 << 30),
 }
 
 

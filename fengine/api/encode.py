@@ -70,7 +70,7 @@ def as_generate(context: EngineContext, req: EncodeReqInput) -> GenerateReqInput
         text, ids = None, text
     elif isinstance(text, str) or (isinstance(text, (list, tuple)) and all(isinstance(part, str) for part in text)):
         text, ids = prepared(context, text, ids)
-    return GenerateReqInput(text, NOTHING_DRAWN, ids, lora_path=req.lora_path, rid=req.rid)
+    return GenerateReqInput(text, NOTHING_DRAWN, ids, req.image_data, lora_path=req.lora_path, rid=req.rid)
 
 
 def prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:

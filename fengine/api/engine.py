@@ -203,9 +203,11 @@ class Engine:
             raise InvalidRequestError("a logit processor cannot ask its engine for text: the engine waits for it.")
 
     async def _prepare(self, req: GenerateReqInput | EncodeReqInput) -> None:
-        """Compiles grammars and reads adapters again that have left CPU memory, while the event loop goes on."""
+        """Compiles grammars, reads images and adapters that have left CPU memory, while the event loop goes on."""
         if isinstance(req, GenerateReqInput) and (sources := grammars_in(self._context, req.sampling_params)):
             await asyncio.to_thread(self._context.grammars.prepare, sources)
+        if (images := self._parts.images) is not None and req.image_data is not None:
+            req.image_data = await asyncio.to_thread(images.read_all, req.image_data)
         if (adapters := self._parts.adapters) is not None:
             for name in adapters.given_up(req.lora_path):
                 await asyncio.to_thread(adapters.resolve, name)

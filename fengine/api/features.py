@@ -2,7 +2,10 @@
 
 from fengine.engine.build import Features
 from fengine.lora.adapters import open_adapters
+from fengine.multimodal.images import open_images
 from fengine.speculative.draft import speculation_of
 from fengine.tokenizer.tokenizer import Tokenizer
 
-FEATURES = Features(tokenizer=Tokenizer.from_directory, adapters=open_adapters, speculation=speculation_of)
+FEATURES = Features(
+    tokenizer=Tokenizer.from_directory, adapters=open_adapters, speculation=speculation_of, images=open_images
+)

@@ -18,11 +18,10 @@ MAX_REQUESTS = 1 << 20  # of one call
 PER_PROMPT_LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 # Arguments of SGLang's generate and encode that are not built. Off: None, False, 0, or a list of None.
 NOT_BUILT: dict[str, str] = {
-    "image_data": "images",
     "audio_data": "audio",
     "video_data": "video",
-    "mm_hashes": "images, audio and video",
-    "mm_content_hashes": "images, audio and video",
+    "mm_hashes": "hashes of images that are made elsewhere",
+    "mm_content_hashes": "hashes of images that are made elsewhere",
     "require_reasoning": "grammars",
     "return_routed_experts": "mixtures of experts",
     "routed_experts_start_len": "mixtures of experts",
@@ -48,7 +47,7 @@ class GenerateReqInput:
     text: Any = None  # str, or a list of str
     sampling_params: Any = None  # SamplingParamsDict or SamplingParams, or a list of these
     input_ids: Any = None  # in place of text: ids, or a list of these
-    image_data: Any = None
+    image_data: Any = None  # of each prompt an image or a list of them: see `multimodal.sources`
     audio_data: Any = None
     video_data: Any = None
     mm_hashes: Any = None
@@ -89,7 +88,10 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
     Errors: InvalidRequestError, UnsupportedFeatureError.
     """
     values = {f.name: getattr(req, f.name) for f in fields(req)}
-    values = {name: plain_ids(value) if name == "input_ids" else plain(value) for name, value in values.items()}
+    values = {
+        name: plain_ids(value) if name == "input_ids" else value if name == "image_data" else plain(value)
+        for name, value in values.items()
+    }
     req = replace(req, **values)
     refuse_not_built(req)
     if not isinstance(req.stream, bool):
@@ -107,6 +109,7 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
     columns["token_ids_logprob"] = _id_lists(req.token_ids_logprob, count)
     columns["session_params"] = _sessions(req, count, samples)
     columns |= {"sampling_params": sampling, "rid": _rids(req.rid, count, samples, single)}
+    columns["image_data"] = image_lists(req.image_data, count, single)
     columns["text" if text else "input_ids"] = values
     rows = zip(*columns.values(), strict=True)
     return [GenerateReqInput(**dict(zip(columns, row, strict=True))) for row in rows], single and samples == 1
@@ -164,6 +167,20 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if len(value) != count:
         raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompt{'s' * (count != 1)}.")
     return value
+
+
+def image_lists(value: Any, count: int, alone: bool) -> list[Any]:
+    """The images of each prompt: an image for all, or a list with an image or a list of images for each. The list of a
+    prompt that stands `alone` is its images. Errors: InvalidRequestError."""
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return [None] * count
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if alone and not (len(value) == 1 and isinstance(value[0], (list, tuple))):
+        return [list(value)]
+    if len(value) != count:
+        raise InvalidRequestError("The length of image_data should be equal to the batch size.")
+    return list(value)
 
 
 def _id_lists(value: Any, count: int) -> list[Any]:

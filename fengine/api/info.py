@@ -91,7 +91,7 @@ def get_model_info(engine: HasContext) -> dict[str, Any]:
         "preferred_sampling_params": dict(engine._context.preferred) or None,
         "weight_version": stats["weight_version"],
         "load_format": args.load_format,
-        "has_image_understanding": False,
+        "has_image_understanding": parts.spec.vision is not None,
         "has_audio_understanding": False,
         "num_parameters": sum(math.prod(place.shape) for place in parts.weights.places.values()),
         "weight_dtypes": sorted({str(place.leaf.dtype) for place in parts.weights.places.values()}),

@@ -28,6 +28,7 @@ from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
 from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
+from fengine.multimodal.images import Prompt, refuse_images
 from fengine.tokenizer.stop_regex import compile_patterns
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # equal values of one of these types mean the same
@@ -91,8 +92,8 @@ def _check(
     """
     parts = context.parts
     _refuse_without_text(parts, params)
-    ids = _ids(context, prompt, turns)
-    ids = _fitting(context, ids, params.max_new_tokens == 0 and prompt.return_logprob is True)
+    ids, spans, rope = _with_images(context, _ids(context, prompt, turns), prompt.image_data)
+    ids = _fitting(context, ids, params.max_new_tokens == 0 and prompt.return_logprob is True, cut=not spans)
     sampling = prompt.sampling_params
     explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
     most = _room(context, params, len(ids), explicit)
@@ -115,6 +116,8 @@ def _check(
             priority=priority,
             adapter=adapter,
             early_ids=early_ids,
+            images=spans,
+            rope=rope,
         )
         for sample, (rid, own) in enumerate(zip(prompt.rid, asked, strict=True))
     ]
@@ -175,13 +178,22 @@ def _ids(context: EngineContext, prompt: GenerateReqInput, turns: dict[str, Turn
     return ids
 
 
-def _fitting(context: EngineContext, ids: list[int], read_only: bool) -> list[int]:
-    """The prompt if it fits the context; with allow_auto_truncate, as much of its beginning as fits it and the pool.
+def _with_images(context: EngineContext, ids: list[int], image_data: Any) -> Prompt:
+    """The ids with placeholders for each part of the prompt's images. Errors: InvalidRequestError and kinds."""
+    if context.parts.images is None:
+        refuse_images(image_data)
+        return Prompt(ids)
+    return context.parts.images.prompt(ids, context.parts.images.read(image_data))
+
+
+def _fitting(context: EngineContext, ids: list[int], read_only: bool, cut: bool = True) -> list[int]:
+    """The prompt if it fits the context; with allow_auto_truncate, as much of its beginning as fits it and the pool,
+    where it may be `cut`: not where images stand.
     One that is `read_only`, for its logprobs, may fill the context: evaluation harnesses score whole windows."""
     most, pool, count = context.parts.context_length, context.parts.pool_tokens, len(ids)
     if count < min(most + read_only, pool):
         return ids
-    if context.args.allow_auto_truncate:
+    if context.args.allow_auto_truncate and cut:
         keep = min(most, pool) - 1
         warnings.warn(f"the input ({count} tokens) was truncated to its first {keep} tokens", stacklevel=2)
         return ids[:keep]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from fengine.core.images import Encode
 from fengine.core.request import Request
 from fengine.core.scheduler_output import AddedPages, Drafts, NewRow, SchedulerOutput
 
@@ -23,6 +24,7 @@ class Batch:
     preempted: list[Request] = field(default_factory=list)
     drafts: list[Drafts] = field(default_factory=list)
     adapters: list[tuple[int, int]] = field(default_factory=list)
+    encodes: list[Encode] = field(default_factory=list)
 
     def put_in(self, request: Request, start: int, count: int, sample: bool) -> None:
         """A row behind those that are in."""
@@ -72,6 +74,7 @@ class Batch:
             self.adapters,
             released,
             [request.rid for request in self.preempted],
+            self.encodes,
         )
 
     def _tokens(self, before: "Batch | None") -> tuple[list[int], list[int]]:
@@ -121,4 +124,6 @@ def new_row(request: Request) -> NewRow:
         [] if request.params.bare else list(request.token_ids),
         request.first_scored,
         request.num_seen,
+        request.placed,
+        request.rope,
     )

@@ -3,8 +3,8 @@
 One node is one page; the edge to it is the tuple of the page's `page_size` token ids, compared in full (a dict look-up
 hashes first, but equal hashes alone never match). The path from the root spells the whole prefix.
 
-A request's salt, if it has one, stands before the tokens of its first page: whoever has another salt, or none, never
-meets its pages.
+A page may have a salt, which stands before its tokens: whoever has another one there, or none, never meets it. That of
+a request is its first page's; where images stand in pages, theirs say which.
 
     root -(t0 .. t15)-> page 7 -(t16 .. t31)-> page 3 -(...)-> page 9     leaf
                                     `---------(...)-> page 4              leaf
@@ -18,13 +18,14 @@ leaf was last used with the child that has just gone as the oldest leaf, or has 
 first case it goes next, as it should. The heap of leaves is put right when an entry is popped. O(log n) amortised.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from fengine.core.kv_pages import PagePool
 
-_Key = tuple[Hashable, ...]  # a page's tokens, behind the salt if it is a salted first page
+_Key = tuple[Hashable, ...]  # a page's tokens, behind its salt if it has one
+Salts = Mapping[int, Hashable]  # by page of a prefix
 
 
 class _Node:
@@ -62,18 +63,16 @@ class PrefixCache:
         self._clock = 0  # counts uses
         self._heap: list[tuple[int, int, _Node]] = []  # (used, tie-breaker, node)
 
-    def _keys(self, token_ids: Sequence[int], limit: int) -> Iterator[_Key]:
-        """The whole pages among the first `limit` tokens, lazily."""
-        return zip(*[iter(token_ids[:limit])] * self.page_size, strict=False)
+    def _path(
+        self, token_ids: Sequence[int], limit: int, salts: Salts | None, depth: int = 0
+    ) -> Iterator[_Key]:  # fmt: skip
+        """The keys of the whole pages among the first `limit` tokens, from page `depth` on, lazily."""
+        keys = zip(*[iter(token_ids[depth * self.page_size : limit])] * self.page_size, strict=False)
+        return _salted(keys, salts, depth) if salts else keys
 
-    def _path(self, token_ids: Sequence[int], limit: int, salt: Hashable | None) -> Iterator[_Key]:
-        """The keys from the root on."""
-        keys = self._keys(token_ids, limit)
-        return keys if salt is None else _salted(keys, salt)
-
-    def match(self, token_ids: Sequence[int], limit: int, salt: Hashable | None = None) -> list[int]:
+    def match(self, token_ids: Sequence[int], limit: int, salts: Salts | None = None) -> list[int]:
         """The pages of the longest cached prefix within `limit` tokens; the caller becomes a holder of them."""
-        nodes = self._longest(token_ids, limit, salt)
+        nodes = self._longest(token_ids, limit, salts)
         pages = [node.page for node in nodes]
         self.lookups += 1
         if pages:
@@ -82,14 +81,14 @@ class PrefixCache:
             self.pool.retain(pages)
         return pages
 
-    def match_length(self, token_ids: Sequence[int], limit: int, salt: Hashable | None = None) -> int:
+    def match_length(self, token_ids: Sequence[int], limit: int, salts: Salts | None = None) -> int:
         """Tokens that `match` would find. Pure."""
-        return len(self._longest(token_ids, limit, salt)) * self.page_size
+        return len(self._longest(token_ids, limit, salts)) * self.page_size
 
-    def _longest(self, token_ids: Sequence[int], limit: int, salt: Hashable | None) -> list[_Node]:
+    def _longest(self, token_ids: Sequence[int], limit: int, salts: Salts | None) -> list[_Node]:
         """The nodes of the longest cached prefix that can be gone on from, from the root's child on."""
         nodes, node = [], self._root
-        for tokens in self._path(token_ids, limit, salt):
+        for tokens in self._path(token_ids, limit, salts):
             node = node.children.get(tokens)
             if node is None:
                 break
@@ -98,7 +97,7 @@ class PrefixCache:
         return nodes
 
     def insert(
-        self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salt: Hashable | None = None,
+        self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salts: Salts | None = None,
         after: Reached | None = None,
     ) -> Reached:  # fmt: skip
         """Remembers `pages`, which the caller holds, as the KV of the first `len(pages) * page_size` tokens.
@@ -110,8 +109,7 @@ class PrefixCache:
         node, depth, foreign = after or (self._root, 0, False)
         if node.parent is None:  # the root; or taken out since, and perhaps what is above it, too
             node, depth, foreign = self._root, 0, False
-        start, end = depth * self.page_size, len(pages) * self.page_size
-        keys = self._keys(token_ids[start:end], end - start) if depth else self._path(token_ids, end, salt)
+        keys = self._path(token_ids, len(pages) * self.page_size, salts, depth)
         for tokens, page in zip(keys, pages[depth:], strict=True):
             child = node.children.get(tokens)
             if child is None:
@@ -159,9 +157,9 @@ class PrefixCache:
                 evicted += 1
         return evicted
 
-    def drop(self, token_ids: Sequence[int], salt: Hashable | None = None) -> None:
+    def drop(self, token_ids: Sequence[int], salts: Salts | None = None) -> None:
         """Forgets all pages of these tokens, and with them everything that starts with their first page."""
-        for tokens in self._path(token_ids, self.page_size, salt):
+        for tokens in self._path(token_ids, self.page_size, salts):
             node = self._root.children.pop(tokens, None)
             if node is not None:
                 self._take_out_below(node)
@@ -200,9 +198,7 @@ class PrefixCache:
             self._take_out(node)
 
 
-def _salted(keys: Iterator[_Key], salt: Hashable) -> Iterator[_Key]:
-    """The same keys, the salt before the first. Pure."""
-    for first in keys:
-        yield (salt, *first)
-        break
-    yield from keys
+def _salted(keys: Iterator[_Key], salts: Salts, depth: int) -> Iterator[_Key]:
+    """The same keys, each salt before the tokens of its page. Pure."""
+    for page, tokens in enumerate(keys, depth):
+        yield (salts[page], *tokens) if page in salts else tokens

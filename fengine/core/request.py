@@ -1,11 +1,12 @@
 """`Request` (what the scheduler moves along), `Finish`, derived seeds. No torch."""
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from fengine.core.images import ImageSpan, Placed, RopePositions, page_salts
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import exact_int
 
@@ -104,6 +105,10 @@ class Request:
     num_preempted: int = 0
     versions: tuple[tuple[str, int], ...] = ()  # (weight version, number of output tokens where it began to draw)
     cache_salt: str | None = None
+    salts: Mapping[int, Hashable] | None = None  # set by Scheduler.add: of pages in the prefix cache
+    images: tuple[ImageSpan, ...] = ()  # in the prompt, from its start on
+    placed: tuple[Placed, ...] = ()  # while it runs: where their embeddings lie
+    rope: RopePositions | None = None  # None: every token stands at its index
     adapter: Adapter | None = None
     adapter_slot: int | None = None  # where the adapter lies while the request runs
     priority: int = 0  # the higher, the earlier it is admitted
@@ -113,10 +118,10 @@ class Request:
     unasked: tuple[float, int] | None = None  # max_new_tokens 0: logprob and id of the token drawn all the same
     drafting: Drafting | None = None  # set by Scheduler.add where drafts may be computed for it
 
-    @property
-    def salt(self) -> Hashable | None:
-        """Requests with another one never share prefix pages with this one."""
-        return self.cache_salt if self.adapter is None else (self.adapter.number, self.cache_salt)
+    def salted(self, page_size: int) -> Mapping[int, Hashable] | None:
+        """Requests with another salt at a page never share that page, nor those behind it, with this one. Pure."""
+        own = self.cache_salt if self.adapter is None else (self.adapter.number, self.cache_salt)
+        return page_salts(own, self.images, page_size) or None
 
     @property
     def num_output(self) -> int:

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.lora_slots import AdapterSlots
 from fengine.core.prefix_cache import PrefixCache
@@ -69,17 +70,22 @@ class Rows:
         if self.cache is None:
             return []
         most = min(len(request.token_ids) - 1, prefix_limit(request))  # the last token's logits are needed
-        return self.cache.match(request.token_ids, most, request.salt)
+        return self.cache.match(request.token_ids, most, request.salts)
 
     def share(self, request: Request, start: int) -> None:
         """Puts the pages that its tokens from `start` on have filled into the prefix cache."""
         full = request.num_computed // self.page_size
         if self.cache is not None and full > start // self.page_size:
-            pages, salt = request.pages[:full], request.salt
-            request.reached = self.cache.insert(request.token_ids, pages, salt=salt, after=request.reached)
+            pages, salts = request.pages[:full], request.salts
+            request.reached = self.cache.insert(request.token_ids, pages, salts=salts, after=request.reached)
 
-    def check_fits(self, request: Request, step_tokens: int | None) -> None:
+    def check_fits(self, request: Request, step_tokens: int | None, images: ImageRows | None = None) -> None:
         """Errors: CapacityError if it could never run. `step_tokens`: so many its prompt may have; None: any."""
+        if images is not None and (need := images.need(request.images)) > images.capacity:
+            raise CapacityError(
+                f"request {request.rid!r} has images of {need} tokens, but {images.capacity} embeddings of images fit "
+                "at once: send fewer or smaller images, or raise multimodal.cache_mib"
+            )
         need, capacity = self.pages_for(request.full), self.pool.capacity
         if need > capacity:
             raise CapacityError(
@@ -162,7 +168,7 @@ class Rows:
         """Gives row slot and pages back. With `cached` the full pages of known tokens go to the prefix cache first."""
         if self.cache is not None and cached:
             full = min(request.num_computed, len(request.token_ids)) // self.page_size
-            self.cache.insert(request.token_ids, request.pages[:full], True, request.salt, request.reached)
+            self.cache.insert(request.token_ids, request.pages[:full], True, request.salts, request.reached)
         self.pool.release(request.pages, request.window_start)
         if request.row is not None:
             heappush(self._free, request.row)

@@ -25,6 +25,7 @@ from operator import attrgetter
 
 from fengine.config import Policy
 from fengine.core.batch import Batch
+from fengine.core.images import Encode, ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Finish, Request, Status
@@ -42,8 +43,10 @@ class Scheduler:
         self, pool: PagePool, cache: PrefixCache | None, *, page_size: int, max_running_requests: int,
         max_step_tokens: int, policy: Policy = Policy.fcfs, speculation: Speculation | None = None,
         adapter_slots: int = 0, whole_prompts: bool = False, max_queued: int | None = None,
+        images: ImageRows | None = None,
     ) -> None:  # fmt: skip
-        """`cache` None: no prefix is ever shared. `whole_prompts`: each takes one step, its tokens see each other."""
+        """`cache` None: no prefix is ever shared. `whole_prompts`: each takes one step, its tokens see each other.
+        `images`: of a model that takes images."""
         self.pool, self.cache, self.speculation = pool, cache, speculation
         self.page_size, self.max_step_tokens, self.whole_prompts = page_size, max_step_tokens, whole_prompts
         self.num_computed_tokens = self.num_finished = 0
@@ -53,6 +56,7 @@ class Scheduler:
         self._arrivals = self._steps_scheduled = 0
         self._in_flight: deque[Batch] = deque()  # scheduled, not updated yet
         self._blocked = False  # the next to admit found too few pages, and nothing has changed since
+        self.images, self._encodes = images, list[Encode]()  # planned for the next step
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -75,12 +79,13 @@ class Scheduler:
         """
         self._waiting.check_room(self._rows.num_free)
         request.full = request.prompt_len + request.max_new_tokens
-        self._rows.check_fits(request, self.max_step_tokens if self.whole_prompts else None)
+        self._rows.check_fits(request, self.max_step_tokens if self.whole_prompts else None, self.images)
         if request.rid in self._requests:
             raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
         if request.finish is not None or request.prompt_len < 1 or len(request.token_ids) != request.prompt_len:
             raise InvalidRequestError(f"request {request.rid!r} must be new and have at least one prompt token")
         request.drafting = drafting_of(request) if self.speculation else None
+        request.salts = request.salted(self.page_size)
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.rid] = request
@@ -103,6 +108,9 @@ class Scheduler:
             raise InvariantError("requests were retracted while a step was in flight")
         for request in reversed(running):  # the latest first: each one goes to the queue's front
             self._leave(request, cached=False)
+        if self.images is not None:
+            self.images.forget()
+            self._encodes.clear()
         return len(running)
 
     def flush_cache(self) -> None:
@@ -120,9 +128,12 @@ class Scheduler:
             if left and request.row is not None:
                 left -= self._schedule_prompt(batch, request, left)
         if left and self._waiting and self._rows.num_free and not self._blocked and not batch.preempted:
+            if self.images is not None:
+                self._schedule_encodes(self.images)
             self._admit(batch, left)
         if not batch.requests:
             return None
+        batch.encodes, self._encodes = self._encodes, []
         if self.speculation:
             schedule_drafts(batch, self._rows, self.speculation)
         self._steps_scheduled += 1
@@ -212,7 +223,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
-        for request in self._waiting.admissible(self._rows.num_free, self._rows.adapters.fits):
+        for request in self._waiting.admissible(self._rows.num_free, self._fits):
             if not left:
                 return
             if self.whole_prompts and len(request.token_ids) > left:
@@ -221,6 +232,30 @@ class Scheduler:
                 self._blocked = True  # none goes in its place, or pages might never suffice for a large request
                 return
             left -= count
+
+    def _fits(self, request: Request) -> bool:
+        """Whether its adapter has a slot, and its images are encoded, or are before this step."""
+        ready = not request.images or (self.images is not None and self.images.ready(request.rid))
+        return ready and self._rows.adapters.fits(request.adapter)
+
+    def _schedule_encodes(self, images: ImageRows) -> None:
+        """Plans what to encode before this step for requests that may be admitted soon: up to the budget, or one image;
+        where nothing runs, all of one request."""
+        left, whole = images.budget, not self._rows.num_running
+        for request in self._waiting.candidates(self._rows.num_free):
+            if not request.images or images.ready(request.rid):
+                continue
+            if not images.enter(request.rid, request.images):
+                for other in self._waiting.requests():  # whoever comes later must not keep it from its rows
+                    images.leave(other.rid)
+                if not images.enter(request.rid, request.images):
+                    return
+            for image in images.lacking(request.images):
+                if self._encodes and left < image.patches and not whole:
+                    return
+                self._encodes.append(images.encode(image))
+                left -= image.patches
+            whole = False
 
     def _start(self, batch: Batch, request: Request, left: int) -> int:
         """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages.
@@ -238,6 +273,8 @@ class Scheduler:
         if self.speculation and self.speculation.waits and request.drafting is not None:
             request.drafting.waits = rows.num_running < self.speculation.step_tokens  # fuller steps have no drafts
         batch.adapters += rows.enter(request, pages)
+        if request.images and self.images is not None:
+            request.placed = self.images.placed(request.images)
         count = min(known - request.num_computed, left, self.pool.room * self.page_size)
         self._schedule_chunk(batch, request, count, 0)
         return count
@@ -302,8 +339,10 @@ class Scheduler:
             self._rows.leave(request, cached)
         else:
             self._waiting.remove(request)
+        if request.images and self.images is not None:
+            self.images.leave(request.rid)
         if self.cache is not None and not cached:
-            self.cache.drop(request.token_ids, request.salt)  # whichever page is bad, nobody may hit it again
+            self.cache.drop(request.token_ids, request.salts)  # whichever page is bad, nobody may hit it again
         del self._requests[request.rid]
         request.status, request.finish, request.num_pending = Status.FINISHED, finish, 0
         self.num_finished += 1

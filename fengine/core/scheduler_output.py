@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from fengine.core.images import Encode, Placed, RopePositions
 from fengine.core.sampling_params import SamplingParams
 from fengine.errors import FengineError
 
@@ -28,6 +29,8 @@ class NewRow:
     token_ids: list[int]  # all that are known, the prompt first; empty where params are bare
     first_scored: int  # prompt position of the next input logprob; prompt_len: none is lacking
     first_seen: int  # prompt position of the next hidden state
+    images: tuple[Placed, ...] = ()  # where the embeddings of prompt tokens lie that are no rows of the vocabulary
+    rope: RopePositions | None = None
 
     @property
     def output_ids(self) -> list[int]:
@@ -73,6 +76,7 @@ class SchedulerOutput:
     adapters: list[tuple[int, int]] = field(default_factory=list)  # (slot, number of the load) to be written before it
     released: list[int] = field(default_factory=list)  # slots given back since the step before
     preempted: list[str] = field(default_factory=list)  # rids
+    encodes: list[Encode] = field(default_factory=list)  # images to be encoded before it
 
     @property
     def num_draws(self) -> int:

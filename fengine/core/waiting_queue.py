@@ -13,7 +13,7 @@ from itertools import islice
 
 from fengine.config import Policy
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.request import Adapter, Request
+from fengine.core.request import Request
 from fengine.errors import QueueFullError
 
 LPM_WINDOW = 32
@@ -66,14 +66,15 @@ class WaitingQueue:
             self._overtaken = 0 if request is next(iter(self._requests.values())) else self._overtaken + 1
         self.remove(request)
 
-    def admissible(self, count: int, fits: Callable[[Adapter | None], bool]) -> Iterator[Request]:
-        """`candidates`, without those whose LoRA adapter does not fit when it is their turn.
+    def admissible(self, count: int, fits: Callable[[Request], bool]) -> Iterator[Request]:
+        """`candidates`, without those that do not fit when it is their turn: a LoRA adapter has no slot, or an image is
+        not encoded.
 
         After LPM_PATIENCE admissions in front of the oldest new request nobody goes before one that does not fit: the
         slot that becomes idle next is for it.
         """
         for request in self.candidates(count):
-            if fits(request.adapter):
+            if fits(request):
                 yield request
             elif self._overtaken >= LPM_PATIENCE:
                 return
@@ -89,7 +90,7 @@ class WaitingQueue:
         first = next((i for i, request in enumerate(window) if request.num_preempted == 0), len(window))
         if self._overtaken >= LPM_PATIENCE:
             first += 1
-        hits = {r.rid: cache.match_length(r.token_ids, len(r.token_ids) - 1, r.salt) for r in window[first:]}
+        hits = {r.rid: cache.match_length(r.token_ids, len(r.token_ids) - 1, r.salts) for r in window[first:]}
         ranked = sorted(window[first:], key=lambda request: hits[request.rid], reverse=True)  # stable: ties by arrival
         return (window[:first] + ranked)[:count]
 

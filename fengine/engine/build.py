@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fengine.config import Algorithm, EngineConfig, LoraConfig, Numerics, resolve
+from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.recording import RecordedScheduler
@@ -42,6 +43,7 @@ from fengine.worker.device import (
     refuse_default_device,
     refuse_unbuilt_shape,
 )
+from fengine.worker.images import image_rows, image_writer
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import new_pool, pool_pages
 from fengine.worker.model_runner import CpuRunner
@@ -69,6 +71,7 @@ class Features:
     tokenizer: Callable[[Path], Any]  # of a directory
     adapters: Callable[[LoraConfig, ModelSpec, Params, str], AdapterSlots | None]  # modifies the params
     speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
+    images: Callable[[EngineConfig, Path, ModelSpec], Any]  # what reads a call's images; None: the model takes none
 
 
 def _from_compiler(error: Exception) -> bool:
@@ -124,6 +127,7 @@ def make_worker(
     refuse_unbuilt_shape(spec, device_of(config))
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir))
     slots = 0 if adapters is None else adapters.slots
+    write_image = image_writer(config, spec, loaded.params, loaded.context_length)
     rows = config.scheduler.max_running_requests or 1
     edits = group is None or group.rank == 0  # whose logits are edited
     stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config))) if edits else ()
@@ -133,7 +137,8 @@ def make_worker(
     pages, kv = ready(config, loaded, runner, kv_dtype, least, kv_bytes)
     seconds = time.perf_counter() - before
     write = None if adapters is None else adapters.write
-    input_batch = InputBatch(rows, -(-loaded.context_length // page_size), page_size, stages, slots, write)
+    width = -(-loaded.context_length // page_size)
+    input_batch = InputBatch(rows, width, page_size, stages, slots, write, write_image)
     return Worker(runner, input_batch, adapters, kv, kv_dtype, pages, seconds)
 
 
@@ -164,7 +169,8 @@ def assemble(
     if speculation is not None:
         speculation.open(worker.kv, config.scheduler.max_running_requests or 1)
     pages, kv_dtype, adapters = worker.pages, worker.kv_dtype, worker.adapters
-    scheduler = make_scheduler(config, spec, pages, speculation, 0 if adapters is None else adapters.slots)
+    images = image_rows(config, loaded.params)
+    scheduler = make_scheduler(config, spec, pages, speculation, 0 if adapters is None else adapters.slots, images)
     runner = worker.runner if ranks is None else RankedRunner(worker.runner, ranks)
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk)
@@ -184,6 +190,7 @@ def assemble(
         start_seconds=time.perf_counter() - started, compile_seconds=worker.compile_seconds,
         compiles_at_start=compiles, weights=weights, updates=WeightUpdates(weights), profile=Profile(core),
         kv_dtype=kv_dtype, adapters=adapters, memory=memory, pooling=loaded.pooling, ranks=ranks,
+        images=features.images(config, loaded.model_dir, spec),
     )  # fmt: skip
 
 
@@ -202,7 +209,7 @@ def make_runner(
         rows=max(rows, 0 if config.speculation.algorithm is Algorithm.none else config.speculation.step_tokens or 0),
         width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
         prefill_graphs=config.compile.prefill_graphs, graph_rows=config.compile.graph_rows,
-        device=device_of(config), adapter_slots=slots, sampler=sampler,
+        device=device_of(config), adapter_slots=slots, sampler=sampler, images=loaded.spec.vision is not None,
     )  # fmt: skip
 
 
@@ -252,7 +259,8 @@ def _faults_of_start(config: EngineConfig) -> Iterator[None]:
 
 
 def make_scheduler(
-    config: EngineConfig, spec: ModelSpec, pages: int, speculation: Speculation | None, slots: int
+    config: EngineConfig, spec: ModelSpec, pages: int, speculation: Speculation | None, slots: int,
+    images: ImageRows | None = None,
 ) -> Scheduler:  # fmt: skip
     """The scheduler over a pool of so many pages. Errors: OSError if its steps cannot be recorded."""
     pool, page_size = PagePool(pages), config.cache.page_size or 16
@@ -268,6 +276,7 @@ def make_scheduler(
         adapter_slots=slots,
         whole_prompts=not spec.causal,
         max_queued=config.scheduler.max_queued_requests,
+        images=images,
     )
 
 

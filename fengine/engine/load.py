@@ -77,7 +77,20 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
         raise UnsupportedFeatureError(
             "LoRA adapters over quantized weights are not built; use a checkpoint in 16 bits."
         )
+    if spec.vision is not None:
+        refuse_with_images(config, spec)
     return model_dir, hf_config, embedding_spec(spec) if model.is_embedding else spec
+
+
+def refuse_with_images(config: EngineConfig, spec: ModelSpec) -> None:
+    """What is not built beside images. Errors: UnsupportedFeatureError."""
+    asked = {
+        "parallel.tp_size": config.parallel.tp_size > 1, "lora": config.lora.on, "quantized weights": spec.quantization,
+        "speculation.draft_model": config.speculation.draft_model, "scheduler.record": config.scheduler.record,
+        "compile.enabled": config.compile.enabled,
+    }  # fmt: skip
+    if names := [name for name, on in asked.items() if on]:
+        raise UnsupportedFeatureError(f"{', '.join(names)} with a model that takes images: not built; leave it out.")
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

@@ -43,6 +43,7 @@ class Parts:
     kv_dtype: torch.dtype
     adapters: Any = None  # of LoRA, where it is enabled
     pooling: Pooling | None = None
+    images: Any = None  # of a model that takes images: what reads those of a call
     ranks: Ranks | None = None  # where several processes hold the model
     closed: bool = field(default=False)
     ready_at: float = field(default_factory=time.perf_counter)
@@ -64,6 +65,8 @@ class Parts:
         self.updates.close()
         self.weights.close()
         self.memory.close()
+        if self.images is not None:
+            self.images.close()
         if self.ranks is not None:
             self.ranks.close()
         gc.collect()

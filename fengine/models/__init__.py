@@ -29,10 +29,12 @@ from fengine.models import (
     qwen3_moe,
     smollm3,
     starcoder2,
+    vision_llava,
 )
 from fengine.models.family import Family, Model
+from fengine.models.vision_family import VisionFamily
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(  # by the names under which people know them
+FAMILIES: Mapping[str, Family | VisionFamily] = MappingProxyType(  # by the names under which people know them
     {
         "Llama 1–3.x, Falcon 3, Yi, SmolLM 2": llama.FAMILY,
         "ERNIE 4.5 (dense)": llama.ERNIE,
@@ -66,6 +68,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(  # by the names under which p
         "RoBERTa": bert.ROBERTA,
         "XLM-R, multilingual e5, bge-m3, bge-reranker": bert.XLM_R,
         "ModernBERT, gte-modernbert": modernbert.FAMILY,
+        "LLaVA 1.5": vision_llava.FAMILY,
     }
 )
 MODELS: Mapping[str, Model] = MappingProxyType(

@@ -1,9 +1,9 @@
 """`Family`: what one file of a model family brings, and the architectures that it makes of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from fengine.models import layers
 from fengine.models.fields import Fields, check_fields, check_model_type
 from fengine.models.kv_state import KVState, Params, StepBatch
 from fengine.models.reader import ConfigReader
-from fengine.models.spec import Config, ModelSpec, embedding_spec
+from fengine.models.spec import Config, ModelSpec, VisionSpec, embedding_spec
 from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
 
 SpecReader = Callable[[Config], ModelSpec]
@@ -19,6 +19,26 @@ Forward = Callable[[Params, ModelSpec, KVState, StepBatch], tuple[KVState, Tenso
 Unembed = Callable[[Params, ModelSpec, Tensor], Tensor]
 Weights = Callable[[ModelSpec], list[Weight]]
 Rename = Callable[[ModelSpec, str], str]  # our name of a checkpoint's tensor; "": it is not read
+
+
+class Piece(NamedTuple):
+    """What an encoder takes at once: arrays of numpy by name; how many embeddings come of it, from how many patches."""
+
+    arrays: dict[str, Any]
+    tokens: int
+    patches: int
+
+
+class Vision(NamedTuple):
+    """What a family that takes images brings beside its decoder.
+
+    `encode`: a piece's arrays to its embeddings [tokens, D]; whole numbers stay on the host. `pieces`: of what
+    transformers' processor makes of one image. `positions`: of a prompt of so many tokens on three rotary axes.
+    """
+
+    encode: Callable[[Params, ModelSpec, dict[str, Tensor]], Tensor]
+    pieces: Callable[[VisionSpec, dict[str, Any]], list[Piece]]
+    positions: Callable[[VisionSpec, int, Sequence[Any]], Any] | None = None
 
 
 class Model(NamedTuple):
@@ -30,6 +50,7 @@ class Model(NamedTuple):
     weights: Weights
     layer: layers.LayerFn | None = None  # of which `forward` is made, if it is made of one
     rename: Rename = lambda spec, name: name
+    vision: Vision | None = None  # of a model that takes images
 
 
 class Family(NamedTuple):

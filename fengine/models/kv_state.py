@@ -64,7 +64,7 @@ class AdapterBatch(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """Everything a forward pass may know about requests. All int32.
+    """Everything a forward pass may know about requests. All int32; I is T where images may be.
 
     Row r owns tokens q_start_B[r] : q_start_B[r+1]; they are the last of its kv_len_R[r] tokens, so token j of the row
     stands at position pos_T = kv_len_R[r] - row_tokens + j. Padding tokens lie behind q_start_B[-1] and write to slot 0
@@ -79,6 +79,8 @@ class StepBatch(NamedTuple):
     page_table_RN: Tensor
     logit_index_R: Tensor  # index into T of each row's last token
     adapters: AdapterBatch | None = None  # None: no row has an adapter
+    image_row_I: Tensor | None = None  # of each token: its row of the table of images' embeddings; -1: it is a word
+    rope_pos_3I: Tensor | None = None  # where tokens stand on the three axes of rotary embedding; None: at pos_T
 
 
 def row_batch(token_ids: list[int], start: int, pages: list[int], page_size: int) -> StepBatch:

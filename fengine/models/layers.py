@@ -29,18 +29,25 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
 
         Modifies: the storage of `kv` (slots batch.slot_T), which is dead after the call.
         """
-        layers = params["layers"]
+        layers, tables = params["layers"], {kind: params[kind] for kind in {x["kind"].rope for x in params["layers"]}}
+        if spec.rope_sections and batch.rope_pos_3I is not None:
+            tables = {kind: axes_table(table, batch.rope_pos_3I, spec.rope_sections) for kind, table in tables.items()}
+            batch = batch._replace(pos_T=torch.arange(len(batch.pos_T), dtype=torch.int32, device=batch.pos_T.device))
         norms = [layer.get("attn_norm_D") for layer in layers[1:]] + [params["final_norm_D"]]
         normed_TD, residual_TD = embed(params, spec, batch, layers[0].get("attn_norm_D"))
         k_layers, v_layers, features = [], [], []
+        images, batch = batch.image_row_I, batch._replace(image_row_I=None, rope_pos_3I=None)
         for index, (layer, next_norm_D, k_PSGK, v_PSGK) in enumerate(
             zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True)
         ):
             features += [residual_TD] * (index in spec.feature_layers)
-            rope_MK = params[layer["kind"].rope]
+            rope_MK = tables[layer["kind"].rope]
             normed_TD, residual_TD, k_PSGK, v_PSGK = layer_fn(
                 layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD, residual_TD, next_norm_D
             )
+            if images is not None and spec.vision is not None and index < spec.vision.deepstack:
+                residual_TD = residual_TD + image_rows(params, spec, images, index + 1)
+                normed_TD = norm(residual_TD, next_norm_D, spec)
             k_layers.append(k_PSGK)
             v_layers.append(v_PSGK)
         for feature_PSX in kv.feature_PSX:
@@ -48,6 +55,19 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
         return KVState(tuple(k_layers), tuple(v_layers), kv.feature_PSX), normed_TD
 
     return forward
+
+
+def axes_table(rope_MK: Tensor, pos_3I: Tensor, sections: tuple[int, ...]) -> Tensor:
+    """A rotary table with a row for each token, in which pair i is turned as far as the token stands on axis
+    sections[i]. Pure."""
+    axis_K = torch.tensor(sections * 2, device=rope_MK.device)
+    return rope_MK[pos_3I.long()].gather(0, axis_K.expand(1, pos_3I.shape[1], -1))[0]
+
+
+def image_rows(params: Params, spec: ModelSpec, row_I: Tensor, part: int) -> Tensor:
+    """Of each token that is of an image, part `part` of its row of the table; 0 for a word. Pure."""
+    found_ID = params["image_ED"][:, part * spec.hidden_size :][row_I.clamp_min(0).long(), : spec.hidden_size]
+    return torch.where((row_I >= 0)[:, None], found_ID, 0.0)
 
 
 def keep_features(feature_PSX: Tensor, features: list[Tensor], slot_T: Tensor) -> None:
@@ -62,13 +82,16 @@ def embed(params: Params, spec: ModelSpec, batch: StepBatch, norm_D: Tensor | No
     how = (first_D[: spec.hidden_size], spec.rms_eps, spec.norm_shift)
     token_T = batch.token_T % spec.vocab_size if spec.token_types else batch.token_T
     normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, *how)
+    if batch.image_row_I is not None:
+        images_TD = image_rows(params, spec, batch.image_row_I, 0)
+        residual_TD = torch.where((batch.image_row_I >= 0)[:, None], images_TD, residual_TD)
     if spec.embed_scale != 1.0:
         residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
     if spec.token_types:
         residual_TD = residual_TD + params["type_ND"][batch.token_T // spec.vocab_size]
     if spec.positions:
         residual_TD = residual_TD + params["position_ND"][batch.pos_T + spec.position_offset]
-    if spec.embed_scale != 1.0 or spec.layer_norm:
+    if spec.embed_scale != 1.0 or spec.layer_norm or batch.image_row_I is not None:
         normed_TD = norm(residual_TD, first_D, spec)
     if spec.embed_norm:
         return normed_TD, normed_TD

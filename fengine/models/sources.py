@@ -1,7 +1,7 @@
 """Where a leaf's tensors stand in a checkpoint, and how: rows of heads or experts in another order than ours."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from einops import rearrange
@@ -69,12 +69,22 @@ class ExpertOrder(NamedTuple):
         return shape[:1] + shape[:0:-1]
 
 
+class Order(Protocol):
+    """How a tensor of a checkpoint stands otherwise than ours."""
+
+    def ours(self, tensor: Tensor) -> Tensor: ...
+
+    def theirs(self, tensor: Tensor) -> Tensor: ...
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...
+
+
 class Source(NamedTuple):
     """A tensor of the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
-    order: HeadOrder | ExpertOrder | None = None  # None: as stored
+    order: Order | None = None  # None: as stored
 
     def ours(self, tensor: Tensor) -> Tensor:
         """A tensor of the checkpoint, or the rows of a LoRA update, in our order. Pure."""

@@ -50,6 +50,30 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True)
+class VisionSpec:
+    """A tower from pixels to embeddings, and how its images stand in a prompt. Families give their own facts."""
+
+    token: int  # the id of placeholders
+    width: int  # D of the tower
+    mlp_size: int
+    num_layers: int
+    num_heads: int
+    patch: int  # pixels of a patch's side
+    eps: float
+    act: str
+    image_size: int = 0  # pixels of a side, where all images have one size
+    merge: int = 1  # patches of a side that become one token
+    channels: int = 3
+    feature_layers: tuple[int, ...] = ()  # whose outputs are taken, side by side
+    begin: int | None = None  # the id that stands in front of an image's placeholders, where one must
+    deepstack: int = 0  # so many layers of the decoder add embeddings of their own
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+
+@dataclass(frozen=True)
 class Scheme:
     """How the matrix of a module is stored in few bits."""
 
@@ -122,6 +146,8 @@ class ModelSpec:
     feature_layers: tuple[int, ...] = ()  # the stream in front of these layers is kept beside the KV, for a draft
     quantization: Quantization | None = None  # of the checkpoint's matrices
     few_kv: bool = False  # keys and values are kept in FP8: ops/kv_fp8.py
+    vision: VisionSpec | None = None  # of a model that takes images
+    rope_sections: tuple[int, ...] = ()  # of rotary pairs, which of three axes turns each; (): there is one axis
 
     @property
     def scale(self) -> float:

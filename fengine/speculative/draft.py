@@ -186,7 +186,7 @@ class DraftModel:
         pos_T = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         slot_T = table[row_T, pos_T // self.page_size] * self.page_size + pos_T % self.page_size
         fields = ([t for chunk in tokens for t in chunk], pos_T, slot_T, [0, *ends], starts + counts, table, ends - 1)
-        batch = StepBatch._make([*(self._put(np.array(values, np.int32)) for values in fields), None])
+        batch = StepBatch._make([*(self._put(np.array(values, np.int32)) for values in fields), None, None, None])
         if stream_TD is None and self.feature_PSX is not None:
             stream_TD = self.head.fuse(self.feature_PSX.flatten(0, 1).index_select(0, batch.slot_T))
         kv, logits_RV, stream_RD = self.head.run(self.kv.take(), batch, stream_TD)

@@ -35,7 +35,7 @@ from fengine.worker.step import (
     sample_rows,
     scores_of,
 )
-from fengine.worker.step_input import ADAPTERS, INPUTS, LogitsStage, PromptRows, StepInput, warm_step
+from fengine.worker.step_input import ADAPTERS, IMAGES, INPUTS, LogitsStage, PromptRows, StepInput, warm_step
 
 DRAWS = Field("draw_2R", torch.int32)  # tokens, and the bits of their logprobs
 OUTPUTS = (DRAWS, Field("top_id_RX", torch.int32), Field("logprob_RZ", torch.float32))  # of DRAWS and Likeliest
@@ -53,10 +53,11 @@ class CudaRunner:
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, stages: tuple[LogitsStage, ...], *, rows: int,
         tokens: int, width: int, vocab: int, graphs: bool, device: str, adapter_slots: int,
         sampler: SampleFn = sample_rows, prefill_graphs: bool = True, graph_rows: int | None = None,
+        images: bool = False,
     ) -> None:  # fmt: skip
         self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
         self.sampler = sampler
-        self.width, self.vocab, self.adapter_slots = width, vocab, adapter_slots
+        self.width, self.vocab, self.adapter_slots, self.images = width, vocab, adapter_slots, images
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         self.buckets = Buckets(rows, tokens, graphs, adapter_slots > 0, prefill_graphs, graph_rows)
         self.graphs = Graphs(self.device)
@@ -64,7 +65,7 @@ class CudaRunner:
         self.coming, self.going = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         most = Bucket(self.buckets.tokens[-1], rows, graphs, adapter_slots > 0)
         edits = (ASKED, *(field for stage in stages for field in stage.fields if field.letters == "R"))
-        self.inputs = StaticBuffers(INPUTS + ADAPTERS, self._sizes(most), self.device)
+        self.inputs = StaticBuffers(INPUTS + IMAGES + ADAPTERS, self._sizes(most), self.device)
         self.edits = StaticBuffers(edits, edit_sizes(rows), self.device)
         self.masks: StaticBuffers | None = None  # made for the first grammar
         self.found = StaticBuffers(OUTPUTS, output_sizes(rows, min(TOPS[-1], vocab)), self.device)
@@ -252,6 +253,7 @@ class CudaRunner:
 
     def _sizes(self, bucket: Bucket) -> Sizes:
         sizes = {"T": bucket.tokens, "R": bucket.rows, "B": bucket.rows + 1, "N": self.width}
+        sizes |= {"I": bucket.tokens} if self.images else {}
         return sizes | ({"A": bucket.tokens, "S": self.adapter_slots + 1} if bucket.adapters else {})
 
     def _mask_sizes(self, rows: int) -> Sizes:

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from fengine.core.images import Encode
 from fengine.core.scheduler_output import NewRow, SchedulerOutput
 from fengine.worker.fields import Arrays
+from fengine.worker.images import ImageInputs
 from fengine.worker.logits.hidden_states import hidden_wanted
 from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
 from fengine.worker.step_input import Chunk, LogitsStage, StepInput
@@ -25,8 +27,10 @@ class InputBatch:
 
     def __init__(
         self, rows: int, width: int, page_size: int, stages: Sequence[LogitsStage] = (), adapter_slots: int = 0,
-        write_adapter: Callable[[int, int], None] | None = None,
+        write_adapter: Callable[[int, int], None] | None = None, write_image: Callable[[Encode], None] | None = None,
     ) -> None:  # fmt: skip
+        self.write_image = write_image
+        self.images = None if write_image is None else ImageInputs(rows)
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
         self.stages = {stage.name: stage for stage in stages}  # in the order that bits depend on
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
@@ -49,6 +53,8 @@ class InputBatch:
             table[row] = value
         self.gathered_rows = []
         self.adapter[row] = self.adapter_slots if new.adapter_slot is None else new.adapter_slot
+        if self.images is not None:
+            self.images.admit(new)
         if not params.bare:
             self.more[row] = replace(new, token_ids=list(new.token_ids))
             for stage in self._stages_of(new):
@@ -56,6 +62,8 @@ class InputBatch:
 
     def release(self, rows: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted: nothing of them is kept."""
+        if self.images is not None:
+            self.images.release(rows)
         for row in rows if self.more else ():
             if (told := self.more.pop(row, None)) is not None:
                 for stage in self._stages_of(told):
@@ -70,6 +78,9 @@ class InputBatch:
         for slot, number in output.adapters:
             assert self.write_adapter is not None
             self.write_adapter(slot, number)
+        for encode in output.encodes:
+            assert self.write_image is not None
+            self.write_image(encode)
         self.release(output.released)
         for new in output.new_rows:
             self.admit(new)
@@ -82,7 +93,7 @@ class InputBatch:
         return step
 
     def _arrays(self, output: SchedulerOutput) -> tuple[np.ndarray, Arrays]:
-        """The row slot of each draw, and the fields of INPUTS and ADAPTERS."""
+        """The row slot of each draw, and the fields of INPUTS, ADAPTERS and IMAGES."""
         size, count = self.page_size, len(output.rows)
         rows, starts, counts = output.rows, output.starts, output.counts
         if output.drafts:
@@ -118,6 +129,7 @@ class InputBatch:
             **sampling,
             **self._feed(output, row_T, slot_R[:count]),
             **self._adapters(row_T),
+            **({} if self.images is None else self.images.fields(output, pos_T, row_T)),
         }
 
     def _sampling(self, rows: list[int]) -> Arrays:

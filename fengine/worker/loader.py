@@ -116,7 +116,11 @@ def read_generation_config(directory: Path, overrides: str = "") -> GenerationCo
     config = read_config(directory, overrides)
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() or path.is_symlink() else {}
-    eos = {token for source in (generation, config) for token in _ids(source, "eos_token_id")}
+    eos = {
+        token
+        for source in (generation, config, config.get("text_config") or {})
+        for token in _ids(source, "eos_token_id")
+    }
     bos = _ids(generation, "bos_token_id") or _ids(config, "bos_token_id")
     return GenerationConfig(tuple(sorted(eos)), bos[0] if bos else None)
 
@@ -197,6 +201,8 @@ def _build(spec: ModelSpec, weights: list[Weight], leaf: Callable[[Weight], Leaf
     """The tree of all leaves. Tied, or without a head to generate with, "unembed" is the very leaf "embed", or the
     rank's rows of it."""
     params: Params = {"layers": [{"kind": spec.kind(index)} for index in range(spec.num_layers)]}
+    if spec.vision is not None:
+        params["vision"] = {"layers": [{} for _ in range(spec.vision.num_layers)]}
     for weight in weights:
         parent: Any = params
         for key in weight.path[:-1]:

@@ -29,6 +29,7 @@ INPUTS = (  # of StepBatch, of fed tokens and of the draw; those of rows first, 
     Field("feed_index_T", torch.int32),  # where feed_from_T is true, the token is what this row of the step before drew
     Field("feed_from_T", torch.bool),
 )
+IMAGES = (Field("image_row_I", torch.int32, -1), Field("rope_pos_3I", torch.int32))  # I: the T of models with images
 ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))  # of AdapterBatch
 
 
@@ -153,6 +154,7 @@ def warm_step(tokens: int, sizes: Sizes) -> StepInput:
     per_row = np.full(rows, tokens // rows, np.int32)
     per_row[: tokens % rows] += 1
     arrays: dict[str, Any] = {field.name: blank(field, sizes) for field in INPUTS}
+    arrays |= {field.name: blank(field, sizes) for field in IMAGES if "I" in sizes}
     arrays["q_start_B"][1:] = np.cumsum(per_row)
     arrays |= {"kv_len_R": per_row, "pos_R": per_row, "logit_index_R": arrays["q_start_B"][1:] - 1}
     if "S" in sizes:

@@ -74,7 +74,7 @@ def hidden(directory: Path, spec: ModelSpec, rows: list[list[int]]) -> list[Tens
     slot = [own[p // size] * size + p % size for own, row in zip(pages, rows, strict=True) for p in range(len(row))]
     start = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
     fields = ([t for row in rows for t in row], pos, slot, start, [len(row) for row in rows], table, start[1:])
-    batch = StepBatch._make((*(torch.tensor(field, dtype=torch.int32) for field in fields), None))
+    batch = StepBatch(*(torch.tensor(field, dtype=torch.int32) for field in fields))
     kv = init_kv(spec, sum(counts) + 1, size, torch.float32, "cpu")
     _, hidden_TD = model.forward(params, spec, kv, batch)
     return list(hidden_TD.split([len(row) for row in rows]))

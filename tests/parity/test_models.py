@@ -340,7 +340,7 @@ def batch_of(chunks: list[tuple[Row, int]], page_size: int, padding: int) -> Ste
         token, pos, slot = token + [0] * padding, pos + [0] * padding, slot + [0] * padding
         q_start, kv_len, table = q_start + q_start[-1:], kv_len + [0], table + [[0] * width]
     fields = (token, pos, slot, q_start, kv_len, table, [end - 1 for end in q_start[1:]])
-    return StepBatch._make((*(torch.tensor(field, dtype=torch.int32) for field in fields), None))  # no adapters
+    return StepBatch(*(torch.tensor(field, dtype=torch.int32) for field in fields))  # no adapters
 
 
 def run_paged(
@@ -368,7 +368,7 @@ def run_paged(
             while len(row.pages) * page_size < len(row.logits) + count:
                 row.pages.append(free.pop())
         batch = batch_of(chunks, page_size, padding=rng.choice((0, 0, 3)))
-        batch = StepBatch._make((*(tensor.to(norm_D.device) for tensor in batch[:-1]), None))
+        batch = StepBatch(*(tensor.to(norm_D.device) for tensor in batch[:7]))
         kv, hidden_TD = model.forward(params, spec, kv, batch)
         logits_TV = model.unembed(params, spec, hidden_TD).cpu()
         for r, (row, _) in enumerate(chunks):

@@ -73,6 +73,7 @@ def test_every_file_is_an_option() -> None:
     ]
     assert {group for group, _ in OPTIONS} == {
         "parallel",
+        "multimodal",
         "model",
         "cache",
         "scheduler",

@@ -11,7 +11,7 @@ FILES = sorted(p for p in ROOT.rglob("*.py"))
 # Packages in order: each may import those before it, and itself.
 ORDER = (
     "errors compat config utils test ops models core worker engine tokenizer structured_output lora speculative "
-    "api server eval run __main__"
+    "multimodal api server eval run __main__"
 ).split()
 
 
@@ -84,6 +84,7 @@ LAZY = {
     "eval.report.page",
     "structured_output.backend",
     "tokenizer.pipeline",
+    "multimodal.processor",
     "eval.commands.lm_eval",
     "eval.harness.inspect_registry",
     "eval.commands.serve",

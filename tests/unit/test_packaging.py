@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-IMPORTED_AS = {"hydra-core": "hydra", "PyYAML": "yaml", "Jinja2": "jinja2", "inspect-ai": "inspect_ai"}
+IMPORTED_AS = {"hydra-core": "hydra", "PyYAML": "yaml", "Jinja2": "jinja2", "inspect-ai": "inspect_ai", "pillow": "PIL"}
 WITH_TORCH = {"triton"}  # torch pins it where it computes on CUDA; without it the CPU computes
 UNIMPORTED = {
     "pytest_xdist",

@@ -1,6 +1,8 @@
 """The prefix cache against a model that stores every cached prefix as a whole tuple."""
 
 import random
+from collections.abc import Hashable
+from typing import Any
 
 import pytest
 from books import check_cache, check_pool, nodes_of
@@ -246,7 +248,7 @@ def test_an_insertion_goes_on_where_the_last_one_ended(seed: int) -> None:
     """Two caches, the same use: one is told where the holder's last insertion ended, one walks from the root."""
     rng = random.Random(seed)
     pairs = [build(2, 60), build(2, 60)]
-    holders: list[tuple[list[int], str | None, list[list[int]], list[Reached | None]]] = []
+    holders: list[tuple[list[int], dict[int, Hashable] | None, list[list[int]], list[Reached | None]]] = []
     for _ in range(120):
         kind, n = rng.random(), rng.randrange(3)
         if kind < 0.1:
@@ -258,7 +260,7 @@ def test_an_insertion_goes_on_where_the_last_one_ended(seed: int) -> None:
                 cache.flush()
         elif kind < 0.3 or not holders:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(12))]
-            salt = rng.choice([None, "a"])
+            salt: Any = rng.choice([None, {0: "a"}, {1: "b"}, {0: "a", 2: b"c"}])
             hits = [cache.match(tokens, len(tokens), salt) for _, cache in pairs]
             holders.append((tokens[: 2 * len(hits[0])], salt, hits, [None, None]))
         else:

@@ -153,7 +153,11 @@ def test_the_oracle_sees_a_page_that_was_freed_too_early(monkeypatch: pytest.Mon
 def test_the_oracle_sees_a_stale_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of the books: the slots alone tell."""
     monkeypatch.setattr(simulation, "check_scheduler", lambda scheduler: None)
-    monkeypatch.setattr(PrefixCache, "_keys", lambda self, ids, n: iter([(i,) for i in range(n // self.page_size)]))
+    monkeypatch.setattr(
+        PrefixCache,
+        "_path",
+        lambda self, ids, n, salts, at=0: iter([(i,) for i in range(at, n // self.page_size)]),
+    )
     with pytest.raises(AssertionError, match="wrong slot"):
         for seed in range(20):
             simulate(random_case(random.Random(seed), cached=True, page_size=4))

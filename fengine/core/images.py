@@ -1,0 +1,151 @@
+"""Images of requests, and `ImageRows`: which rows of the device's table hold the embeddings of which image. No torch.
+
+An image stands in a prompt as a span of placeholder tokens, whose embeddings come from rows of one table on the device.
+It is known by `key`, a hash of all that its embeddings depend on: so it is encoded once, and its embeddings stay until
+room is needed, those used longest ago first.
+
+    waiting request --enter--> its images have rows --encoded, budget by budget--> it may be admitted --leave--> idle
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """What an encoder takes at once. `arrays` are numpy's, by name, for the worker's eyes."""
+
+    key: bytes
+    tokens: int  # placeholder tokens, so rows of the table
+    patches: int  # what encoding it costs
+    arrays: Mapping[str, Any]
+
+
+class ImageSpan(NamedTuple):
+    """Prompt positions start : start + image.tokens are the image's."""
+
+    start: int
+    image: Image
+
+
+class RopePositions(NamedTuple):
+    """Where tokens stand for rotary embedding with three axes: prompt token p at positions_3P[:, p], behind the prompt
+    at p + delta on each axis."""
+
+    positions_3P: Any  # int32 of numpy
+    delta: int
+
+
+class Encode(NamedTuple):
+    """Before a step the image's embeddings are written to these rows of the table."""
+
+    image: Image
+    rows: list[int]
+
+
+class Placed(NamedTuple):
+    """Prompt positions from `start` on take these rows of the table."""
+
+    start: int
+    rows: list[int]
+
+
+def page_salts(salt: Hashable | None, spans: Iterable[ImageSpan], page_size: int) -> dict[int, Hashable]:
+    """What stands in the prefix cache before the tokens of a page, by page: the request's salt before the first, and of
+    each page with a part of an image whose part it is. Pure."""
+    found: dict[int, tuple[Hashable, ...]] = {} if salt is None else {0: (salt,)}
+    for start, image in spans:
+        for page in range(start // page_size, (start + image.tokens - 1) // page_size + 1):
+            found[page] = (*found.get(page, ()), image.key, page * page_size - start)
+    return dict(found)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    rows: list[int]
+    users: int = 0  # requests that have entered
+    encoded: bool = False  # or planned for a step that comes before any that reads it
+
+
+@dataclass(slots=True, eq=False)
+class ImageRows:
+    """Deterministic. Modifies: itself. `capacity` rows; a step encodes images of up to `budget` patches, or one."""
+
+    capacity: int
+    budget: int
+    num_encoded: int = 0
+    _free: list[int] = field(default_factory=list)
+    _entries: "OrderedDict[bytes, _Entry]" = field(default_factory=OrderedDict)  # those used longest ago first
+    _holders: dict[str, list[bytes]] = field(default_factory=dict)  # by rid, the keys of its images
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.capacity - 1, -1, -1))
+
+    def ready(self, rid: str) -> bool:
+        """Whether the request has entered, and every one of its images is encoded. Pure."""
+        keys = self._holders.get(rid)
+        return keys is not None and all(self._entries[key].encoded for key in keys)
+
+    def enter(self, rid: str, spans: Iterable[ImageSpan]) -> bool:
+        """Gives rows to all images of a request, or, where too few are idle, to none of them."""
+        images = {span.image.key: span.image for span in spans}
+        if rid in self._holders:
+            return True
+        idle = sum(len(e.rows) for key, e in self._entries.items() if not e.users and key not in images)
+        need = sum(image.tokens for key, image in images.items() if key not in self._entries)
+        if need > len(self._free) + idle:
+            return False
+        for key in images:
+            if key in self._entries:
+                self._entries[key].users += 1
+                self._entries.move_to_end(key)
+        for key, image in images.items():
+            if key not in self._entries:
+                self._entries[key] = _Entry(self._take(image.tokens), 1)
+        self._holders[rid] = list(images)
+        return True
+
+    def need(self, spans: Iterable[ImageSpan]) -> int:
+        """How many rows the images of one request take. Pure."""
+        return sum({span.image.key: span.image.tokens for span in spans}.values())
+
+    def lacking(self, spans: Iterable[ImageSpan]) -> list[Image]:
+        """The images of a request that has entered which are not encoded yet. Pure."""
+        images = {span.image.key: span.image for span in spans}
+        return [image for key, image in images.items() if not self._entries[key].encoded]
+
+    def encode(self, image: Image) -> Encode:
+        """Plans an image that lacks for the next step."""
+        entry = self._entries[image.key]
+        entry.encoded = True
+        self.num_encoded += 1
+        return Encode(image, entry.rows)
+
+    def placed(self, spans: Iterable[ImageSpan]) -> tuple[Placed, ...]:
+        """Where the embeddings of a request that has entered lie. Pure."""
+        return tuple(Placed(start, self._entries[image.key].rows) for start, image in spans)
+
+    def leave(self, rid: str) -> None:
+        """The request has ended, or gives its rows up; what is encoded stays while there is room."""
+        for key in self._holders.pop(rid, ()):
+            entry = self._entries[key]
+            entry.users -= 1
+            if not entry.users and not entry.encoded:
+                self._free += self._entries.pop(key).rows
+            else:
+                self._entries.move_to_end(key)
+
+    def forget(self) -> None:
+        """Every embedding: the weights have changed, and nothing runs."""
+        self._entries.clear()
+        self._holders.clear()
+        self.__post_init__()
+
+    def _take(self, count: int) -> list[int]:
+        while len(self._free) < count:
+            key = next(key for key, entry in self._entries.items() if not entry.users)
+            self._free += self._entries.pop(key).rows
+        rows, self._free = self._free[-count:], self._free[:-count]
+        return rows

@@ -1,0 +1,91 @@
+"""`Decoder`: encoded images to RGB, in a process that a hostile file may take down without the engine."""
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from fengine.errors import InvalidRequestError
+
+CHILD = Path(__file__).with_name("decode_child.py")
+PATIENCE = 60.0  # seconds that one image may take
+
+
+class Decoder:
+    """Thread-safe. Its process starts with the first image, and again after one that it did not survive."""
+
+    def __init__(self, most_pixels: int, patience: float = PATIENCE) -> None:
+        self.most_pixels, self.patience = most_pixels, patience
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def decode(self, data: bytes) -> np.ndarray:
+        """uint8 [height, width, 3]. Errors: InvalidRequestError with the reason."""
+        with self._lock:
+            process = self._running()
+            answer: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
+            threading.Thread(target=_ask, args=(process, data, answer), daemon=True).start()
+            try:
+                found = answer.get(timeout=self.patience)
+            except queue.Empty:
+                found = InvalidRequestError(f"decoding takes longer than {self.patience:.0f} s")
+            if isinstance(found, Exception):
+                if not isinstance(found, _Refused):
+                    self._stop()
+                raise InvalidRequestError(str(found)) from None
+            return found
+
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        with self._lock:
+            self._stop()
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(CHILD), str(self.most_pixels)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        return self._process
+
+    def _stop(self) -> None:
+        if (process := self._process) is not None:
+            self._process = None
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+class _Refused(Exception):
+    """The process lives on."""
+
+
+def _ask(
+    process: "subprocess.Popen[bytes]", data: bytes, answer: "queue.SimpleQueue[np.ndarray | Exception]"
+) -> None:  # fmt: skip
+    """One image's way through the process, whose end is an answer, too."""
+    try:
+        answer.put(_exchange(process, data))
+    except (OSError, ValueError) as error:
+        answer.put(error)
+
+
+def _exchange(process: "subprocess.Popen[bytes]", data: bytes) -> np.ndarray | Exception:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(len(data).to_bytes(8, "little") + data)
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        return OSError("the process that decodes it ended: the file is damaged, or takes too much memory")
+    told = json.loads(line)
+    if "error" in told:
+        return _Refused(told["error"])
+    width, height = told["size"]
+    pixels = process.stdout.read(width * height * 3)
+    return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)

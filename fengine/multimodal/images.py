@@ -1,0 +1,149 @@
+"""`Images`: what a call gives as `image_data` becomes spans of placeholder tokens and what an encoder takes.
+
+Pixels go through transformers' own processor of the checkpoint, each image by itself, and then by what the family says.
+"""
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fengine.config import EngineConfig
+from fengine.core.images import Image, ImageSpan, RopePositions
+from fengine.core.scalars import told
+from fengine.errors import FengineError, InvalidRequestError, ModelLoadError
+from fengine.models import lookup
+from fengine.models.spec import ModelSpec, VisionSpec
+from fengine.models.vision_family import Vision
+from fengine.multimodal.processor import load_processor
+from fengine.multimodal.sources import Sources, pillow
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image of a call: its pieces, each of which an encoder takes at once."""
+
+    pieces: tuple[Image, ...]
+
+
+class Prompt(NamedTuple):
+    """A prompt's ids with every placeholder in place."""
+
+    ids: list[int]
+    spans: tuple[ImageSpan, ...] = ()
+    rope: RopePositions | None = None
+
+
+class Images:
+    """Of a model that takes images. Thread-safe."""
+
+    def __init__(self, config: EngineConfig, directory: Path, spec: VisionSpec, family: Vision) -> None:
+        self.spec, self.family, self.directory = spec, family, directory
+        self.sources = Sources(config.multimodal)
+        self._lock, self._processor = threading.Lock(), None
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.sources.close()
+
+    def read(self, items: Any, inside: bool = False) -> tuple[Picture, ...]:
+        """The images of one prompt: one, or a list. Errors: InvalidRequestError and kinds, naming the index."""
+        given = [] if items is None else items if isinstance(items, (list, tuple)) else [items]
+        return tuple(self._picture(item, index, inside) for index, item in enumerate(given))
+
+    def read_all(self, image_data: Any, inside: bool = False) -> Any:
+        """`image_data` of a call with every image read, in the same lists. Errors: as `read`."""
+        if not isinstance(image_data, (list, tuple)):
+            return None if image_data is None else self.read(image_data, inside)[0]
+        nested = any(isinstance(item, (list, tuple)) for item in image_data)
+        return [self.read_all(item, inside) for item in image_data] if nested else list(self.read(image_data, inside))
+
+    def prompt(self, ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
+        """Errors: InvalidRequestError if there are not as many placeholders as images."""
+        token, expanded, spans = self.spec.token, list[int](), list[ImageSpan]()
+        count = sum(id == token for id in ids)
+        if count != len(pictures) and count == sum(p.tokens for picture in pictures for p in picture.pieces):
+            ids, count = _collapsed(ids, token, pictures), len(pictures)
+        if count != len(pictures):
+            raise InvalidRequestError(
+                f"image_data has {len(pictures)} image{'s' * (len(pictures) != 1)}, but the prompt has {count} "
+                f"placeholder{'s' * (count != 1)} (token id {token}): give one for each image"
+            )
+        left = iter(pictures)
+        for id in ids:
+            if id != token:
+                expanded.append(id)
+                continue
+            for piece in next(left).pieces:
+                spans.append(ImageSpan(len(expanded), piece))
+                expanded += [token] * piece.tokens
+        rope = self.family.positions(self.spec, len(expanded), spans) if self.family.positions and spans else None
+        return Prompt(expanded, tuple(spans), rope)
+
+    def _picture(self, item: Any, index: int, inside: bool) -> Picture:
+        if isinstance(item, Picture):
+            return item
+        try:
+            found = self._process(self.sources.pixels(item, inside))
+        except ModelLoadError:
+            raise
+        except FengineError as error:
+            raise type(error)(f"image_data[{index}]: {error}") from error
+        except Exception as error:  # of transformers' processor
+            raise InvalidRequestError(f"image_data[{index}]: {type(error).__name__}: {str(error)[:300]}") from error
+        return Picture(tuple(
+            Image(_hash(piece.arrays), piece.tokens, piece.patches, piece.arrays) for piece in found
+        ))  # fmt: skip
+
+    def _process(self, pixels_HWC: np.ndarray) -> list[Any]:
+        processor: Any = self._load()
+        features = processor(images=[pillow.fromarray(pixels_HWC)], return_tensors="np")
+        return self.family.pieces(self.spec, {name: np.asarray(value) for name, value in features.items()})
+
+    def _load(self) -> Any:
+        with self._lock:
+            if self._processor is None:
+                self._processor = load_processor(self.directory)
+            return self._processor
+
+
+def open_images(config: EngineConfig, directory: Path, spec: ModelSpec) -> Images | None:
+    """None: the model takes no images."""
+    family = lookup(spec.architecture).vision
+    return None if spec.vision is None or family is None else Images(config, directory, spec.vision, family)
+
+
+def refuse_images(items: Any) -> None:
+    """Of a model that takes none. Errors: InvalidRequestError."""
+    if items is not None and items != []:
+        first = items[0] if isinstance(items, (list, tuple)) else items
+        raise InvalidRequestError(f"image_data[0] is {told(first)}, but this model takes no images; leave it out.")
+
+
+def _hash(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """SHA-256 of names, types, shapes and values. Pure."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.digest()
+
+
+def _collapsed(ids: Sequence[int], token: int, pictures: Sequence[Picture]) -> list[int]:
+    """Ids in which every image had its placeholders already, with one for each image. Pure."""
+    found, left = list[int](), [sum(piece.tokens for piece in picture.pieces) for picture in pictures]
+    seen = 0
+    for id in ids:
+        if id != token:
+            found.append(id)
+            continue
+        if not seen:
+            found.append(id)
+        seen = (seen + 1) % left[0]
+        if not seen:
+            del left[0]
+    return found

@@ -1,0 +1,92 @@
+"""Images on the device: the table of their embeddings, what writes it, and which tokens of a step read it."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fengine.config import EngineConfig
+from fengine.core.images import Encode, ImageRows
+from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.models import lookup
+from fengine.models.kv_state import Params
+from fengine.models.spec import ModelSpec
+from fengine.worker.fields import Arrays
+
+TABLE = "image_ED"  # in Params
+
+
+def table_rows(config: EngineConfig, width: int, context: int, item_bytes: int) -> int:
+    """How many embeddings of so many numbers the table holds: as many as `multimodal.cache_mib` has room for, but not
+    more than 64 contexts of images. Pure."""
+    return max(min(config.multimodal.cache_mib * 2**20 // (width * item_bytes), 64 * context), 16)
+
+
+def image_writer(
+    config: EngineConfig, spec: ModelSpec, params: Params, context: int
+) -> Callable[[Encode], None] | None:  # fmt: skip
+    """What encodes an image into its rows of a new table; None for a model without images. Modifies: params."""
+    family, norm_D = lookup(spec.architecture).vision, params["final_norm_D"]
+    if spec.vision is None or family is None:
+        return None
+    encode = family.encode
+    width = spec.hidden_size * (1 + spec.vision.deepstack)
+    params[TABLE] = norm_D.new_zeros((table_rows(config, width, context, norm_D.itemsize), width))
+
+    def write(job: Encode) -> None:
+        """Modifies: the table's rows."""
+        table_ED = params[TABLE]
+        arrays: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in job.image.arrays.items()}
+        arrays = {name: x.to(table_ED.device) if x.is_floating_point() else x for name, x in arrays.items()}
+        rows_I = torch.tensor(job.rows, device=table_ED.device)
+        table_ED.index_copy_(0, rows_I, encode(params, spec, arrays).to(table_ED.dtype))
+
+    return write
+
+
+def image_rows(config: EngineConfig, params: Params) -> ImageRows | None:
+    """The scheduler's view of the table; None: the model has none. A step encodes as many patches as it has tokens."""
+    return ImageRows(len(params[TABLE]), config.scheduler.max_step_tokens or 1) if TABLE in params else None
+
+
+class ImageInputs:
+    """Where the tokens of running rows with images find their embeddings, and where they stand. Modifies: itself."""
+
+    def __init__(self, rows: int) -> None:
+        self.row_P: dict[int, np.ndarray] = {}  # by row slot: of each prompt token its row of the table, or -1
+        self.pos_3P: dict[int, np.ndarray] = {}
+        self.delta = np.zeros(rows, np.int32)  # of positions behind the prompt
+
+    def admit(self, new: NewRow) -> None:
+        """Takes over what a new row brings."""
+        if not new.images:
+            return
+        slot = new.row
+        self.row_P[slot] = row_P = np.full(new.prompt_len, -1, np.int32)
+        for start, rows in new.images:
+            row_P[start : start + len(rows)] = rows
+        if new.rope is not None:
+            self.pos_3P[slot], self.delta[slot] = new.rope
+
+    def release(self, slots: Iterable[int]) -> None:
+        """The requests in these slots have ended, or were preempted."""
+        for slot in slots:
+            if self.row_P.pop(slot, None) is not None:
+                self.pos_3P.pop(slot, None)
+                self.delta[slot] = 0
+
+    def fields(self, output: SchedulerOutput, pos_T: np.ndarray, row_T: np.ndarray) -> Arrays:
+        """The fields of IMAGES."""
+        image_row_I, at = np.full(len(pos_T), -1, np.int32), 0
+        rope_pos_3I = np.repeat((pos_T + self.delta[row_T])[None], 3, 0)
+        if self.row_P.keys().isdisjoint(output.rows):
+            return {"image_row_I": image_row_I, "rope_pos_3I": rope_pos_3I}
+        for slot, start, count in zip(output.rows, output.starts, output.counts, strict=True):
+            if (row_P := self.row_P.get(slot)) is not None and start < len(row_P):
+                known = row_P[start : start + count]
+                image_row_I[at : at + len(known)] = known
+                if slot in self.pos_3P:
+                    rope_pos_3I[:, at : at + len(known)] = self.pos_3P[slot][:, start : start + count]
+            at += count
+        return {"image_row_I": image_row_I, "rope_pos_3I": rope_pos_3I}

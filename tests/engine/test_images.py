@@ -1,0 +1,169 @@
+"""Images in prompts: what comes in, what is drawn, and that no neighbour changes a bit of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_vision
+import torch
+import transformers
+from tiny_vision import TOKEN, picture
+
+from fengine import Engine
+from fengine.errors import CapacityError, InvalidRequestError, UnsupportedFeatureError
+
+GREEDY = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+ONE, TWO = [5, TOKEN, 7, 8], [9, TOKEN, 10, TOKEN, 11, 12, 13]
+OPTIONS: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "max_total_tokens": 2048}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.write(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Iterator[Engine]:
+    with Engine(model_path=str(checkpoint), **OPTIONS) as made:
+        yield made
+
+
+def bits(output: dict[str, Any]) -> list[Any]:
+    return output["output_ids"] + [row[0] for row in output["meta_info"]["output_token_logprobs"]]
+
+
+def ask(engine: Engine, ids: Any, images: Any, **more: Any) -> Any:
+    return engine.generate(None, GREEDY, ids, image_data=images, return_logprob=True, **more)
+
+
+def test_ids_and_logprobs_are_those_of_transformers(engine: Engine, checkpoint: Path) -> None:
+    reference = transformers.LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    processor = transformers.CLIPImageProcessorPil.from_pretrained(checkpoint)
+    pictures = [picture(1), picture(2, 33, 64)]
+    output = ask(engine, TWO, pictures, logprob_start_len=0)
+    ids = [id for token in TWO for id in ([token] * 16 if token == TOKEN else [token])]
+    assert output["meta_info"]["prompt_tokens"] == len(ids)
+    whole = torch.tensor([ids + output["output_ids"]])
+    pixels = processor(pictures, return_tensors="pt").pixel_values
+    with torch.no_grad():
+        logprobs = reference(input_ids=whole, pixel_values=pixels).logits[0].log_softmax(-1)
+    got = output["meta_info"]["input_token_logprobs"][1:] + output["meta_info"]["output_token_logprobs"]
+    for position, (logprob, token, _) in enumerate(got):
+        assert abs(logprob - logprobs[position, token]) < 1e-4
+    assert output["output_ids"] == logprobs[len(ids) - 1 : -1].argmax(-1).tolist()
+
+
+def test_another_picture_gives_other_logprobs(engine: Engine) -> None:
+    assert bits(ask(engine, ONE, picture(1))) != bits(ask(engine, ONE, picture(3)))
+
+
+def test_every_form_of_a_call(engine: Engine) -> None:
+    first, second = picture(1), picture(2)
+    one, two = bits(ask(engine, ONE, first)), bits(ask(engine, TWO, [first, second]))
+    assert bits(ask(engine, ONE, [first])) == one
+    assert [bits(o) for o in ask(engine, [ONE, ONE], first)] == [one, one]
+    assert [bits(o) for o in ask(engine, [ONE, TWO], [first, [first, second]])] == [one, two]
+    assert [bits(o) for o in ask(engine, [ONE, TWO], [[first], [first, second]])] == [one, two]
+    text = bits(engine.generate(None, GREEDY, [5, 6, 7], return_logprob=True))
+    assert [bits(o) for o in ask(engine, [[5, 6, 7], ONE], [None, first])] == [text, one]
+    expanded = [5, *[TOKEN] * 16, 7, 8]
+    assert bits(ask(engine, expanded, first)) == one
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "chunks inside of images": {"chunked_prefill_size": 5, "max_running_requests": 3},
+    "no cache": {"disable_radix_cache": True},
+    "preempted": {"max_total_tokens": 100, "page_size": 4, "disable_radix_cache": True},
+    "pages of one token": {"page_size": 1},
+    "overlapped": {"disable_overlap_schedule": False},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_are_the_requests_own(engine: Engine, checkpoint: Path, layout: str) -> None:
+    """Alone, and among others of other sizes, in chunks, preempted, without a cache."""
+    pictures = [picture(seed, 20 + 7 * seed, 60 - 5 * seed) for seed in range(6)]
+    prompts = [ONE, TWO, [5, 6, 7, 8, 9], [TOKEN, 4], TWO, ONE]
+    images = [pictures[0], pictures[1:3], None, pictures[3], [pictures[0], pictures[0]], pictures[5]]
+
+    def drawn(llm: Engine, ids: Any, given: Any) -> Any:
+        return llm.generate(None, GREEDY | {"max_new_tokens": 24}, ids, image_data=given, return_logprob=True)
+
+    alone = [bits(drawn(engine, ids, given)) for ids, given in zip(prompts, images, strict=True)]
+    with Engine(model_path=str(checkpoint), **(OPTIONS | LAYOUTS[layout])) as other:
+        assert [bits(output) for output in drawn(other, prompts, images)] == alone
+        assert [bits(output) for output in drawn(other, prompts[::-1], images[::-1])] == alone[::-1]
+        assert layout != "preempted" or other.stats()["preemptions"] > 0
+
+
+def test_the_same_picture_behind_the_same_text_is_a_prefix_hit(engine: Engine) -> None:
+    engine.flush_cache()
+    prompt = [*range(20, 40), TOKEN, *range(40, 60)]
+    cold = ask(engine, prompt, picture(1))
+    again, other = ask(engine, prompt, picture(1)), ask(engine, prompt, picture(2))
+    assert (cold["meta_info"]["cached_tokens"], again["meta_info"]["cached_tokens"]) == (0, 48)
+    assert other["meta_info"]["cached_tokens"] == 16  # the text in front of it
+    assert bits(again) == bits(cold) != bits(other)
+
+
+def test_a_picture_is_encoded_once(engine: Engine) -> None:
+    images = engine._parts.core.stepper.scheduler.images
+    assert images is not None
+    ask(engine, ONE, picture(77))
+    before = images.num_encoded
+    ask(engine, [TWO, ONE], [[picture(77), picture(78)], picture(77)])
+    assert images.num_encoded == before + 1
+
+
+def test_a_small_table_gives_the_same_bits(engine: Engine, checkpoint: Path) -> None:
+    """Embeddings are driven out and encoded again."""
+    pictures = [picture(seed) for seed in range(8)]
+    alone = [bits(ask(engine, ONE, one)) for one in pictures]
+    with Engine(model_path=str(checkpoint), **OPTIONS) as other:
+        scheduler = other._parts.core.stepper.scheduler
+        assert scheduler.images is not None
+        scheduler.images.capacity = 40  # of two pictures and a half
+        scheduler.images.forget()
+        for _ in range(2):
+            assert [bits(output) for output in ask(other, [ONE] * 8, pictures)] == alone
+        with pytest.raises(CapacityError, match="images of 48 tokens"):
+            ask(other, [TOKEN] * 3, pictures[:3])
+
+
+def test_samples_streams_and_weights(engine: Engine) -> None:
+    drawn = engine.generate(
+        None, {"max_new_tokens": 4, "n": 3, "sampling_seed": 5}, ONE, image_data=picture(1), return_logprob=True
+    )
+    first = engine.generate(
+        None, {"max_new_tokens": 4, "sampling_seed": 5}, ONE, image_data=picture(1), return_logprob=True
+    )
+    assert len(drawn) == 3 and bits(drawn[0]) == bits(first)
+    chunks = list(ask(engine, ONE, picture(1), stream=True))
+    assert bits(chunks[-1]) == bits(ask(engine, ONE, picture(1)))
+
+
+@pytest.mark.parametrize(
+    "ids, images, why",
+    [
+        (ONE, None, "0 images, but the prompt has 1 placeholder"),
+        ([5, 6], "x", r"image_data\[0\]: 'x' cannot be read"),
+        (TWO, [picture(1)], "1 image, but the prompt has 2"),
+        (TWO, [picture(1), 5], r"image_data\[1\]: it must be a path"),
+        ([ONE, ONE], [picture(1)], "The length of image_data should be equal to the batch size"),
+        ([ONE, TWO], [picture(1), [picture(1), b"GIF89a"]], r"prompt 1: image_data\[1\]"),
+    ],
+)
+def test_bad_images_are_named(engine: Engine, ids: Any, images: Any, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        ask(engine, ids, images)
+
+
+def test_a_model_for_text_takes_none() -> None:
+    with Engine(model_path="box", device="cpu") as text, pytest.raises(InvalidRequestError, match="takes no images"):
+        text.generate("hello", image_data=[picture(1)])
+
+
+def test_what_is_not_built_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="lora with a model that takes images"):
+        Engine(model_path=str(checkpoint), enable_lora=True, **OPTIONS)

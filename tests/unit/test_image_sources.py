@@ -1,0 +1,189 @@
+"""From what callers give to pixels: every form, and every hostile file refused by name, the process alive."""
+
+import base64
+import io
+import os
+import signal
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fengine.config import MultimodalConfig
+from fengine.errors import InvalidRequestError, UnsupportedFeatureError
+from fengine.multimodal.decoder import Decoder
+from fengine.multimodal.fetch import fetch, is_public
+from fengine.multimodal.sources import Sources
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+
+
+def encoded(image: Image.Image | None = None, kind: str = "PNG", **how: Any) -> bytes:
+    out = io.BytesIO()
+    (image or Image.fromarray(PIXELS)).save(out, kind, **how)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def sources() -> Iterator[Sources]:
+    made = Sources(MultimodalConfig(max_image_pixels=10_000, max_image_mib=1))
+    yield made
+    made.close()
+
+
+def test_every_form_gives_the_same_pixels(sources: Sources, tmp_path: Path) -> None:
+    path, data = tmp_path / "a picture.png", encoded()
+    path.write_bytes(data)
+    text = base64.b64encode(data).decode()
+    forms = [path, str(path), path.as_uri(), data, bytearray(data), memoryview(data), text, PIXELS,
+             f"data:image/png;base64,{text}", {"url": f"data:image/png;base64,{text}"}, Image.fromarray(PIXELS),
+             Image.open(io.BytesIO(data))]  # fmt: skip
+    for form in forms:
+        assert np.array_equal(sources.pixels(form), PIXELS), type(form)
+
+
+def test_modes_become_rgb(sources: Sources) -> None:
+    image = Image.fromarray(PIXELS)
+    transparent = image.copy()
+    transparent.putalpha(7)
+    assert np.array_equal(sources.pixels(encoded(transparent)), PIXELS)  # alpha is dropped, as transformers does
+    gray = np.asarray(image.convert("L"))
+    for form in (encoded(image.convert("L")), gray, gray[:, :, None], image.convert("L")):
+        assert np.array_equal(sources.pixels(form), np.repeat(gray[:, :, None], 3, 2))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    assert sources.pixels(encoded(exif=turned)).shape == (7, 5, 3)
+    assert sources.pixels(encoded(Image.new("RGB", (1, 1)))).shape == (1, 1, 3)
+    for kind in ("BMP", "TIFF", "PPM", "GIF"):
+        assert sources.pixels(encoded(kind=kind)).shape == (5, 7, 3)
+    assert np.array_equal(sources.pixels(encoded(kind="WEBP", lossless=True)), PIXELS)
+
+
+def test_hostile_files_are_refused_and_the_next_one_is_read(sources: Sources) -> None:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    huge = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    cases = {
+        encoded(kind="JPEG")[:200]: "(?i)truncated|cannot identify",
+        huge + chunk(b"IDAT", zlib.compress(b"\0" * 1000)): "20000 × 20000 pixels, more than max_image_pixels",
+        encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]): r"animated \(2 frames\)",
+        b"%PDF-1.4 not a picture": "cannot identify",
+        b"": "no bytes",
+        b"x" * (1 << 20) + b"y": "max_image_mib = 1",
+    }
+    for data, why in cases.items():
+        with pytest.raises(InvalidRequestError, match=why):
+            sources.pixels(data)
+        assert np.array_equal(sources.pixels(encoded()), PIXELS)
+
+
+@pytest.mark.parametrize(
+    "item, why",
+    [
+        (5, "it must be a path"),
+        (PIXELS.astype(np.float32), "must be uint8"),
+        (np.zeros((0, 4, 3), np.uint8), "no pixels"),
+        ("/no/such/file.png", "cannot be read"),
+        ("data:image/png,abc", "a data URL must be"),
+        ("http://example.com/a.png", "allow_image_urls=True"),
+        (Image.new("RGB", (200, 200)), "200 × 200 pixels"),
+    ],
+)
+def test_what_is_no_image_is_refused(sources: Sources, item: Any, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        sources.pixels(item)
+
+
+def test_embeddings_made_elsewhere_are_not_built(sources: Sources) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="precomputed_embedding"):
+        sources.pixels({"format": "precomputed_embedding", "feature": []})
+
+
+def test_paths_over_http_stay_in_their_folder(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "shared", tmp_path / "secret.png"
+    inside.mkdir()
+    for path in (inside / "a.png", outside):
+        path.write_bytes(encoded())
+    (inside / "link.png").symlink_to(outside)
+    sources = Sources(MultimodalConfig(image_folder=str(inside)))
+    assert np.array_equal(sources.pixels(str(inside / "a.png"), inside=True), PIXELS)
+    for path in (outside, inside / "link.png", inside / ".." / "secret.png"):
+        with pytest.raises(InvalidRequestError, match="not below image_folder"):
+            sources.pixels(path.as_uri(), inside=True)
+    with pytest.raises(InvalidRequestError, match="not read over HTTP"):
+        Sources(MultimodalConfig()).pixels(str(outside), inside=True)
+    sources.close()
+
+
+def test_a_decoder_that_dies_or_hangs_costs_one_image() -> None:
+    decoder = Decoder(10_000, patience=60.0)
+    assert decoder.decode(encoded()).shape == (5, 7, 3)
+    process = decoder._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    decoder.patience = 0.01
+    with pytest.raises(InvalidRequestError, match="takes longer"):
+        decoder.decode(encoded())
+    decoder.patience = 60.0
+    assert decoder.decode(encoded()).shape == (5, 7, 3)
+    decoder.close()
+    assert process.poll() is not None
+
+
+class _Pictures(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/a.png")
+            self.end_headers()
+            return
+        if self.path == "/private":
+            self.send_response(302)
+            self.send_header("Location", "http://127.0.0.2:1/a.png")
+            self.end_headers()
+            return
+        found = self.path == "/a.png"
+        self.send_response(200 if found else 404)
+        self.end_headers()
+        self.wfile.write(encoded() if found else b"")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    made = HTTPServer(("127.0.0.1", 0), _Pictures)
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{made.server_port}"
+    made.shutdown()
+    made.server_close()
+
+
+def test_urls_are_read_from_allowed_addresses_only(server: str) -> None:
+    def here(address: str) -> bool:
+        return address == "127.0.0.1"
+
+    assert fetch(f"{server}/a.png", (), 1 << 20, here) == fetch(f"{server}/moved", (), 1 << 20, here) == encoded()
+    assert fetch(f"{server}/a.png", ("127.0.0.1",), 1 << 20, here) == encoded()
+    refused = [("/a.png", (), 1 << 20, is_public, "private network"), ("/private", (), 1 << 20, here, "private"),
+               ("/a.png", ("example.com",), 1 << 20, here, "image_hosts"), ("/none", (), 1 << 20, here, "404"),
+               ("/a.png", (), 10, here, "more than 10 bytes")]  # fmt: skip
+    for path, hosts, most, allowed, why in refused:
+        with pytest.raises(InvalidRequestError, match=why):
+            fetch(server + path, hosts, most, allowed)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "192.168.0.1"])
+def test_no_address_of_a_private_network_is_public(address: str) -> None:
+    assert not is_public(address) and is_public("8.8.8.8")
