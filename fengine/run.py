@@ -11,12 +11,15 @@ from difflib import get_close_matches
 
 from fengine.errors import ConfigError
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
-from fengine.eval.commands import diff, evaluate, lm_eval, merge, models, report, rerun, serve, steps, verify
+from fengine.eval.cli.help import keys_of
+from fengine.eval.commands import batch, diff, evaluate, lm_eval, merge, models, report, rerun, serve, steps, verify
+from fengine.eval.runs.config import EVAL, RUN
 
 __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
 # The first word, and who takes those behind it. Their modules import no torch (tests/eval/test_commands.py).
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate.main,
+    "batch": batch.main,
     "merge": merge.main,
     "models": models.main,
     "diff": diff.main,
@@ -36,11 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[words[0]](words[1:])
     if words and words[0] in ("-sc", "--shell-completion") and "COMP_LINE" in os.environ:
         return _complete(words, os.environ["COMP_LINE"])
-    if words and evaluate.is_prompt(words[0]):
-        return evaluate.prompts([evaluate.prompt_override(words[0]), *words[1:]])
+    if words and words[0] == "help":
+        return _help(words[1:])
     if words and words[0].isidentifier() and words[0].islower():
         return ended(lambda: _refuse(words[0]))
     return evaluate.prompts(words)
+
+
+def _help(words: Sequence[str]) -> int:
+    """Help of all, of a command, or of the keys whose names hold a word."""
+    if not words or words[0] in COMMANDS:
+        return main([*words[:1], "--help"])
+    return ended(lambda: print(keys_of(words[0], (RUN, EVAL, serve.SERVE)), flush=True) or OK)
 
 
 def _complete(words: Sequence[str], line: str) -> int:

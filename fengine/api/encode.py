@@ -55,7 +55,8 @@ def pooling_of(context: EngineContext) -> Pooling:
     if context.parts.pooling is None:
         raise InvalidRequestError(
             "This model does not appear to be an embedding model by default. Please add `--is-embedding` when "
-            "launching the server or try another model: Engine(..., is_embedding=True) reads it as one."
+            "launching the server or try another model: Engine(..., is_embedding=True), or fengine serve "
+            "model.is_embedding=true, reads it as one."
         )
     return context.parts.pooling
 

@@ -19,9 +19,9 @@ def device_of(config: EngineConfig) -> str:
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
     if device.startswith("cpu:"):
-        raise ConfigError(f"model.device is {device!r}; a CPU has no number: use device=cpu")
+        raise ConfigError(f"model.device is {device!r}; a CPU has no number: use model.device=cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {device!r} but torch sees no CUDA device; use device=cpu")
+        raise ConfigError(f"model.device is {device!r} but torch sees no CUDA device; use model.device=cpu")
     if device.partition(":")[2] and not device.partition(":")[2].isdigit():
         raise ConfigError(f"model.device must be cpu or cuda, got {device!r}")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():

@@ -78,7 +78,7 @@ def cli(*words: str) -> int:
 
 
 def point() -> Point:
-    return points(parse(WORDS, "fengine eval"), EVAL)[0]
+    return points(parse(WORDS, EVAL), EVAL)[0]
 
 
 def go(point: Point, folder: Path, engine: FakeEngine | None = None) -> tuple[int, FakeEngine]:
@@ -432,7 +432,7 @@ def test_a_good_line_stays_and_the_last_failure_counts() -> None:
 
 def test_defaults_are_the_dataclasses() -> None:
     """conf/eval.yaml repeats them, but for the sampling, which is greedy, and the task."""
-    config = points(parse(["task=capitals"], "fengine eval"), EVAL)[0].config
+    config = points(parse(["task=capitals"], EVAL), EVAL)[0].config
     default = EvalConfig()
     assert dataclasses.replace(config, task=default.task, sampling=default.sampling) == default
     assert config.sampling.temperature == 0.0 and config.task.name == "capitals"
@@ -441,7 +441,7 @@ def test_defaults_are_the_dataclasses() -> None:
 @pytest.mark.parametrize("option", sorted(path.stem for path in (conf_dir() / "task").glob("*.yaml")))
 def test_every_task_composes(option: str) -> None:
     own = ["task.data=x.jsonl"] if option in ("jsonl", "openai") else []
-    assert points(parse([f"task={option}", *own], "fengine eval"), EVAL)[0].config.task.data
+    assert points(parse([f"task={option}", *own], EVAL), EVAL)[0].config.task.data
 
 
 def test_help(capfd: pytest.CaptureFixture[str]) -> None:

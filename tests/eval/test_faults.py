@@ -32,7 +32,7 @@ def point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Point:
     fake_runs(tmp_path, monkeypatch)
     write_rows(tmp_path / "rows.jsonl", 2)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # no power fails here, and it takes most of the time
-    return points(parse([*WORDS, "journal.sync_rows=1"], "fengine eval"), EVAL)[0]
+    return points(parse([*WORDS, "journal.sync_rows=1"], EVAL), EVAL)[0]
 
 
 def go(point: Point, folder: Path) -> int:

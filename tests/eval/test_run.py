@@ -299,7 +299,7 @@ def test_one_prompt_runs_as_it_stands(engines: list[FakeEngine], capsys: pytest.
     assert [engine.calls[0]["prompt"] for engine in engines] == [
         *("What is it's name?", "What is its name?", "is a = b so?")
     ]
-    for word, said in (("serv", "did you mean fengine serve?"), ("help", "there are eval")):
+    for word, said in (("serv", "did you mean fengine serve?"), ("xyz", "there are eval")):
         assert run.main([word]) == run.USAGE and said in capsys.readouterr().err
 
 
@@ -424,9 +424,7 @@ def test_config_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_flag_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run.main(["--frobnicate"])
-    assert caught.value.code == run.USAGE
+    assert run.main(["--frobnicate"]) == run.USAGE
     assert "--frobnicate" in capsys.readouterr().err
 
 

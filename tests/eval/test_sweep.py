@@ -226,16 +226,16 @@ SWEEPS = [
 @pytest.mark.parametrize("words", SWEEPS, ids=[words[0] for words in SWEEPS])
 def test_points_are_what_hydra_composes(words: list[str]) -> None:
     """Each point is what its own overrides give alone; every one has a directory of its own."""
-    found = points(parse(["-m", *words, "hydra.sweep.dir=d"], "fengine eval"), EVAL)
+    found = points(parse(["-m", *words, "hydra.sweep.dir=d"], EVAL), EVAL)
     assert len({point.directory for point in found}) == len(found) > 1
     for point in found:
-        (alone,) = points(parse(list(point.overrides), "fengine eval"), EVAL)
+        (alone,) = points(parse(list(point.overrides), EVAL), EVAL)
         assert alone.config == point.config
 
 
 def test_wrong_values_of_a_sweep_are_explained() -> None:
     def problems(*words: str) -> list[str]:
-        found = jobs(parse(["-m", "seed=1,2", *words], "fengine eval"), EVAL)
+        found = jobs(parse(["-m", "seed=1,2", *words], EVAL), EVAL)
         return [job.message for job in found if isinstance(job, BadPoint)]
 
     assert problems() == []
@@ -249,7 +249,7 @@ def test_wrong_values_of_a_sweep_are_explained() -> None:
 
 def problem(*words: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        jobs(parse(["-m", "task=capitals", "seed=1,2", *words], "fengine eval"), EVAL)
+        jobs(parse(["-m", "task=capitals", "seed=1,2", *words], EVAL), EVAL)
     return str(caught.value)
 
 
@@ -259,7 +259,7 @@ def test_launchers_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("hydra.launcher._target_=os.system", "+hydra.launcher.x={_target_: os.system}", "hydra/sweeper=x"):
         assert "is refused" in (said := problem(word)) or "is fixed" in said
     with pytest.raises(ConfigError, match="add -m"):
-        jobs(parse(["task=capitals", "hydra/launcher=joblib"], "fengine eval"), EVAL)
+        jobs(parse(["task=capitals", "hydra/launcher=joblib"], EVAL), EVAL)
 
 
 def test_a_file_cannot_give_a_launcher_another_class(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_file_cannot_give_a_launcher_another_class(tmp_path: Path) -> None:
 def test_many_engines_on_one_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0")]))
-    command = parse(["-m", "task=capitals", "seed=1,2", "hydra/launcher=joblib"], "fengine eval")
+    command = parse(["-m", "task=capitals", "seed=1,2", "hydra/launcher=joblib"], EVAL)
     found = [job for job in jobs(command, EVAL) if isinstance(job, Point)]
     assert found[0].launcher == "joblib"
     with pytest.raises(ConfigError, match="n_jobs=-1 would start as many engines"):

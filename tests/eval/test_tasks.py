@@ -157,7 +157,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         ("empty.jsonl", b"", "is empty"),
         ("packed.jsonl", b"\x1f\x8b\x08\x00", "holds gzip data"),
         ("table.jsonl", b"PAR1\x00\x00", "holds parquet data"),
-        ("rows.csv", b"a,b\n", "set task.format"),
+        ("rows.csv", b"a,b\n", "lines=True"),
+        ("rows.xyz", b"a,b\n", "set task.format"),
         ("rows.jsonl.gz", b"\x1f\x8b\x08\x00", "set task.format"),
         (".", None, "set task.format"),
     ],
@@ -526,7 +527,7 @@ def composed(*words: str) -> tuple[TaskConfig, Path]:
     pytest.importorskip("hydra")
     from fengine.eval.cli.compose import points
 
-    (point,) = points(parse(words, EVAL.program), EVAL)
+    (point,) = points(parse(words, EVAL), EVAL)
     base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
     return point.config.task, base
 

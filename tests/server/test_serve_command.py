@@ -140,9 +140,9 @@ def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_configuration() -> None:
-    (point,) = points(parse([], SERVE.program), SERVE)
+    (point,) = points(parse([], SERVE), SERVE)
     assert point.config == ServeRun() and check(ServeRun()) == []
-    (point,) = points(parse(['lora.paths=["sql=adapters/sql"]'], SERVE.program), SERVE)
+    (point,) = points(parse(['lora.paths=["sql=adapters/sql"]'], SERVE), SERVE)
     assert point.config.engine.lora.on and point.config.engine.lora.named() == [("sql", "adapters/sql")]
     text = (ROOT / "conf" / "serve.yaml").read_text()
     assert all(f"\n  {name}:" in text for name in ServerConfig.__dataclass_fields__)
@@ -150,7 +150,7 @@ def test_configuration() -> None:
         if name not in FREE:
             assert any(name in problem for problem in check(ServeRun(serve=ServerConfig(**{name: 0})))), name
     with pytest.raises(ConfigError, match="did you mean serve.chunks_per_second"):
-        points(parse(["serve.chunk_per_second=1"], SERVE.program), SERVE)
+        points(parse(["serve.chunk_per_second=1"], SERVE), SERVE)
 
 
 def test_the_tools_of_these_tests(server: Live) -> None:

@@ -36,7 +36,7 @@ def test_the_commands_compose() -> None:
     commands = re.findall(r"^(?:\w+=\w+ )?fengine serve(.*)$", PAGE, flags=re.M)
     assert len(commands) == 4
     for words in commands:
-        points(parse(shlex.split(words, comments=True), SERVE.program), SERVE)
+        points(parse(shlex.split(words, comments=True), SERVE), SERVE)
 
 
 def test_the_limits_are_those_of_the_schema() -> None:

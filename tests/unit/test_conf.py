@@ -203,7 +203,7 @@ MISTAKES = [
     ("prompts=${nokey}", "prompts: Interpolation key 'nokey' not found"),
     ("prompts=${oc.env:FENGINE_NOT_SET}", "FENGINE_NOT_SET"),
     ("model.path=${model.path}", "model.path"),
-    ("prompts=Hello, you", "quote what is one text"),
+    ("prompts=Hello,you", "quote what is one text"),
     ("no equal sign", "write key=value"),
     ("=3", "Config group"),
     ("model=[llama", "write key=value"),

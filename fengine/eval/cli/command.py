@@ -62,7 +62,7 @@ def composed(argv: Sequence[str] | None, schema: Schema, work: Callable[[Namespa
     """A command whose arguments (default: those of this process) Hydra reads; it answers --help and its kin itself."""
 
     def read() -> int:
-        given = compose.parse(sys.argv[1:] if argv is None else argv, schema.program)
+        given = compose.parse(sys.argv[1:] if argv is None else argv, schema)
         if not compose.is_inspection(given):
             return work(given)
         compose.inspect(given, schema)

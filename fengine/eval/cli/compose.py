@@ -10,9 +10,10 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -30,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import fengine
 from fengine.errors import ConfigError
-from fengine.eval.cli import guard
+from fengine.eval.cli import guard, mistakes
 from fengine.eval.cli.files import ConfigFiles, conf_dir
 from fengine.eval.cli.help import annotated
 from fengine.eval.cli.schema import BadPoint, Point, Schema
@@ -38,17 +39,30 @@ from fengine.eval.cli.schema import BadPoint, Point, Schema
 MAX_POINTS = 1000
 
 
-def parse(argv: Sequence[str], program: str = "fengine") -> Namespace:
-    """Hydra's flags and overrides. Exits with code 2 on an unknown flag. Errors: ConfigError."""
+def parse(argv: Sequence[str], schema: Schema | None = None) -> Namespace:
+    """Hydra's flags and overrides, as their writer means them. `schema`: whose keys an unknown flag may mean.
+
+    Errors: ConfigError.
+    """
+    program, keys = ("fengine", []) if schema is None else (schema.program, guard.leaves(schema.keys))
     parser = get_args_parser()
     parser.prog = program
     parser.usage = f"{program} [group=option] [key=value] ...        ({program} --help shows them)"
     next(a for a in parser._actions if a.dest == "version").version = f"fengine {fengine.__version__}"  # type: ignore[attr-defined]
+    parser.error = partial(_refuse_flag, list(argv), set(parser._option_string_actions), keys)
     given = parser.parse_intermixed_args(list(argv))
-    given.parser = parser
+    given.parser, given.overrides = parser, [mistakes.readable(word, given.multirun) for word in given.overrides]
     if given.config_path or given.experimental_rerun:
         raise ConfigError("--config-path and --experimental-rerun are refused; use --config-dir DIR to add your files")
     return given
+
+
+def _refuse_flag(words: list[str], known: set[str], keys: list[str], message: str) -> NoReturn:
+    """Errors: ConfigError, always."""
+    for index, word in enumerate(words):
+        if word.startswith("-") and word.partition("=")[0] not in known:
+            raise ConfigError(mistakes.flag(words, index, keys))
+    raise ConfigError(message)
 
 
 def is_inspection(command: Namespace) -> bool:

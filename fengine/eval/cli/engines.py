@@ -6,11 +6,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fengine.config import EngineConfig, ModelConfig
-from fengine.errors import ConfigError, FengineError
+from fengine.errors import ConfigError, FengineError, MissingExtraError
 
 
 def open_engine(config: EngineConfig) -> Any:
@@ -22,6 +23,16 @@ def open_engine(config: EngineConfig) -> Any:
         return Engine.from_config(config)
     finally:
         gc.enable()
+
+
+def responder(engine: Any) -> Callable[..., Any]:
+    """What answers requests as a server of this engine does: `server.batch.respond`. Errors: MissingExtraError."""
+    try:
+        from fengine.server.batch import respond, service_of
+    except ModuleNotFoundError as error:
+        raise MissingExtraError.of("fengine batch", str(error.name), "serve") from error
+
+    return partial(respond, service_of(engine))
 
 
 def model_directory(config: ModelConfig) -> Path:

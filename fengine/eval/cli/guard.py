@@ -13,6 +13,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from fengine.errors import ConfigError
+from fengine.eval.cli import mistakes
 from fengine.eval.cli.schema import Schema
 
 REFUSED_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_"})
@@ -150,7 +151,9 @@ def unknown(key: str, schema: Any) -> str:
         tail = name.rpartition(".")[2]
         if tail not in tails or name.rpartition(".")[0] == section:
             tails[tail] = name
-    near = difflib.get_close_matches(last, list(tails), 1)
+    if told := None if last in tails else mistakes.other_name(last, list(names)):
+        return f"unknown key {_short(key)}; {told}"
+    near = difflib.get_close_matches(last, list(tails), 1, 0.6 if len(last) > 3 else 0.8)
     if near:
         return f"unknown key {_short(key)}; did you mean {tails[near[0]]}?"
     inside = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
@@ -182,7 +185,7 @@ def explained(error: BaseException, schema: Schema | None = None, word: str = ""
         return f"{error.strerror}: {str(error.filename).rpartition('/')[2]:.100}"
     if word or isinstance(error, OverrideParseException):
         first = "" if isinstance(error, OverrideParseException) else _cause(error)[1] or "nested too deeply"
-        return _unreadable(word or str(getattr(error, "override", "")), first and f" ({_short(first)})")
+        return mistakes.unreadable(_short(word or str(getattr(error, "override", ""))), first and f" ({_short(first)})")
     if schema is not None and isinstance(error, MissingConfigException):
         return _missing_option(error, schema)
     return _of_key(error, schema)
@@ -207,14 +210,6 @@ def _of_key(error: BaseException, schema: Schema | None) -> str:
 def _first_lines(text: str, key: str | None) -> str:
     lines = [_short(line.rstrip()) for line in text.splitlines() if line.strip()][:4]
     return f"{key}: {' '.join(lines)}" if key else "\n".join(lines)
-
-
-def _unreadable(word: str, problem: str) -> str:
-    """What to say of a word that Hydra's grammar does not read, whatever the library says about it. Pure."""
-    return (
-        f"cannot read the override {_short(word)}{problem}\n"
-        """write key=value, and quote a value with spaces or commas: prompts='["Hello, you"]'"""
-    )
 
 
 def _short(text: str) -> str:

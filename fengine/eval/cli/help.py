@@ -1,14 +1,17 @@
 """What `--help` says beside each key: the comments of the schemas, and the values that a key may have. No torch."""
 
 import inspect
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 from fengine.config import EngineConfig
 from fengine.core.sampling_params import PARAMETERS
-from fengine.eval.cli.schema import Schema
+from fengine.errors import ConfigError
+from fengine.eval.cli.schema import Schema, flat
 
 WIDTH = 120
 _FIELD = re.compile(r"^    (\w+): [^\n]*?  # ([^\n]*)$", re.MULTILINE)
@@ -28,6 +31,22 @@ def annotated(text: str, schema: Schema) -> str:
                 line = line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
         lines.append(line)
     return head + mark + "\n".join(lines)
+
+
+def keys_of(word: str, schemas: Sequence[Schema]) -> str:
+    """Every key whose name holds a word, with its default and what it is. Errors: ConfigError if there is none."""
+    found: dict[str, str] = {}
+    for schema in schemas:
+        notes = _notes(schema.keys, "", inspect.getsource(schema.kind) + inspect.getsource(EngineConfig))
+        defaults = flat(schema.kind())
+        found |= {f"{key}={_shown(value)}": notes.get(key, "") for key, value in defaults.items() if word in key}
+    if not found:
+        raise ConfigError(f"no key has {word!r:.80} in its name; fengine --help lists all")
+    return "\n".join(f"{name:<34}  # {note}" if note else name for name, note in found.items())
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _notes(section: Any, prefix: str, source: str) -> dict[str, str]:

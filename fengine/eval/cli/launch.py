@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from fengine.errors import ConfigError
 from fengine.eval.cli.compose import compose, opened, point_of
 from fengine.eval.cli.guard import LAUNCHERS
+from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import Point, Schema
 
 Work = Callable[[Point], int]  # a function of a module, or a partial of one, since it is pickled by name
@@ -56,11 +57,6 @@ def _one(work: Work, schema: Schema, job: DictConfig) -> int:
     code = work(point_of(job, node, str(node.runtime.output_dir), given, (), schema))
     sys.stdout.flush()
     return code
-
-
-def quoted(text: str) -> str:
-    """A text as a value of Hydra's grammar. Pure."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _refuse_crowd(name: str, master: DictConfig, points: Sequence[Point]) -> None:

@@ -19,7 +19,7 @@ from fengine.eval.cli import view
 from fengine.eval.cli.command import INTERRUPTED, OK, composed
 from fengine.eval.cli.compose import jobs
 from fengine.eval.cli.engines import EngineCache, model_directory
-from fengine.eval.cli.launch import quoted
+from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.runs.config import EVAL, RUN, RunConfig, evaluation_of
 from fengine.eval.runs.digests import has_chat_template, local_directory
@@ -56,21 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def work(command: Namespace) -> int:
-        return _run(command, EVAL, own_folders(jobs(command, EVAL)), partial(run_point, argv=words), words)
+        return go(command, EVAL, own_folders(jobs(command, EVAL)), partial(run_point, argv=words), words)
 
     return composed(words, EVAL, work)
 
 
 def prompts(argv: Sequence[str]) -> int:
     """Runs `fengine` without a command's name, with these arguments, and returns the exit code."""
+    argv = with_prompts(argv)
 
     def work(command: Namespace) -> int:
-        return _run(command, RUN, [_in_place(job) for job in jobs(command, RUN)], partial(run_prompts, argv=argv), argv)
+        return go(command, RUN, [in_place(job) for job in jobs(command, RUN)], partial(run_prompts, argv=argv), argv)
 
     return composed(argv, RUN, work)
 
 
-def _run(command: Namespace, schema: Schema, found: Sequence[Point | BadPoint], run: Work, words: Sequence[str]) -> int:
+def go(command: Namespace, schema: Schema, found: Sequence[Point | BadPoint], run: Work, words: Sequence[str]) -> int:
     """A run, or a sweep of them, each with `run`."""
     with EngineCache() as engines:
         if len(found) > 1:
@@ -110,9 +111,10 @@ def is_prompt(word: str) -> bool:
     return any(c.isspace() for c in word.partition("=")[0].strip()) and not word.startswith("-")
 
 
-def prompt_override(text: str) -> str:
-    """The argument that gives one prompt. Pure."""
-    return f"prompts=[{quoted(text)}]"
+def with_prompts(words: Sequence[str]) -> list[str]:
+    """The arguments, those that are prompts as they stand as one `prompts=[...]`. Pure."""
+    texts, others = [w for w in words if is_prompt(w)], [w for w in words if not is_prompt(w)]
+    return [f"prompts=[{', '.join(map(quoted, texts))}]", *others] if texts else others
 
 
 def builtin_rows(chats: bool) -> tuple[Any, ...]:
@@ -122,7 +124,7 @@ def builtin_rows(chats: bool) -> tuple[Any, ...]:
     return (*TEXTS, *({"messages": talk} for talk in talks if chats))
 
 
-def _in_place(job: Point | BadPoint) -> Any:
+def in_place(job: Point | BadPoint) -> Any:
     """The point with the run folder beside its output file, where one is named."""
     if isinstance(job, BadPoint) or job.config.out is None:
         return job

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from fengine.errors import StorageError
+from fengine.errors import ConfigError, StorageError
 from fengine.eval.runs.digests import canonical
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, read_object
 from fengine.eval.runs.index import RowTable, id_key, read_table
@@ -81,6 +81,8 @@ class Records(AbstractContextManager["Records"]):
         self.folder, self.manifest = folder, read_manifest(folder)
         self.identity: dict[str, Any] = self.manifest["identity"]
         self.rows: int = self.identity["input"]["rows"]
+        if (self.identity.get("config") or {}).get("task.format") == "batch":
+            raise ConfigError(f"{folder} is of a batch, whose responses are in its OUT.jsonl; there is no more to read")
         self.notes: list[str] = []
         self.vouched = self.damaged = False
         self.keys, self._places = (

@@ -13,11 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fengine.errors import InputFileError, StorageError
+from fengine.eval.cli.engines import responder
 from fengine.eval.cli.view import STREAMED_ROWS, QuietView, Shown
 from fengine.eval.runs.answering import FATAL, Asker, answer_row
+from fengine.eval.runs.batch import answer_request
 from fengine.eval.runs.config import EvalConfig, parse_shard
 from fengine.eval.runs.index import OK, ROW_HEAD, RowIndex, RowTable, row_key
 from fengine.eval.runs.journal import Journal, framed
@@ -26,6 +29,7 @@ from fengine.eval.runs.output import Export, InOrder, prompt_of
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.task import BadRow, Row, Task, rows_of
+from fengine.eval.tasks.task_config import Format
 
 INTERRUPTED = "interrupted"
 WINDOW = 4  # rows in flight for each row that can run at once: some are long, and the others go on
@@ -92,7 +96,10 @@ class _Loop:
 
     def __init__(self, job: Job, engine: Any, view: QuietView) -> None:
         self.job, self.view, self.engine = job, view, engine
-        self.asker = Asker(engine, job.config.top_logprobs, adapter=job.config.adapter)
+        asker = Asker(engine, job.config.top_logprobs, adapter=job.config.adapter)
+        self.answer = partial(answer_row, asker, job.config, job.task)
+        if job.config.task.format is Format.batch:
+            self.answer = partial(answer_request, responder(engine), job.config.seed)
         self.meter = Meter(engine.stats)
         at_once = engine.config.scheduler.max_running_requests
         self.window = WINDOW * at_once
@@ -179,7 +186,7 @@ class _Loop:
                 line = line_of(record := error_record(row))
             else:
                 seen = self.watch(index, row) if self.stride and index % self.stride == 0 else None
-                record, line = await answer_row(self.asker, self.job.config, self.job.task, row, metas, seen)
+                record, line = await self.answer(row, metas, seen)
         except FATAL as error:
             self.fatal = self.fatal or error
             return

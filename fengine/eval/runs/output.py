@@ -5,6 +5,7 @@ there, and the file takes its name at the end, so `path` never holds half a run.
 """
 
 import fcntl
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -182,7 +183,7 @@ def shown(entry: Entry) -> Shown:
         error = record["error"]
         return Shown(number, prompt or f"row {record['id']}", error=f"{error['type']}: {error['message']}")
     if not record["answers"]:
-        return Shown(number, f"row {record['id']}")
+        return Shown(number, f"row {record['id']}", _response_text(record.get("response", {}).get("body") or {}))
     first = record["answers"][0]
     if isinstance(first["prompt"], str):
         prompt = first["prompt"]
@@ -191,6 +192,13 @@ def shown(entry: Entry) -> Shown:
     tokens = f"{entry.head[6]:,} → {count(entry.head[7], 'token')}, {first['finish_reason']['type']}"
     ids = str(first["output_ids"]) if len(first["output_ids"]) > 1 else ""  # of a run without a tokenizer
     return Shown(number, prompt, first["text"] or ids, note or tokens)
+
+
+def _response_text(body: dict[str, Any]) -> str:
+    """What to show of a server's answer. Pure."""
+    choice = (body.get("choices") or [{}])[0]
+    text = choice.get("text") or (choice.get("message") or {}).get("content")
+    return text if isinstance(text, str) else json.dumps(body, ensure_ascii=False)[:200]
 
 
 def prompt_of(data: dict[str, Any]) -> str:

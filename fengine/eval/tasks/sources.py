@@ -7,6 +7,7 @@ there is kept a digest of every id, some 100 bytes a row.
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -30,6 +31,11 @@ SUFFIXES = {
     ".jsonl": Format.jsonl,
     ".ndjson": Format.jsonl,
     ".parquet": Format.parquet,
+}
+REMEDIES = {  # for what is often tried
+    ".json": "write one object a line: jq -c '.[]' FILE.json > FILE.jsonl",
+    ".csv": "write one object a line, as pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True) does",
+    "-": "rows are read twice and hashed, so that they must lie in a file: cat > rows.jsonl",
 }
 MAGIC = {b"\x1f\x8b": "gzip", b"PAR1": "parquet", b"PK\x03\x04": "zip", b"(\xb5/\xfd": "zstandard", b"BZh": "bzip2"}
 
@@ -81,16 +87,17 @@ def data_path(config: TaskConfig, base: Path) -> Path | None:
 
 def _format(path: Path, asked: Format) -> Format:
     """Errors: InputFileError where neither the config nor the name tells."""
-    if asked is Format.prompts and path.suffix.lower() not in (".txt", ".jsonl"):
+    suffix = path.suffix.lower()
+    remedy = REMEDIES.get(suffix) or (REMEDIES["-"] if path.name == "-" or str(path).startswith("/dev/") else None)
+    if asked is Format.prompts and suffix not in (".txt", ".jsonl"):
         raise InputFileError(
             f"prompts={str(path.name)!r:.200} ends in neither .txt (one prompt a line) nor .jsonl (one object a line); "
-            "write an inline prompt as a list: prompts=['…']"
+            + (remedy or "write an inline prompt as a list: prompts=['…']")
         )
-    form = SUFFIXES.get(path.suffix.lower()) if asked is Format.auto else asked
+    form = SUFFIXES.get(suffix) if asked is Format.auto else asked
     if form is None:
-        raise InputFileError(
-            f"task.data={path} ends in none of {', '.join(SUFFIXES)}; set task.format to jsonl, openai, parquet or hf"
-        )
+        remedy = remedy or "set task.format to jsonl, openai, parquet or hf"
+        raise InputFileError(f"task.data={path} ends in none of {', '.join(SUFFIXES)}; {remedy}")
     return form
 
 
@@ -107,7 +114,7 @@ def _open(path: Path, plain: bool) -> BinaryIO:
             )
             raise InputFileError(f"{name} {problem}; {where}")
         file = path.open("rb")
-        start = file.read(8)
+        start = file.read(64)
         file.seek(0)
     except OSError as error:
         raise InputFileError(f"{name} cannot be read: {error.strerror or error}") from error
@@ -116,6 +123,9 @@ def _open(path: Path, plain: bool) -> BinaryIO:
         file.close()
         problem = f"holds {kind} data, not lines of JSON; unpack or convert it" if kind else "is empty"
         raise InputFileError(f"{name} {problem}")
+    if re.match(rb"\s*\[\s*(\{|$)", start):
+        file.close()
+        raise InputFileError(f"{name} holds one JSON array; {REMEDIES['.json']}")
     return file
 
 
@@ -195,7 +205,7 @@ def _rows(parsed: Iterable[Parsed], word: str, config: TaskConfig) -> Iterator[R
         for count, (number, columns) in enumerate(parsed):
             yield BadRow(str(count), number, columns) if isinstance(columns, str) else Row(str(count), columns)
         return
-    given = "custom_id" if config.format is Format.openai and config.id is None else config.id
+    given = "custom_id" if config.format in (Format.openai, Format.batch) and config.id is None else config.id
     column, seen, twice = given or "id", dict[bytes, int](), list[str]()
     for number, columns in parsed:
         own = f"{word}-{number}"

@@ -36,6 +36,7 @@ class Format(Enum):
     openai = "openai"  # OpenAI's batch format, one request a line
     parquet = "parquet"
     hf = "hf"  # `data` names a dataset of Hugging Face
+    batch = "batch"  # OpenAI's, too, with answers as a server's: `fengine batch`; ids are the requests' custom_id
     prompts = "prompts"  # a run of prompts: .txt, .jsonl, or `prompts`; ids and seeds are the rows' numbers
 
 

@@ -1,0 +1,120 @@
+"""Words of a command line by people who know other programs: read as they are meant, or told ours. No torch."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from fengine.api.sglang_args import HARMLESS, REFUSED
+from fengine.errors import ConfigError
+
+GRAMMARS = ("sampling.json_schema", "sampling.regex", "sampling.ebnf", "sampling.structural_tag")
+FILES = tuple(name for name in GRAMMARS if name != "sampling.regex")  # whose values may be read as @FILE
+MAX_FILE = 1 << 20  # bytes
+# vLLM's, SGLang's, llama.cpp's and OpenAI's names -> ours; those that end alike are found without a table.
+WORDS = {
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "num_gpus", "gpus"), "parallel.tp_size"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict", "max_gen_toks"), "sampling.max_new_tokens"),
+    **dict.fromkeys(("max_model_len", "max_seq_len", "ctx_size", "n_ctx"), "model.context_length"),
+    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction"), "cache.mem_fraction_static"),
+    **dict.fromkeys(("max_num_seqs", "max_batch_size", "batch_size"), "scheduler.max_running_requests"),
+    **dict.fromkeys(("max_num_batched_tokens", "chunked_prefill_size"), "scheduler.max_step_tokens"),
+    **dict.fromkeys(("block_size",), "cache.page_size"),
+    **dict.fromkeys(("model_path", "model_id", "model_name_or_path", "checkpoint", "pretrained"), "model.path"),
+    **dict.fromkeys(("tokenizer", "tokenizer_name"), "model.tokenizer_path"),
+    **dict.fromkeys(("served_model_name", "alias"), "serve.model_name"),
+    **dict.fromkeys(("speculative_algorithm", "draft"), "speculation.algorithm"),
+    **dict.fromkeys(("lora", "lora_modules", "enable_lora", "adapters"), "lora.paths"),
+    **dict.fromkeys(("temp",), "sampling.temperature"),
+    **dict.fromkeys(("system", "system_prompt"), "prompts=FILE.jsonl with messages"),
+    **dict.fromkeys(("input", "input_file", "prompt", "prompt_file", "i", "p", "file"), "prompts"),
+    **dict.fromkeys(("output", "output_file", "output_dir", "output_path", "o"), "out"),
+    **dict.fromkeys(("num_samples", "repeats"), "task.samples"),
+    **dict.fromkeys(("tasks", "dataset"), "task"),
+    **dict.fromkeys(("guided_json", "schema", "json"), "sampling.json_schema"),
+    **dict.fromkeys(("num_fewshot", "fewshot"), "task.shots"),
+    **dict.fromkeys(("v", "verbose"), "view"),
+    **dict.fromkeys(("m",), "-m (a sweep)"),
+}
+SWITCHES = {  # of other programs -> what does the same
+    "enforce_eager": "compile.cuda_graph=false",
+    "disable_cuda_graph": "compile.cuda_graph=false",
+    "disable_radix_cache": "cache=no_prefix",
+    "no_enable_prefix_caching": "cache=no_prefix",
+    "enable_prefix_caching": "nothing: prefixes are cached unless cache=no_prefix",
+    "trust_remote_code": "nothing: code of a checkpoint is never run",
+    "apply_chat_template": "chat=true",
+    "stream": "nothing: texts are shown as they grow, and a server streams where a request asks",
+}
+
+
+def readable(word: str, multirun: bool) -> str:
+    """An override as its writer means it: ~ is the home directory, a grammar is a text whatever signs are in it, or a
+    file's with @, and what has a blank in it is one prompt. Errors: ConfigError for an @FILE that is not there."""
+    key, sign, value = word.partition("=")
+    if not sign or value[:1] in ("'", '"') or multirun and "," in value:
+        return word
+    if re.match(r"~(/|$)", value):
+        return f"{key}={quoted(str(Path(value).expanduser()))}"
+    if key in FILES and value.startswith("@"):
+        return f"{key}={quoted(_content(key, value[1:]))}"
+    is_text = key in GRAMMARS and value != "null" or key == "prompts" and re.search(r"\s", value) and value[:1] != "["
+    return f"{key}={quoted(value)}" if is_text else word
+
+
+def quoted(text: str) -> str:
+    """A text as Hydra's grammar has it. Pure."""
+    text = re.sub(r"(\\*)(\"|$)", lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], text)
+    return f'"{text}"'
+
+
+def _content(key: str, name: str) -> str:
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            found = file.read(MAX_FILE + 1)
+        if len(found) > MAX_FILE:
+            raise ConfigError(f"{key}=@{name:.200} has more than {MAX_FILE:,} bytes")
+        return found.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}=@{name:.200} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def other_name(key: str, names: Sequence[str], value: str = "") -> str | None:
+    """What to say of a key by which other programs know something; None: of no such key. `names`: our keys. Pure."""
+    name = key.lstrip("-").replace("-", "_").lower()
+    own = name.removeprefix("no_") if name not in SWITCHES else name
+    given = f"={value}" if value else ""
+    if own in SWITCHES:
+        return f"fengine's word for it is {SWITCHES[own]}"
+    same = [ours for ours in names if ours == own or ours.rpartition(".")[2] == own]
+    if found := same[0] if same else WORDS.get(own):
+        return f"fengine's word for it is {found}{given if found in names else ''}"
+    for told, groups in (("not built", REFUSED), ("it is not needed", HARMLESS)):
+        if reason := next((why for why, group in groups.items() if own in group), None):
+            return f"{told}: {reason}"
+    return None
+
+
+def flag(words: Sequence[str], index: int, names: Sequence[str]) -> str:
+    """What to say of the word at `index`, an option that is not known. Pure."""
+    word, sign, value = words[index].partition("=")
+    if not sign and index + 1 < len(words) and not words[index + 1].startswith("-"):
+        value = words[index + 1]
+    told = other_name(word, names, value)
+    if told is None:
+        tails = {name.rpartition(".")[2]: name for name in reversed(names)}
+        near = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), tails, 1, 0.75)
+        told = f"did you mean {tails[near[0]]}={value or 'VALUE'}?" if near else "--help lists all keys"
+    return f"no option {word:.100}; settings are written key=value; {told}"
+
+
+def unreadable(word: str, problem: str) -> str:
+    """What to say of a word that Hydra's grammar does not read, whatever the library says about it. Pure."""
+    key, sign, value = word.partition("=")
+    first = f"cannot read the override {word}{problem}\n"
+    if not sign:
+        return first + f"write key=value: a task is task={word:.100}, a model model={word:.100} or model.path=DIR"
+    if not value or re.search(r"[\"']", key):
+        return first + """write key=value, and quote a value with spaces or commas: prompts='["Hello, you"]'"""
+    single = value.replace("'", "'\\''")
+    return first + f"write key=value, quoted twice, for the shell and for fengine: {key}='\"{single:.200}\"'"

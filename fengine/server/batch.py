@@ -1,0 +1,58 @@
+"""One request of OpenAI's batch format through a `Service`: the answer that a server of the same engine would give."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from fengine.api.engine import Engine
+from fengine.api.io_struct import GenerateReqInput
+from fengine.api.outputs import Output
+from fengine.server.config import ServerConfig
+from fengine.server.endpoints import ENDPOINTS
+from fengine.server.errors import ApiError, unsupported
+from fengine.server.service import Plan, Service
+
+PATHS = {path: one for one in ENDPOINTS if one.plan and one.fields for path in one.paths}
+MAX_ROWS = 1 << 31  # of a batch the caller decides how many are open
+
+
+def service_of(engine: Engine) -> Service:
+    """A service for files: every model name that is not an adapter's is the model's. Errors: those of `Service`."""
+    return Service(engine, ServerConfig(any_model_name=True, max_rows=MAX_ROWS))
+
+
+async def respond(service: Service, request: Mapping[str, Any], seed: int) -> tuple[Any, list[Output]]:
+    """(the answer's body, the outputs that it is made of). `seed`: of a request that brings none. Errors: ApiError."""
+    url, method, body = (request.get(name) for name in ("url", "method", "body"))
+    if not isinstance(url, str) or url not in PATHS:
+        raise ApiError(400, f"url must be one of {', '.join(PATHS)}, got {url!r:.80}.", "url", "invalid_value")
+    if method not in (None, "POST"):
+        raise ApiError(400, f"method must be POST, got {method!r:.40}.", "method", "invalid_value")
+    if not isinstance(body, Mapping):
+        raise ApiError(400, f"body must be a JSON object, got {type(body).__name__}.", "body", "invalid_value")
+    if body.get("stream"):
+        raise unsupported("stream", "stream: a batch has whole answers; leave it out.")
+    endpoint = PATHS[url]
+
+    def plan(service: Service, body: Mapping[str, Any]) -> Plan:
+        assert endpoint.plan is not None, "an endpoint with a plan"
+        found = endpoint.plan(service, body)
+        if isinstance(found.request, GenerateReqInput):
+            found.request.sampling_params = _seeded(found.request.sampling_params, seed)
+        return found
+
+    call = await service.begin(plan, body, endpoint.words)
+    try:
+        outputs = await service.outputs(call.collector.wait_async(), asyncio.get_running_loop().create_future())
+    finally:
+        service.end(call)
+    return call.plan.whole(outputs), outputs
+
+
+def _seeded(params: Any, seed: int) -> Any:
+    """Sampling parameters with the seed where they have none. Pure."""
+    if isinstance(params, list):
+        return [_seeded(one, seed) for one in params]
+    if isinstance(params, Mapping | None) and (params or {}).get("sampling_seed") is None:
+        return {**(params or {}), "sampling_seed": seed}
+    return params

@@ -1,0 +1,110 @@
+"""What people type who know other programs is read as they mean it, or answered with key, value and remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fengine import run
+from fengine.errors import ConfigError, InputFileError
+from fengine.eval.cli.compose import parse, points
+from fengine.eval.cli.mistakes import quoted
+from fengine.eval.commands.evaluate import with_prompts
+from fengine.eval.commands.serve import SERVE
+from fengine.eval.runs.config import RUN, evaluation_of
+from fengine.eval.tasks.kinds import open_task
+
+
+def config(*words: str):  # noqa: ANN201
+    return points(parse(with_prompts(words), RUN), RUN)[0].config
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("tp=2", "unknown key tp; fengine's word for it is parallel.tp_size"),
+        ("gpu_memory_utilization=0.5", "cache.mem_fraction_static"),
+        ("enforce_eager=true", "compile.cuda_graph=false"),
+        ("dp_size=2", "not built: several GPUs"),
+        ("trust_remote_code=true", "never run"),
+        ("model.max_tokens=3", "sampling.max_new_tokens"),
+        ("quantization=fp8", "model.quantization"),
+        ("--temperature 0.8", "settings are written key=value; fengine's word for it is sampling.temperature=0.8"),
+        ("--max-tokens=5", "sampling.max_new_tokens=5"),
+        ("--tensor-parallel-size 2", "parallel.tp_size=2"),
+        ("--temprature 1", "did you mean sampling.temperature=1?"),
+        ("--frobnicate", "no option --frobnicate"),
+        ("hellaswag", "task=hellaswag"),
+        ('out={"a":"b"}', """quoted twice, for the shell and for fengine: out='"{"a":"b"}"'"""),
+        ("sampling.json_schema=@/no/such.json", "sampling.json_schema=@/no/such.json cannot be read: No such file"),
+    ],
+)
+def test_foreign_words_are_told_ours(words: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(*words.split())
+    assert said in str(caught.value) and len(str(caught.value).splitlines()) <= 2
+
+
+def test_words_of_a_server_are_known_to_it() -> None:
+    with pytest.raises(ConfigError, match="serve.port=80$"):
+        parse(["--port", "80"], SERVE)
+    with pytest.raises(ConfigError, match="serve.model_name=x$"):
+        parse(["--served-model-name=x"], SERVE)
+
+
+def test_a_prompt_stands_anywhere_and_needs_no_quotes_of_its_own() -> None:
+    assert config("What is 2+2?").prompts == ["What is 2+2?"]
+    assert config("seed=3", 'Say "no", then a=b', "It's 5").prompts == ['Say "no", then a=b', "It's 5"]
+    assert config("prompts=Hello, my name is").prompts == "Hello, my name is"
+    assert evaluation_of(config("prompts=Hello, my name is"), ()).task.prompts == ("Hello, my name is",)
+
+
+def test_home_grammars_and_files_of_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config("model.path=~/it's").engine.model.path == f"{tmp_path}/it's"
+    assert config("sampling.regex=[0-9]").sampling.regex == "[0-9]"
+    assert config(r"sampling.regex=(a|\d+){1,2}").sampling.regex == r"(a|\d+){1,2}"
+    schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x, y", '"']}}})
+    assert config(f"sampling.json_schema={schema}").sampling.json_schema == schema
+    (tmp_path / "s.json").write_text(schema)
+    assert config(f"sampling.json_schema=@{tmp_path}/s.json").sampling.json_schema == schema
+    assert config("sampling.json_schema=null").sampling.json_schema is None
+    assert config("""sampling.regex='"[a,b]"'""".replace("'", "")).sampling.regex == "[a,b]"
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20).filter(lambda t: "${" not in t))
+def test_quoted_texts_come_back(text: str) -> None:
+
+    assert OverridesParser.create(None).parse_override(f"key={quoted(text)}").value() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("-", "", "cat > rows.jsonl"),
+        ("/dev/stdin", "", "cat > rows.jsonl"),
+        ("a.json", "", "jq -c"),
+        ("a.csv", "", "lines=True"),
+        ("a.jsonl", '[\n{"prompt": "x"}]', "holds one JSON array"),
+        ("a.jsonl", '[{"prompt": "x"}]', "jq -c"),
+    ],
+)
+def test_files_of_other_kinds_are_told_a_way(name: str, content: str, said: str, tmp_path: Path) -> None:
+    if content:
+        (tmp_path / name).write_text(content)
+    task = evaluation_of(config(f"prompts={name}"), ()).task
+    with pytest.raises(InputFileError, match=said):
+        list(open_task(task, tmp_path).rows())
+
+
+def test_help_of_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["help", "temperature"]) == 0
+    assert "sampling.temperature=1.0" in (told := capsys.readouterr().out) and "Divides the logits" in told
+    assert run.main(["help", "access_log"]) == 0 and "serve.access_log=false" in capsys.readouterr().out
+    assert run.main(["help", "frob"]) == run.USAGE and "no key has 'frob'" in capsys.readouterr().err
