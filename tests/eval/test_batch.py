@@ -43,14 +43,15 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_are_those_of_a_server_and_of_the_engine() -> None:
-    forecast = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    place = {"type": "object", "properties": {"c": {"enum": ["Paris", "Rome"]}}, "required": ["c"]}
+    forecast = {"type": "function", "function": {"name": "f", "parameters": place | {"additionalProperties": False}}}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     written(
         request("chat", {"model": "gpt-4o", "messages": HI, "max_tokens": 12, "n": 2}),
         request("text", {"prompt": "Once upon", "max_tokens": 6, "logprobs": 1}, "/v1/completions", extra=1),
         request("json", {"messages": HI, "response_format": asked, "max_tokens": 20}),
-        request("tool", {"messages": HI, "tools": [forecast], "tool_choice": "required", "max_tokens": 40}),
+        request("tool", {"messages": HI, "tools": [forecast], "tool_choice": "required", "parallel_tool_calls": False}),
         request("score", {"query": "A", "items": ["b", "c"], "label_token_ids": [5, 6]}, "/v1/score"),
     )
     assert run.main(["batch", "in.jsonl", "out.jsonl", *WORDS]) == run.OK, answers()
