@@ -12,7 +12,22 @@ from difflib import get_close_matches
 from fengine.errors import ConfigError
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
 from fengine.eval.cli.help import keys_of
-from fengine.eval.commands import batch, diff, evaluate, lm_eval, merge, models, report, rerun, serve, steps, verify
+from fengine.eval.commands import (
+    batch,
+    bench,
+    chat,
+    diff,
+    env,
+    evaluate,
+    lm_eval,
+    merge,
+    models,
+    report,
+    rerun,
+    serve,
+    steps,
+    verify,
+)
 from fengine.eval.runs.config import EVAL, RUN
 
 __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
@@ -20,6 +35,9 @@ __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate.main,
     "batch": batch.main,
+    "bench": bench.main,
+    "chat": chat.main,
+    "env": env.main,
     "merge": merge.main,
     "models": models.main,
     "diff": diff.main,

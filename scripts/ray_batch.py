@@ -53,7 +53,7 @@ class EngineActor:
 
     def __init__(self, config: EvalConfig, base: Path) -> None:
         self.config, self.engine = config, open_engine(config.engine)
-        self.task = open_task(config.task, base, self.engine.tokenizer.encode_chat)
+        self.task = open_task(config.task, base, run_file.render_of(self.engine, config.chat))
         self.asker = Asker(self.engine)
         found = manifest.in_force(self.engine.config, self.asker.max_input)
         if digests.local_directory(config.engine.model.path) is None:
@@ -135,7 +135,7 @@ def work(args: argparse.Namespace) -> int:
     """The run from its beginning, or from where it was. Errors: FengineError; those of Ray."""
     if ray is None:
         raise MissingExtraError.of("scripts/ray_batch.py", "ray", "ray")
-    (point,) = points(parse(args.words, "ray_batch"), EVAL)
+    (point,) = points(parse(args.words, EVAL), EVAL)
     config: EvalConfig = point.config
     folder = Path(config.out).absolute() if config.out else point.directory
     screen, shard = view.choose(config.view), parse_shard(config.run.shard)

@@ -23,6 +23,9 @@ class FakeTokenizer:
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         return [len(m["content"]) for m in messages]
 
+    def template_of(self, tools: bool) -> tuple[str, frozenset[str]]:
+        return "", frozenset()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [0] * add_special_tokens + [ord(c) for c in text]
 

@@ -14,6 +14,7 @@ from fengine.server.chat_body import ChatOptions
 from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
 from fengine.server.output_parser import OutputParser
+from fengine.server.thoughts import is_opened
 from fengine.server.token_text import TokenNames, hidden_states, prompt_logprobs
 from fengine.server.tool_calls import Format, ToolCall, forced_schema, format_of, is_hidden, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ def prepare(
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     form = _form_read(chat, facts, constrained)
     thinks = facts.thinks and chat.separate_reasoning and not constrained
-    opened = thinks and tokenizer.decode(ids[-8:], False).rstrip().endswith("<think>")
+    opened = thinks and is_opened(tokenizer, ids)
 
     def new_parser() -> OutputParser | None:
         if not (form or thinks or chat.forced):

@@ -35,6 +35,9 @@ ROOT = Path(run.__file__).resolve().parent.parent
 class FakeTokenizer:
     chat_templates = {"default": "x"}
 
+    def template_of(self, tools: bool) -> tuple[str, frozenset[str]]:
+        return "", frozenset()
+
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         return [len(m["content"]) for m in messages]
 

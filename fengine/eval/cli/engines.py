@@ -42,6 +42,40 @@ def model_directory(config: ModelConfig) -> Path:
     return resolve_model(config.path, config.revision, cache_dir=config.download_dir)
 
 
+def devices() -> dict[str, Any]:
+    """Torch, its threads, and the GPUs that it sees. Imports torch."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+    told = [f"{one.name} ({one.total_memory >> 30} GiB, {one.major}.{one.minor})" for one in gpus]
+    return {
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads",
+        "gpus": ", ".join(told),
+    }
+
+
+def transformers_model(engine: Any) -> Callable[[list[list[int]], int], None]:
+    """What draws tokens of an engine's checkpoint greedily with Transformers, for prompts of one length. Imports torch.
+
+    Errors: whatever Transformers raises.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    parts, device = engine._parts, engine.config.model.device
+    model: Any = AutoModelForCausalLM.from_pretrained(parts.model_dir, dtype=parts.kv_dtype)
+    model.to(device).eval()
+
+    def draw(prompts: list[list[int]], count: int) -> None:
+        ids = torch.tensor(prompts, device=device)
+        fixed = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), **fixed)
+
+    return draw
+
+
 def model_families() -> dict[str, list[str]]:
     """The architectures of each family, by the names under which people know it. Imports torch."""
     from fengine.models import FAMILIES

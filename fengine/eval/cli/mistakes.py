@@ -8,8 +8,8 @@ from pathlib import Path
 from fengine.api.sglang_args import HARMLESS, REFUSED
 from fengine.errors import ConfigError
 
-GRAMMARS = ("sampling.json_schema", "sampling.regex", "sampling.ebnf", "sampling.structural_tag")
-FILES = tuple(name for name in GRAMMARS if name != "sampling.regex")  # whose values may be read as @FILE
+TEXTS = ("sampling.json_schema", "sampling.regex", "sampling.ebnf", "sampling.structural_tag", "chat.template_kwargs")
+FILES = tuple(name for name in TEXTS if name != "sampling.regex")  # whose values may be read as @FILE
 MAX_FILE = 1 << 20  # bytes
 # vLLM's, SGLang's, llama.cpp's and OpenAI's names -> ours; those that end alike are found without a table.
 WORDS = {
@@ -26,13 +26,12 @@ WORDS = {
     **dict.fromkeys(("speculative_algorithm", "draft"), "speculation.algorithm"),
     **dict.fromkeys(("lora", "lora_modules", "enable_lora", "adapters"), "lora.paths"),
     **dict.fromkeys(("temp",), "sampling.temperature"),
-    **dict.fromkeys(("system", "system_prompt"), "prompts=FILE.jsonl with messages"),
+    **dict.fromkeys(("system", "system_prompt"), "chat.system"),
     **dict.fromkeys(("input", "input_file", "prompt", "prompt_file", "i", "p", "file"), "prompts"),
     **dict.fromkeys(("output", "output_file", "output_dir", "output_path", "o"), "out"),
     **dict.fromkeys(("num_samples", "repeats"), "task.samples"),
     **dict.fromkeys(("tasks", "dataset"), "task"),
     **dict.fromkeys(("guided_json", "schema", "json"), "sampling.json_schema"),
-    **dict.fromkeys(("num_fewshot", "fewshot"), "task.shots"),
     **dict.fromkeys(("v", "verbose"), "view"),
     **dict.fromkeys(("m",), "-m (a sweep)"),
 }
@@ -52,13 +51,15 @@ def readable(word: str, multirun: bool) -> str:
     """An override as its writer means it: ~ is the home directory, a grammar is a text whatever signs are in it, or a
     file's with @, and what has a blank in it is one prompt. Errors: ConfigError for an @FILE that is not there."""
     key, sign, value = word.partition("=")
+    if key == "chat":
+        return f"chat.enabled={value}"
     if not sign or value[:1] in ("'", '"') or multirun and "," in value:
         return word
     if re.match(r"~(/|$)", value):
         return f"{key}={quoted(str(Path(value).expanduser()))}"
     if key in FILES and value.startswith("@"):
         return f"{key}={quoted(_content(key, value[1:]))}"
-    is_text = key in GRAMMARS and value != "null" or key == "prompts" and re.search(r"\s", value) and value[:1] != "["
+    is_text = key in TEXTS and value != "null" or key == "prompts" and re.search(r"\s", value) and value[:1] != "["
     return f"{key}={quoted(value)}" if is_text else word
 
 

@@ -179,7 +179,7 @@ class Verification:
 
     def _compute(self, one: Layout, engine: Any, case: Case) -> tuple[Found, dict[str, int]]:
         """What the last pass of a layout found, and what its engine counted."""
-        task = open_task(self.config.task, Path(), render_of(engine))
+        task = open_task(self.config.task, Path(), render_of(engine, self.config.chat))
         before, found = engine.stats(), Found()
         for number in range(one.passes):
             order = self.numbers * one.copies

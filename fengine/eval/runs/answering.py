@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from fengine.core.request import derive_seed
@@ -15,12 +16,13 @@ from fengine.errors import (
     InvalidRequestError,
     StorageError,
 )
-from fengine.eval.runs.config import EvalConfig, SamplingConfig
+from fengine.eval.runs.config import EvalConfig, RunConfig, SamplingConfig
 from fengine.eval.runs.journal import MAX_LINE
 from fengine.eval.runs.manifest import row_seed
 from fengine.eval.runs.record import Record, common, line_of, row_record
 from fengine.eval.tasks.task import Answer, Ask, Pair, Row, Task
 from fengine.eval.tasks.task_config import Format
+from fengine.server.thoughts import parser_of, thinks
 
 UNSET = SamplingConfig()
 MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
@@ -29,16 +31,20 @@ NO_NEW_TOKENS = {"max_new_tokens": 0, "temperature": 0.0}
 Watcher = Callable[[str], None]  # gets a text as it grows
 
 
+def given_sampling(config: RunConfig | EvalConfig) -> dict[str, Any]:
+    """The sampling parameters that a config demands. Pure."""
+    open_ = {"max_new_tokens", *(RECOMMENDED if config.engine.model.sampling_defaults == "model" else ())}
+    params = config.sampling.as_dict()
+    return {name: value for name, value in params.items() if name not in open_ or value != getattr(UNSET, name)}
+
+
 def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[str, Any]:
     """The sampling parameters of one ask: the run's, the ask's over them, and the seed. Pure.
 
     Defaults are left to the engine where it has its own: max_new_tokens, which it then fits to the context, and what
     the model recommends. Another value is a demand.
     """
-    params = config.sampling.as_dict()
-    open_ = {"max_new_tokens", *(RECOMMENDED if config.engine.model.sampling_defaults == "model" else ())}
-    params = {name: value for name, value in params.items() if name not in open_ or value != getattr(UNSET, name)}
-    params |= ask.sampling
+    params = given_sampling(config) | ask.sampling
     if params.get("sampling_seed") is None:
         plain = config.task.format is Format.prompts  # as Engine(random_seed=seed) does
         own = derive_seed(config.seed, int(row_id)) if plain else row_seed(config.seed, row_id, sample)
@@ -149,6 +155,16 @@ class Asker:
             done = end
         return parts
 
+    def without_thoughts(self, ask: Ask, answer: Answer) -> Answer:
+        """The answer that is scored: of a chat with a thinking model what follows the thoughts. Pure."""
+        if ask.kind != "generate" or isinstance(ask.prompt, str) or self.tokenizer is None or not self.thinks:
+            return answer
+        return replace(answer, text=parser_of(self.tokenizer, ask.prompt).feed(answer.text, last=True).content)
+
+    @cached_property
+    def thinks(self) -> bool:
+        return thinks(self.tokenizer)
+
     def ids_of(self, prompt: str | list[int]) -> list[int]:
         """A prompt's ids, as the engine has them."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -190,7 +206,8 @@ async def answer_row(
     results = await asyncio.gather(*map(asker.ask, asks, params, watched))
     metas += [meta for _, several in results for meta in several]
     answers = [answer for answer, _ in results]
-    record = row_record(row, asks, answers, [p["sampling_seed"] for p in params], task.score(row, answers))
+    scores = task.score(row, list(map(asker.without_thoughts, asks, answers)))
+    record = row_record(row, asks, answers, [p["sampling_seed"] for p in params], scores)
     line = line_of(record)  # a score that is no JSON is the row's failure
     if len(line) > MAX_RECORD:
         raise InputFileError(

@@ -3,6 +3,7 @@
 A run of prompts is an evaluation that scores nothing: `evaluation_of` says which. `conf/` repeats defaults for readers.
 """
 
+import json
 import re
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
@@ -95,13 +96,32 @@ class ResumeConfig:
 
 
 @dataclass(frozen=True)
+class TemplateConfig:
+    """What chats are rendered with, beside their messages."""
+
+    system: str | None = None  # a system message before chats that have none
+    template_kwargs: str | None = None  # a JSON object, the template's variables: '{"enable_thinking": false}'
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return json.loads(self.template_kwargs or "{}")
+
+
+@dataclass(frozen=True)
+class ChatConfig(TemplateConfig):
+    """Chats in a run of prompts; `chat=true` is `chat.enabled=true`."""
+
+    enabled: bool = False  # wrap every plain prompt as a user's message, with the model's chat template
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run of prompts. Two runs with equal `engine` share one; users write its sections at the top."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     prompts: Any = None  # None: built in; a list of prompts; the name of a .txt or .jsonl file; one prompt
-    chat: bool = False
+    chat: ChatConfig = field(default_factory=ChatConfig)
     out: str | None = None
     seed: int = 0
     adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
@@ -120,6 +140,7 @@ class EvalConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    chat: TemplateConfig = field(default_factory=TemplateConfig)
     seed: int = 0
     adapter: str | None = None  # the LoRA adapter of all rows: a name of lora.paths
     top_logprobs: int = 0
@@ -143,9 +164,10 @@ def evaluation_of(config: RunConfig, builtin: tuple[Any, ...]) -> EvalConfig:
     if isinstance(prompts, str) and is_prompt(prompts):
         prompts = [prompts]
     rows: dict[str, Any] = {"data": prompts} if isinstance(prompts, str) else {"prompts": tuple(prompts)}
-    task = TaskConfig("prompts", format=Format.prompts, chat=config.chat, target=None, match=Match.none, **rows)
+    task = TaskConfig("prompts", format=Format.prompts, chat=config.chat.enabled, target=None, match=Match.none, **rows)
     shared = ("engine", "sampling", "seed", "adapter", "resume", "trace", "max_errors", "show", "view")
-    return EvalConfig(task=task, **{name: getattr(config, name) for name in shared})
+    chat = TemplateConfig(config.chat.system, config.chat.template_kwargs)
+    return EvalConfig(task=task, chat=chat, **{name: getattr(config, name) for name in shared})
 
 
 def is_prompt(text: str) -> bool:
@@ -162,7 +184,7 @@ def check_run(config: RunConfig) -> list[str]:
         problems.append(f"prompts must be a list or a file's name, got {config.prompts!r:.80}")
     if config.prompts in ("", []):
         problems.append("prompts is empty; leave it out to run the built-in prompts")
-    if config.chat and config.engine.model.skip_tokenizer_init:
+    if config.chat.enabled and config.engine.model.skip_tokenizer_init:
         problems.append("chat=true needs a tokenizer: set model.skip_tokenizer_init=false")
     return problems
 
@@ -191,6 +213,7 @@ def check(config: EvalConfig) -> list[str]:
 
 def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     problems = engine_config.check(config.engine) + engine_config.check_adapter(config.adapter, config.engine.lora)
+    problems += _check_template(config.chat)
     try:
         compile_patterns(SamplingParams.of(config.sampling.as_dict()).stop_regex)
     except FengineError as error:
@@ -202,6 +225,14 @@ def _check_shared(config: RunConfig | EvalConfig) -> list[str]:
     if not -(2**63) <= config.seed < 2**63:
         problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
     return problems
+
+
+def _check_template(chat: TemplateConfig) -> list[str]:
+    try:
+        wrong = not isinstance(chat.values, dict)
+    except ValueError:
+        wrong = True
+    return [f"chat.template_kwargs must be a JSON object, got {chat.template_kwargs!r:.80}"] * wrong
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

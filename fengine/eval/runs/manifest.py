@@ -123,7 +123,8 @@ def _short(value: Any) -> str:
 def surroundings() -> dict[str, Any]:
     """Where a run took place: not compared, since results do not depend on it."""
     packages = sorted(f"{name}=={version}" for name, version in machine.packages().values())
-    kept = {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith(PREFIXES)}
+    named = {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith(PREFIXES)}
+    kept = {k: v for k, v in named.items() if "KEY" not in k}  # of a server: secrets
     return {
         "python": platform.python_version(),
         "system": platform.platform(),

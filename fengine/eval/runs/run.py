@@ -22,7 +22,7 @@ from fengine.eval.cli.engines import EngineCache, model_directory, report
 from fengine.eval.cli.schema import Point, nested
 from fengine.eval.cli.view import QuietView, count, duration, place
 from fengine.eval.runs import digests, loop, machine, manifest
-from fengine.eval.runs.config import EvalConfig, parse_shard
+from fengine.eval.runs.config import EvalConfig, TemplateConfig, parse_shard
 from fengine.eval.runs.config import Trace as TraceKind
 from fengine.eval.runs.finish import finish, is_finished, read_metrics
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
@@ -113,9 +113,15 @@ def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Pat
     return record
 
 
-def render_of(engine: Any) -> Any:
-    """The chat template of an engine's model; None without a tokenizer. Pure."""
-    return None if engine.tokenizer is None else engine.tokenizer.encode_chat
+def render_of(engine: Any, chat: TemplateConfig) -> Any:
+    """Messages to ids, by the chat template of an engine's model; None without a tokenizer. Pure."""
+    tokenizer, head = engine.tokenizer, [{"role": "system", "content": chat.system}] if chat.system is not None else []
+
+    def render(messages: list[dict[str, Any]]) -> list[int]:
+        own = messages[0].get("role") in ("system", "developer")
+        return tokenizer.encode_chat(messages if own else [*head, *messages], **chat.values)
+
+    return None if tokenizer is None else render
 
 
 @dataclass
@@ -138,7 +144,8 @@ class Run:
         reused = engines.holds(self.config.engine)
         engine = load(self.config.engine, engines, screen)
         self.check_engine(engine)
-        return self.compute(engine, open_task(self.config.task, base, render_of(engine)), screen, argv, reused)
+        task = open_task(self.config.task, base, render_of(engine, self.config.chat))
+        return self.compute(engine, task, screen, argv, reused)
 
     def check_engine(self, engine: Any) -> None:
         """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""

@@ -1,0 +1,172 @@
+"""`fengine chat`: a conversation in the terminal with an engine of this process. No torch before the model is loaded.
+
+Exit codes: 0 ended by /exit or the end of input, 1 the engine died, 2 usage or configuration.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
+
+from fengine.core.request import derive_seed
+from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError
+from fengine.eval.cli import command, compose
+from fengine.eval.cli.engines import EngineCache
+from fengine.eval.cli.view import LiveView, PlainView, clean
+from fengine.eval.runs.answering import given_sampling
+from fengine.eval.runs.config import RUN, RunConfig
+from fengine.eval.runs.folder import write_file
+from fengine.eval.runs.run import load, render_of
+from fengine.server.thoughts import parser_of, shows_special
+
+USAGE = """
+Usage:  fengine chat [group=option] [key=value] ...
+
+A conversation with a model. Whole turns are kept, and nothing leaves this process.
+
+    fengine chat                                             the model in the box
+    fengine chat model=qwen3-0.6b chat.system="Be brief." sampling.temperature=0.7 seed=3
+    fengine chat model=qwen3-0.6b chat.template_kwargs='{"enable_thinking": false}'
+
+While it runs:  /reset forgets all turns   /seed N draws otherwise   /system TEXT   /undo takes the last turn back
+                /save FILE writes the turns as {"messages": ...}, as prompts=FILE reads   /exit   Ctrl-C ends an answer
+
+The bits of an answer depend on turns, settings and seed only: the same words and the same seed, the same answer.
+"""
+OTHER = ("prompts", "out", "return_logprob", "trace", "resume", "max_errors", "show", "chat.enabled")
+HELP = "/reset  /seed N  /system TEXT  /undo  /save FILE  /exit"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `fengine chat` with these arguments and returns the exit code."""
+    return command.run(USAGE, argv, _work)
+
+
+def _work(words: Sequence[str]) -> int:
+    for word in words:
+        if (key := word.partition("=")[0]) in OTHER or key.partition(".")[0] in OTHER:
+            raise ConfigError(f"{word:.200}: a chat has no {key}; fengine chat --help tells what it has")
+    given = compose.parse(words, RUN)
+    (point,) = compose.points(given, RUN)
+    console = Console(highlight=False, markup=False, emoji=False)
+    view = LiveView(console) if console.is_terminal else PlainView()
+    with EngineCache() as engines:
+        engine = load(point.config.engine, engines, view)
+        if engine.tokenizer is None:
+            raise ConfigError("a chat needs texts: set model.skip_tokenizer_init=false")
+        view.note(HELP)
+        prompt = Text("› ", style="bold cyan") if console.is_terminal else ""
+        Chat(engine, point.config, console).run(lambda: console.input(prompt))
+    return command.OK
+
+
+@dataclass
+class Chat:
+    """One conversation. Modified by its methods."""
+
+    engine: Any
+    config: RunConfig
+    console: Console
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.seed, self.system = self.config.seed, self.config.chat.system
+        self.render = render_of(self.engine, self.config.chat)
+        self.sampling = given_sampling(self.config)
+        if shows_special(self.engine.tokenizer):
+            self.sampling["skip_special_tokens"] = False
+
+    def run(self, read: Callable[[], str]) -> None:
+        """Answers lines until they end or /exit. Errors: EngineDeadError, EngineClosedError."""
+        while True:
+            try:
+                line = read().strip()
+            except (EOFError, KeyboardInterrupt):
+                return
+            if line.startswith("/"):
+                if line == "/exit":
+                    return
+                self.command(*line[1:].partition(" ")[::2])
+            elif line:
+                self.answer(line)
+
+    def command(self, name: str, value: str) -> None:
+        """One of HELP."""
+        if name == "reset":
+            self.messages.clear()
+        elif name == "undo":
+            del self.messages[-2:]
+        elif name == "seed" and value.lstrip("-").isdecimal() and len(value) < 20:
+            self.seed = int(value)
+        elif name == "system":
+            self.system = value or None
+        elif name == "save" and value:
+            self._save(Path(value).expanduser())
+        else:
+            self._tell(f"there are {HELP}")
+            return
+        self._tell("done")
+
+    def _save(self, path: Path) -> None:
+        try:
+            write_file(path, json.dumps({"messages": self._turns()}, ensure_ascii=False) + "\n")
+        except FengineError as error:
+            self._tell(str(error))
+
+    def _turns(self) -> list[dict[str, Any]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+
+    def answer(self, line: str) -> None:
+        """One turn; it is kept only if there is an answer. Errors: EngineDeadError, EngineClosedError."""
+        self.messages.append({"role": "user", "content": line})
+        try:
+            text = self._streamed(self.render(self._turns()))
+        except (EngineDeadError, EngineClosedError):
+            raise
+        except FengineError as error:
+            self._tell(f"{type(error).__name__}: {error}; /reset forgets what was said")
+            text = ""
+        if text:
+            self.messages.append({"role": "assistant", "content": text})
+        else:
+            self.messages.pop()
+
+    def _streamed(self, ids: list[int]) -> str:
+        """The answer, shown as it grows: its thoughts dimmed, the rest as Markdown in a terminal."""
+        seed, parser = derive_seed(self.seed, len(self.messages) // 2), parser_of(self.engine.tokenizer, ids)
+        outputs = self.engine.generate(
+            input_ids=ids, sampling_params=self.sampling | {"sampling_seed": seed}, stream=True
+        )
+        thought = text = ""
+        shown = self.console if self.console.is_terminal else Console(quiet=True)
+        with Live(console=shown, auto_refresh=False, vertical_overflow="visible") as live:
+            for piece, last in pieces(outputs):
+                delta = parser.feed(piece, last)
+                thought, text = thought + delta.reasoning, text + delta.content
+                live.update(Text(clean(thought), style="dim") if not text else Markdown(clean(text)), refresh=True)
+        if not self.console.is_terminal:
+            self.console.print(Text(clean(text)), soft_wrap=True)
+        return text
+
+    def _tell(self, text: str) -> None:
+        self.console.print(Text(clean(text), style="dim"))
+
+
+def pieces(outputs: Iterator[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """What each output adds, and whether it is the last. An interruption ends the request and the answer."""
+    told = ""
+    try:
+        for output in outputs:
+            text = output["text"]
+            yield text[len(told) :], output["meta_info"]["finish_reason"] is not None
+            told = text
+    except KeyboardInterrupt:
+        yield "", True
+    finally:
+        getattr(outputs, "close", lambda: None)()
