@@ -29,9 +29,9 @@ class AdapterSlots:
         self._slots = [_Slot() for _ in range(count)]
         self._clock = 0  # counts uses
 
-    def fits(self, adapter: Adapter | None) -> bool:
+    def fits(self, adapter: Adapter) -> bool:
         """Whether a request with this adapter may run beside those that do. Pure."""
-        return adapter is None or self._find(adapter) is not None
+        return self._find(adapter) is not None
 
     def enter(self, adapter: Adapter) -> tuple[int, bool]:
         """A slot for one more request of the adapter, which must fit, and whether the adapter must be written there."""

@@ -236,7 +236,7 @@ class Scheduler:
     def _fits(self, request: Request) -> bool:
         """Whether its adapter has a slot, and its images are encoded, or are before this step."""
         ready = not request.images or (self.images is not None and self.images.ready(request.rid))
-        return ready and self._rows.adapters.fits(request.adapter)
+        return ready and (request.adapter is None or self._rows.adapters.fits(request.adapter))
 
     def _schedule_encodes(self, images: ImageRows) -> None:
         """Plans what to encode before this step for requests that may be admitted soon: up to the budget, or one image;

@@ -11,10 +11,10 @@ from typing import Any
 
 from fengine.core.request import Request
 from fengine.core.scheduler import Scheduler
-from fengine.core.step_trace import StepTrace
 from fengine.engine.inbox import IN_STEP, Command, Inbox
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.request_state import RequestState
+from fengine.engine.steering import Steering
 from fengine.engine.stepper import Runner, Stepper
 from fengine.engine.threads import REAL, Threads
 from fengine.errors import (
@@ -48,20 +48,15 @@ class EngineCore:
         self.inbox = Inbox(system)
         self.requests = OutputProcessor(scheduler, self.abort, system)
         self.stepper = Stepper(scheduler, input_batch, runner, kv, self.requests, overlap)
-        self.traces: dict[str, StepTrace] = {}  # by the key of who asked
         self.weight_version = "default"  # the label of the weights that steps run with
         self.refusals: dict[str, str] = {}  # why no request can run now, by cause: memory that is released
         self.handlers: dict[str, Handler] = {
             "add": self._add,
             "abort": self._abort,
-            "pause": self._pause,
-            "resume": self._resume,
-            "flush_cache": self._flush,
             "label_weights": self.label_weights,
-            "watch_steps": self._watch_steps,
-            "unwatch_steps": self._unwatch_steps,
             "get_stats": self.stats,
             "ping": lambda: None,
+            **Steering(self.stepper, self.requests.abort).handlers(),
         }
         self.ended: queue.SimpleQueue[threading.Thread] = system.queue()  # threads that have reached their end
         self.threads = [
@@ -243,34 +238,6 @@ class EngineCore:
     def _abort(self, meant: Sequence[RequestState] | None = None, *, rids: Sequence[str] | None) -> None:
         self.requests.abort(rids, meant)
         self.stepper.rest()
-
-    def _pause(self, mode: str) -> None:
-        self.stepper.paused = True
-        self.stepper.drain()
-        if mode == "abort":
-            self._abort(rids=None)
-        elif mode == "retract":
-            self.stepper.scheduler.retract()
-
-    def _resume(self) -> None:
-        self.stepper.paused = False
-
-    def _flush(self) -> bool:
-        stats = self.stats()
-        held = stats["paused"] and not stats["running"]  # those that wait hold no pages
-        if stats["running"] + stats["waiting"] and not held:
-            return False
-        self.stepper.flush_cache()
-        return True
-
-    def _watch_steps(self, tell: Callable[[Any], None], key: str) -> None:
-        self.traces[key] = StepTrace(self.stepper.scheduler, tell)
-        self.stepper.watch(self.traces[key])
-
-    def _unwatch_steps(self, key: str) -> Exception | None:
-        trace = self.traces.pop(key)
-        self.stepper.unwatch(trace)
-        return trace.fault
 
     def refuse(self, reasons: dict[str, str], *, idle: bool = False) -> None:
         """Refuses requests from here on, for these reasons by cause. With `idle` only if none is open.

@@ -11,7 +11,7 @@ from typing import Protocol
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput, Watcher
 from fengine.engine.output_processor import OutputProcessor
-from fengine.engine.request_state import record
+from fengine.engine.readout import record
 from fengine.errors import InvariantError
 from fengine.models.kv_state import KVHandle, KVState, Params
 from fengine.worker.input_batch import InputBatch

@@ -11,7 +11,7 @@ from fengine.models.kv_state import KVState, Params, layer_kinds
 from fengine.ops import edges
 from fengine.ops.bitmask import words
 from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs
-from fengine.worker.fields import Arrays, Field, Sizes, StaticBuffers
+from fengine.worker.fields import StaticBuffers
 from fengine.worker.logits.logprobs import (
     ASKED,
     MOST_ASKED,
@@ -35,7 +35,18 @@ from fengine.worker.step import (
     sample_rows,
     scores_of,
 )
-from fengine.worker.step_input import ADAPTERS, IMAGES, INPUTS, LogitsStage, PromptRows, StepInput, warm_step
+from fengine.worker.step_input import (
+    ADAPTERS,
+    IMAGES,
+    INPUTS,
+    Arrays,
+    Field,
+    LogitsStage,
+    PromptRows,
+    Sizes,
+    StepInput,
+    warm_step,
+)
 
 DRAWS = Field("draw_2R", torch.int32)  # tokens, and the bits of their logprobs
 OUTPUTS = (DRAWS, Field("top_id_RX", torch.int32), Field("logprob_RZ", torch.float32))  # of DRAWS and Likeliest

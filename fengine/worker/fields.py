@@ -1,44 +1,16 @@
-"""What goes to the device and comes back, by name: `Field`s, and how they lie in one packed buffer. Pure, but `pack`.
+"""How fields lie in one packed buffer, which goes to the device and comes back. Pure, but `pack`."""
 
-A field's dimensions stand behind the last "_" of its name: letters of the dimension key, or a number as it is. Layout,
-views, padding and warm-up derive from the declaration; steps find their inputs by name.
-"""
-
-from collections.abc import Iterable, Mapping
-from enum import Enum
+from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Arrays = dict[str, np.ndarray]
-Tensors = Mapping[str, Tensor]
-Sizes = Mapping[str, int]
-Targets = list[tuple["Field", np.ndarray]]
+from fengine.worker.step_input import Arrays, Field, Pad, Sizes, blank_value
 
-
-class Pad(Enum):
-    """Paddings that are no constant."""
-
-    LAST = "last"  # the last value again
-    NONE = "none"  # whatever lies there: nothing reads it
-
-
-class Field(NamedTuple):
-    """One array of a step. `pad` stands behind what the step fills in, and everywhere if it fills in nothing."""
-
-    name: str
-    dtype: torch.dtype
-    pad: float | Pad = 0
-
-    @property
-    def letters(self) -> str:
-        return self.name.rpartition("_")[2]
-
-    def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in self.letters)
+Targets = list[tuple[Field, np.ndarray]]
 
 
 class Slot(NamedTuple):
@@ -76,11 +48,11 @@ def pack(arrays: Arrays, targets: Targets) -> None:
         source = arrays.get(field.name)
         if source is None:
             if field.pad is not Pad.NONE:
-                target[...] = _constant(field)
+                target[...] = blank_value(field)
             continue
         if field.pad is not Pad.NONE:
             behind = 0 if source.ndim > 1 else len(source)  # two dimensions are padded in both
-            target[behind:] = source[-1] if field.pad is Pad.LAST else _constant(field)
+            target[behind:] = source[-1] if field.pad is Pad.LAST else blank_value(field)
         target[tuple(map(slice, source.shape))] = source
 
 
@@ -129,18 +101,3 @@ class StaticBuffers:
     def tensors(self, which: int, sizes: Sizes) -> dict[str, Tensor]:
         """The fields in the device's buffer `which`."""
         return views(self.device[which], self.place(sizes)[0])
-
-
-def blank(field: Field, sizes: Sizes) -> np.ndarray:
-    """The field with nothing filled in."""
-    array: np.ndarray = torch.empty(0, dtype=field.dtype).numpy()
-    return np.full(field.shape(sizes), _constant(field), array.dtype)
-
-
-def _constant(field: Field) -> float:
-    return 0 if isinstance(field.pad, Pad) else field.pad
-
-
-def built(kind: Any, tensors: Tensors) -> Any:
-    """A NamedTuple of tensors from those that have its fields' names."""
-    return kind(**{name: tensors[name] for name in kind._fields if name in tensors})

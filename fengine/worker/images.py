@@ -12,7 +12,7 @@ from fengine.core.scheduler_output import NewRow, SchedulerOutput
 from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
-from fengine.worker.fields import Arrays
+from fengine.worker.step_input import Arrays
 
 TABLE = "image_ED"  # in Params
 

@@ -12,11 +12,10 @@ import numpy as np
 
 from fengine.core.images import Encode
 from fengine.core.scheduler_output import NewRow, SchedulerOutput
-from fengine.worker.fields import Arrays
 from fengine.worker.images import ImageInputs
 from fengine.worker.logits.hidden_states import hidden_wanted
 from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
-from fengine.worker.step_input import Chunk, LogitsStage, StepInput
+from fengine.worker.step_input import Arrays, Chunk, LogitsStage, StepInput
 
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fengine.models.kv_state import KVState, Params
-from fengine.worker.fields import Arrays
 from fengine.worker.logits.masks import Drawn
 from fengine.worker.step import (
     ForwardFn,
@@ -28,7 +27,7 @@ from fengine.worker.step import (
     sample_rows,
     scores_of,
 )
-from fengine.worker.step_input import StepInput, warm_step
+from fengine.worker.step_input import Arrays, StepInput, warm_step
 
 
 class CpuRunner:

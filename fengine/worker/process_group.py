@@ -21,11 +21,10 @@ from fengine.models.weights import VOCAB_BLOCK
 from fengine.ops import edges
 from fengine.ops.columns import Group, distributed, share
 from fengine.ops.exchange import Mail, inbox_bytes
-from fengine.worker.fields import Tensors
 from fengine.worker.peer_memory import inboxes
 from fengine.worker.sampler import Sampled
 from fengine.worker.step import SampleFn, UnembedFn, sample_rows
-from fengine.worker.step_input import LogitsStage, StepInput
+from fengine.worker.step_input import LogitsStage, StepInput, Tensors
 
 FIRST = 120.0  # seconds until a rank gives its first sign of life, while its process starts
 ABORTING = 3.0  # seconds that the end of a group may take

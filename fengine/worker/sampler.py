@@ -9,12 +9,11 @@ from torch import Tensor
 from fengine.ops.bitmask import apply_bitmask, words
 from fengine.ops.edit_logits import add_at, count, penalize
 from fengine.ops.sampling import draw
-from fengine.worker.fields import Tensors
 from fengine.worker.logits.edits import LogitBias, Penalties
 from fengine.worker.logits.logprobs import MOST_ASKED, TOPS, Likeliest, score
 from fengine.worker.logits.processors import Processors
 from fengine.worker.logits.structured import StructuredOutput
-from fengine.worker.step_input import LogitsStage
+from fengine.worker.step_input import LogitsStage, Tensors
 
 
 def logits_stages(rows: int, vocab: int, device: torch.device) -> tuple[LogitsStage, ...]:

@@ -18,10 +18,9 @@ from fengine.models.layers import decoder
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
 from fengine.worker.compiled import compiled_layers
-from fengine.worker.fields import Tensors, built
 from fengine.worker.logits.logprobs import put, score_prompts, to_host
 from fengine.worker.sampler import Sampled, sample
-from fengine.worker.step_input import LogitsStage, StepInput
+from fengine.worker.step_input import LogitsStage, StepInput, Tensors, built
 
 ForwardFn = Callable[[Params, KVState, StepBatch], tuple[KVState, Tensor]]
 UnembedFn = Callable[[Params, Tensor], Tensor]

@@ -1,7 +1,12 @@
-"""`StepInput`: one step on the host, from the batch that gathers it to the runner; and the fields that it fills in."""
+"""`StepInput`: one step on the host, from the batch that gathers it to the runner; and the `Field`s that it fills in.
 
-from collections.abc import Callable, Sequence
+Every device input is declared once, by name. A field's dimensions stand behind the last "_" of its name: letters of the
+dimension key, or a number as it is. Layout, views, padding and warm-up derive from the declaration (`fields.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +15,48 @@ from torch import Tensor
 
 from fengine.core.scheduler_output import NewRow, Span
 from fengine.errors import FengineError
-from fengine.worker.fields import Arrays, Field, Pad, Sizes, Tensors, blank
+
+Arrays = dict[str, np.ndarray]
+Tensors = Mapping[str, Tensor]
+Sizes = Mapping[str, int]
+
+
+class Pad(Enum):
+    """Paddings that are no constant."""
+
+    LAST = "last"  # the last value again
+    NONE = "none"  # whatever lies there: nothing reads it
+
+
+class Field(NamedTuple):
+    """One array of a step. `pad` stands behind what the step fills in, and everywhere if it fills in nothing."""
+
+    name: str
+    dtype: torch.dtype
+    pad: float | Pad = 0
+
+    @property
+    def letters(self) -> str:
+        return self.name.rpartition("_")[2]
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in self.letters)
+
+
+def blank(field: Field, sizes: Sizes) -> np.ndarray:
+    """The field with nothing filled in."""
+    array: np.ndarray = torch.empty(0, dtype=field.dtype).numpy()
+    return np.full(field.shape(sizes), blank_value(field), array.dtype)
+
+
+def blank_value(field: Field) -> float:
+    return 0 if isinstance(field.pad, Pad) else field.pad
+
+
+def built(kind: Any, tensors: Tensors) -> Any:
+    """A NamedTuple of tensors from those that have its fields' names."""
+    return kind(**{name: tensors[name] for name in kind._fields if name in tensors})
+
 
 INPUTS = (  # of StepBatch, of fed tokens and of the draw; those of rows first, so that their places depend on R alone
     Field("logit_index_R", torch.int32),

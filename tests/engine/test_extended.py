@@ -27,13 +27,13 @@ from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.errors import ConfigError, LogitProcessorError
 from fengine.ops import linear
-from fengine.worker.fields import blank, pack
+from fengine.worker.fields import pack
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
 from fengine.worker.logits.processors import ProcessorRequest
 from fengine.worker.pooling import apply_head
 from fengine.worker.sampler import logits_stages, warm_up
-from fengine.worker.step_input import INPUTS, PromptRows, StepInput
+from fengine.worker.step_input import INPUTS, PromptRows, StepInput, blank
 
 VOCAB = SIZES["vocab_size"]
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-4}

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fengine.core.scheduler_output import NewRow
 from fengine.ops.edit_logits import add_at, count, penalize
-from fengine.worker.fields import Field, Tensors
-from fengine.worker.step_input import LogitsStage, StepInput
+from fengine.worker.step_input import Field, LogitsStage, StepInput, Tensors
 
 
 class Table:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fengine.errors import FengineError, LogitProcessorError
 from fengine.ops.edit_logits import BAN
-from fengine.worker.fields import Tensors
-from fengine.worker.step_input import Chunk, LogitsStage, StepInput
+from fengine.worker.step_input import Chunk, LogitsStage, StepInput, Tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from torch import Tensor
 from fengine.core.scheduler_output import NewRow
 from fengine.errors import FengineError
 from fengine.ops.bitmask import apply_bitmask, words
-from fengine.worker.fields import Arrays, Field, Pad, Tensors
 from fengine.worker.logits.masks import Drawn, Grammar, MaskRow
-from fengine.worker.step_input import Chunk, LogitsStage, StepInput
+from fengine.worker.step_input import Arrays, Chunk, Field, LogitsStage, Pad, StepInput, Tensors
 
 
 class StructuredOutput(LogitsStage):
