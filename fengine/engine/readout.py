@@ -1,0 +1,122 @@
+"""What a step has found beyond tokens and their logprobs goes to the states of its requests."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from fengine.core.request import Request
+from fengine.core.scheduler_output import Scores, Span, StepOutput
+from fengine.engine.request_state import RequestState
+
+Head = Callable[[np.ndarray], np.ndarray]  # pooled [D] -> [C], the checkpoint's own
+
+
+def record(
+    states: Mapping[str, RequestState], requests: Sequence[Request], samples: Sequence[bool], out: StepOutput,
+    head: Head,
+) -> dict[str, str]:  # fmt: skip
+    """Puts what a step found into the states of its requests; those that have ended meanwhile get nothing.
+
+    To be called before `Scheduler.update` of the same step; returns its `faults`. Modifies: the states, and
+    `out.logprobs` where a pooled row turns out not to be finite: it becomes NaN, as for a row that draws.
+    """
+    found = [_open(states, request) for request in requests]
+    for row, error in out.errors.items():
+        if (state := found[row]) is not None:
+            state.fault = error
+    for spans, scores in out.prompts:
+        for span in spans:
+            if (state := found[span.row]) is not None:
+                _add_prompt(state, span, scores)
+    if out.outputs is not None:
+        drawn = [sample and x == x for sample, x in zip(samples, out.logprobs, strict=False)]
+        _add_outputs([state if draws else None for state, draws in zip(found, drawn, strict=True)], out.outputs)
+    _add_hidden_states(found, out)
+    for row in out.pooled:
+        if (state := found[row]) is not None:
+            _finish_pool(state, head)
+    return {requests[row].rid: str(error) for row, error in out.errors.items()}
+
+
+def _open(states: Mapping[str, RequestState], request: Request) -> RequestState | None:
+    """The request's state, if it has not ended: its rid may belong to another one since."""
+    state = states.get(request.rid)
+    return None if state is None or state.request is not request else state
+
+
+def _pairs(logprobs: np.ndarray, ids: np.ndarray) -> list[list[tuple[float, int]]]:
+    """Rows of (logprob, id). Pure."""
+    return [list(zip(*row, strict=True)) for row in zip(logprobs.tolist(), ids.tolist(), strict=True)]
+
+
+def _add_prompt(state: RequestState, span: Span, scores: Scores) -> None:
+    request, params, start = state.request, state.request.params, state.request.params.logprob_start
+    assert start is not None, "input logprobs of a request that asked for none"
+    first = not state.input_logprobs  # the first position has nothing in front of it that could be asked
+    if first:
+        state.input_logprobs.append((None, request.token_ids[start]))
+    begin = start + len(state.input_logprobs) - 1
+    assert begin == span.first or not span.count, "input logprobs land once, in order"
+    rows = slice(span.at, span.at + span.count)
+    logprob_PK = scores.logprob_PK[rows]
+    target_P = request.token_ids[begin + 1 : begin + 1 + len(logprob_PK)]
+    state.input_logprobs += zip(logprob_PK[:, 0].tolist(), target_P, strict=True)
+    request.num_scored = len(state.input_logprobs)
+    if k := params.top_logprobs:
+        state.input_top += [None] * first + _pairs(scores.top_logprob_PX[rows, :k], scores.top_id_PX[rows, :k])
+    if params.logprob_ids:
+        ids = np.broadcast_to(np.array(params.logprob_ids), (len(logprob_PK), len(params.logprob_ids)))
+        state.input_ids += [None] * first + _pairs(logprob_PK[:, 1 : 1 + ids.shape[1]], ids)
+
+
+def _add_outputs(states: Sequence[RequestState | None], scores: Scores) -> None:
+    """Of the rows that have drawn. All arrays become lists at once: row by row that takes ten times as long."""
+    tops, ids, asked = scores.top_logprob_PX.tolist(), scores.top_id_PX.tolist(), scores.logprob_PK.tolist()
+    for row, state in enumerate(states):
+        if state is None:
+            continue
+        params = state.request.params
+        if k := params.top_logprobs:
+            state.output_top.append(list(zip(tops[row][:k], ids[row][:k], strict=True)))
+        if params.logprob_ids:
+            state.output_ids.append(list(zip(asked[row], params.logprob_ids, strict=False)))
+
+
+def _add_hidden_states(found: Sequence[RequestState | None], out: StepOutput) -> None:
+    for span in out.hidden:
+        assert out.hidden_HD is not None
+        rows = out.hidden_HD[span.at : span.at + span.count]
+        if (state := found[span.row]) is not None and not _add_hidden(state, span.first, rows):
+            out.logprobs[span.row] = float("nan")
+
+
+def _add_hidden(state: RequestState, first: int, rows: np.ndarray) -> bool:
+    """Keeps hidden states of positions first, first + 1, …; False if they are to be pooled and are not finite."""
+    request, params = state.request, state.request.params
+    if params.hidden == "last":
+        if not state.stops_in_text:  # which may end it at an earlier token than this
+            state.hidden.clear()
+        state.hidden.append(rows[-1].copy())
+        return True
+    if params.hidden and first >= request.prompt_len:
+        state.hidden.append(rows[-1].copy())
+        return True
+    assert request.num_seen in (0, first), "hidden states land once, in order"
+    request.num_seen = first + len(rows)
+    if params.hidden:
+        state.hidden.append(rows.copy())
+        if request.num_seen == request.prompt_len:  # the last chunk: one array for all of them
+            state.hidden = [np.concatenate(state.hidden)]
+        return True
+    total = np.zeros(rows.shape[1]) if state.total is None else state.total
+    for row in rows:  # one by one: the same sum however the prompt was cut into chunks
+        total += row
+    state.total = total
+    return bool(np.isfinite(total).all())
+
+
+def _finish_pool(state: RequestState, head: Head) -> None:
+    params = state.request.params
+    assert state.total is not None, "a pooled row draws when all that it pools is there"
+    pooled = (state.total / (state.request.prompt_len if params.pool == "mean" else 1)).astype(np.float32)
+    state.embedding = head(pooled) if params.head else pooled
