@@ -121,7 +121,8 @@ class SpeculationConfig:
     `num_draft_tokens` is SGLang's: the most tokens of a row in one step, its own included. Drafts fill a step up to
     `step_tokens` tokens; a step that has as many already is full of work and gets none. The last `ngram_min_match`
     tokens must have occurred before; copies are compared up to `ngram_max_match` tokens back.
-    `draft_model` is the checkpoint of `standalone` or `eagle3`, as `model.path`.
+    `draft_model` is the checkpoint of `standalone` or `eagle3`, as `model.path`; with `ngram_first` it guesses where no
+    copy of at least four tokens is found. `adaptive`: of each request as much is guessed as pays.
     """
 
     algorithm: Algorithm = Algorithm.none
@@ -130,6 +131,8 @@ class SpeculationConfig:
     ngram_min_match: int = 2
     ngram_max_match: int = 12
     draft_model: str | None = None
+    ngram_first: bool = False
+    adaptive: bool = True
 
 
 @dataclass(frozen=True)
@@ -372,6 +375,7 @@ def _resolved(config: EngineConfig, *, gpu: bool) -> dict[str, Any]:
     tokens = scheduler.max_step_tokens or max(rows, 8192 if gpu else 512)
     rows = rows if scheduler.max_running_requests else min(rows, tokens)
     overlap = gpu if scheduler.overlap is None else scheduler.overlap
+    step_tokens = 16 if not gpu else 256 if drafts.algorithm.drafts else 64
     compiled = gpu and not compiling.cuda_graph if compiling.enabled is None else compiling.enabled
     return {
         # pages of 16 tokens on a CPU: as fast as larger ones, with more prefix hits
@@ -381,6 +385,6 @@ def _resolved(config: EngineConfig, *, gpu: bool) -> dict[str, Any]:
         "speculation": replace(
             drafts,
             num_draft_tokens=drafts.num_draft_tokens or (6 if drafts.algorithm.drafts else 16),
-            step_tokens=min(drafts.step_tokens or (64 if gpu else 16), tokens),
+            step_tokens=min(drafts.step_tokens or step_tokens, tokens),
         ),
     }

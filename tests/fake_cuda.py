@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fengine.engine.parts import Parts
 from fengine.models.kv_state import KVHandle
+from fengine.worker.cuda_graphs import Graphs
 from fengine.worker.cuda_runner import CudaRunner
 
 
@@ -163,3 +164,19 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
 
     in_loop(core, swap)
     return runner
+
+
+def use_draft_graphs(parts: Parts, monkeypatch: Any) -> Graphs:
+    """Has a draft model that was made for the CPU go on with graphs; `use_graphs` has been called."""
+    monkeypatch.setattr("fengine.speculative.chain.torch", Torch())
+    stepper = parts.core.stepper
+    speculation: Any = stepper.scheduler.speculation
+    speculation.propose.graphs = True
+
+    def reopen() -> None:
+        kv = stepper.kv.take()
+        stepper.kv = KVHandle(kv)
+        speculation.open(kv, stepper.input_batch)
+
+    in_loop(parts.core, reopen)
+    return speculation.propose.chain.graphs

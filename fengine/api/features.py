@@ -3,7 +3,7 @@
 from fengine.engine.build import Features
 from fengine.lora.adapters import open_adapters
 from fengine.multimodal.images import open_images
-from fengine.speculative.draft import speculation_of
+from fengine.speculative.proposers import speculation_of
 from fengine.tokenizer.tokenizer import Tokenizer
 
 FEATURES = Features(

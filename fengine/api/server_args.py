@@ -97,6 +97,7 @@ class ServerArgs:
     speculative_draft_model_path: str | None = setting(None, "speculation.draft_model")
     speculative_num_steps: int | None = None  # guesses of the small model; its draft tokens are one more
     speculative_num_draft_tokens: int | None = None  # of a row in one step, its own token included
+    speculative_adaptive: bool = setting(True, "speculation.adaptive")  # as many guesses of a request as pay
     speculative_ngram_min_match_window_size: int | None = setting(None, "speculation.ngram_min_match")
     speculative_ngram_max_match_window_size: int | None = setting(None, "speculation.ngram_max_match")
     random_seed: int | None = setting(None, "random_seed")  # None is 0: runs can be repeated

@@ -3,7 +3,7 @@
     {"scheduler": {...}}                        its settings
     {"add": {...}}  {"abort": rid}              requests as they come and go
     {"retract": n}  {"flush": 0}  {"idle": 0}   what commands did between two steps
-    {"guess": {rid: [...]}, "schedule": {...}}  a step, as `SchedulerOutput`; what was guessed for it
+    {"guess": {rid: [...]}, "wait": {rid: n}, "schedule": {...}}   a step, as `SchedulerOutput`; what was guessed
     {"update": n, "draws": [...], "bad": [...]} what came of step n; the draws that were not finite
 
 No text is told: ids and salts stand there as keyed hashes, whose key nobody keeps. Equal ones stay equal, which is all
@@ -39,6 +39,7 @@ SEEN = (
 )  # parameters that a scheduler heeds, with LOCKSTEP and WHOLE
 NOW = ("num_scored", "num_seen", "num_cached")  # what steps change in a request beside the scheduler
 BITS = 48  # of a hash
+SPECULATION = ("most", "step_tokens", "full", "waits")
 
 
 class Hashes:
@@ -63,12 +64,12 @@ class RecordedScheduler(Scheduler):
     def __init__(self, path: Path, pool: PagePool, cache: PrefixCache | None, **settings: Any) -> None:
         """Errors: OSError if the file cannot be opened."""
         self._file: TextIO | None = path.open("w", buffering=1)
-        self._hashes, self._told, self._guesses, self._scheduling = Hashes(), {}, {}, False
+        self._hashes, self._told, self._guesses, self._waits, self._scheduling = Hashes(), {}, {}, {}, False
         speculation: Speculation | None = settings.get("speculation")
         if speculation is not None:
             settings["speculation"] = replace(speculation, propose=self._noted(speculation.propose))
         plain = {name: value for name, value in settings.items() if name not in ("policy", "speculation")}
-        guesses = None if speculation is None else [speculation.most, speculation.step_tokens, speculation.waits]
+        guesses = None if speculation is None else [getattr(speculation, name) for name in SPECULATION]
         policy = settings.get("policy", Policy.fcfs).value
         more = {"pages": pool.num_pages, "cached": cache is not None, "policy": policy, "speculation": guesses}
         if isinstance(pool, WindowPages):
@@ -98,11 +99,12 @@ class RecordedScheduler(Scheduler):
     def schedule(self) -> SchedulerOutput | None:
         self._tell_changes()
         self._guesses.clear()
+        self._waits.clear()
         self._scheduling = True
         output = super().schedule()
         self._scheduling = False
         if output is not None:
-            self._write({"guess": self._guesses, "schedule": plain_step(output, self._hashes.of)})
+            self._write({"guess": self._guesses, "wait": self._waits, "schedule": plain_step(output, self._hashes.of)})
         return output
 
     def released(self) -> list[int]:
@@ -127,6 +129,8 @@ class RecordedScheduler(Scheduler):
             for ask, guess in zip(asks, found, strict=True):
                 if guess:
                     self._guesses[ask.request.rid] = self._hashes.all(guess[: ask.most])
+                if ask.drafting.wait_from:
+                    self._waits[ask.request.rid] = ask.drafting.wait_from
             return found
 
         return noted
@@ -182,8 +186,7 @@ class Replay:
         pool = PagePool(pages) if windows is None else WindowPages(pages, windows)
         policy = Policy(given.pop("policy"))
         if guesses is not None:
-            most, step_tokens, waits = guesses
-            guesses = Speculation(self._propose, most, step_tokens, 1 << BITS, waits)
+            guesses = Speculation(self._propose, vocab_size=1 << BITS, **dict(zip(SPECULATION, guesses, strict=True)))
         cache = PrefixCache(pool, given["page_size"]) if cached else None
         self.scheduler = Scheduler(pool, cache, policy=policy, speculation=guesses, **given)
         self.device = SimulatedDevice(
@@ -191,6 +194,7 @@ class Replay:
         )
         self.adapters: dict[int, Adapter] = {}  # by the number of the load
         self.guesses: dict[str, list[int]] = {}
+        self.waits: dict[str, int] = {}
         self.steps: dict[int, SchedulerOutput] = {}  # in flight
         self.draws: list[int] = []  # of the step that is executed, in the device's order
         self.results: dict[int, dict[str, Any]] = {}  # updates that are still to come, by step
@@ -229,6 +233,7 @@ class Replay:
             output = self.steps.pop(event["update"])
             scheduler.update(output, draws, logprobs, dict.fromkeys(event["faults"], "as recorded"))
         else:
+            self.waits = event.get("wait", {})
             self._step(event["schedule"], event["guess"])
         return "schedule" in event
 
@@ -245,6 +250,8 @@ class Replay:
             self.device.execute(output)
 
     def _propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        for ask in asks:
+            ask.drafting.wait_from = self.waits.get(ask.request.rid, ask.drafting.wait_from)
         return [self.guesses.get(ask.request.rid, []) for ask in asks]
 
     def _draw(self, new: NewRow, ids: list[int], prefix: int) -> tuple[int, float]:

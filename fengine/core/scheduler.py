@@ -31,7 +31,7 @@ from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Finish, Request, Status
 from fengine.core.running import Rows, draws_last, is_lockstep, verdict
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.core.speculation import Speculation, drafting_of, schedule_drafts, take_drafts
+from fengine.core.speculation import Speculation, drafting_of, schedule_drafts, set_waits, take_drafts
 from fengine.core.waiting_queue import WaitingQueue
 from fengine.errors import InvalidRequestError, InvariantError
 
@@ -123,6 +123,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can be done before the next `update` or `add`."""
         batch = Batch(self._steps_scheduled)
+        if self.speculation and self.speculation.waits:
+            set_waits(self._rows, self.speculation)
         left = self.max_step_tokens - self._schedule_decoding(batch)
         for request in list(self._rows.prompting):
             if left and request.row is not None:
@@ -270,8 +272,6 @@ class Scheduler:
             self.pool.release(pages, self.pool.window_start(len(pages) * self.page_size))
             return 0
         self._waiting.admit(request)
-        if self.speculation and self.speculation.waits and request.drafting is not None:
-            request.drafting.waits = rows.num_running < self.speculation.step_tokens  # fuller steps have no drafts
         batch.adapters += rows.enter(request, pages)
         if request.images and self.images is not None:
             request.placed = self.images.placed(request.images)

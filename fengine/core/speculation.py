@@ -14,7 +14,7 @@ Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fengine.core.batch import Batch
@@ -36,6 +36,7 @@ class Ask(NamedTuple):
     most: int
 
 
+MOST_EDITED = 16  # drafts of a row in a step whose logits are edited, or of which more is read than draws
 FEW = 4  # beside other rows, which wait for the drafts: more than the first try of a short copy
 
 Proposer = Callable[[Sequence[Ask]], Sequence[Sequence[int]]]  # one proposal for each ask; any length, any ids
@@ -49,25 +50,37 @@ class Speculation:
     most: int  # drafts of a row in one step
     step_tokens: int  # drafts fill a step up to so many tokens; fuller steps have none
     vocab_size: int
+    full: int = 1 << 30  # batches of so many rows have no drafts: they cannot pay
     waits: bool = False  # a proposal needs every token: rows wait for theirs
     kv_bytes: int = 0  # that a token of the pool takes beside the model's own
-    open: Callable[[Any, int], None] = lambda kv, rows: (
-        None
-    )  # told of the model's KV state, and how many rows there are
+    open: Callable[[Any, Any], None] = lambda kv, input_batch: None  # told of the model's KV state, and of its rows
     feature_layers: tuple[int, ...] = ()  # of the model, whose streams are wanted beside the KV
 
 
 def drafting_of(request: Request) -> Drafting | None:
-    """The record of a request that may have drafts. None: its logits depend on its drawn tokens, or more is read
-    from its steps than draws. Pure."""
-    return Drafting() if replace(request.params, logprob_start=None, min_new_tokens=0).bare else None
+    """The record of a request that may have drafts. None: Python edits its logits, or hidden states are read from its
+    steps. Pure."""
+    params = request.params
+    return None if params.lockstep or params.hidden or params.pool else Drafting()
+
+
+def set_waits(rows: Rows, speculation: Speculation) -> None:
+    """Has decoding rows wait for their tokens where the next step may have drafts. Modifies: rows, their requests."""
+    full = len(rows.decoding) >= speculation.full
+    for request in rows.decoding:
+        drafting = request.drafting
+        if drafting is not None and not drafting.in_flight:
+            waits = not full and request.num_computed >= drafting.wait_from
+            rows.num_lockstep += waits - drafting.waits
+            drafting.waits = waits
 
 
 def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
     """Adds drafts to decoding rows of a batch that is complete otherwise. Modifies: the batch, rows, their requests."""
-    if len(batch.requests) >= speculation.step_tokens or (left := speculation.step_tokens - sum(batch.counts)) < 1:
+    count = len(batch.requests)
+    if count >= speculation.full or (left := speculation.step_tokens - sum(batch.counts)) < 1:
         return
-    asks = _asks(batch, speculation.most)
+    asks = _asks(batch, speculation)
     proposals = speculation.propose(asks) if asks else []
     wanting = sum(map(bool, proposals))
     if not wanting:
@@ -95,9 +108,10 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
         rows.num_lockstep += not ask.drafting.waits
 
 
-def _asks(batch: Batch, most: int) -> list[Ask]:
+def _asks(batch: Batch, speculation: Speculation) -> list[Ask]:
     """What may be proposed for the rows of a batch that decode. As little per row as can be. Pure."""
-    least = 1 if len(batch.requests) == 1 else min(FEW, most)
+    most = speculation.most
+    least = 1 if len(batch.requests) == 1 or speculation.waits else min(FEW, most)
     asks = []
     for i, request in enumerate(batch.requests):
         drafting, start = request.drafting, batch.starts[i]
@@ -106,9 +120,10 @@ def _asks(batch: Batch, most: int) -> list[Ask]:
         if start < request.prompt_len or batch.counts[i] > 1 or not batch.samples[i]:
             continue  # it does not decode
         room = request.full - 2 - start  # the last token is drawn, not computed
-        if room < least or request.num_output < request.params.min_new_tokens:
-            continue  # at its end, or its stop ids are banned
-        asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(most, room)))
+        if room < least:
+            continue  # at its end
+        allowed = most if request.params.bare else min(most, MOST_EDITED)
+        asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(allowed, room)))
     return asks
 
 
@@ -140,6 +155,8 @@ def take_drafts(
         ids, full = request.token_ids, request.full
         while request.finish is None and correct < len(draft) and ids[-1] == draft[correct]:
             token, logprob = tokens[at + correct], logprobs[at + correct]
+            if token < 0:
+                break  # nothing could be drawn behind it: it is computed again
             correct += 1
             request.num_computed += runs
             ids.append(token)

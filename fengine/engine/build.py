@@ -167,7 +167,7 @@ def assemble(
     group, least = (None, int) if ranks is None else (ranks.group, ranks.join())
     worker = make_worker(config, loaded, features, group, least, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
-        speculation.open(worker.kv, config.scheduler.max_running_requests or 1)
+        speculation.open(worker.kv, worker.input_batch)
     pages, kv_dtype, adapters = worker.pages, worker.kv_dtype, worker.adapters
     images = image_rows(config, loaded.params)
     scheduler = make_scheduler(config, spec, pages, speculation, 0 if adapters is None else adapters.slots, images)
@@ -178,7 +178,7 @@ def assemble(
     def new_kv() -> KVState:
         kv = new_pool(loaded.spec, pages, page_size, kv_dtype, device_of(config))
         if speculation is not None:
-            speculation.open(kv, config.scheduler.max_running_requests or 1)
+            speculation.open(kv, worker.input_batch)
         return kv
 
     memory = Memory(core, worker.runner, weights, new_kv, page_size)

@@ -5,15 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from fengine.core.request import Request
-from fengine.core.scheduler_output import Scores, Span, StepOutput
+from fengine.core.scheduler_output import SchedulerOutput, Scores, Span, StepOutput
 from fengine.engine.request_state import RequestState
 
 Head = Callable[[np.ndarray], np.ndarray]  # pooled [D] -> [C], the checkpoint's own
 
 
 def record(
-    states: Mapping[str, RequestState], requests: Sequence[Request], samples: Sequence[bool], out: StepOutput,
-    head: Head,
+    states: Mapping[str, RequestState], requests: Sequence[Request], step: SchedulerOutput, out: StepOutput, head: Head,
 ) -> dict[str, str]:  # fmt: skip
     """Puts what a step found into the states of its requests; those that have ended meanwhile get nothing.
 
@@ -21,6 +20,9 @@ def record(
     `out.logprobs` where a pooled row turns out not to be finite: it becomes NaN, as for a row that draws.
     """
     found = [_open(states, request) for request in requests]
+    for row in [row for row in out.errors if row >= len(requests)]:  # it draws behind a guess: that one is not kept
+        out.tokens[row] = -1
+        del out.errors[row]
     for row, error in out.errors.items():
         if (state := found[row]) is not None:
             state.fault = error
@@ -29,8 +31,9 @@ def record(
             if (state := found[span.row]) is not None:
                 _add_prompt(state, span, scores)
     if out.outputs is not None:
-        drawn = [sample and x == x for sample, x in zip(samples, out.logprobs, strict=False)]
-        _add_outputs([state if draws else None for state, draws in zip(found, drawn, strict=True)], out.outputs)
+        drawn = [sample and x == x for sample, x in zip(step.samples, out.logprobs, strict=False)]
+        rows = [(row, row) for row, draws in enumerate(drawn) if draws] + _drawn_behind(step, out)
+        _add_outputs([(at, state) for at, row in rows if (state := found[row]) is not None], out.outputs)
     _add_hidden_states(found, out)
     for row in out.pooled:
         if (state := found[row]) is not None:
@@ -69,12 +72,22 @@ def _add_prompt(state: RequestState, span: Span, scores: Scores) -> None:
         state.input_ids += [None] * first + _pairs(logprob_PK[:, 1 : 1 + ids.shape[1]], ids)
 
 
-def _add_outputs(states: Sequence[RequestState | None], scores: Scores) -> None:
-    """Of the rows that have drawn. All arrays become lists at once: row by row that takes ten times as long."""
+def _drawn_behind(step: SchedulerOutput, out: StepOutput) -> list[tuple[int, int]]:
+    """(draw, row of the step) behind drafts that were drawn, in order. Those behind a row's end do no harm. Pure."""
+    found, at = [], len(step.rows)
+    for row, draft in step.drafts:
+        for k, token in enumerate(draft):
+            if out.tokens[at + k - 1 if k else row] != token or out.logprobs[at + k] != out.logprobs[at + k]:
+                break
+            found.append((at + k, row))
+        at += len(draft)
+    return found
+
+
+def _add_outputs(states: Sequence[tuple[int, RequestState]], scores: Scores) -> None:
+    """Of these draws. All arrays become lists at once: row by row that takes ten times as long."""
     tops, ids, asked = scores.top_logprob_PX.tolist(), scores.top_id_PX.tolist(), scores.logprob_PK.tolist()
-    for row, state in enumerate(states):
-        if state is None:
-            continue
+    for row, state in states:
         params = state.request.params
         if k := params.top_logprobs:
             state.output_top.append(list(zip(tops[row][:k], ids[row][:k], strict=True)))

@@ -23,6 +23,11 @@ from fengine.models.spec import ModelSpec
 Params = dict[str, Any]  # nested dicts and lists; leaf keys carry the shape: params["layers"][3]["wqkv"]
 
 
+def param_bytes(params: Params) -> int:
+    """Of all its tensors. Pure."""
+    return sum(x.nbytes for x in tree_leaves(params) if isinstance(x, Tensor))
+
+
 def layer_kind(layer: Params) -> tuple[Any, ...]:
     """What layers of one kind have in common: parameters, their shapes and dtypes, the LayerKind. Pure."""
     facts = ((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in tree_leaves(layer))

@@ -87,8 +87,7 @@ def count_kernel(count_ptr, slot_ptr, token_ptr, R, V, ROWS: tl.constexpr):
     """A block of rows."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slot_ptr + r, mask=r < R, other=-1).to(tl.int64)
-    at = count_ptr + slot * V + tl.load(token_ptr + r, mask=slot >= 0, other=0)
-    tl.store(at, tl.load(at, mask=slot >= 0, other=0) + 1, mask=slot >= 0)
+    tl.atomic_add(count_ptr + slot * V + tl.load(token_ptr + r, mask=slot >= 0, other=0), 1, mask=slot >= 0)
 
 
 def launch(
@@ -155,5 +154,5 @@ def add_at(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -
 
 
 def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
-    """Adds 1 at [slot_R, token_R] where the slot is not negative. Modifies: count_SV. All int32, slots distinct."""
+    """Adds 1 at [slot_R, token_R] where the slot is not negative. Modifies: count_SV. All int32."""
     _count(count_SV, slot_R, token_R)

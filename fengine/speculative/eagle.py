@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fengine.errors import ConfigError, CorruptCheckpointError
 from fengine.models import eagle3
-from fengine.models.kv_state import KVState, Params, StepBatch
+from fengine.models.kv_state import KVState, Params, StepBatch, param_bytes
 from fengine.models.rope import rope_tables
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import Weight
@@ -37,6 +37,7 @@ class EagleHead:
         tables = rope_tables(self.spec, self.spec.max_position)
         self.params = load(directory, self.spec, eagle3.weights(spec, config, target), params["final_norm_D"])
         self.params |= {name: table.to(params["final_norm_D"].device) for name, table in tables.items()}
+        self.bytes = param_bytes(self.params)
         self.params["embed"] = params["embed"]
 
     def fuse(self, feature_TX: Tensor) -> Tensor:

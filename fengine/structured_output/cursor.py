@@ -54,6 +54,21 @@ class Cursor:
         if self.error is None and tokens and not self.matcher.consume_tokens(tokens):
             self.renew()
 
+    def fork(self) -> "Cursor":
+        """Another one that stands here. Pure."""
+        other = object.__new__(Cursor)
+        for name in Cursor.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.tokens, other.matcher = list(self.tokens), self.matcher.deep_copy()
+        return other
+
+    def advance(self, token: int) -> bool:
+        """Goes on over a guess; False, and nothing changed, where it cannot come here. Modifies: itself."""
+        if self.error is not None or self.matcher.validate_tokens([token]) != 1:
+            return False
+        self.take([token])
+        return self.error is None
+
     def renew(self) -> None:
         """Begins again with an automaton of its own, for the shared one has failed; `error` tells if that does, too."""
         try:

@@ -21,15 +21,25 @@ def start(rows: Sequence[MaskRow], drawn: Drawn, beside: bool) -> Callable[[], F
     if not beside:
         return lambda: fill(rows, drawn() if any(row.fed is not None for row in rows) else ())
     worker = rows[0].cursor.grammar.vocabulary.worker
-    if any(row.fed is not None for row in rows):
-        return worker.submit(lambda: fill(rows, drawn())).result
+    if any(row.fed is not None or row.draft for row in rows):
+        return worker.submit(lambda: fill(rows, drawn() if any(row.fed is not None for row in rows) else ())).result
     allowed = worker.submit(_allowed, _taken(rows, ()))
     return lambda: _filled(rows, *allowed.result())
 
 
 def fill(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Filled:
-    """The masks behind what rows drew; `drawn` are the tokens of the step before. Modifies: the cursors."""
-    return _filled(rows, *_allowed(_taken(rows, drawn)))
+    """The masks behind what rows drew, and behind each of their drafts that may come there; `drawn` are the tokens of
+    the step before. Modifies: the cursors."""
+    found = _filled(rows, *_allowed(_taken(rows, drawn)))
+    live = [row._replace(cursor=row.cursor.fork()) for row in rows if row.draft and row.cursor.error is None]
+    for k in range(max((len(row.draft) for row in live), default=0)):
+        live = [row for row in live if k < len(row.draft) and row.cursor.advance(row.draft[k])]
+        if live:
+            behind = [row._replace(row=row.draft_row + k, least=max(row.least - k - 1, 0)) for row in live]
+            more = _filled(behind, *_allowed([row.cursor for row in behind]))
+            row_M, mask_MW = (np.concatenate(pair) for pair in zip(found[:2], more[:2], strict=True))
+            found = Filled(row_M, mask_MW, found.errors | more.errors)
+    return found
 
 
 def _taken(rows: Sequence[MaskRow], drawn: Sequence[int]) -> list[Cursor]:
@@ -55,12 +65,12 @@ def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]
 def _with_ends(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> list[bool]:
     """Allows the ends of the rows whose text may end, alone, and bars what is barred; whether a row allows anything.
     Modifies: mask_MW."""
-    _change(mask_MW, [(i, row.cursor.early if row.early else row.cursor.ends) for i, row in enumerate(rows)], False)
+    _change(mask_MW, [(i, row.cursor.early if row.least else row.cursor.ends) for i, row in enumerate(rows)], False)
     goes_on_M = _any(mask_MW)
     ending = [
         (i, row.cursor.ends)
         for i, row in enumerate(rows)
-        if complete_M[i] and not row.early and (row.cursor.eager or not goes_on_M[i])
+        if complete_M[i] and not row.least and (row.cursor.eager or not goes_on_M[i])
     ]
     barred = [(i, row.cursor.barred) for i, row in enumerate(rows) if len(row.cursor.barred.word)]
     _change(mask_MW, ending, True)
@@ -76,7 +86,7 @@ def _any(mask_MW: np.ndarray) -> list[bool]:
 def _why_stuck(row: MaskRow, complete: bool) -> str:
     if not complete:
         return "no token of this vocabulary can come next, logit_bias considered"
-    if row.early:
+    if row.least:
         return "the text is complete and cannot go on, but min_new_tokens is not reached; lower it"
     return "the text is complete, but logit_bias bars the tokens that could end it or go on"
 

@@ -75,7 +75,7 @@ class CudaRunner:
         self.tables = 0  # the versions of the stages' tables that graphs hold
         self.coming, self.going = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         most = Bucket(self.buckets.tokens[-1], rows, graphs, adapter_slots > 0)
-        edits = (ASKED, *(field for stage in stages for field in stage.fields if field.letters == "R"))
+        edits = (ASKED, *(field for stage in stages for field in stage.fields if field.letters in ("R", "RK")))
         self.inputs = StaticBuffers(INPUTS + IMAGES + ADAPTERS, self._sizes(most), self.device)
         self.edits = StaticBuffers(edits, edit_sizes(rows), self.device)
         self.masks: StaticBuffers | None = None  # made for the first grammar

@@ -43,6 +43,7 @@ class InputBatch:
         self.slot_R, self.gathered = np.zeros(0, np.int32), {}  # and what was gathered for them
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
         self.more: dict[int, NewRow] = {}  # by row slot, of requests that want more than a drawn token
+        self.drafted: dict[int, tuple[int, list[int]]] = {}  # and what was guessed in their last steps, behind where
 
     def admit(self, new: NewRow) -> None:
         """Writes what a request that has just got its row slot keeps there."""
@@ -65,6 +66,7 @@ class InputBatch:
             self.images.release(rows)
         for row in rows if self.more else ():
             if (told := self.more.pop(row, None)) is not None:
+                self.drafted.pop(row, None)
                 for stage in self._stages_of(told):
                     stage.release(row)
 
@@ -86,7 +88,7 @@ class InputBatch:
         for row, first, pages, _ in output.new_pages:
             self.page_table[row, first : first + len(pages)] = pages
         slot_R, arrays = self._arrays(output)
-        step = StepInput(arrays, slot_R, any(output.samples))
+        step = StepInput(arrays, slot_R, any(output.samples), output.drafts)
         if self.more and (chunks := self._chunks(output, arrays)):
             self._want(step, output, chunks)
         return step
@@ -165,16 +167,31 @@ class InputBatch:
     def _chunks(self, output: SchedulerOutput, arrays: Arrays) -> list[Chunk]:
         """Modifies: `more`, whose rows take in drawn tokens that the host has come to know."""
         chunks, drafts, fed_tokens, at = [], dict(output.drafts), set(output.fed), 0
+        draft_rows, draw = {}, len(output.rows)
+        for i, draft in output.drafts:
+            draft_rows[i], draw = draw, draw + len(draft)
         for i, (row, start, count) in enumerate(zip(output.rows, output.starts, output.counts, strict=True)):
             if (new := self.more.get(row)) is not None:
-                end = start + count - len(drafts.get(i, ()))
+                draft = drafts.get(i, [])
+                end = start + count - len(draft)
                 last = at + end - start - 1
                 fed = int(arrays["feed_index_T"][last]) if last in fed_tokens else None
-                chunks.append(Chunk(i, new, start, end, at, output.samples[i], output.token_ids[last], fed))
+                kept = self._kept(new, end)
+                self.drafted[row] = (end, draft)
+                behind = (kept, draft, draft_rows.get(i, 0))
+                chunks.append(Chunk(i, new, start, end, at, output.samples[i], output.token_ids[last], fed, *behind))
                 if fed is None and end == len(new.token_ids) + 1:
                     new.token_ids.append(output.token_ids[last])
             at += count
         return chunks
+
+    def _kept(self, new: NewRow, end: int) -> Sequence[int]:
+        """Drafts of the row's last step that were drawn, if it now goes on up to `end`. Modifies: new.token_ids."""
+        at, draft = self.drafted.get(new.row, (end, []))
+        kept = draft[: max(end - 1 - at, 0)]
+        if len(new.token_ids) == at:
+            new.token_ids.extend(kept)
+        return kept
 
     def _want(self, step: StepInput, output: SchedulerOutput, chunks: Sequence[Chunk]) -> None:
         """Adds what the rows of `chunks` want beside a drawn token. Modifies: step."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.scheduler_output import NewRow, Span
+from fengine.core.scheduler_output import Drafts, NewRow, Span
 from fengine.errors import FengineError
 
 Arrays = dict[str, np.ndarray]
@@ -82,7 +82,8 @@ ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))  # of 
 class Chunk(NamedTuple):
     """Row `row` of a step, which wants more than a drawn token, computes positions start : end; the first of them is
     token `at` of the step. Its last token is `token`, or what row `fed` drew in the step before. `new` is what was told
-    of the request, its `token_ids` kept up to date as far as none was fed."""
+    of the request, its `token_ids` kept up to date as far as none was fed. Tokens in front of the last that were drawn
+    behind drafts are `kept`. Behind it come the guesses `draft`, which draw in the rows `draft_row` and on."""
 
     row: int
     new: NewRow
@@ -92,6 +93,14 @@ class Chunk(NamedTuple):
     draws: bool
     token: int
     fed: int | None
+    kept: Sequence[int] = ()
+    draft: Sequence[int] = ()
+    draft_row: int = 0
+
+    @property
+    def rows(self) -> list[int]:
+        """Every row that draws for it."""
+        return [self.row, *range(self.draft_row, self.draft_row + len(self.draft))]
 
 
 class PromptRows(NamedTuple):
@@ -112,13 +121,14 @@ class StepInput:
 
     R counts draws: behind the step's rows comes one without tokens for each draft, which draws behind that draft.
     `arrays` by field; those of adapters and stages only where there is something. `stages` edit this step's logits.
-    `chunks` are the rows that draw and want more than a token. `top`: likeliest ids wanted of every draw; None: the
+    `drafts` are those of the rows behind the step's own. `chunks` are the rows that draw and want more than a token. `top`: likeliest ids wanted of every draw; None: the
     draws' own logprobs are all. `hidden_H`: tokens whose hidden states are wanted.
     """
 
     arrays: Arrays
     slot_R: np.ndarray  # int32, the row slot of each draw
     draws: bool = True  # some row draws a token
+    drafts: Sequence[Drafts] = ()
     chunks: Sequence[Chunk] = ()
     stages: "tuple[LogitsStage, ...]" = ()
     top: int | None = None

@@ -51,8 +51,9 @@ def broken(tmp_path_factory: Folder, stranger: str) -> str:
 
 def answers(path: str, draft_model: str | None, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
     """(of each request its tokens with logprobs and how it ended, the engine's counters). Cold and over a cache."""
-    guess = {} if draft_model is None else {
-        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft_model
+    guess: dict[str, Any] = {} if draft_model is None else {
+        "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft_model,
+        "speculative_adaptive": False,
     }  # fmt: skip
     params: list[dict[str, Any]] = [
         {"temperature": 0.8 * (i % 3), "max_new_tokens": 40, "top_p": 0.95, "ignore_eos": True} for i in range(len(IDS))

@@ -16,6 +16,7 @@ from fengine import Engine
 from fengine.errors import ConfigError, CorruptCheckpointError, FengineError, UnsupportedFeatureError
 from fengine.speculative.draft import DraftModel
 
+EAGLE: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": False}
 V, D, F, H, G, K, HEAD = 131, 64, 96, 4, 2, 16, 40
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": V, "draft_vocab_size": HEAD,
@@ -104,7 +105,7 @@ IDS = [[5, 9, 7, 60, 3], [8] * 19, [100, 3, 90] * 9, [44]]
 
 
 def answers(target: str, draft: str | None, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
-    eagle = {} if draft is None else {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft}
+    eagle: dict[str, Any] = {} if draft is None else EAGLE | {"speculative_draft_model_path": draft}
     params: Any = [{"temperature": 0.9 * (i % 2), "max_new_tokens": 24, "ignore_eos": True} for i in range(len(IDS))]
     with Engine(model_path=target, skip_tokenizer_init=True, page_size=8, **eagle, **settings) as engine:
         outputs: Any = [engine.generate(input_ids=IDS, sampling_params=params, return_logprob=True) for _ in range(2)]
@@ -150,7 +151,11 @@ def test_no_bit_changes(settings: dict[str, Any], target: str, tmp_path: Path) -
 
 def test_memory_and_weights_that_come_back_change_no_bit(target: str, tmp_path: Path) -> None:
     """The pages of streams and of the draft's KV are new, or hold what other weights gave."""
-    eagle: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": write_draft(tmp_path)}
+    eagle: dict[str, Any] = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": write_draft(tmp_path),
+        "speculative_adaptive": False,
+    }
     params: Any = {"temperature": 0.7, "max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 5}
 
     def tokens(engine: Engine) -> list[Any]:

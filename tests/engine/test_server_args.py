@@ -65,6 +65,7 @@ HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the co
     "is_embedding": (True, lambda c: c.model.is_embedding),
     "speculative_algorithm": ("NGRAM", lambda c: c.speculation.algorithm.name == "ngram"),
     "speculative_draft_model_path": ("small", lambda c: c.speculation.draft_model == "small"),
+    "speculative_adaptive": (False, lambda c: not c.speculation.adaptive),
     "speculative_num_steps": (4, lambda c: c.speculation.num_draft_tokens == 5),
     "speculative_num_draft_tokens": (5, lambda c: c.speculation.num_draft_tokens == 5),
     "speculative_ngram_min_match_window_size": (3, lambda c: c.speculation.ngram_min_match == 3),

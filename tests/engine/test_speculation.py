@@ -224,7 +224,7 @@ def test_a_draft_page_that_was_given_back_unblocks_who_waits_for_it() -> None:
         assert [o["output_ids"] for o in outputs] == [expected(p, 20) for p in prompts]
 
 
-def test_rows_that_do_not_speculate_ride_along_and_keep_their_answers() -> None:
+def test_rows_with_edits_and_more_logprobs_speculate_and_keep_their_answers() -> None:
     with oracle_engine(PROMPTS, 40, overlap=True, rows=8, tokens=64) as llm:
         some: list[dict[str, Any]] = [
             {}, {"frequency_penalty": 0.5}, {"logit_bias": {"3": 1.0}}, {}, {"presence_penalty": 1.0}, {}, {},
@@ -237,7 +237,9 @@ def test_rows_that_do_not_speculate_ride_along_and_keep_their_answers() -> None:
             assert output["output_ids"] == solo["output_ids"]
             plain = not set(more) & {"frequency_penalty", "presence_penalty", "logit_bias"}
             assert not plain or output["output_ids"] == expected(prompt, 30)
-            assert (output["meta_info"].get("spec_num_correct_drafts", 0) > 5) == (plain and not asked)
+            assert not plain or output["meta_info"]["spec_num_correct_drafts"] > 5
+            found = output["meta_info"].get("output_top_logprobs", [])
+            assert [len(entry) for entry in found] == [asked] * (30 if asked else 0)
 
 
 def test_the_keys_of_meta_info_add_up() -> None:

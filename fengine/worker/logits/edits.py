@@ -4,11 +4,13 @@ How often a row slot has drawn each id is counted on the device, by the step tha
 Prompt tokens do not count, as in SGLang.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.scheduler_output import NewRow
+from fengine.core.scheduler_output import Drafts, NewRow
 from fengine.ops.edit_logits import add_at, count, penalize
 from fengine.worker.step_input import Field, LogitsStage, StepInput, Tensors
 
@@ -57,6 +59,8 @@ class Penalties(LogitsStage):
         Field("presence_R", torch.float64),
         Field("repetition_R", torch.float32, 1),
         Field("ban_slot_R", torch.int32, -1),
+        Field("guess_RK", torch.int32, -1),  # of `DraftedPenalties`
+        Field("guessed_in_RK", torch.int32),
     )
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
@@ -102,12 +106,23 @@ class Penalties(LogitsStage):
         into["frequency_R"], into["presence_R"] = self.frequency_S[slot_R], self.presence_S[slot_R]
         into["repetition_R"] = self.repetition_S[slot_R]
         into["ban_slot_R"] = np.where(banned_R, slot_R, -1)
-        return self
+        if not step.drafts:
+            return self
+        into["guess_RK"], into["guessed_in_RK"] = guesses([d for d in step.drafts if penalised_R[d.index]], step)
+        return DraftedPenalties(self)
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         if (count_SV := self.count_SV.lines) is not None:
-            penalties = (tensors["frequency_R"], tensors["presence_R"], tensors["repetition_R"])
-            logits_RV = penalize(logits_RV, tensors["count_slot_R"], *penalties, count_SV)
+            logits_RV = self.penalised(logits_RV, tensors, tensors["count_slot_R"], count_SV)
+        return self.banned(logits_RV, tensors)
+
+    def penalised(self, logits_RV: Tensor, tensors: Tensors, line_R: Tensor, count_SV: Tensor) -> Tensor:
+        """By the counts in these lines. Modifies: the storage of logits_RV."""
+        penalties = (tensors["frequency_R"], tensors["presence_R"], tensors["repetition_R"])
+        return penalize(logits_RV, line_R, *penalties, count_SV)
+
+    def banned(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
+        """Without the ids that end the row. Modifies: the storage of logits_RV."""
         id_SK, value_SK = self.ban_id_SK.lines, self.ban_value_SK.lines
         if id_SK is not None and value_SK is not None:
             logits_RV = add_at(logits_RV, tensors["ban_slot_R"], id_SK, value_SK)
@@ -116,6 +131,44 @@ class Penalties(LogitsStage):
     def drawn(self, logits_RV: Tensor, token_R: Tensor, tensors: Tensors) -> None:
         if (count_SV := self.count_SV.lines) is not None:
             count(count_SV, tensors["count_slot_R"], token_R)
+
+
+class DraftedPenalties(LogitsStage):
+    """`Penalties` of a step with drafts: a row that draws behind guesses is penalised for these, too, and what it draws
+    counts where all of them were drawn. Modifies: the tables of `penalties`."""
+
+    name = "drafted penalties"
+
+    def __init__(self, penalties: Penalties) -> None:
+        self.penalties = penalties
+
+    def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
+        penalties = self.penalties
+        if (count_SV := penalties.count_SV.lines) is not None:
+            slot_R, guess_RK = tensors["count_slot_R"], tensors["guess_RK"]
+            line_R = torch.where(slot_R < 0, -1, torch.arange(len(slot_R), dtype=torch.int32, device=slot_R.device))
+            count_RV = count_SV.index_select(0, slot_R.clamp(min=0))
+            count(count_RV, torch.where(guess_RK < 0, -1, line_R[:, None]).flatten(), guess_RK.flatten())
+            logits_RV = penalties.penalised(logits_RV, tensors, line_R, count_RV)
+        return penalties.banned(logits_RV, tensors)
+
+    def drawn(self, logits_RV: Tensor, token_R: Tensor, tensors: Tensors) -> None:
+        if (count_SV := self.penalties.count_SV.lines) is not None:
+            slot_R, guess_RK = tensors["count_slot_R"], tensors["guess_RK"]
+            right_RK = (guess_RK < 0) | (token_R[tensors["guessed_in_RK"].long()] == guess_RK)
+            count(count_SV, torch.where(right_RK.all(1), slot_R, -1), token_R)
+
+
+def guesses(drafts: Sequence[Drafts], step: StepInput) -> tuple[np.ndarray, np.ndarray]:
+    """Of the guesses in front of each draw, ids (-1: none) and the rows that are to draw them. Pure."""
+    guess_RK = np.full((step.rows, max((len(draft) for _, draft in drafts), default=1)), -1, np.int32)
+    row_RK, at = np.zeros_like(guess_RK), step.rows - sum(len(draft) for _, draft in step.drafts)
+    for each in step.drafts:
+        for k in range(len(each.token_ids) if each in drafts else 0):
+            guess_RK[at + k, : k + 1] = each.token_ids[: k + 1]
+            row_RK[at + k, : k + 1] = [each.index, *range(at, at + k)]
+        at += len(each.token_ids)
+    return guess_RK, row_RK
 
 
 class LogitBias(LogitsStage):

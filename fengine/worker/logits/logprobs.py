@@ -41,7 +41,7 @@ def rounded_top(top: int) -> int:
 
 def asked_ids(chunks: Sequence[Chunk], rows: int) -> np.ndarray:
     """ids [R, K] whose logprobs the draws of these rows are to come with; 0 where none is asked."""
-    asked = [(chunk.row, ids) for chunk in chunks if (ids := chunk.new.params.logprob_ids)]
+    asked = [(row, ids) for chunk in chunks if (ids := chunk.new.params.logprob_ids) for row in chunk.rows]
     id_RK = np.zeros((rows, max((len(ids) for _, ids in asked), default=0)), np.int32)
     for row, ids in asked:
         id_RK[row, : len(ids)] = ids

@@ -16,7 +16,9 @@ class MaskRow(NamedTuple):
     fresh: list[int]  # drawn tokens that the cursor has not taken yet
     fed: int | None  # the row in the step before whose token comes behind them
     stop_ids: frozenset[int]
-    early: bool  # min_new_tokens is not reached
+    least: int  # tokens that are still to be drawn until min_new_tokens is reached
+    draft: Sequence[int] = ()  # guesses behind its last token, which draw in the rows `draft_row` and on
+    draft_row: int = 0
 
 
 class Filled(NamedTuple):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fengine.core.request import Request
 from fengine.core.scheduler_output import NewRow
 from fengine.errors import FengineError
 from fengine.ops.bitmask import apply_bitmask, words
@@ -29,9 +30,7 @@ class StructuredOutput(LogitsStage):
         self.cursors: dict[int, Any] = {}  # by row slot
 
     def admit(self, slot: int, new: NewRow) -> None:
-        params = new.params
-        never = [id for id, bias in params.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # nothing lifts it
-        self.cursors[slot] = params.grammar.cursor(new.stop_ids, never, new.early_ids, not params.ignore_eos)
+        self.cursors[slot] = cursor_of(new)
 
     def release(self, slot: int) -> None:
         del self.cursors[slot]
@@ -68,10 +67,17 @@ class Masks(LogitsStage):
         return self.failed
 
 
+def cursor_of(request: NewRow | Request) -> Any:
+    """Where the output of a request with a grammar begins."""
+    params = request.params
+    never = [id for id, bias in params.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # nothing lifts it
+    return params.grammar.cursor(request.stop_ids, never, request.early_ids, not params.ignore_eos)
+
+
 def _mask_row(chunk: Chunk, cursor: Any) -> MaskRow:
     new = chunk.new
     known = new.output_ids[len(cursor.tokens) :]
-    early = chunk.end - new.prompt_len < new.params.min_new_tokens
+    least = max(new.params.min_new_tokens - (chunk.end - new.prompt_len), 0)
     if chunk.fed is None and chunk.end > len(new.token_ids):  # tokens before were fed: the cursor has taken them then
-        known = [chunk.token]
-    return MaskRow(chunk.row, cursor, known, chunk.fed, new.stop_ids, early)
+        known = [*chunk.kept, chunk.token]
+    return MaskRow(chunk.row, cursor, known, chunk.fed, new.stop_ids, least, chunk.draft, chunk.draft_row)

@@ -1,0 +1,53 @@
+"""How many guesses of a request are worth a try, by how its tries before fared. A pure function of its own tokens."""
+
+from dataclasses import dataclass
+
+FADE = 0.8  # of what is known, with each try
+SURE, HOPE = 1.5, 0.6  # guesses that a new request is taken to have made, and the share of them that was right
+WAIT = 0.05  # of a step: a row whose tokens are waited for leaves the device idle between two steps
+NEVER = 1 << 40
+REST, LONGEST = 16, 512  # tokens between two tries that cannot pay: twice as many after each, and at most
+
+
+@dataclass(slots=True)
+class Pace:
+    """`price` of a guess: what it takes to make and to verify it, in steps of one token; None: no try is too dear.
+
+    Modifies: itself.
+
+    A guess is right with the chance that those before it were. So the k-th pays while chance ** k is above its price.
+    """
+
+    most: int
+    price: float | None
+    right: float = SURE * HOPE
+    seen: float = SURE
+    rest: int = 0  # tokens of the last rest
+    resume_at: int = 0  # no try before so many tokens are known
+
+    def learn(self, tried: int, right: int, known: int) -> None:
+        """Of a try: guesses behind the first wrong one tell nothing. Where tries do not pay, it rests."""
+        if self.price is None:
+            return
+        self.right = self.right * FADE + right
+        self.seen = self.seen * FADE + min(right + 1, tried)
+        if right and self.rest:
+            self.rest = 0
+        elif self.rest or not self.size:
+            self.rest = min(max(2 * self.rest, REST), LONGEST)
+            self.resume_at, self.right, self.seen = known + self.rest, SURE * HOPE, SURE
+
+    def stop(self) -> None:
+        """No try any more."""
+        self.resume_at = NEVER
+
+    @property
+    def size(self) -> int:
+        """Guesses that bring most, 0 if none pays."""
+        if self.price is None:
+            return self.most
+        chance, gain, best = self.right / self.seen, -WAIT, (0.0, 0)
+        for count in range(1, (min(self.most, 2) if self.rest else self.most) + 1):
+            gain += chance**count - self.price
+            best = max(best, (gain, count))
+        return best[1]

@@ -1,0 +1,125 @@
+"""Who proposes drafts, as a configuration says: n-grams, a model, or a model where n-grams have nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fengine.config import Algorithm, EngineConfig, SpeculationConfig
+from fengine.core.request import Drafting
+from fengine.core.speculation import Ask, Proposer, Speculation, settle
+from fengine.errors import ConfigError
+from fengine.models import eagle3
+from fengine.models.kv_state import Params, param_bytes
+from fengine.models.spec import Config, ModelSpec
+from fengine.speculative.chain import Head
+from fengine.speculative.draft import DraftModel
+from fengine.speculative.eagle import EagleHead
+from fengine.speculative.ngram import ngram_proposer
+from fengine.speculative.small_model import SmallModel
+from fengine.worker.device import device_of
+from fengine.worker.hub import resolve_model
+from fengine.worker.kv_pool import kv_bytes_per_token
+from fengine.worker.loader import read_config
+
+LONG_COPY = 4  # tokens: what follows a shorter one a model knows better
+VERIFY = {"cuda": 0.04, "cpu": 0.2}  # what one more token adds to a short step, in steps of one token
+EXPERTS = 0.5  # so does one that reads experts of its own
+EXPERT_ROWS = 8  # beyond it rows of experts have no drafts
+LEAST_GUESS = 0.02  # of a step, however small the draft is
+
+
+@dataclass(slots=True)
+class Memo:
+    """A request's record with each proposer, and whose drafts are in flight. Modifies: itself."""
+
+    ngram: Drafting = field(default_factory=Drafting)
+    model: Drafting = field(default_factory=Drafting)
+    last: Drafting | None = None
+    tries: int = 0
+
+    def learn(self, drafting: Drafting) -> None:
+        """Tells whoever proposed what became of it."""
+        if drafting.tries > self.tries and self.last is not None:
+            settle(self.last, drafting.tried, drafting.right)
+        self.tries = drafting.tries
+
+
+def first_of(ngram: Proposer, model: Proposer) -> Proposer:
+    """What n-grams propose, else what the model does. Modifies: `Drafting.memo`, a `Memo`."""
+
+    def propose(asks: Sequence[Ask]) -> list[list[int]]:
+        memos: list[Memo] = []
+        for ask in asks:
+            memo = ask.drafting.memo = ask.drafting.memo or Memo(tries=ask.drafting.tries)
+            memo.learn(ask.drafting)
+            memos.append(memo)
+        found = [list(p) for p in ngram([a._replace(drafting=m.ngram) for a, m in zip(asks, memos, strict=True)])]
+        left = [i for i, proposal in enumerate(found) if not proposal]
+        more = model([asks[i]._replace(drafting=memos[i].model) for i in left]) if left else []
+        for i, proposal in zip(left, more, strict=True):
+            found[i] = list(proposal)
+        for i, (ask, memo) in enumerate(zip(asks, memos, strict=True)):
+            memo.last = memo.model if i in left else memo.ngram
+            ask.drafting.wait_from = memo.model.wait_from
+            ask.drafting.rest_until = min(memo.ngram.rest_until, memo.model.rest_until)
+        return found
+
+    return propose
+
+
+def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> Speculation | None:
+    """What a resolved configuration asks for; None: no drafts. Loads the draft, if there is one.
+
+    `params`: the target's. Errors: ConfigError, ModelLoadError and its kinds.
+    """
+    drafts = config.speculation
+    if drafts.algorithm is Algorithm.none:
+        return None
+    assert drafts.num_draft_tokens is not None and drafts.step_tokens is not None, "`resolve` has run"
+    most, tokens = drafts.num_draft_tokens - 1, drafts.step_tokens
+    ngram = ngram_proposer(drafts.ngram_min_match, drafts.ngram_max_match)
+    if drafts.algorithm is Algorithm.ngram:
+        return Speculation(ngram, most, tokens, target.vocab_size)
+    head, layers = _head(config, target, params)
+    kv_dtype = params["final_norm_D"].dtype  # on a CPU float32
+    rows = min(tokens // 2, EXPERT_ROWS if target.experts else tokens)
+    model = DraftModel(
+        head, kv_dtype, config.cache.page_size or 16, most, _price(config, head, target, params), max(rows, 1),
+        config.compile.cuda_graph and device_of(config) != "cpu",
+    )  # fmt: skip
+    return Speculation(
+        _with_ngrams(drafts, model) if drafts.ngram_first else model, most, tokens, target.vocab_size, max(rows, 1) + 1,
+        waits=True, open=model.open, feature_layers=layers,
+        kv_bytes=kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize,
+    )  # fmt: skip
+
+
+def _with_ngrams(drafts: SpeculationConfig, model: Proposer) -> Proposer:
+    least = max(drafts.ngram_min_match, LONG_COPY)
+    return first_of(ngram_proposer(least, max(drafts.ngram_max_match, least)), model)
+
+
+def _price(config: EngineConfig, head: Head, target: ModelSpec, params: Params) -> float | None:
+    """Of a guess, see `Pace`: by bytes that are read, so that it is the same at every start. Pure."""
+    if not config.speculation.adaptive:
+        return None
+    verify = EXPERTS if target.experts else VERIFY["cpu" if device_of(config) == "cpu" else "cuda"]
+    return verify + max(head.bytes / max(param_bytes(params), 1), LEAST_GUESS)
+
+
+def _head(config: EngineConfig, target: ModelSpec, params: Params) -> tuple[Head, tuple[int, ...]]:
+    """The draft, and the target's layers whose streams it goes on from."""
+    drafts = config.speculation
+    assert drafts.draft_model is not None, "`check` has run"
+    directory: Path = resolve_model(drafts.draft_model)
+    hf_config: Config = read_config(directory)
+    eagle = hf_config.get("architectures") in [[name] for name in eagle3.ARCHITECTURES]
+    if eagle != (drafts.algorithm is Algorithm.eagle3):
+        raise ConfigError(
+            f"speculation.draft_model {drafts.draft_model!r} has architectures {hf_config.get('architectures')!r}: "
+            f"use speculation.algorithm={'eagle3' if eagle else 'standalone'}"
+        )
+    if not eagle:
+        return SmallModel(directory, hf_config, target, config), ()
+    head = EagleHead(directory, hf_config, target, params)
+    return head, head.feature_layers

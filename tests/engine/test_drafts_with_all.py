@@ -1,0 +1,123 @@
+"""Drafts beside everything that edits, masks, ends or tells of a draw: no bit changes, and guesses are edited alike.
+
+The draft is the target itself: where its guesses go through the same edits and masks, every one of them is right.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_cuda import use_draft_graphs, use_graphs
+from torch import Tensor
+
+from fengine import Engine
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+          "required": ["name", "age"]}  # fmt: skip
+STORY = "Once upon a time"
+BOX: dict[str, Any] = {"model_path": "box", "enable_torch_compile": False, "max_running_requests": 8, "page_size": 8}
+SELF: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "box",
+                        "speculative_num_steps": 4, "speculative_adaptive": False}  # fmt: skip
+WORK: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2, "temperature": 0.8},
+    "greedy penalties": {"frequency_penalty": 1.5, "temperature": 0},
+    "bias": {"logit_bias": {"31": 4.0, "60": -3.0}, "temperature": 0.9},
+    "least": {"min_new_tokens": 9, "stop_token_ids": list(range(200, 900)), "temperature": 0.9},
+    "schema": {"json_schema": json.dumps(PERSON), "temperature": 0.7},
+    "regex": {"regex": "[A-Z][a-z]{2,9}( [a-z]+){1,4}\\.", "temperature": 1.2, "frequency_penalty": 0.5},
+    "never ends": {"regex": "(ab|cd)*", "ignore_eos": True, "temperature": 0.6},
+    "stop": {"stop": [" the", "and"], "temperature": 0.8},
+}
+
+
+def answers(llm: Engine, count: int | None = None) -> list[dict[str, Any]]:
+    """Of the first `count` requests of WORK."""
+    params: Any = [{"max_new_tokens": 24, "sampling_seed": i} | each for i, each in enumerate(WORK.values())][:count]
+    outputs: Any = llm.generate(
+        [STORY] * len(params), params, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[5, 6],
+        logprob_start_len=1,
+    )  # fmt: skip
+    return outputs
+
+
+def told(output: dict[str, Any]) -> dict[str, Any]:
+    """All that does not depend on the schedule."""
+    names = ("finish_reason", "output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
+             "input_token_logprobs", "input_top_logprobs")  # fmt: skip
+    return {"text": output["text"]} | {name: output["meta_info"][name] for name in names}
+
+
+@pytest.fixture(scope="module")
+def want() -> list[dict[str, Any]]:
+    with Engine(**BOX) as llm:
+        return answers(llm)
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Engine]:
+    with Engine(**BOX, **SELF, enable_custom_logit_processor=True, enable_return_hidden_states=True) as llm:
+        yield llm
+
+
+def test_no_bit_changes_and_every_guess_is_edited_as_the_draw(own: Engine, want: list[dict[str, Any]]) -> None:
+    outputs = answers(own)
+    for name, output, expected in zip(WORK, outputs, want, strict=True):
+        assert told(output) == told(expected), name
+        meta = output["meta_info"]
+        if meta["completion_tokens"] > 8:
+            assert meta["spec_num_correct_drafts"] > 3, name
+        if "stop" not in name and name != "least":  # what ends a request ends it amid its guesses
+            cut = 4 if name in ("schema", "regex") else 0  # behind the end of a text nothing is guessed or kept
+            assert meta["spec_num_proposed_drafts"] - meta["spec_num_correct_drafts"] <= cut, name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_algorithm": "NGRAM"},
+        SELF | {"disable_overlap_schedule": False},
+        SELF | {"max_total_tokens": 160, "page_size": 8},
+        {key: value for key, value in SELF.items() if key != "speculative_adaptive"},
+    ],
+    ids=["ngram", "overlap", "preempted", "adaptive"],
+)
+def test_no_bit_changes_under_other_proposers_and_schedules(
+    settings: dict[str, Any], want: list[dict[str, Any]]
+) -> None:
+    with Engine(**BOX | settings) as llm:
+        assert [told(output) for output in answers(llm)] == [told(output) for output in want]
+
+
+def test_chains_of_guesses_as_graphs(own: Engine, want: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of edits, captured when they come; grammars are masked guess by guess."""
+    with Engine(**BOX | SELF | {"disable_overlap_schedule": False}) as llm:
+        use_graphs(llm._parts, monkeypatch)
+        graphs = use_draft_graphs(llm._parts, monkeypatch)
+        ready: Any = dict(graphs.captured)
+        assert [told(output) for output in answers(llm)] == [told(output) for output in want]
+        for _ in range(2):
+            outputs = answers(llm, 4)
+            assert [told(output) for output in outputs] == [told(output) for output in want[:4]]
+        late: Any = graphs.captured.keys() - ready.keys()
+        assert len(ready) > 2 and late and all(key[2] for key in late)
+        assert sum(graph.replays for graph in graphs.captured.values()) > 3
+    for name, output in zip(WORK, outputs, strict=False):
+        meta = output["meta_info"]
+        assert meta["spec_num_proposed_drafts"] == meta["spec_num_correct_drafts"] > 8, name
+
+
+def same(logits: Tensor, params: list[dict[str, Any]]) -> Tensor:
+    return logits
+
+
+def test_a_request_that_python_edits_or_that_shows_hidden_states_has_no_drafts(
+    own: Engine, want: list[dict[str, Any]]
+) -> None:
+    params: Any = {"max_new_tokens": 24, "sampling_seed": 0}
+    edited: Any = own.generate(STORY, params, return_logprob=True, custom_logit_processor=same)
+    shown: Any = own.generate(STORY, params, return_logprob=True, return_hidden_states=True)
+    for output in (edited, shown):
+        assert output["meta_info"]["output_token_logprobs"] == want[0]["meta_info"]["output_token_logprobs"]
+        assert not [key for key in output["meta_info"] if key.startswith("spec_")]
