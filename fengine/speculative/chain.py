@@ -138,7 +138,7 @@ class Chain:
                 filled = guide(None if token_R is None else token_R.cpu().numpy())
                 masks = () if filled is None else [torch.from_numpy(x).to(self.device) for x in filled[:2]]
                 logits_RV = apply_bitmask(logits_RV, *masks) if masks else logits_RV
-            drawn_R, logprob_R = draw(logits_RV, *sampling, batch.kv_len_R + self.head.behind)
+            drawn_R, logprob_R = draw(logits_RV, *(*sampling, batch.kv_len_R + self.head.behind))
             found_R = torch.where(logprob_R.isnan(), -1, drawn_R)
             guess_RK[:, step] = found_R
             token_R = found_R.clamp(min=0)

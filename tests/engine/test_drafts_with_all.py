@@ -105,7 +105,7 @@ def test_chains_of_guesses_as_graphs(own: Engine, want: list[dict[str, Any]], mo
         assert sum(graph.replays for graph in graphs.captured.values()) > 3
     for name, output in zip(WORK, outputs, strict=False):
         meta = output["meta_info"]
-        assert meta["spec_num_proposed_drafts"] == meta["spec_num_correct_drafts"] > 8, name
+        assert 8 < meta["spec_num_correct_drafts"] >= meta["spec_num_proposed_drafts"] - 4, name  # it ends amid guesses
 
 
 def same(logits: Tensor, params: list[dict[str, Any]]) -> Tensor:
