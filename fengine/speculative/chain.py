@@ -117,7 +117,8 @@ class Chain:
         self, tensors: Tensors, stages: tuple[LogitsStage, ...], count: int, guide: Guide | None
     ) -> Iterator[Tensor]:
         """Guess by guess, int32 [R], -1 where logits were not finite. Modifies: the KV state."""
-        batch, sampling, size = built(StepBatch, tensors), [tensors[name] for name in DRAW[:-1]], self.kv.page_size
+        batch, size = built(StepBatch, tensors), self.kv.page_size
+        temperature_R, top_k_R, top_p_R, min_p_R, seed_R = (tensors[name] for name in DRAW[:-1])
         end_R, rows, stream_TD, token_R = batch.kv_len_R, len(batch.kv_len_R), None, None
         guess_RK = torch.full((rows, count), -1, dtype=torch.int32, device=self.device)
         if self.feature_PSX is not None:
@@ -138,7 +139,9 @@ class Chain:
                 filled = guide(None if token_R is None else token_R.cpu().numpy())
                 masks = () if filled is None else [torch.from_numpy(x).to(self.device) for x in filled[:2]]
                 logits_RV = apply_bitmask(logits_RV, *masks) if masks else logits_RV
-            drawn_R, logprob_R = draw(logits_RV, *(*sampling, batch.kv_len_R + self.head.behind))
+            drawn_R, logprob_R = draw(
+                logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, batch.kv_len_R + self.head.behind
+            )
             found_R = torch.where(logprob_R.isnan(), -1, drawn_R)
             guess_RK[:, step] = found_R
             token_R = found_R.clamp(min=0)
