@@ -24,12 +24,11 @@ from fengine.errors import ConfigError
 from fengine.models.kv_state import KVState, init_kv
 from fengine.speculative.chain import Chain, Guide, Head
 from fengine.speculative.pace import Pace
-from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.logits.edits import LogitBias, Penalties
 from fengine.worker.logits.masks import Filled, MaskRow
 from fengine.worker.logits.structured import cursor_of
-from fengine.worker.step_input import StepInput
+from fengine.worker.step_input import Arrays, StepInput
 
 CATCH_UP = 2048  # tokens computed in one go: a long prompt must not hold up the loop
 
