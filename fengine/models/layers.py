@@ -15,7 +15,7 @@ from torch import Tensor
 from fengine.errors import ModelLoadError
 from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
 from fengine.models.spec import ModelSpec
-from fengine.ops import attention, experts, layer_norm, linear, qkv, rms_norm, rope, silu_mul, soft_cap
+from fengine.ops import attention, columns, experts, layer_norm, linear, qkv, rms_norm, rope, silu_mul, soft_cap
 
 LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
 LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor | None], LayerOut]
@@ -168,8 +168,11 @@ def norm_qk(layer: Params, spec: ModelSpec, qkv_TC: Tensor) -> Tensor:
     if "q_norm_HK" in layer:
         q_TC, k_TC = norm_heads(q_TC, layer["q_norm_HK"], spec), norm_heads(k_TC, layer["k_norm_HK"], spec)
     else:
-        q_TC = rms_norm.rms_norm(q_TC.contiguous(), layer["q_norm_C"], spec.rms_eps)
-        k_TC = rms_norm.rms_norm(k_TC.contiguous(), layer["k_norm_C"], spec.rms_eps)
+        leaf, norms = layer["wqkv"], (layer["q_norm_C"], layer["k_norm_C"])
+        q_TC, k_TC = (
+            columns.over_all(leaf, x_TC, lambda x_TC, norm_C=norm_C: rms_norm.rms_norm(x_TC, norm_C, spec.rms_eps))
+            for x_TC, norm_C in zip((q_TC, k_TC), norms, strict=True)
+        )
     return torch.cat((q_TC, k_TC, v_TC), 1)
 
 

@@ -5,6 +5,7 @@ there are; a product cut along K and added over the ranks would have another tre
 are whole on every rank; heads and the inside of the MLP are cut. `gather` moves bits and computes nothing.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,14 @@ def gather(x_TN: Tensor, width: int, group: Group) -> Tensor:
 def share(x_N: Tensor, group: Group) -> Tensor:
     """What rank 0 has. Pure. Errors: as `gather`."""
     return gather(x_N[None], len(x_N), group)[0]
+
+
+def over_all(leaf: Leaf, x_TC: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """`run` of the columns of all ranks, as far as they are this rank's: `x_TC` is, if `leaf` is cut. Pure."""
+    if not isinstance(leaf, Columns):
+        return run(x_TC.contiguous())
+    width, group = x_TC.shape[1], leaf.group
+    return run(gather(x_TC.contiguous(), width * group.size, group)).narrow(1, group.rank * width, width)
 
 
 class Columns(NamedTuple):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fengine import models
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.models.kv_state import Params
@@ -37,11 +36,9 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
     size = config.parallel.tp_size
     if size == 1:
         return
-    leaves = {weight.path[-1] for weight in models.lookup(spec.architecture).weights(spec)}
     refused = {
         "LoRA adapters": config.lora.on,
         "a mixture of experts": spec.experts is not None,
-        "norms that differ by head, or go over all": not leaves.isdisjoint({"q_norm_C", "q_norm_HK"}),
     }
     for what, on in refused.items():
         if on:

@@ -33,6 +33,15 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4": FOUR | {"pad_token_id": 0},
     "gemma2": FOUR,
     "gemma3": FOUR,
+    "olmo2": FOUR,
+    "cohere": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "use_qk_norm": True,
+        "tie_word_embeddings": True,
+    },
+    "starcoder2": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "hunyuan_v1_dense": FOUR,
     "cohere2": {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 
