@@ -43,7 +43,7 @@ def own(path: Path) -> bool:
 
 def once(engine: Engine, delay: float, victim: int) -> dict[str, Any]:
     """Kills one of the engine's ranks while it generates."""
-    pids = [process.pid for process, _ in engine._parts.ranks._ranks.values()]  # type: ignore[union-attr]
+    pids = [child.process.pid for child in engine._parts.ranks._ranks.values()]  # type: ignore[union-attr]
     killed: list[float] = []
 
     def kill() -> None:

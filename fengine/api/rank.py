@@ -1,4 +1,4 @@
-"""`python -m fengine.api.rank FD`: another rank of an engine, which talks to rank 0 over that socket."""
+"""`python -m fengine.api.rank FD`: another rank of an engine, which talks to the first process over that socket."""
 
 import signal
 import socket
@@ -6,8 +6,9 @@ import sys
 
 from fengine.api.features import FEATURES
 from fengine.engine.build import follow
-from fengine.engine.follower import Follower
+from fengine.engine.child import Link
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
-    follow(Follower(socket.socket(fileno=int(sys.argv[1]))), FEATURES)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
+    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    follow(link, link.told.get(), FEATURES)

@@ -15,12 +15,14 @@ import torch
 from fengine.config import Algorithm, EngineConfig, LoraConfig, Numerics, resolve
 from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
+from fengine.core.plain import from_plain
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.recording import RecordedScheduler
 from fengine.core.scheduler import Scheduler
 from fengine.core.speculation import Speculation
+from fengine.engine.child import Link
 from fengine.engine.engine_core import EngineCore
-from fengine.engine.follower import Follower
+from fengine.engine.follower import NOTHING, follow_steps
 from fengine.engine.load import Loaded, load, read_spec
 from fengine.engine.memory import Memory
 from fengine.engine.parts import Parts, compile_count
@@ -142,18 +144,21 @@ def make_worker(
     return Worker(runner, input_batch, adapters, kv, kv_dtype, pages, seconds)
 
 
-def follow(follower: Follower, features: Features) -> None:
+def follow(link: Link, start: dict[str, Any], features: Features) -> None:
     """A rank beside rank 0, until that ends: loads its part, then computes its part of every step."""
-    config, named, store = follower.start()
-    with follower.telling():
+    config = from_plain(EngineConfig, start["config"], NOTHING)
+    device = device_of(config)
+    with link.telling():
         use_private_caches()
-        with current_device(device_of(config)):
-            group = group_of(*named, device_of(config))
+        with current_device(device):
+            name, rank, size = start["group"]
+            group = group_of(name, rank, size, device)
             loaded = load(config, features.tokenizer, group)
-            follower.loaded()
-            with process_group(group, store, device_of(config)) as joined:
+            link.say(loaded=True)
+            link.told.get()  # every rank has
+            with process_group(group, start["store"], device) as joined:
                 worker = make_worker(config, loaded, features, group, joined.least)
-                follower.run(worker.runner, worker.input_batch, worker.kv)
+                follow_steps(link, worker.runner, worker.input_batch, worker.kv)
 
 
 def assemble(

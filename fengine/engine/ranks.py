@@ -7,18 +7,12 @@ Only rank 0 knows requests, texts and grammars. A rank (`follower.py`) answers e
 computed from; one that differs, dies, or gives no sign of life ends the engine with one error.
 """
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,22 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-import fengine
 from fengine.config import EngineConfig
 from fengine.core.plain import to_plain
 from fengine.core.scheduler_output import NewRow, SchedulerOutput, StepOutput
+from fengine.engine.child import SILENCE, Child
 from fengine.engine.engine_core import EngineCore
-from fengine.engine.follower import NOTHING, lines
+from fengine.engine.follower import NOTHING
 from fengine.engine.stepper import Runner
 from fengine.errors import EngineDeadError, UnsupportedFeatureError
 from fengine.models.kv_state import KVState
 from fengine.worker.input_batch import StepInput
-from fengine.worker.process_group import FIRST, Joined, checksum, device_of_rank, group_of, process_group
+from fengine.worker.process_group import Joined, checksum, device_of_rank, group_of, process_group
 from fengine.worker.step import Result
-
-MAIN = "fengine.api.rank"  # the module that a rank runs
-SILENCE = 8.0  # seconds without a sign of life after which a rank is taken for dead
-ENDING = 3.0  # seconds that a rank may take to end
 
 
 class Ranks:
@@ -65,54 +55,22 @@ class Ranks:
         self.fault: EngineDeadError | None = None
         self._step = 0  # that is being launched
         self._core: EngineCore | None = None
-        self._closing = False
         self._sums: dict[int, dict[int, int]] = {}  # of each step, by rank
         self._news = threading.Condition()
         self._told: dict[int, set[str]] = {}  # what each rank has said so far
-        self._ranks: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}
+        self._ranks: dict[int, Child] = {}
         for rank in range(1, self.size):
             model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
             start = {
                 "config": to_plain(replace(config, model=model), NOTHING), "group": [self.group.name, rank, self.size],
                 "store": self.store,
             }  # fmt: skip
-            self._start(rank, start)
+            self._told[rank] = set()
+            hear, ended = partial(self._hear, rank), partial(self._ended, rank)
+            self._ranks[rank] = Child(start, torch.get_num_threads() // self.size, hear, ended)
 
-    def _start(self, rank: int, start: dict[str, Any]) -> None:
-        ours, theirs = socket.socketpair()
-        root = str(Path(fengine.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(max(torch.get_num_threads() // self.size, 1))}
-        process = subprocess.Popen(
-            [sys.executable, "-m", MAIN, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
-        ours.settimeout(FIRST)
-        self._ranks[rank], self._told[rank] = (process, ours), set()
-        self._send(rank, start)
-        threading.Thread(target=self._listen, args=(rank,), name=f"fengine-rank-{rank}", daemon=True).start()
-
-    def _send(self, rank: int, value: Any) -> None:
-        with suppress(OSError):  # whoever listens to the rank tells why
-            self._ranks[rank][1].sendall(json.dumps(value).encode() + b"\n")
-
-    def _listen(self, rank: int) -> None:
-        """What a rank says, until it ends."""
-        process, sock = self._ranks[rank]
-        try:
-            for line in lines(sock):
-                sock.settimeout(SILENCE)
-                self._hear(rank, json.loads(line))
-            end = "closed its socket"
-        except (OSError, ValueError) as error:
-            end = f"gave no sign of life for {SILENCE:.0f} s" if isinstance(error, TimeoutError) else f"failed: {error}"
-        if self._closing:
-            return
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(1.0)
-            end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-        self._fail(f"rank {rank} of {self.size} {end}")
+    def _ended(self, rank: int, how: str) -> None:
+        self._fail(f"rank {rank} of {self.size} {how}")
 
     def _hear(self, rank: int, told: dict[str, Any]) -> None:
         with self._news:
@@ -135,8 +93,8 @@ class Ranks:
             self._joined.release()
 
     def _kill(self) -> None:
-        for process, _ in self._ranks.values():
-            process.kill()
+        for child in list(self._ranks.values()):
+            child.kill()
 
     def wait(self, what: str) -> None:
         """Until every rank has told it. Errors: EngineDeadError if one has ended."""
@@ -151,8 +109,8 @@ class Ranks:
 
         Errors: EngineDeadError if a rank has failed."""
         self.wait("loaded")
-        for rank in self._ranks:
-            self._send(rank, "join")
+        for child in self._ranks.values():
+            child.send("join")
         self._joined = self._held.enter_context(process_group(self.group, self.store, self.device))
         return self._joined.least
 
@@ -173,8 +131,8 @@ class Ranks:
         self._step = output.step
         new = [_without_handles(row) for row in output.new_rows]
         told = to_plain(replace(output, new_rows=new), NOTHING)
-        for rank in self._ranks:
-            self._send(rank, told)
+        for child in self._ranks.values():
+            child.send(told)
 
     def launched(self, output: SchedulerOutput) -> None: ...
 
@@ -219,14 +177,9 @@ class Ranks:
 
     def close(self) -> None:
         """Ends every rank, then the group: whoever holds graphs of its exchanges has dropped them. Idempotent."""
-        self._closing = True
         self._kill()  # they hold nothing that is worth a farewell
-        for process, sock in self._ranks.values():
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-            with suppress(subprocess.TimeoutExpired):  # a driver that does not let go of it
-                process.wait(ENDING)
+        for child in self._ranks.values():
+            child.close()
         self._held.close()
         self.folder.cleanup()
 

@@ -25,7 +25,7 @@ from fengine.worker.sampler import Sampled
 from fengine.worker.step import SampleFn, UnembedFn, sample_rows
 from fengine.worker.step_input import LogitsStage, StepInput, Tensors
 
-FIRST = 120.0  # seconds until a rank gives its first sign of life, while its process starts
+FIRST = 120.0  # seconds in which the ranks must find one another
 ABORTING = 3.0  # seconds that the end of a group may take
 LONGEST = timedelta(days=1)  # of an exchange; ranks that are dead are found by their silence
 

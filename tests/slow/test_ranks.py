@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fengine import Engine
-from fengine.engine import ranks
+from fengine.engine import child, ranks
 from fengine.errors import ConfigError, EngineDeadError, UnsupportedFeatureError
 from fengine.worker import process_group
 
@@ -55,7 +55,7 @@ def engine() -> Iterator[Engine]:
 def processes(engine: Engine) -> list[subprocess.Popen[bytes]]:
     found = engine._parts.ranks
     assert found is not None
-    return [process for process, _ in found._ranks.values()]
+    return [child.process for child in found._ranks.values()]
 
 
 @pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "NGRAM"}], ids=["plain", "ngram"])
@@ -87,9 +87,11 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name(engine: Engine) -> None:
 
 
 def test_a_rank_that_hangs_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "SILENCE", 3.0)
+    monkeypatch.setattr(child, "SILENCE", 3.0)
     heard = threading.Event()  # the limit counts from the next sign of life on
-    monkeypatch.setattr(engine._parts.ranks, "_hear", lambda rank, told: heard.set())
+    found = engine._parts.ranks
+    assert found is not None
+    monkeypatch.setattr(found._ranks[1], "_hear", lambda told: heard.set())
     heard.wait(20)
     message = dead(engine, lambda: processes(engine)[0].send_signal(signal.SIGSTOP))
     assert "rank 1 of 2 gave no sign of life for 3 s" in message
@@ -106,7 +108,7 @@ def test_ranks_end_with_the_process_of_rank_0(tmp_path: Path) -> None:
     code = (
         "import fengine, time\n"
         "engine = fengine.Engine(model_path='box', tp_size=2)\n"
-        "print(*[p.pid for p, _ in engine._parts.ranks._ranks.values()], flush=True)\n"
+        "print(*[c.process.pid for c in engine._parts.ranks._ranks.values()], flush=True)\n"
         "time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
