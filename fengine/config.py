@@ -152,9 +152,12 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """`tp_size` processes hold the model together, on as many GPUs from that of `model.device` on; no bit changes."""
+    """`tp_size` processes hold the model together, on as many GPUs from that of `model.device` on; `dp_size` replicas
+    share the requests, and with `dp_restart` one that dies is started again. No bit changes."""
 
     tp_size: int = 1
+    dp_size: int = 1
+    dp_restart: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,7 @@ BOUNDS: dict[str, tuple[int, int | None]] = {
     "lora.max_loras_per_batch": (1, MAX_ADAPTERS),
     "lora.max_lora_rank": (1, MAX_RANK),
     "parallel.tp_size": (1, MAX_PROCESSES),
+    "parallel.dp_size": (1, MAX_PROCESSES),
     "multimodal.cache_mib": (1, None),
     "multimodal.max_image_mib": (1, 1024),
     "multimodal.max_image_pixels": (1, 1 << 30),

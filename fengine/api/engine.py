@@ -106,7 +106,9 @@ class Engine:
         self._parts, self.server_args, self.config = parts, args, parts.config
         sessions, log = Sessions(parts.core.abort, parts.core.system), request_log(args, parts.tokenizer)
         self._context = EngineContext(parts, args, sessions, grammars, log, preferred)
-        parts.memory.keeps_weights = args.enable_weights_cpu_backup
+        parts.memory.keep_weights(args.enable_weights_cpu_backup)
+        if parts.config.parallel.dp_size > 1:  # grammars are compiled where they are used
+            parts.core.call("use_whitespace", whitespace=args.whitespace and list(args.whitespace))
         self._pid = os.getpid()
         parts.core.call("label_weights", version=args.weight_version)
         self.tokenizer_manager = TokenizerManager(self)

@@ -96,7 +96,6 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
     refuse_not_built(req)
     if not isinstance(req.stream, bool):
         raise InvalidRequestError(f"stream must be True or False, got {told(req.stream)}.")
-    _check_rank(req)
     values, text, single = _prompts(req.text, req.input_ids)
     count = len(values)
     sampling = _with_preferred(per_prompt("sampling_params", req.sampling_params, count), preferred)
@@ -123,14 +122,16 @@ _PER_PROMPT = (
 # -- checks of shapes --------------------------------------------------------------------------------------------------
 
 
-def _check_rank(req: GenerateReqInput) -> None:
-    """There is one replica, of rank 0."""
+def routed_rank(req: GenerateReqInput, size: int) -> int | None:
+    """The replica that a call is pinned to, of so many. Errors: InvalidRequestError."""
     rank = req.routed_dp_rank
     if req.data_parallel_rank is not None:
-        warnings.warn("data_parallel_rank is deprecated; use routed_dp_rank", DeprecationWarning, stacklevel=7)
+        warnings.warn("data_parallel_rank is deprecated; use routed_dp_rank", DeprecationWarning, stacklevel=6)
         rank = req.data_parallel_rank if rank is None else rank
-    if rank is not None and exact_int(rank) != 0:
-        raise InvalidRequestError(f"routed_dp_rank={told(rank)} out of range [0, 1)")
+    found = None if rank is None else exact_int(rank)
+    if rank is not None and (found is None or not 0 <= found < size):
+        raise InvalidRequestError(f"routed_dp_rank={told(rank)} out of range [0, {size})")
+    return found
 
 
 def _prompts(text: Any, ids: Any) -> tuple[list[Any], bool, bool]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fengine.api.generate_input import GenerateReqInput, split_batch
+from fengine.api.generate_input import GenerateReqInput, routed_rank, split_batch
 from fengine.api.grammars import grammar_asked
 from fengine.api.hidden_states import hidden_asked
 from fengine.api.logit_processors import processor_asked
@@ -45,6 +45,7 @@ def process_input(
     Errors: InvalidRequestError and its kinds, UnsupportedFeatureError.
     """
     prompts, single = split_batch(req, {} if pooled else context.preferred)
+    rank = routed_rank(req, context.parts.config.parallel.dp_size)
     indices = range(len(prompts)) if pooled else list(islice(context.indices, len(prompts)))
     requests: list[Request] = []
     turns: dict[str, Turn] = {}
@@ -61,9 +62,8 @@ def process_input(
             errors.append((i, error))
     if errors:
         raise _together(errors, len(prompts))
-    if pooled is not None:
-        for request in requests:
-            request.params = replace(request.params, **pooled)
+    for request in requests if pooled is not None or rank is not None else ():
+        request.params, request.dp_rank = replace(request.params, **(pooled or {})), rank
     return requests, turns, single
 
 

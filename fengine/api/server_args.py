@@ -63,6 +63,8 @@ class ServerArgs:
     dtype: Any = "auto"  # a name, or a dtype of torch
     device: str | None = setting(None, "model.device")  # cpu, cuda, cuda:N
     tp_size: int = setting(1, "parallel.tp_size")  # GPUs that hold the model together
+    dp_size: int = setting(1, "parallel.dp_size")  # replicas of the model, that share the requests
+    dp_restart: bool = setting(False, "parallel.dp_restart")  # fengine's own: a replica that dies is started again
     base_gpu_id: int = 0  # the GPU where device is cuda, or left out
     revision: str | None = setting(None, "model.revision")
     download_dir: str | None = setting(None, "model.download_dir")  # a cache of the hub in place of HF_HOME's
@@ -133,7 +135,6 @@ class ServerArgs:
     crash_dump_folder: str | None = None  # where the last requests are written if the engine dies
     numerics: str = setting("exact", "numerics")  # fengine's own
     # Declared for type checkers; sglang_args.json says what becomes of them.
-    dp_size: Any = 1
     trust_remote_code: Any = False
     attention_backend: Any = None
     sampling_backend: Any = None

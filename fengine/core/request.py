@@ -117,6 +117,7 @@ class Request:
     num_scored: int = 0  # input logprobs that have been read
     num_seen: int = 0  # prompt tokens up to here have given their hidden state
     unasked: tuple[float, int] | None = None  # max_new_tokens 0: logprob and id of the token drawn all the same
+    dp_rank: int | None = None  # the replica that it must go to, where there are several
     drafting: Drafting | None = None  # set by Scheduler.add where drafts may be computed for it
 
     def salted(self, page_size: int) -> Mapping[int, Hashable] | None:

@@ -28,6 +28,7 @@ from fengine.engine.memory import Memory
 from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
 from fengine.engine.ranks import RankedRunner, Ranks
+from fengine.engine.replicas import open_replicas
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import ConfigError, OutOfMemoryError
@@ -88,6 +89,8 @@ def build(config: EngineConfig, features: Features) -> Parts:
     device_of(config)  # refused before anything is read
     refuse_default_device()
     use_private_caches()
+    if config.parallel.dp_size > 1:
+        return open_replicas(config, load(config, features.tokenizer, weights=False), started)
     with current_device(device_of(config)), ranks_of(config) as ranks:
         loaded = load(config, features.tokenizer, None if ranks is None else ranks.group)
         return assemble(config, loaded, features, ranks, started=started)

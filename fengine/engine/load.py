@@ -31,8 +31,11 @@ class Loaded:
     pooling: Pooling | None = None  # of an embedding model or classifier
 
 
-def load(config: EngineConfig, make_tokenizer: Callable[[Path], Any], group: Group | None = None) -> Loaded:
-    """Reads model and tokenizer. Errors: ConfigError, ModelLoadError and kinds, OutOfMemoryError."""
+def load(
+    config: EngineConfig, make_tokenizer: Callable[[Path], Any], group: Group | None = None, weights: bool = True
+) -> Loaded:
+    """Reads model and tokenizer, without `weights` no parameters. Errors: ConfigError, ModelLoadError and kinds,
+    OutOfMemoryError."""
     model = config.model
     model_dir, hf_config, spec = read_spec(config)
     if spec.generates and not spec.causal:
@@ -50,14 +53,18 @@ def load(config: EngineConfig, make_tokenizer: Callable[[Path], Any], group: Gro
         )
     generation = read_generation_config(model_dir, model.json_overrides)
     eos_ids = frozenset(generation.eos_ids) | (frozenset(tokenizer.eos_ids) if tokenizer else frozenset())
-    params = load_params(
-        model_dir,
-        spec,
-        dtype=model.dtype,
-        device=device_of(config),
-        context_length=context,
-        load_format=model.load_format,
-        group=group,
+    params = (
+        {}
+        if not weights
+        else load_params(
+            model_dir,
+            spec,
+            dtype=model.dtype,
+            device=device_of(config),
+            context_length=context,
+            load_format=model.load_format,
+            group=group,
+        )
     )
     return Loaded(
         spec, params, context, eos_ids, model_dir, tokenizer, model.load_format is not LoadFormat.dummy, pooling

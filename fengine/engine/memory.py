@@ -46,6 +46,10 @@ class Memory:
         self._kept: list[torch.UntypedStorage] = []  # their copies
         core.handlers |= {"release_memory": self._release, "resume_memory": self._resume}
 
+    def keep_weights(self, kept: bool) -> None:
+        """Whether released weights are kept in CPU memory."""
+        self.keeps_weights = kept
+
     def close(self) -> None:
         """Drops the graphs."""
         if isinstance(self.runner, CudaRunner):

@@ -30,6 +30,8 @@ DOCUMENTED = json.loads((Path(__file__).parent / "sglang_documented_args.json").
 
 HONOURED: dict[str, tuple[Any, Any]] = {  # field -> a value, and what of the configuration it must become
     "tp_size": (2, lambda c: c.parallel.tp_size == 2),
+    "dp_size": (2, lambda c: c.parallel.dp_size == 2),
+    "dp_restart": (True, lambda c: c.parallel.dp_restart),
     "model_path": ("elsewhere", lambda c: c.model.path == "elsewhere"),
     "tokenizer_path": ("t", lambda c: c.model.tokenizer_path == "t"),
     "skip_tokenizer_init": (True, lambda c: c.model.skip_tokenizer_init),
@@ -161,8 +163,8 @@ def test_unknown_and_missing_settings_are_told_with_the_nearest_name() -> None:
 
 def test_a_refusal_tells_every_name_with_its_value_and_reason() -> None:
     with pytest.raises(UnsupportedFeatureError) as error:
-        ServerArgs(model_path="x", ep_size=2, quantization="gguf", dp_size=2).to_config()  # type: ignore[call-arg]
-    for words in ("ep_size=2 (several GPUs", "quantization='gguf' (quantized weights", "dp_size=2 (several GPUs"):
+        ServerArgs(model_path="x", ep_size=2, quantization="gguf", pp_size=2).to_config()  # type: ignore[call-arg]
+    for words in ("ep_size=2 (several GPUs", "quantization='gguf' (quantized weights", "pp_size=2 (several GPUs"):
         assert words in str(error.value)
     for wrong in (True, 1.5, "1"):  # a bool is no int, though Python has it equal
         with pytest.raises(UnsupportedFeatureError):

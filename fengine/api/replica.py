@@ -1,0 +1,111 @@
+"""An engine as one of several replicas: it hears requests and commands of the first process, and tells of progress."""
+
+import queue
+import threading
+from contextlib import suppress
+from typing import Any
+
+from fengine.api.features import FEATURES
+from fengine.config import EngineConfig
+from fengine.core.plain import from_plain
+from fengine.core.request import Request
+from fengine.engine.build import build
+from fengine.engine.child import Link
+from fengine.engine.parts import Parts
+from fengine.engine.progress import NOTHING, Sent, handles, progress
+from fengine.engine.request_state import RequestState
+from fengine.errors import FengineError
+from fengine.structured_output.backend import Grammars, Source
+from fengine.structured_output.schema import Whitespace
+from fengine.tokenizer.token_texts import token_texts
+
+
+class Server:
+    """Modifies: itself, the engine."""
+
+    def __init__(self, link: Link, parts: Parts) -> None:
+        self.link, self.parts = link, parts
+        self.sent: dict[RequestState, Sent] = {}
+        self.fresh: queue.SimpleQueue[RequestState] = queue.SimpleQueue()
+        self._use_whitespace(list(Whitespace()))
+        parts.core.handlers["use_whitespace"] = self._use_whitespace
+        threading.Thread(target=self._tell, name="fengine-progress", daemon=True).start()
+
+    def _use_whitespace(self, whitespace: list[Any] | None) -> None:
+        """Of grammars; None: they are off."""
+        parts, kind = self.parts, None if whitespace is None else Whitespace(*whitespace)
+        grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), kind)
+        self.handles = handles(lambda kind, text: grammars.compile(Source(kind, text)))
+
+    def run(self) -> None:
+        """Until the process ends."""
+        while True:
+            told = self.link.told.get()
+            if "add" in told:
+                for plain, live in told["add"]:
+                    self._add(plain, live)
+            if "abort" in told:
+                with suppress(FengineError):
+                    self.parts.core.abort_rids(None if told["abort"] is None else set(told["abort"]))
+            if "ask" in told:
+                threading.Thread(target=self._answer, args=told["ask"], daemon=True).start()
+
+    def _add(self, plain: Any, live: bool) -> None:
+        try:
+            state = RequestState(from_plain(Request, plain, self.handles), None, live, self.fresh.put)
+            self.sent[state] = Sent()
+            self.parts.core.submit([state])
+        except FengineError as error:
+            failed = RequestState(from_plain(Request, plain, NOTHING), None, live, self.fresh.put, error=error)
+            self.sent[failed] = Sent()
+            self.fresh.put(failed)
+
+    def _answer(self, number: int, part: str, name: str, given: list[Any], arguments: dict[str, Any]) -> None:
+        try:
+            if part == "core":
+                value = self.parts.core.stats() if name == "get_stats" else self.parts.core.call(name, **arguments)
+            else:
+                value = getattr(getattr(self.parts, part), name)(*given, **arguments)
+            self.link.say(answer=number, value=value)
+        except FengineError as error:
+            self.link.say(answer=number, failed=(type(error).__name__, str(error)))
+
+    def _tell(self) -> None:
+        """What is new of all requests that have news, in one line."""
+        while True:
+            news = [self.fresh.get()]
+            with suppress(queue.Empty):
+                while True:
+                    news.append(self.fresh.get_nowait())
+            told = []
+            for state in dict.fromkeys(news):
+                sent = self.sent.get(state)
+                if sent is not None:
+                    done = state.done
+                    plain, self.sent[state] = progress(state, sent)
+                    told.append(plain)
+                    if done:
+                        del self.sent[state]
+            with suppress(OSError):
+                self.link.say(progress=told)
+            news = state = None  # an idle engine keeps nothing of the requests that it had
+
+
+def serve(link: Link, start: dict[str, Any]) -> None:
+    """Until the process ends. What fails at the start is told."""
+    try:
+        parts = build(from_plain(EngineConfig, start["config"], NOTHING), FEATURES)
+    except FengineError as error:
+        link.say(failed_start=(type(error).__name__, f"replica {start['replica']}: {error}"))
+        return
+    with link.telling():
+        server = Server(link, parts)
+        facts = {
+            "pool_tokens": parts.pool_tokens, "compile_seconds": parts.compile_seconds,
+            "kv_dtype": str(parts.kv_dtype).removeprefix("torch."),
+            "weights": [
+                (name, list(place.shape), str(place.leaf.dtype)) for name, place in parts.weights.places.items()
+            ],
+        }  # fmt: skip
+        link.say(ready=facts)
+        server.run()
