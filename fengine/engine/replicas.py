@@ -80,7 +80,7 @@ class Replica:
 
 def prefix_keys(request: Request) -> list[Hashable]:
     """One for each whole block, of all tokens up to its end. Pure."""
-    key, ids, found = hash(request.salt), request.token_ids, list[Hashable]()
+    key, ids, found = hash(request.cache_salt), request.token_ids, list[Hashable]()
     for end in range(BLOCK, len(ids) + 1, BLOCK):
         key = hash((key, *ids[end - BLOCK : end]))
         found.append(key)
@@ -359,8 +359,11 @@ class Remote:
 
 def open_replicas(config: EngineConfig, loaded: Loaded, started: float) -> Parts:
     """An engine of replicas. `loaded`: their model without weights. Errors: as `build`; UnsupportedFeatureError."""
-    if config.lora.on:
-        raise UnsupportedFeatureError(f"parallel.dp_size={config.parallel.dp_size} with LoRA adapters is not built")
+    for what, on in {"LoRA adapters": config.lora.on, "images": loaded.spec.vision is not None}.items():
+        if on:
+            raise UnsupportedFeatureError(
+                f"parallel.dp_size={config.parallel.dp_size} with {what} is not built; use dp_size=1"
+            )
     if config.scheduler.record is not None:
         raise ConfigError("scheduler.record is of one engine's steps; use parallel.dp_size=1")
     core = Replicas(config, 1 << 16)

@@ -126,8 +126,8 @@ def attention_weights(spec: ModelSpec, layer: LayerWeights, fused: bool = False)
     for name, heads in normed if spec.qk_norm else ():
         path, each = f"self_attn.{name}", (heads, "_HK") if spec.layer_norm else (1, "_K")
         shape = (heads, width) if spec.layer_norm else (width,)
-        cut = {"shard": "H"} if spec.layer_norm else {}
-        found.append(layer.norm(name + each[1], path, *shape, order={path: order(each[0])}, **cut))
+        cut = "H" if spec.layer_norm else ""
+        found.append(layer.norm(name + each[1], path, *shape, order={path: order(each[0])}, shard=cut))
     found.append(layer.matrix("wo", out, q, "DC", fill="residual"))
     if spec.o_bias:
         found.append(layer.bias("bo_D", out))

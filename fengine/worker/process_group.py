@@ -39,6 +39,7 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
     refused = {
         "LoRA adapters": config.lora.on,
         "a mixture of experts": spec.experts is not None,
+        "images": spec.vision is not None,
     }
     for what, on in refused.items():
         if on:
