@@ -28,7 +28,8 @@ from fengine.engine.load import Loaded
 from fengine.engine.parts import Parts
 from fengine.models import Model
 from fengine.models.kv_state import KVState, Params, StepBatch
-from fengine.models.spec import ModelSpec, RopeSpec
+from fengine.models.layers import places
+from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 
 VOCAB = 97
 PRIME = 65521  # values stay exact in float32
@@ -59,11 +60,14 @@ def digest(marks: list[int]) -> int:
     return value
 
 
-def expected(prompt: list[int], count: int, stop: frozenset[int] = frozenset()) -> list[int]:
-    """The tokens that the model must draw after `prompt`, greedily."""
+def expected(
+    prompt: list[int], count: int, stop: frozenset[int] = frozenset(), windows: tuple[int, ...] = (0,)
+) -> list[int]:
+    """The tokens that the model must draw after `prompt`, greedily. `windows`: of its layers; 0: it sees all."""
     ids = list(prompt)
     for _ in range(count):
-        ids.append(digest([mark(t, p) for p, t in enumerate(ids)]) % VOCAB)
+        marks = [mark(t, p) for p, t in enumerate(ids)]
+        ids.append(digest([m for window in windows for m in marks[-window:]]) % VOCAB)
         if ids[-1] in stop:
             break
     return ids[len(prompt) :]
@@ -71,19 +75,22 @@ def expected(prompt: list[int], count: int, stop: frozenset[int] = frozenset()) 
 
 def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
     """As `models.llama.forward`; hidden_TD holds each token's digest. Poisons the null page."""
-    (pages_PSGK,) = kv.k_PSGK
-    size = kv.page_size
-    flat = pages_PSGK.view(-1)
-    for token, position, slot in zip(batch.token_T.tolist(), batch.pos_T.tolist(), batch.slot_T.tolist(), strict=True):
-        flat[slot] = mark(token, position)
-    flat[:size] = -1.0
+    size, windows, tables = kv.page_size, [spec.kind(layer).window for layer in range(spec.num_layers)], []
+    for pages_PSGK, window in zip(kv.k_PSGK, windows, strict=True):
+        flat, (slot_T, table_RN) = pages_PSGK.view(-1), places({"kind": LayerKind(window)}, batch)
+        for token, position, slot in zip(batch.token_T.tolist(), batch.pos_T.tolist(), slot_T.tolist(), strict=True):
+            flat[slot] = mark(token, position)
+        flat[:size] = -1.0
+        tables.append((flat, table_RN.tolist(), window))
     hidden_TD = torch.zeros(batch.token_T.shape[0], 1)
     starts, lengths = batch.q_start_B.tolist(), batch.kv_len_R.tolist()
     for row, length in enumerate(lengths):
-        table = batch.page_table_RN[row].tolist()
-        held = [int(flat[table[p // size] * size + p % size]) for p in range(length)]
         for j in range(starts[row], starts[row + 1]):
-            hidden_TD[j] = digest(held[: length - (starts[row + 1] - 1 - j)])
+            end = length - (starts[row + 1] - 1 - j)
+            hidden_TD[j] = digest([
+                int(flat[table[row][p // size] * size + p % size])
+                for flat, table, window in tables for p in range(max(end - window, 0) if window else 0, end)
+            ])  # fmt: skip
     params["calls"].append(batch.token_T.shape[0])
     return kv, hidden_TD
 
@@ -96,8 +103,9 @@ def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:
 def checksum_parts(*, page_size: int = 4, pool: int = 256, rows: int = 4, tokens: int = 16, policy: str = "fcfs",
                    overlap: bool = False, prefix_cache: bool = True, context: int = 256, seed: int = 0,
                    eos: frozenset[int] = frozenset(), forward: Any = forward,
-                   speculation: SpeculationConfig | None = None) -> Parts:  # fmt: skip
-    """An engine's parts over the checksum model, uncompiled, without a tokenizer."""
+                   speculation: SpeculationConfig | None = None, windows: tuple[int, ...] = (0,)
+                   ) -> Parts:  # fmt: skip
+    """An engine's parts over the checksum model, uncompiled, without a tokenizer. `windows`: of its layers."""
     config = EngineConfig(
         cache=CacheConfig(page_size=page_size, max_total_tokens=pool, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(rows, tokens, Policy[policy], overlap),
@@ -107,7 +115,8 @@ def checksum_parts(*, page_size: int = 4, pool: int = 256, rows: int = 4, tokens
     )
     config = replace(config, model=replace(config.model, device="cpu", skip_tokenizer_init=True))
     params: Params = {"final_norm_D": torch.ones(1), "calls": []}
-    loaded = Loaded(SPEC, params, context, eos, Path("."))
+    spec = replace(SPEC, num_layers=len(windows), kinds=tuple(map(LayerKind, windows)))
+    loaded = Loaded(spec, params, context, eos, Path("."))
     parts = assemble(config, loaded, FEATURES, started=time.perf_counter())
     check_after_every_step(parts.core)
     return parts

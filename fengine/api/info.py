@@ -15,7 +15,6 @@ from fengine.api.options import HasContext
 from fengine.api.server_args import ServerArgs, in_force
 from fengine.config import Algorithm
 from fengine.engine.parts import Parts
-from fengine.worker.kv_pool import kv_bytes_per_token
 from fengine.worker.safetensors_file import read_json
 
 
@@ -68,8 +67,7 @@ def internal_state(parts: Parts, core_stats: dict[str, Any]) -> dict[str, Any]:
 def memory_usage(parts: Parts, refusals: Container[str]) -> dict[str, Any]:
     """GiB of weights, KV pool and graphs (on CUDA: all else that torch holds); what is released counts 0. Pure."""
     weights = parts.weights.nbytes()
-    tokens = parts.pool_tokens + (parts.config.cache.page_size or 16)
-    kv = 0 if "kv_cache" in refusals else kv_bytes_per_token(parts.spec, parts.kv_dtype) * tokens
+    kv = 0 if "kv_cache" in refusals else parts.kv_bytes
     device = parts.config.model.device or "cpu"
     held = torch.cuda.memory_reserved(device) if device.startswith("cuda") else weights + kv
     return {

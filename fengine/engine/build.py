@@ -20,6 +20,7 @@ from fengine.core.prefix_cache import PrefixCache
 from fengine.core.recording import RecordedScheduler
 from fengine.core.scheduler import Scheduler
 from fengine.core.speculation import Speculation
+from fengine.core.window_pages import WindowPages
 from fengine.engine.child import Link
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.follower import NOTHING, follow_steps
@@ -48,7 +49,7 @@ from fengine.worker.device import (
 )
 from fengine.worker.images import image_rows, image_writer
 from fengine.worker.input_batch import InputBatch
-from fengine.worker.kv_pool import new_pool, pool_pages
+from fengine.worker.kv_pool import PoolSize, new_pool, pool_bytes, pool_size, windows_of
 from fengine.worker.model_runner import CpuRunner
 from fengine.worker.process_group import check_parts, group_of, process_group, ranked_rows
 from fengine.worker.sampler import logits_stages
@@ -118,7 +119,7 @@ class Worker(NamedTuple):
     adapters: AdapterSlots | None
     kv: KVState
     kv_dtype: torch.dtype
-    pages: int
+    size: PoolSize
     compile_seconds: float
 
 
@@ -139,12 +140,12 @@ def make_worker(
     runner = make_runner(config, loaded, stages, slots, group)
     before = time.perf_counter()
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(loaded.params)
-    pages, kv = ready(config, loaded, runner, kv_dtype, least, kv_bytes)
+    size, kv = ready(config, loaded, runner, kv_dtype, least, kv_bytes)
     seconds = time.perf_counter() - before
     write = None if adapters is None else adapters.write
     width = -(-loaded.context_length // page_size)
-    input_batch = InputBatch(rows, width, page_size, stages, slots, write, write_image)
-    return Worker(runner, input_batch, adapters, kv, kv_dtype, pages, seconds)
+    input_batch = InputBatch(rows, width, page_size, stages, slots, write, write_image, runner.grouped)
+    return Worker(runner, input_batch, adapters, kv, kv_dtype, size, seconds)
 
 
 def follow(link: Link, start: dict[str, Any], features: Features) -> None:
@@ -176,15 +177,15 @@ def assemble(
     worker = make_worker(config, loaded, features, group, least, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
         speculation.open(worker.kv, worker.input_batch)
-    pages, kv_dtype, adapters = worker.pages, worker.kv_dtype, worker.adapters
+    size, kv_dtype, adapters = worker.size, worker.kv_dtype, worker.adapters
     images = image_rows(config, loaded.params)
-    scheduler = make_scheduler(config, spec, pages, speculation, 0 if adapters is None else adapters.slots, images)
+    scheduler = make_scheduler(config, spec, size, speculation, 0 if adapters is None else adapters.slots, images)
     runner = worker.runner if ranks is None else RankedRunner(worker.runner, ranks)
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk)
 
     def new_kv() -> KVState:
-        kv = new_pool(loaded.spec, pages, page_size, kv_dtype, device_of(config))
+        kv = new_pool(loaded.spec, size, page_size, kv_dtype, device_of(config))
         if speculation is not None:
             speculation.open(kv, worker.input_batch)
         return kv
@@ -194,10 +195,11 @@ def assemble(
         ranks.attach(core)
     return Parts(
         config=config, spec=spec, tokenizer=loaded.tokenizer, context_length=loaded.context_length,
-        pool_tokens=(pages - 1) * page_size, eos_ids=loaded.eos_ids, core=core, model_dir=loaded.model_dir,
+        pool_tokens=(size.pages - 1) * page_size, eos_ids=loaded.eos_ids, core=core, model_dir=loaded.model_dir,
         start_seconds=time.perf_counter() - started, compile_seconds=worker.compile_seconds,
         compiles_at_start=compiles, weights=weights, updates=WeightUpdates(weights), profile=Profile(core),
-        kv_dtype=kv_dtype, adapters=adapters, memory=memory, pooling=loaded.pooling, ranks=ranks,
+        kv_dtype=kv_dtype, kv_bytes=pool_bytes(spec, size, page_size, kv_dtype),
+        adapters=adapters, memory=memory, pooling=loaded.pooling, ranks=ranks,
         images=features.images(config, loaded.model_dir, spec),
     )  # fmt: skip
 
@@ -210,14 +212,17 @@ def make_runner(
     rows, tokens = config.scheduler.max_running_requests or 1, config.scheduler.max_step_tokens or 1
     stepped = replace(loaded.spec.part(config.parallel.tp_size), exact=config.numerics is Numerics.exact)
     forward, unembed = make_forward(stepped, compiled=bool(config.compile.enabled)), make_unembed(stepped)
+    windows = windows_of(config, stepped, loaded.context_length)
+    grouped = windows is not None and not windows.alone
     if device_of(config) == "cpu":
-        return CpuRunner(loaded.params, forward, unembed, slots, sampler)
+        return CpuRunner(loaded.params, forward, unembed, slots, sampler, grouped)
     return CudaRunner(
         loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
         rows=max(rows, 0 if config.speculation.algorithm is Algorithm.none else config.speculation.step_tokens or 0),
         width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
         prefill_graphs=config.compile.prefill_graphs, graph_rows=config.compile.graph_rows,
         device=device_of(config), adapter_slots=slots, sampler=sampler, images=loaded.spec.vision is not None,
+        grouped=grouped,
     )  # fmt: skip
 
 
@@ -228,8 +233,8 @@ def ready(
     kv_dtype: torch.dtype,
     least: Callable[[int], int] = int,
     kv_bytes: int = 0,
-) -> tuple[int, KVState]:
-    """Compiles and captures, and makes the KV pool: its number of pages, and itself. Errors: as `build`."""
+) -> tuple[PoolSize, KVState]:
+    """Compiles and captures, and makes the KV pool: its size, and itself. Errors: as `build`."""
     rows, page_size, device = (
         config.scheduler.max_running_requests or 1,
         config.cache.page_size or 16,
@@ -241,8 +246,8 @@ def ready(
             small = init_kv(spec, 1, page_size, kv_dtype, device)
             eager = make_forward(replace(spec, exact=config.numerics is Numerics.exact))
             activations = prepare(runner, small, eager)
-        pages = least(pool_pages(config, spec, kv_dtype, rows, loaded.context_length, activations, kv_bytes))
-        return pages, runner.warm_up(new_pool(spec, pages, page_size, kv_dtype, device), page_size)
+        size = pool_size(config, spec, kv_dtype, rows, loaded.context_length, activations, kv_bytes, least)
+        return size, runner.warm_up(new_pool(spec, size, page_size, kv_dtype, device), page_size)
 
 
 @contextmanager
@@ -267,11 +272,12 @@ def _faults_of_start(config: EngineConfig) -> Iterator[None]:
 
 
 def make_scheduler(
-    config: EngineConfig, spec: ModelSpec, pages: int, speculation: Speculation | None, slots: int,
+    config: EngineConfig, spec: ModelSpec, size: PoolSize, speculation: Speculation | None, slots: int,
     images: ImageRows | None = None,
 ) -> Scheduler:  # fmt: skip
-    """The scheduler over a pool of so many pages. Errors: OSError if its steps cannot be recorded."""
-    pool, page_size = PagePool(pages), config.cache.page_size or 16
+    """The scheduler over a pool of that size. Errors: OSError if its steps cannot be recorded; ConfigError."""
+    pool = PagePool(size.pages) if size.windows is None else WindowPages(size.pages, size.windows)
+    page_size = config.cache.page_size or 16
     record = config.scheduler.record
     return (Scheduler if record is None else partial(RecordedScheduler, Path(record)))(
         pool,

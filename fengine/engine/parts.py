@@ -41,6 +41,7 @@ class Parts:
     memory: Memory
     profile: Profile
     kv_dtype: torch.dtype
+    kv_bytes: int  # of the KV pool
     adapters: Any = None  # of LoRA, where it is enabled
     pooling: Pooling | None = None
     images: Any = None  # of a model that takes images: what reads those of a call

@@ -2,7 +2,8 @@
 
 Dimension key: T tokens in this step, padded · R request rows, padded · B row boundaries (R+1) · P pages (page 0 = null
 page, target of padding writes) · S slots per page · N page-table width · L layers · D model · F mlp · H query heads ·
-G kv heads · K head width · V vocabulary. Of LoRA: A tokens with an adapter · S slots of adapters.
+G kv heads · K head width · V vocabulary. Of LoRA: A tokens with an adapter · S slots of adapters. Where windowed layers
+have pages of their own: U tokens, as T · Y page-table width, as N.
 
 The contract of purity: a step reads its arguments, may overwrite only the storage of the `kv` it was given, and that
 `kv` is dead after the call; the returned `kv` is the only live one (JAX's buffer donation, stated openly).
@@ -10,6 +11,7 @@ The contract of purity: a step reads its arguments, may overwrite only the stora
 
 import math
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -42,11 +44,19 @@ def layer_kinds(layers: list[Params]) -> list[int]:
 
 class KVState(NamedTuple):
     """Keys and values of every page, one whole tensor per layer; and where the spec has `feature_layers`, one tensor of
-    these streams side by side, of X columns. A pytree."""
+    these streams side by side, of X columns. A pytree.
+
+    `window_layers` have pages of their own, under other ids; where it is empty all layers share one group of pages.
+    """
 
     k_PSGK: tuple[Tensor, ...]
     v_PSGK: tuple[Tensor, ...]
     feature_PSX: tuple[Tensor, ...] = ()
+    window_layers: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[Tensor, ...], ...]:
+        return self.k_PSGK, self.v_PSGK, self.feature_PSX
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -54,7 +64,8 @@ class KVState(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        return self.k_PSGK[0].shape[0]
+        """Of the layers that are not `window_layers`."""
+        return next(k.shape[0] for layer, k in enumerate(self.k_PSGK) if layer not in self.window_layers)
 
     @property
     def page_size(self) -> int:
@@ -86,6 +97,8 @@ class StepBatch(NamedTuple):
     adapters: AdapterBatch | None = None  # None: no row has an adapter
     image_row_I: Tensor | None = None  # of each token: its row of the table of images' embeddings; -1: it is a word
     rope_pos_3I: Tensor | None = None  # where tokens stand on the three axes of rotary embedding; None: at pos_T
+    window_slot_U: Tensor | None = None  # slot_T of layers with a window; None: they share pages with the others
+    window_table_RY: Tensor | None = None  # and their page_table_RN
 
 
 def row_batch(token_ids: list[int], start: int, pages: list[int], page_size: int) -> StepBatch:
@@ -113,30 +126,36 @@ def row_sampling(position: int, seed: int = 0, temperature: float = 1.0, top_k: 
 
 
 class PageSnapshot(NamedTuple):
-    """A copy of some pages: `k_LPSGK[l][i]` holds page i of the list the snapshot was taken from."""
+    """A copy of some pages: `k_LPSGK[l][i]` holds page i of the list that the snapshot of layer l was taken from."""
 
     k_LPSGK: tuple[Tensor, ...]
     v_LPSGK: tuple[Tensor, ...]
     feature_PSX: tuple[Tensor, ...] = ()
 
 
-def init_kv(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str) -> KVState:
+def init_kv(
+    spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str,
+    window_pages: int = 0,
+) -> KVState:  # fmt: skip
     """A zeroed KV state; page 0 is the null page. Zeros rather than garbage: unused slots never hold NaN.
 
+    With `window_pages` layers with a window have so many pages of their own.
     Keys and values of `spec.few_kv` are bytes, laid out as ops/kv_fp8.py says, not of `dtype`.
     """
-    shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim + spec.few_kv)
+    own = spec.window_layers if window_pages else ()
+    line = (page_size, spec.num_kv_heads, spec.head_dim + spec.few_kv)
     stored = torch.uint8 if spec.few_kv else dtype
 
-    def layer() -> Tensor:
+    def pages(layer: int) -> Tensor:
+        shape = (window_pages if layer in own else num_pages, *line)
         if torch.device(device).type == "cpu":
             return _huge_zeros(shape, stored)
         return torch.zeros(shape, dtype=stored, device=device)
 
-    k_PSGK, v_PSGK = (tuple(layer() for _ in range(spec.num_layers)) for _ in "kv")
+    k_PSGK, v_PSGK = (tuple(pages(layer) for layer in range(spec.num_layers)) for _ in "kv")
     width = len(spec.feature_layers) * spec.hidden_size
     features = (torch.zeros(num_pages, page_size, width, dtype=dtype, device=device),) if width else ()
-    return KVState(k_PSGK, v_PSGK, features)
+    return KVState(k_PSGK, v_PSGK, features, own)
 
 
 def _huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -150,37 +169,46 @@ def _huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape).zero_()
 
 
-def _page_index(kv: KVState, pages: list[int], name: str) -> Tensor:
-    bad = [p for p in pages if not 0 < p < kv.num_pages]
-    if bad:
-        raise InvalidRequestError(
-            f"{name} has page {bad[0]}; pages run from 1 to {kv.num_pages - 1} (0 is the null page)"
-        )
-    return torch.tensor(pages, dtype=torch.int64, device=kv.k_PSGK[0].device)
+def _page_indexes(kv: KVState, pages: list[int], windows: list[int]) -> list[list[Tensor]]:
+    """For each tensor of k, v and the features the pages that are meant. Errors: InvalidRequestError."""
+
+    def index(pages: list[int], count: int) -> Tensor:
+        if bad := [p for p in pages if not 0 < p < count]:
+            raise InvalidRequestError(f"pages has page {bad[0]}; pages run from 1 to {count - 1} (0 is the null page)")
+        return torch.tensor(pages, dtype=torch.int64, device=kv.k_PSGK[0].device)
+
+    found = index(pages, kv.num_pages)
+    if windows and not kv.window_layers:
+        raise InvalidRequestError("windows has pages, but all layers share one group of pages: give them as pages")
+    own = {layer: index(windows, kv.k_PSGK[layer].shape[0]) for layer in kv.window_layers}
+    layers = [own.get(layer, found) for layer in range(len(kv.k_PSGK))]
+    return [layers, layers, [found] * len(kv.feature_PSX)]
 
 
-def snapshot(kv: KVState, pages: list[int]) -> PageSnapshot:
-    """Copies `pages` out of `kv`. Pure: `kv` stays live."""
-    index = _page_index(kv, pages, "pages")
-    return PageSnapshot(*(tuple(pages.index_select(0, index) for pages in part) for part in kv))
+def snapshot(kv: KVState, pages: list[int], windows: Sequence[int] = ()) -> PageSnapshot:
+    """Copies `pages` out of `kv`, and of `window_layers` the pages `windows`. Pure: `kv` stays live."""
+    parts = zip(kv.parts, _page_indexes(kv, pages, list(windows)), strict=True)
+    return PageSnapshot(*(tuple(x.index_select(0, i) for x, i in zip(*part, strict=True)) for part in parts))
 
 
-def restore(kv: KVState, saved: PageSnapshot, pages: list[int]) -> KVState:
-    """Writes a snapshot into `pages` (same count). Modifies: the storage of `kv`, which is dead after the call."""
-    index = _page_index(kv, pages, "pages")
-    if len(pages) != saved.k_LPSGK[0].shape[0]:
-        raise InvalidRequestError(
-            f"snapshot holds {saved.k_LPSGK[0].shape[0]} pages but {len(pages)} targets were given"
-        )
-    for targets, sources in zip(kv, saved, strict=True):
-        for target, source in zip(targets, sources, strict=True):
-            target.index_copy_(0, index, source)
+def restore(kv: KVState, saved: PageSnapshot, pages: list[int], windows: Sequence[int] = ()) -> KVState:
+    """Writes a snapshot into `pages` and `windows` (same counts). Modifies: the storage of `kv`, which is dead then."""
+    parts = zip(kv.parts, saved, _page_indexes(kv, pages, list(windows)), strict=True)
+    copies = [copy for part in parts for copy in zip(*part, strict=True)]
+    for _, source, index in copies:
+        if len(index) != len(source):
+            raise InvalidRequestError(f"snapshot holds {len(source)} pages but {len(index)} targets were given")
+    for target, source, index in copies:
+        target.index_copy_(0, index, source)
     return KVState(*kv)
 
 
-def fork(kv: KVState, source: list[int], target: list[int]) -> KVState:
-    """Copies pages `source` onto `target`, so two rows can go on from one past. Modifies: as `restore`."""
-    return restore(kv, snapshot(kv, source), target)
+def fork(
+    kv: KVState, source: list[int], target: list[int], windows: Sequence[int] = (), onto: Sequence[int] = ()
+) -> KVState:
+    """Copies pages `source` onto `target`, and of `window_layers` `windows` onto `onto`, so two rows can go on from one
+    past. Modifies: as `restore`."""
+    return restore(kv, snapshot(kv, source, windows), target, onto)
 
 
 class KVHandle:

@@ -52,7 +52,7 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
             v_layers.append(v_PSGK)
         for feature_PSX in kv.feature_PSX:
             keep_features(feature_PSX, features, batch.slot_T)
-        return KVState(tuple(k_layers), tuple(v_layers), kv.feature_PSX), normed_TD
+        return kv._replace(k_PSGK=tuple(k_layers), v_PSGK=tuple(v_layers)), normed_TD
 
     return forward
 
@@ -138,7 +138,8 @@ def attend(
     layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch, x_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one layer: what it adds to the residual stream, and the written pages."""
-    where = (rope_MK, batch.pos_T, batch.slot_T, k_PSGK, v_PSGK, spec.num_heads)
+    slot_T, page_table_RN = places(layer, batch)
+    where = (rope_MK, batch.pos_T, slot_T, k_PSGK, v_PSGK, spec.num_heads)
     if "q_norm_C" in layer or "q_norm_HK" in layer:
         qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), batch.adapters, exact=spec.exact)
         q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
@@ -154,11 +155,18 @@ def attend(
         if turned is not None:  # turning keeps a norm, so only the weights stand behind it: both may go with q
             q_THK = q_THK * (turned * layer["k_turned_norm_K"])
     out_THK = attention.attention(
-        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, batch.page_table_RN, spec.scale, spec.causal,
+        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, page_table_RN, spec.scale, spec.causal,
         layer["kind"].window, spec.attention_cap, layer.get("sinks_H"),
     )  # fmt: skip
     delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), batch.adapters, exact=spec.exact)
     return delta_TD, k_PSGK, v_PSGK
+
+
+def places(layer: Params, batch: StepBatch) -> tuple[Tensor, Tensor]:
+    """Slots and page tables of the group of pages to which the layer belongs. Pure."""
+    if not layer["kind"].window or batch.window_slot_U is None or batch.window_table_RY is None:
+        return batch.slot_T, batch.page_table_RN
+    return batch.window_slot_U, batch.window_table_RY
 
 
 def norm_qk(layer: Params, spec: ModelSpec, qkv_TC: Tensor) -> Tensor:

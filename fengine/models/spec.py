@@ -163,6 +163,16 @@ class ModelSpec:
         """Pure."""
         return self.kinds[layer] if self.kinds else LayerKind()
 
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Those in which a token sees so many keys at most."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.window)
+
+    @property
+    def window(self) -> int:
+        """The widest of their windows; 0: there is none."""
+        return max((kind.window for kind in self.kinds), default=0)
+
     def part(self, ranks: int) -> "ModelSpec":
         """What each of so many ranks computes: its own heads. Pure."""
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=self.num_kv_heads // ranks)

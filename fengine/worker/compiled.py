@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "guard_filter_fn": lambda guards: [False] * len(guards),
 }
-SIZES = "TRBNAP"  # a graph serves every one of them
+SIZES = "TRBNAPUY"  # a graph serves every one of them
 
 
 def compiled_layers(layer_fn: LayerFn) -> LayerFn:
@@ -66,5 +66,5 @@ def mark_sizes(batch: StepBatch, **others: Tensor) -> None:
     tensors = {name: value for name, value in batch._asdict().items() if name != "adapters"} | adapters | others
     for name, tensor in tensors.items():
         for dim, letter in enumerate(name.rpartition("_")[2]):
-            if letter in SIZES:
+            if letter in SIZES and tensor is not None:
                 torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=letter)

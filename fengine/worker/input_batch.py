@@ -27,13 +27,16 @@ class InputBatch:
     def __init__(
         self, rows: int, width: int, page_size: int, stages: Sequence[LogitsStage] = (), adapter_slots: int = 0,
         write_adapter: Callable[[int, int], None] | None = None, write_image: Callable[[Encode], None] | None = None,
+        grouped: bool = False,
     ) -> None:  # fmt: skip
+        """`grouped`: windowed layers have pages of their own."""
         self.write_image = write_image
         self.images = None if write_image is None else ImageInputs(rows)
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
         self.stages = {stage.name: stage for stage in stages}  # in the order that bits depend on
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
         self.page_table = np.zeros((rows, width), np.int32)
+        self.window_table = np.zeros((rows, width), np.int32) if grouped else None
         ones_S, zeros_S = np.ones(rows, np.float32), np.zeros(rows, np.float32)
         self.sampling = {
             "temperature_R": ones_S.copy(), "top_k_R": np.ones(rows, np.int32), "top_p_R": ones_S, "min_p_R": zeros_S,
@@ -85,8 +88,10 @@ class InputBatch:
         self.release(output.released)
         for new in output.new_rows:
             self.admit(new)
-        for row, first, pages, _ in output.new_pages:
+        for row, first, pages, windows in output.new_pages:
             self.page_table[row, first : first + len(pages)] = pages
+            if self.window_table is not None:
+                self.window_table[row, first : first + len(pages)] = windows
         slot_R, arrays = self._arrays(output)
         step = StepInput(arrays, slot_R, any(output.samples), output.drafts)
         if self.more and (chunks := self._chunks(output, arrays)):
@@ -114,6 +119,7 @@ class InputBatch:
             row_T = np.repeat(slot_R, count_R)
         page_T, offset_T = np.divmod(pos_T, size)
         entry_T = row_T.astype(np.int64) * self.page_table.shape[1] + page_T
+        held = -(-int(kv_len_R.max()) // size)
         logit_index_R, pos_R = q_start_B[1:] - 1, kv_len_R
         if output.drafts:
             logit_index_R = draw_index(logit_index_R, output)
@@ -124,13 +130,14 @@ class InputBatch:
             "slot_T": self.page_table.take(entry_T) * size + offset_T,
             "q_start_B": q_start_B,
             "kv_len_R": kv_len_R,
-            "page_table_RN": self.page_table[slot_R, : -(-int(kv_len_R.max()) // size)],
+            "page_table_RN": self.page_table[slot_R, :held],
             "logit_index_R": logit_index_R,
             "pos_R": pos_R,
             **sampling,
             **self._feed(output, row_T, slot_R[:count]),
             **self._adapters(row_T),
             **({} if self.images is None else self.images.fields(output, pos_T, row_T)),
+            **self._windows(entry_T, offset_T, held),
         }
 
     def _sampling(self, rows: list[int]) -> Arrays:
@@ -149,6 +156,13 @@ class InputBatch:
             index_T[fed] = self.last_index[row_T[fed]]
         self.last_index[slot_R] = np.arange(len(slot_R), dtype=np.int32)
         return {"feed_index_T": index_T, "feed_from_T": from_T}
+
+    def _windows(self, entry_T: np.ndarray, offset_T: np.ndarray, held: int) -> Arrays:
+        """What layers with a window have in place of slot_T and page_table_RN; nothing if they have the same."""
+        if self.window_table is None:
+            return {}
+        slot_T = self.window_table.take(entry_T) * self.page_size + offset_T
+        return {"window_slot_U": slot_T, "window_table_RY": self.window_table[self.slot_R, :held]}
 
     def _adapters(self, row_T: np.ndarray) -> Arrays:
         """The tokens of rows with an adapter, by slot; nothing if there are none."""

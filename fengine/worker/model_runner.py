@@ -35,10 +35,11 @@ class CpuRunner:
 
     def __init__(
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, adapter_slots: int,
-        sampler: SampleFn = sample_rows,
+        sampler: SampleFn = sample_rows, grouped: bool = False,
     ) -> None:  # fmt: skip
+        """`grouped`: windowed layers have pages of their own."""
         self.params, self.forward, self.unembed, self.adapter_slots = params, forward, unembed, adapter_slots
-        self.sampler = sampler
+        self.sampler, self.grouped = sampler, grouped
         self.last_token_R = torch.zeros(1, dtype=torch.int32)  # drawn by the step before
         self.drawn: Drawn = list  # gives the tokens of the step before
 
@@ -47,6 +48,7 @@ class CpuRunner:
         for (tokens, rows, width), slots in product(((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1)),
                                                     sorted({0, self.adapter_slots})):  # fmt: skip
             sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": max(width, -(-tokens // page_size))}
+            sizes |= {"U": tokens, "Y": sizes["N"]} if self.grouped else {}
             step = warm_step(tokens, sizes | ({"A": tokens, "S": slots + 1} if slots else {}))
             kv, _ = self.forward(self.params, kv, batch_of(on_cpu(step.arrays), self.last_token_R))
         return kv

@@ -72,6 +72,8 @@ INPUTS = (  # of StepBatch, of fed tokens and of the draw; those of rows first, 
     Field("token_T", torch.int32),
     Field("pos_T", torch.int32),
     Field("slot_T", torch.int32),
+    Field("window_slot_U", torch.int32),  # of layers with a window, where these have pages of their own
+    Field("window_table_RY", torch.int32, Pad.NONE),
     Field("feed_index_T", torch.int32),  # where feed_from_T is true, the token is what this row of the step before drew
     Field("feed_from_T", torch.bool),
 )
@@ -210,8 +212,9 @@ def warm_step(tokens: int, sizes: Sizes) -> StepInput:
     rows = sizes["R"]
     per_row = np.full(rows, tokens // rows, np.int32)
     per_row[: tokens % rows] += 1
-    arrays: dict[str, Any] = {field.name: blank(field, sizes) for field in INPUTS}
-    arrays |= {field.name: blank(field, sizes) for field in IMAGES if "I" in sizes}
+    present = sizes.keys() | set("0123456789")
+    fields = [field for field in (*INPUTS, *IMAGES) if set(field.letters) <= present]
+    arrays: dict[str, Any] = {field.name: blank(field, sizes) for field in fields}
     arrays["q_start_B"][1:] = np.cumsum(per_row)
     arrays |= {"kv_len_R": per_row, "pos_R": per_row, "logit_index_R": arrays["q_start_B"][1:] - 1}
     if "S" in sizes:

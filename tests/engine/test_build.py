@@ -16,9 +16,9 @@ from fengine.engine.build import build
 from fengine.engine.parts import compile_count
 from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
 from fengine.models.kv_state import KVState, init_kv, row_batch
-from fengine.models.spec import ModelSpec, RopeSpec
+from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 from fengine.worker.device import device_of, refuse_unbuilt_shape
-from fengine.worker.kv_pool import kv_bytes_per_token, new_pool, pool_pages
+from fengine.worker.kv_pool import PoolSize, kv_bytes_per_token, new_pool, pool_bytes, pool_size
 from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.model_runner import CpuRunner
 from fengine.worker.step import ForwardFn, make_forward
@@ -51,13 +51,46 @@ def test_all_contradictions_are_reported_at_once() -> None:
 
 def test_the_pool_is_what_is_asked_for_or_what_fits() -> None:
     config = resolve(EngineConfig(cache=CacheConfig(page_size=4, max_total_tokens=101)), CPU)
-    assert pool_pages(config, SPEC, torch.float32, 8, 64) == 26  # 25 whole pages and the null page
+    assert pool_size(config, SPEC, torch.float32, 8, 64) == PoolSize(26, None)  # 25 whole pages and the null page
     config = resolve(EngineConfig(cache=CacheConfig(page_size=4)), CPU)
-    assert pool_pages(config, SPEC, torch.float32, 8, 64) == 8 * 16 + 1  # no more than all rows could use
+    assert pool_size(config, SPEC, torch.float32, 8, 64) == PoolSize(8 * 16 + 1, None)  # all rows need no more
     assert kv_bytes_per_token(SPEC, torch.float32) == 2 * 2 * 1 * 4 * 4
     wide = replace(SPEC, num_layers=10**6, head_dim=1024)
     with pytest.raises(OutOfMemoryError, match="mem_fraction_static.*max_total_tokens"):
-        pool_pages(config, wide, torch.float32, 8, 64)
+        pool_size(config, wide, torch.float32, 8, 64)
+
+
+def test_the_pool_counts_both_groups_of_pages() -> None:
+    """Two layers of 32 bytes a token, one of them with a window of 8 of 4,096 tokens of context."""
+    kinds = (LayerKind(window=8), LayerKind())
+    config = resolve(EngineConfig(cache=CacheConfig(page_size=4), scheduler=SchedulerConfig(64, 512)), CPU)
+    mixed, row = replace(SPEC, kinds=kinds), (8 + 128) // 4 + 3
+    size = pool_size(config, mixed, torch.float32, 64, 4096)
+    assert size.windows is not None and not size.windows.alone
+    need = 64 * row + 512 // 4
+    assert size == PoolSize(64 * 1024 + 1, size.windows._replace(num_pages=need + 64 * 1024 // 16 + 1))
+    assert pool_bytes(mixed, size, 4, torch.float32) == 4 * 32 * (size.pages + size.windows.num_pages)
+    kv = new_pool(mixed, PoolSize(9, size.windows._replace(num_pages=5)), 4, torch.float32, "cpu")
+    assert [k.shape[0] for k in kv.k_PSGK] == [5, 9] and kv.num_pages == 9 and kv.window_layers == (0,)
+    assert pool_size(config, mixed, torch.float32, 64, 128).windows is None  # nothing is ever left behind
+    tight = replace(config, cache=replace(config.cache, max_total_tokens=400))
+    size = pool_size(tight, mixed, torch.float32, 64, 4096)
+    assert size.stored == (101, 101)  # no more than full layers have
+    wide = replace(mixed, num_kv_heads=64, head_dim=64)  # 32 KiB a token and layer: memory is short
+    size = pool_size(config, wide, torch.float32, 64, 4096)
+    assert 0.9 < pool_bytes(wide, size, 4, torch.float32) / (512 << 20) < 1.01
+
+
+def test_a_model_of_windows_alone_has_more_page_ids_than_pages() -> None:
+    config = resolve(EngineConfig(cache=CacheConfig(page_size=4), scheduler=SchedulerConfig(2, 64)), CPU)
+    spec = replace(SPEC, kinds=(LayerKind(window=8),) * 2)
+    asked = replace(config, cache=replace(config.cache, max_total_tokens=400))
+    size = pool_size(asked, spec, torch.float32, 2, 4096)
+    assert size.stored == (101, 0) and size.pages == 801
+    assert pool_size(asked, spec, torch.float32, 2, 4096, beside=1) == PoolSize(101, None)  # a draft needs all
+    small = replace(config, cache=replace(config.cache, max_total_tokens=64))
+    assert pool_size(small, spec, torch.float32, 2, 4096).pages == 17  # a window does not fit: rows are shorter
+    assert not pool_size(config, replace(spec, causal=False), torch.float32, 2, 4096).windows
 
 
 @pytest.mark.parametrize(
@@ -154,7 +187,7 @@ def test_a_wrong_field_is_told_by_name(fields: dict, kind: type, message: str) -
 
 def test_a_pool_that_no_memory_holds_is_told_with_its_size() -> None:
     with pytest.raises(OutOfMemoryError, match="MiB on cpu.*max_total_tokens"):
-        new_pool(replace(SPEC, num_layers=1, num_kv_heads=2**20), 2**20, 16, torch.float32, "cpu")
+        new_pool(replace(SPEC, num_layers=1, num_kv_heads=2**20), PoolSize(2**20, None), 16, torch.float32, "cpu")
 
 
 def test_memory_that_runs_out_at_start_is_told_with_the_knobs(monkeypatch: pytest.MonkeyPatch) -> None:

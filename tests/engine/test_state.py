@@ -1,11 +1,13 @@
 """KV state as a value: a handle is used once, and snapshot, restore and fork move whole pages and nothing else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fengine.errors import InvalidRequestError, StaleStateError
 from fengine.models.kv_state import KVHandle, KVState, fork, init_kv, restore, snapshot
-from fengine.models.spec import ModelSpec, RopeSpec
+from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 
 SPEC = ModelSpec("LlamaForCausalLM", 32, 8, 16, 2, 2, 1, 4, 1e-5, RopeSpec(1e4), 64, True)
 
@@ -45,6 +47,24 @@ def test_fork_copies_pages_so_that_both_can_go_on() -> None:
     assert torch.equal(kv.v_PSGK[1][3:5], then[1:3]) and torch.equal(kv.v_PSGK[1][:3], then[:3])
     kv.v_PSGK[1][3] = 7
     assert torch.equal(kv.v_PSGK[1][1], then[1])
+
+
+def test_layers_with_a_window_have_pages_of_their_own() -> None:
+    spec = replace(SPEC, kinds=(LayerKind(window=3), LayerKind()))
+    kv = init_kv(spec, 6, 4, torch.float32, "cpu", window_pages=4)
+    for tensor in kv.tensors:
+        tensor.normal_()
+    then = [t.clone() for t in kv.v_PSGK]
+    assert [len(t) for t in then] == [4, 6] and kv.num_pages == 6
+    kv = fork(kv, [1, 2], [4, 5], [3], [1])
+    assert torch.equal(kv.v_PSGK[0][1], then[0][3]) and torch.equal(kv.v_PSGK[0][2:], then[0][2:])
+    assert torch.equal(kv.v_PSGK[1][4:], then[1][1:3]) and torch.equal(kv.v_PSGK[1][:4], then[1][:4])
+    with pytest.raises(InvalidRequestError, match="1 to 3"):
+        snapshot(kv, [1], [4])
+    with pytest.raises(InvalidRequestError, match="1 pages but 0"):
+        restore(kv, snapshot(kv, [1], [2]), [3])
+    with pytest.raises(InvalidRequestError, match="share one group"):
+        snapshot(random_kv(), [1], [2])
 
 
 @pytest.mark.parametrize("pages", [[0], [6], [-1]])
