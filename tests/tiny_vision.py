@@ -30,7 +30,40 @@ def _clip_processor() -> Any:
     return transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=side)
 
 
-FAMILIES: dict[str, tuple[Any, Any]] = {"llava": (_llava, _clip_processor)}
+VISION = {
+    "depth": 3, "hidden_size": 48, "intermediate_size": 70, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 64,
+}  # fmt: skip
+QWEN_TOKENS = {"image_token_id": TOKEN, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
+
+
+def _qwen2_5_vl(**more: Any) -> Any:
+    axes = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = TEXT | {"rope_parameters": axes} | more.pop("text_config", {})
+    vision = VISION | {"window_size": 16, "fullatt_block_indexes": [1]} | more.pop("vision_config", {})
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS, **more)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl(**more: Any) -> Any:
+    axes = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    text = TEXT | {"head_dim": 16, "rope_parameters": axes, "num_hidden_layers": 3}
+    vision = VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS, **more)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen_processor() -> Any:
+    return transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 48 * 48}
+    )
+
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llava": (_llava, _clip_processor),
+    "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor),
+    "qwen3_vl": (_qwen3_vl, _qwen_processor),
+}
 
 
 def write(directory: Path, family: str = "llava", seed: int = 0, **overrides: Any) -> Path:

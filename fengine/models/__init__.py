@@ -30,6 +30,7 @@ from fengine.models import (
     smollm3,
     starcoder2,
     vision_llava,
+    vision_qwen,
 )
 from fengine.models.family import Family, Model
 from fengine.models.vision_family import VisionFamily
@@ -69,6 +70,8 @@ FAMILIES: Mapping[str, Family | VisionFamily] = MappingProxyType(  # by the name
         "XLM-R, multilingual e5, bge-m3, bge-reranker": bert.XLM_R,
         "ModernBERT, gte-modernbert": modernbert.FAMILY,
         "LLaVA 1.5": vision_llava.FAMILY,
+        "Qwen2.5-VL": vision_qwen.FAMILY,
+        "Qwen3-VL (dense)": vision_qwen.QWEN3,
     }
 )
 MODELS: Mapping[str, Model] = MappingProxyType(

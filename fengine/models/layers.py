@@ -31,7 +31,9 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
         """
         layers, tables = params["layers"], {kind: params[kind] for kind in {x["kind"].rope for x in params["layers"]}}
         if spec.rope_sections and batch.rope_pos_3I is not None:
-            tables = {kind: axes_table(table, batch.rope_pos_3I, spec.rope_sections) for kind, table in tables.items()}
+            tables = {
+                kind: axes_table(table, batch.rope_pos_3I, params["rope_axis_K"]) for kind, table in tables.items()
+            }
             batch = batch._replace(pos_T=torch.arange(len(batch.pos_T), dtype=torch.int32, device=batch.pos_T.device))
         norms = [layer.get("attn_norm_D") for layer in layers[1:]] + [params["final_norm_D"]]
         normed_TD, residual_TD = embed(params, spec, batch, layers[0].get("attn_norm_D"))
@@ -57,10 +59,8 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
     return forward
 
 
-def axes_table(rope_MK: Tensor, pos_3I: Tensor, sections: tuple[int, ...]) -> Tensor:
-    """A rotary table with a row for each token, in which pair i is turned as far as the token stands on axis
-    sections[i]. Pure."""
-    axis_K = torch.tensor(sections * 2, device=rope_MK.device)
+def axes_table(rope_MK: Tensor, pos_3I: Tensor, axis_K: Tensor) -> Tensor:
+    """A rotary table with a row for each token: column i turns by where it stands on axis axis_K[i]. Pure."""
     return rope_MK[pos_3I.long()].gather(0, axis_K.expand(1, pos_3I.shape[1], -1))[0]
 
 

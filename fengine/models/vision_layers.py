@@ -39,6 +39,29 @@ class Flat(NamedTuple):
         return shape[0], -(-prod(shape[1:]) // TILE) * TILE
 
 
+class Padded(NamedTuple):
+    """Rows, or the columns of a matrix, with zeros behind them up to a whole number of tiles: of an MLP's inner side,
+    where they change no sum."""
+
+    count: int
+    columns: bool
+
+    def ours(self, tensor: Tensor) -> Tensor:
+        """Pure."""
+        return (
+            tiled(tensor) if self.columns else tiled(tensor.view(self.count, -1).T).T.reshape(self.shape(tensor.shape))
+        )
+
+    def theirs(self, tensor: Tensor) -> Tensor:
+        """The inverse of `ours`. Pure."""
+        return tensor[:, : self.count] if self.columns else tensor[: self.count]
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What a tensor of `shape` becomes. Pure."""
+        whole = -(-self.count // TILE) * TILE
+        return (shape[0], whole) if self.columns else (whole, *shape[1:])
+
+
 def tiled(x_IK: Tensor) -> Tensor:
     """The same with columns of zeros up to a whole number of tiles, which change no sum. Pure."""
     return pad(x_IK, (0, -x_IK.shape[1] % TILE))
@@ -50,11 +73,15 @@ def vector(key: str, name: str, size: int, *above: str | int, norm: bool = False
     return Weight(("vision", *above, key), sources, "D", fill="one" if norm else "small")
 
 
-def matrix(key: str, names: list[str], rows: int, columns: int, *above: str | int, bias: bool = True) -> list[Weight]:
-    """The joined matrices of linear layers with `rows` outputs each, and their biases under the key "b…". Pure."""
-    path, parts = ("vision", *above), [Source(f"{name}.weight", (rows, columns)) for name in names]
+def matrix(
+    key: str, names: list[str], rows: int, columns: int, *above: str | int, bias: bool = True, inner: str = "",
+) -> list[Weight]:  # fmt: skip
+    """The joined matrices of linear layers with `rows` outputs each, and their biases under the key "b…". `inner`:
+    which side is the inner one of an MLP, "rows" or "columns". Pure."""
+    order = Padded(columns if inner == "columns" else rows, inner == "columns") if inner else None
+    path, parts = ("vision", *above), [Source(f"{name}.weight", (rows, columns), order) for name in names]
     found = [Weight((*path, f"w{key}"), tuple(parts), "CD")]
-    biases = tuple(Source(f"{name}.bias", (rows,)) for name in names)
+    biases = tuple(Source(f"{name}.bias", (rows,), order if inner == "rows" else None) for name in names)
     return found + ([Weight((*path, f"b{key}_C"), biases, "C", fill="small")] if bias else [])
 
 
@@ -63,7 +90,7 @@ def patch_matrix(name: str, vision: VisionSpec, frames: tuple[int, ...] = (), bi
     kernel = (vision.channels, *frames, vision.patch, vision.patch)
     source = Source(f"{name}.weight", (vision.width, *kernel), Flat(kernel))
     found = [Weight(("vision", "wpatch"), (source,), "DI")]
-    return found + ([vector("bpatch_D", f"{name}.bias", vision.width)] if bias else [])
+    return found + ([vector("bpatch_C", f"{name}.bias", vision.width)] if bias else [])
 
 
 def encoder_weights(vision: VisionSpec, prefix: str) -> list[Weight]:
@@ -77,8 +104,8 @@ def encoder_weights(vision: VisionSpec, prefix: str) -> list[Weight]:
             *matrix("qkv", qkv, vision.width, vision.width, *above),
             *matrix("o", [f"{name}.self_attn.out_proj"], vision.width, vision.width, *above),
             vector("norm2_D", f"{name}.layer_norm2", vision.width, *above, norm=True, bias=True),
-            *matrix("up", [f"{name}.mlp.fc1"], vision.mlp_size, vision.width, *above),
-            *matrix("down", [f"{name}.mlp.fc2"], vision.width, vision.mlp_size, *above),
+            *matrix("up", [f"{name}.mlp.fc1"], vision.mlp_size, vision.width, *above, inner="rows"),
+            *matrix("down", [f"{name}.mlp.fc2"], vision.width, vision.mlp_size, *above, inner="columns"),
         ]
     return found
 

@@ -81,7 +81,9 @@ class Images:
             for piece in next(left).pieces:
                 spans.append(ImageSpan(len(expanded), piece))
                 expanded += [token] * piece.tokens
-        rope = self.family.positions(self.spec, len(expanded), spans) if self.family.positions and spans else None
+        rope = None
+        if self.family.positions is not None and spans:
+            rope = RopePositions(*self.family.positions(self.spec, len(expanded), spans))
         return Prompt(expanded, tuple(spans), rope)
 
     def _picture(self, item: Any, index: int, inside: bool) -> Picture:

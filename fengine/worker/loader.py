@@ -191,6 +191,8 @@ def load_params(
 def _constants(spec: ModelSpec, length: int, like: Tensor) -> Params:
     """What a forward pass reads beside the checkpoint's tensors, on the device of `like`; the scale in its dtype."""
     tables: Params = {name: table.to(like.device) for name, table in rope_tables(spec, length).items()}
+    if spec.rope_sections:
+        tables["rope_axis_K"] = torch.tensor(spec.rope_sections * 2, device=like.device)
     return tables if spec.embed_scale == 1.0 else tables | {"embed_scale": like.new_tensor(spec.embed_scale)}
 
 

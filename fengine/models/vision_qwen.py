@@ -1,0 +1,183 @@
+"""Qwen2.5-VL and Qwen3-VL: images of any size, in patches whose rotary embedding turns by row and column.
+
+In Qwen2.5 most blocks look within windows only, and norms have no mean. In Qwen3 a learned table of positions is added,
+stretched over the image, and what comes out of some blocks is added behind the decoder's first layers. In the decoder a
+token of an image stands at its own row and column.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fengine.errors import ModelLoadError, UnsupportedArchitectureError
+from fengine.models import qwen2, qwen3
+from fengine.models.family import Piece, Vision
+from fengine.models.fields import COMMON, READ, SPEED
+from fengine.models.reader import GELU_ALL, SILU, ConfigReader
+from fengine.models.sources import Source
+from fengine.models.spec import Config, ModelSpec, VisionSpec
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed, tower, with_vision
+from fengine.models.vision_layers import matrix, patch_matrix, vector
+from fengine.models.vision_qwen_tower import EPS, THETA, QwenVision, encode
+from fengine.models.weights import Weight
+
+TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
+FIELDS = {
+    **qwen2.FIELDS, **WHOLE, **dict.fromkeys(TOKENS, READ), "video_token_id": "of videos, which are not built",
+}  # fmt: skip
+VISION_FIELDS = {
+    **COMMON, **dict.fromkeys(("depth", "hidden_size", "intermediate_size", "num_heads", "in_channels", "in_chans",
+    "patch_size", "spatial_merge_size", "temporal_patch_size", "hidden_act", "out_hidden_size", "rope_parameters",
+    "window_size", "fullatt_block_indexes", "deepstack_visual_indexes", "num_position_embeddings"), READ),
+    "tokens_per_second": "of videos, which are not built", "spatial_patch_size": "the same as patch_size",
+    "attn_implementation": SPEED,
+}  # fmt: skip
+TEXT_2 = qwen2.FAMILY._replace(fields={**qwen2.FAMILY.fields, **FIELDS})
+TEXT_3 = qwen3.FAMILY._replace(fields={**qwen3.FAMILY.fields, **FIELDS})
+
+
+class QwenFamily(VisionFamily):
+    """Older configs have the decoder's keys beside the others."""
+
+    def parts(self, config: Config) -> tuple[Config, Config]:
+        """Pure. Errors: ModelLoadError."""
+        text = config.get("text_config")
+        if text is None:
+            text = {key: value for key, value in config.items() if key not in WHOLE}
+            text["model_type"] = next(iter(self.texts))
+        text, vision = super().parts(config | {"text_config": text})
+        scaling = {key: value for key, value in (text.get("rope_scaling") or {}).items() if key not in AXES}
+        scaling |= {key: "default" for key in ("type", "rope_type") if scaling.get(key) == "mrope"}
+        ropes = {key: value for key, value in (text.get("rope_parameters") or {}).items() if key not in AXES}
+        return text | {"rope_scaling": scaling or None, "rope_parameters": ropes or None}, vision
+
+
+AXES = ("mrope_section", "mrope_interleaved")
+
+
+def sections(config: Config, spec: ModelSpec) -> tuple[int, ...]:
+    """The axis of each rotary pair: in blocks, or taking turns. Pure. Errors: ModelLoadError."""
+    text = config.get("text_config") or config
+    found = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    counts, pairs = found.get("mrope_section"), spec.head_dim // 2
+    if not isinstance(counts, list) or len(counts) != 3 or not all(type(c) is int and c > 0 for c in counts):
+        raise ModelLoadError(f"config.json: mrope_section must be three numbers, got {counts!r:.80}.")
+    if found.get("mrope_interleaved"):
+        axes = [0] * pairs
+        for axis in (1, 2):
+            axes[axis : 3 * counts[axis] : 3] = [axis] * len(range(pairs)[axis : 3 * counts[axis] : 3])
+    else:
+        axes = [axis for axis, count in enumerate(counts) for _ in range(count)]
+    if len(axes) != pairs or sum(counts) != pairs:
+        raise ModelLoadError(f"config.json: mrope_section {counts} does not add up to {pairs} pairs of a head.")
+    return tuple(axes)
+
+
+def read(config: Config, vision: Config, spec: ModelSpec, third: bool) -> ModelSpec:
+    """Pure. Errors: ModelLoadError and kinds."""
+    named = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
+    facts = vision | {ours: vision.get(theirs) for ours, theirs in named.items()} | {"layer_norm_eps": EPS}
+    facts["num_channels"] = facts["num_channels"] or vision.get("in_chans")
+    whole, part = ConfigReader(config), ConfigReader(facts)
+    turned = vision.get("rope_parameters") or {}
+    if turned.get("rope_theta", THETA) != THETA or turned.get("rope_type", "axial") != "axial":
+        raise UnsupportedArchitectureError(f"vision_config.rope_parameters = {turned!r:.80} are not supported.")
+    found = tower(part, whole.size("image_token_id", 1 << 24), GELU_ALL if third else dict.fromkeys(SILU, "silu"))
+    merge, full = part.size("spatial_merge_size", 16, default=2), vision.get("fullatt_block_indexes") or []
+    deep = vision.get("deepstack_visual_indexes") or []
+    rows = part.size("num_position_embeddings", 1 << 20) if third else 0
+    more: dict[str, Any] = {
+        "merge": merge, "frames": part.size("temporal_patch_size", 16, default=2), "full_layers": tuple(full),
+        "deep_layers": tuple(deep), "deepstack": len(deep), "side": int(rows**0.5),
+        "window": 0 if third else part.size("window_size", 1 << 14, default=112) // merge // max(found.patch, 1),
+    }  # fmt: skip
+    if part.size("out_hidden_size", 1 << 20) != spec.hidden_size:
+        part.problems.append(f"out_hidden_size is not the decoder's hidden_size ({spec.hidden_size})")
+    if not third and not more["window"]:
+        part.problems.append("window_size holds no token")
+    made = QwenVision(**{**vars(found), **more})
+    return with_vision(spec, made, whole, part, rope_sections=sections(config, spec))
+
+
+def weights(spec: ModelSpec, third: bool) -> list[Weight]:
+    """Pure."""
+    vision = spec.vision
+    assert isinstance(vision, QwenVision)
+    width, squares = vision.width, vision.width * vision.merge**2
+    found = patch_matrix("visual.patch_embed.proj", vision, (vision.frames,), bias=third)
+    if third:
+        table = Source("visual.pos_embed.weight", (vision.side**2, width))
+        found.append(Weight(("vision", "position_ND"), (table,), "ND", fill="small"))
+    for i in range(vision.num_layers):
+        name, above = f"visual.blocks.{i}", ("layers", i)
+        ups = ["linear_fc1"] if third else ["gate_proj", "up_proj"]
+        down = "linear_fc2" if third else "down_proj"
+        found += [
+            *(vector(f"norm{n}_D", f"{name}.norm{n}", width, *above, norm=True, bias=third) for n in (1, 2)),
+            *matrix("qkv", [f"{name}.attn.qkv"], 3 * width, width, *above),
+            *matrix("o", [f"{name}.attn.proj"], width, width, *above),
+            *matrix("up", [f"{name}.mlp.{up}" for up in ups], vision.mlp_size, width, *above, inner="rows"),
+            *matrix("down", [f"{name}.mlp.{down}"], width, vision.mlp_size, *above, inner="columns"),
+        ]
+    lists = [f"visual.deepstack_merger_list.{i}" for i in range(vision.deepstack)]
+    for i, name in enumerate(["visual.merger", *lists]):
+        first, second = ("linear_fc1", "linear_fc2") if third else ("mlp.0", "mlp.2")
+        size = squares if i else width
+        found += [
+            vector(f"merge{i}_norm_D", f"{name}.{'norm' if third else 'ln_q'}", size, norm=True, bias=third),
+            *matrix(f"merge{i}a", [f"{name}.{first}"], squares, squares),
+            *matrix(f"merge{i}b", [f"{name}.{second}"], spec.hidden_size, squares),
+        ]
+    return found
+
+
+# -- on the host -------------------------------------------------------------------------------------------------------
+
+
+def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
+    """Pure."""
+    (_, height, width), patches_IK = features["image_grid_thw"][0].tolist(), features["pixel_values"]
+    arrays = {"patches_IK": patches_IK.astype(np.float32), "grid_2": np.array([height, width])}
+    return [Piece(arrays, len(patches_IK) // vision.merge**2, len(patches_IK))]
+
+
+def positions(vision: VisionSpec, count: int, spans: Sequence[Any]) -> tuple[np.ndarray, int]:
+    """Where the tokens of a prompt stand, [3, count], and how far those behind it are from their index: words go on
+    along all axes; an image's tokens stand at its row and column, and take as many steps as its longer side. Pure."""
+    found, at, here = np.zeros((3, count), np.int32), 0, 0
+    for start, image in spans:
+        found[:, at:start] = np.arange(start - at) + here
+        here += start - at
+        height, width = (int(side) // vision.merge for side in image.arrays["grid_2"])
+        at = start + height * width
+        found[:, start:at] = np.indices((1, height, width)).reshape(3, -1) + here
+        here += max(height, width)
+    found[:, at:] = np.arange(count - at) + here
+    return found, here + (count - at) - count
+
+
+def rename(spec: ModelSpec, name: str) -> str:
+    """The name that a tensor has here. Pure."""
+    return renamed({"model.visual.": "visual.", "model.language_model.": "model."}, name)
+
+
+def _family(
+    architecture: str, model_type: str, text: dict[str, Any], third: bool, defaults: Config
+) -> QwenFamily:  # fmt: skip
+    return QwenFamily(
+        architecture, model_type, FIELDS, VISION_FIELDS, partial(read, third=third), partial(weights, third=third),
+        Vision(partial(encode, third=third), pieces, positions), rename, text, vision_defaults=defaults,
+    )  # fmt: skip
+
+
+FAMILY = _family(
+    "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", {"qwen2_5_vl_text": TEXT_2}, False,
+    {"hidden_act": "silu", "patch_size": 14, "intermediate_size": 3420, "fullatt_block_indexes": [7, 15, 23, 31],
+     "depth": 32, "num_heads": 16},
+)  # fmt: skip
+QWEN3 = _family(
+    "Qwen3VLForConditionalGeneration", "qwen3_vl", {"qwen3_vl_text": TEXT_3}, True,
+    {"hidden_act": "gelu_pytorch_tanh", "patch_size": 16},
+)  # fmt: skip

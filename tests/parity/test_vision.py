@@ -1,0 +1,195 @@
+"""Every family that takes images against transformers in fp32: features, positions, logprobs and greedy ids."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tiny_vision
+import torch
+from tiny_vision import TOKEN, picture
+from transformers import AutoModelForImageTextToText
+
+from fengine import Engine
+from fengine.errors import ModelLoadError, UnsupportedArchitectureError, UnsupportedFeatureError
+from fengine.models import lookup
+from fengine.worker.loader import spec_from_config
+
+TOLERANCE = 1e-4
+SIZES = [(40, 30), (33, 64), (8, 8), (100, 7), (48, 48)]  # wide, tall, small: windows that are cut off
+
+
+class Case(NamedTuple):
+    engine: Engine
+    reference: Any
+    processor: Any
+
+
+@pytest.fixture(scope="module", params=tiny_vision.FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    directory: Path = tiny_vision.write(tmp_path_factory.mktemp(request.param), request.param)
+    processor = tiny_vision.FAMILIES[request.param][1]()
+    reference = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    with Engine(model_path=str(directory), device="cpu", skip_tokenizer_init=True) as engine:
+        yield Case(engine, reference, processor)
+
+
+@torch.no_grad()
+def test_features_are_those_of_transformers(case: Case) -> None:
+    parts = case.engine._parts
+    family = lookup(parts.spec.architecture).vision
+    assert family is not None
+    for seed, size in enumerate(SIZES):
+        (piece,) = parts.images.read(picture(seed, *size))[0].pieces
+        arrays = {name: torch.from_numpy(array) for name, array in piece.arrays.items()}
+        found = family.encode(parts.weights.params, parts.spec, arrays)
+        features = dict(case.processor([picture(seed, *size)], return_tensors="pt"))
+        output = case.reference.get_image_features(**features)
+        wanted = torch.cat(
+            [output.pooler_output[0], *(part[0] for part in getattr(output, "deepstack_features", []))], 1
+        )
+        assert found.shape == wanted.shape and piece.tokens == len(found)
+        assert (found - wanted).abs().max() < TOLERANCE
+
+
+def test_logprobs_and_greedy_ids_are_those_of_transformers(case: Case) -> None:
+    """Prompts of several pictures, and words between them and behind them."""
+    pictures = [picture(seed, *size) for seed, size in enumerate(SIZES)]
+    for given in ([0], [1, 2], [3, 4, 0]):
+        chosen = [pictures[i] for i in given]
+        prompt = [5] + [id for i in given for id in (122, TOKEN, 123, 20 + i)] + [9, 10]
+        output = case.engine.generate(
+            None, {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}, prompt, image_data=chosen,
+            return_logprob=True, logprob_start_len=0,
+        )  # fmt: skip
+        drawn, scores = output["output_ids"], output["meta_info"]
+        tokens = [piece.tokens for one in case.engine._parts.images.read(chosen) for piece in one.pieces]
+        ids, left = list[int](), iter(tokens)
+        for id in prompt:
+            ids += [id] * next(left) if id == TOKEN else [id]
+        assert scores["prompt_tokens"] == len(ids)
+        logprobs = reference_logprobs(case, ids + drawn, chosen)
+        got = scores["input_token_logprobs"][1:] + scores["output_token_logprobs"]
+        for position, (logprob, token, _) in enumerate(got):
+            assert abs(logprob - logprobs[position, token]) < TOLERANCE, (given, position)
+        assert drawn == logprobs[len(ids) - 1 : -1].argmax(-1).tolist()
+
+
+@torch.no_grad()
+def reference_logprobs(case: Case, ids: list[int], pictures: list[Any]) -> torch.Tensor:
+    whole = torch.tensor([ids])
+    features = dict(case.processor(pictures, return_tensors="pt"))
+    if "image_grid_thw" in features:
+        features["mm_token_type_ids"] = (whole == TOKEN).int()
+    return case.reference(input_ids=whole, **features).logits[0].log_softmax(-1)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"chunked_prefill_size": 7, "max_running_requests": 3},
+    {"max_total_tokens": 120, "page_size": 4, "disable_radix_cache": True},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_are_the_requests_own(case: Case, layout: dict[str, Any]) -> None:
+    """Alone; then together, in chunks that end inside of images, preempted, and over pages that others computed."""
+    pictures = [picture(seed, *size) for seed, size in enumerate(SIZES)]
+    prompts = [[5, 122, TOKEN, 123, 9], [*range(20, 30), TOKEN, 7, TOKEN, 8], [6, 7, 8], [TOKEN, 11], [TOKEN, 4, TOKEN]]
+    images = [pictures[0], [pictures[1], pictures[0]], None, pictures[3], [pictures[2], pictures[1]]]
+
+    def bits(engine: Engine, ids: Any, given: Any) -> list[Any]:
+        sampling = {"max_new_tokens": 32, "temperature": 0.8, "sampling_seed": 3, "ignore_eos": True}
+        found = engine.generate(None, sampling, ids, image_data=given, return_logprob=True)
+        found = found if isinstance(found, list) else [found]
+        return [(o["output_ids"], [row[0] for row in o["meta_info"]["output_token_logprobs"]]) for o in found]
+
+    alone = [bits(case.engine, ids, given)[0] for ids, given in zip(prompts, images, strict=True)]
+    path = case.engine.server_args.model_path
+    with Engine(model_path=path, device="cpu", skip_tokenizer_init=True, **layout) as other:
+        assert bits(other, prompts, images) == alone
+        assert bits(other, prompts[::-1], images[::-1]) == alone[::-1]
+        assert "page_size" not in layout or other.stats()["preemptions"] > 0
+
+
+HUB: dict[str, dict[str, Any]] = {  # as the checkpoints that people use have them
+    "llava-1.5-7b": {
+        "architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100, "image_token_index": 32000,
+        "model_type": "llava", "pad_token_id": 32001, "projector_hidden_act": "gelu", "torch_dtype": "float16",
+        "text_config": {"_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"],
+                        "max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05,
+                        "torch_dtype": "float16", "vocab_size": 32064},
+        "tie_word_embeddings": False, "transformers_version": "4.36.0.dev0",
+        "vision_config": {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
+                          "model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24,
+                          "patch_size": 14, "projection_dim": 768, "vocab_size": 32000},
+        "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
+    },
+    "qwen2.5-vl-7b": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+        "vision_token_id": 151654, "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu",
+        "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 128000,
+        "max_window_layers": 28, "model_type": "qwen2_5_vl", "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+        "vision_config": {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420,
+                          "num_heads": 16, "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14,
+                          "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
+                          "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2},
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 152064,
+    },
+    "qwen3-vl-4b": {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
+        "text_config": {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+                        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560,
+                        "initializer_range": 0.02, "intermediate_size": 9728, "max_position_embeddings": 262144,
+                        "model_type": "qwen3_vl_text", "num_attention_heads": 32, "num_hidden_layers": 36,
+                        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+                        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
+                                         "rope_type": "default"},
+                        "tie_word_embeddings": True, "use_cache": True, "vocab_size": 151936},
+        "tie_word_embeddings": True, "video_token_id": 151656, "vision_end_token_id": 151653,
+        "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh",
+                          "hidden_size": 1024, "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4096,
+                          "model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304,
+                          "out_hidden_size": 2560, "patch_size": 16, "spatial_merge_size": 2,
+                          "temporal_patch_size": 2},
+        "vision_start_token_id": 151652,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_configs_of_the_hub_are_read(name: str) -> None:
+    spec = spec_from_config(HUB[name])
+    assert spec.vision is not None and spec.max_position >= 4096
+    assert len(spec.rope_sections) in (0, spec.head_dim // 2)
+
+
+@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("part", ["", "text_config", "vision_config"])
+def test_a_key_that_is_not_known_is_refused(name: str, part: str) -> None:
+    config = copy.deepcopy(HUB[name])
+    (config[part] if part in config else config)["surprise"] = 1
+    with pytest.raises(UnsupportedArchitectureError, match="surprise = 1"):
+        spec_from_config(config)
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"vision_config": None}, ModelLoadError),
+        ({"image_token_id": 999_999, "image_token_index": 999_999}, ModelLoadError),
+        ({"text_config": {"model_type": "mamba"}}, UnsupportedArchitectureError),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, UnsupportedFeatureError),
+    ],
+)
+@pytest.mark.parametrize("name", HUB)
+def test_what_is_not_built_is_refused(
+    name: str, change: dict[str, Any], error: type[Exception], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUB[name] | change))
+    with pytest.raises(error):
+        Engine(model_path=str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True)
