@@ -124,20 +124,18 @@ class SamplingParams:
         return penalties != (0.0, 0.0, 1.0)
 
     @property
-    def stages(self) -> tuple[str, ...]:
-        """The names of the sampler's stages that edit its logits."""
+    def asks(self) -> tuple[str, ...]:
+        """What it wants of steps beside drawn tokens and their logprobs: stages of the sampler by name, and more."""
         asked = (
             ("penalties", self.penalised or self.min_new_tokens > 0),
             ("bias", bool(self.logit_bias)),
             ("processor", self.processor is not None),
             ("mask", self.grammar is not None),
+            ("logprobs", bool(self.top_logprobs or self.logprob_ids)),
+            ("input logprobs", self.logprob_start is not None),
+            ("hidden states", self.hidden is not None or self.pool is not None),
         )
         return tuple(name for name, wanted in asked if wanted)
-
-    @property
-    def asks_hidden(self) -> bool:
-        """Whether hidden states are wanted, for themselves or to be pooled."""
-        return self.hidden is not None or self.pool is not None
 
     @property
     def lockstep(self) -> bool:
@@ -147,8 +145,7 @@ class SamplingParams:
     @property
     def bare(self) -> bool:
         """Whether a step need only draw a token for it and tell that token's logprob."""
-        logprobs = self.top_logprobs or self.logprob_ids or self.logprob_start is not None
-        return not (logprobs or self.asks_hidden or self.stages)
+        return not self.asks
 
     @classmethod
     def of(cls, values: "dict[str, Any] | SamplingParams | None", vocab_size: int | None = None) -> "SamplingParams":

@@ -5,6 +5,7 @@ needs. Everything is numpy, so the cost per row is a few array operations, not P
 drawn token `more` keeps what was told of them, and only steps with such rows look further.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from fengine.worker.logits.hidden_states import hidden_wanted
 from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
 from fengine.worker.step_input import Arrays, Chunk, LogitsStage, StepInput
 
+BY_ROW = ("processor", "mask", "logprobs", "input logprobs", "hidden states")  # of others tables know all
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
 
 
@@ -47,6 +49,7 @@ class InputBatch:
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
         self.more: dict[int, NewRow] = {}  # by row slot, of requests that want more than a drawn token
         self.drafted: dict[int, tuple[int, list[int]]] = {}  # and what was guessed in their last steps, behind where
+        self.asked: Counter[str] = Counter()  # how many of them want what
 
     def admit(self, new: NewRow) -> None:
         """Writes what a request that has just got its row slot keeps there."""
@@ -60,8 +63,10 @@ class InputBatch:
             self.images.admit(new)
         if not params.bare:
             self.more[row] = replace(new, token_ids=list(new.token_ids))
-            for stage in self._stages_of(new):
-                stage.admit(row, new)
+            for name in params.asks:
+                self.asked[name] += 1
+                if name in self.stages:
+                    self.stages[name].admit(row, new)
 
     def release(self, rows: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted: nothing of them is kept."""
@@ -70,12 +75,10 @@ class InputBatch:
         for row in rows if self.more else ():
             if (told := self.more.pop(row, None)) is not None:
                 self.drafted.pop(row, None)
-                for stage in self._stages_of(told):
-                    stage.release(row)
-
-    def _stages_of(self, new: NewRow) -> list[LogitsStage]:
-        """Those that the request asks for, as far as this process has them."""
-        return [self.stages[name] for name in new.params.stages if name in self.stages]
+                for name in told.params.asks:
+                    self.asked[name] -= 1
+                    if name in self.stages:
+                        self.stages[name].release(row)
 
     def stage(self, output: SchedulerOutput) -> StepInput:
         """The input of one step. Modifies: the tables (new pages, new rows), adapter slots."""
@@ -94,8 +97,9 @@ class InputBatch:
                 self.window_table[row, first : first + len(pages)] = windows
         slot_R, arrays = self._arrays(output)
         step = StepInput(arrays, slot_R, any(output.samples), output.drafts)
-        if self.more and (chunks := self._chunks(output, arrays)):
-            self._want(step, output, chunks)
+        if self.more:
+            by_row = any(self.asked[name] for name in BY_ROW)
+            self._want(step, output, self._chunks(output, arrays) if by_row else [])
         return step
 
     def _arrays(self, output: SchedulerOutput) -> tuple[np.ndarray, Arrays]:
@@ -209,21 +213,19 @@ class InputBatch:
 
     def _want(self, step: StepInput, output: SchedulerOutput, chunks: Sequence[Chunk]) -> None:
         """Adds what the rows of `chunks` want beside a drawn token. Modifies: step."""
-        if any(chunk.new.params.asks_hidden for chunk in chunks):
+        if self.asked["hidden states"]:
             step.hidden, step.hidden_H = hidden_wanted(chunks)
             step.pooled = [c.row for c in chunks if c.draws and c.new.params.pool is not None]
         draws_R = np.array(output.samples + [True] * (step.rows - len(output.samples)))
         draws_R[step.pooled] = False
         step.draws, step.chunks = bool(draws_R.any()), [c for c in chunks if draws_R[c.row]]
-        if any(chunk.new.params.logprob_start is not None for chunk in chunks):
+        if self.asked["input logprobs"]:
             step.prompts = prompt_rows(chunks)
         if not step.draws:
             return
-        wanted = {name for chunk in step.chunks for name in chunk.new.params.stages}
-        found = [stage.stage(step, draws_R) for name, stage in self.stages.items() if name in wanted]
+        found = [stage.stage(step, draws_R) for name, stage in self.stages.items() if self.asked[name]]
         step.stages = tuple(stage for stage in found if stage is not None)
-        asked = [c for c in step.chunks if c.new.params.top_logprobs or c.new.params.logprob_ids]
-        if asked:
+        if asked := [c for c in step.chunks if c.new.params.top_logprobs or c.new.params.logprob_ids]:
             step.top = max(c.new.params.top_logprobs for c in asked)
             step.arrays[ASKED.name] = asked_ids(asked, step.rows)
 

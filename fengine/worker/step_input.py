@@ -163,7 +163,7 @@ class StepInput:
 
 
 class LogitsStage:
-    """One edit of logits, by default none. `name` is how `SamplingParams.stages` calls it. `host`: it runs Python on
+    """One edit of logits, by default none. `name` is how `SamplingParams.asks` calls it. `host`: it runs Python on
     logits, so it stands in no graph."""
 
     name = ""

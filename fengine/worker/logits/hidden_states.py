@@ -12,7 +12,7 @@ def hidden_wanted(chunks: Sequence[Chunk]) -> tuple[list[Span], np.ndarray | Non
     """The spans of hidden states that chunks want, and their tokens of the step. Pure."""
     spans, index, at = [], [np.zeros(0, np.int64)], 0
     for chunk in chunks:
-        for first, last in _due(chunk) if chunk.new.params.asks_hidden else ():
+        for first, last in _due(chunk):
             index.append(np.arange(first, last) - chunk.start + chunk.at)
             spans.append(Span(chunk.row, first, last - first, at))
             at += last - first
@@ -22,6 +22,8 @@ def hidden_wanted(chunks: Sequence[Chunk]) -> tuple[list[Span], np.ndarray | Non
 def _due(chunk: Chunk) -> list[tuple[int, int]]:
     """Ranges of positions whose hidden states are wanted of this chunk. Pure."""
     new, params, start, end = chunk.new, chunk.new.params, chunk.start, chunk.end
+    if params.hidden is None and params.pool is None:
+        return []
     last = [(end - 1, end)] if chunk.draws else []
     if params.hidden == "last" or params.pool == "last":
         return last

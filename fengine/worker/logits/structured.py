@@ -76,7 +76,7 @@ def cursor_of(request: NewRow | Request) -> Any:
 
 def _mask_row(chunk: Chunk, cursor: Any) -> MaskRow:
     new = chunk.new
-    known = new.output_ids[len(cursor.tokens) :]
+    known = new.token_ids[new.prompt_len + len(cursor.tokens) :]
     least = max(new.params.min_new_tokens - (chunk.end - new.prompt_len), 0)
     if chunk.fed is None and chunk.end > len(new.token_ids):  # tokens before were fed: the cursor has taken them then
         known = [*chunk.kept, chunk.token]
