@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.server.tool_calls import Format, ToolCall, call_of, read_bare, read_json
+from fengine.server.tool_calls import Format, ToolCall, call_of, read_bare, read_forced
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _PYTHON_TAG = "<|python_tag|>"
@@ -130,8 +130,8 @@ class _Whole:
         if not last and self._kind != "content":
             return Delta()
         whole, self._held = "".join(self._held), []
-        calls = [] if self._kind != "calls" else read_json(whole) if self._forced else read_bare(whole)
-        if not calls or self._forced and any(call.problem for call in calls):  # it was cut off
+        calls = [] if self._kind != "calls" else read_forced(whole) if self._forced else read_bare(whole)
+        if not calls or self._forced and any(call.problem for call in calls):  # it was cut off in the first one
             return Delta(content=whole)
         return Delta(calls=tuple(calls))
 

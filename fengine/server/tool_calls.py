@@ -12,11 +12,14 @@ harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-o
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fengine.errors import UnsupportedFeatureError
 
+MAX_CALLS = 16  # that a request may force at once
+COMPACT = {"whitespace_flexible": False}  # so that a model does not go on with blanks
 _NAME = re.compile(r"[\w.:-]{1,128}")
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
 
@@ -80,6 +83,17 @@ def read_json(body: str) -> list[ToolCall]:
     except ValueError as error:
         return [ToolCall("", {}, body, f"the tool call is no JSON ({error}): {body.strip()!r:.200}")]
     return [call_of(one, body if i == 0 else "") for i, one in enumerate(value if isinstance(value, list) else [value])]
+
+
+def read_forced(body: str) -> list[ToolCall]:
+    """The calls of a list of `forced_schema` that are whole; the list may be cut off. Pure."""
+    rest, calls = body.strip().removeprefix("["), []
+    with suppress(ValueError, RecursionError):
+        while rest := rest.lstrip(" \r\n\t,").removeprefix("]"):
+            value, end = json.JSONDecoder().raw_decode(rest)
+            calls.append(call_of(value, body if not calls else ""))
+            rest = rest[end:]
+    return calls
 
 
 def read_bare(body: str) -> list[ToolCall]:
@@ -190,8 +204,8 @@ def forced_schema(functions: Sequence[dict[str, Any]], parallel: bool) -> dict[s
         items.append({"type": "object", "properties": properties, "required": ["name", "arguments"],
                       "additionalProperties": False})  # fmt: skip
     schema: dict[str, Any] = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}}
-    schema |= {"minItems": 1} | ({} if parallel else {"maxItems": 1}) | ({"$defs": definitions} if definitions else {})
-    return schema
+    schema |= {"minItems": 1, "maxItems": MAX_CALLS if parallel else 1}
+    return schema | ({"$defs": definitions} if definitions else {}) | {"x-guidance": COMPACT}
 
 
 def strict_tag(form: Format, functions: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ MAX_JOINED = 12  # patterns that may meet in one string: the matcher's work doub
 JOINING = {"anyOf", "$ref"}  # hold together with what stands beside them
 JOINED = JOINING | {"properties", "patternProperties", "prefixItems", "pattern", "format", "items", "additionalItems",
                     "additionalProperties"}  # fmt: skip
+COMPACT = {"whitespace_flexible": False}  # a schema's own x-guidance: as `Whitespace(None)`
 ANY = "$$ANY$$"  # SGLang's word for any JSON
 MAX_DEPTH = 96  # of values inside one another; the matcher's own limit is 128
 
@@ -45,7 +46,10 @@ def options(whitespace: Whitespace) -> dict[str, Any]:
 
 def to_lark(text: str, whitespace: Whitespace) -> str:
     """The grammar for the matcher: a rule `text`. Errors: GrammarError. Pure."""
-    return f"text: {as_rule(read(text), whitespace)}"
+    found = read(text)
+    if isinstance(found, dict) and found.get("x-guidance") == COMPACT:
+        found, whitespace = {key: value for key, value in found.items() if key != "x-guidance"}, Whitespace(None)
+    return f"text: {as_rule(found, whitespace)}"
 
 
 def as_rule(schema: Any, whitespace: Whitespace) -> str:

@@ -47,7 +47,9 @@ def test_identical(make: Run, capsys: Any) -> None:
     before = {p.name: p.read_bytes() for p in Path("a").iterdir()}
     assert run.main(["verify", "a", FAKE]) == 0
     said = capsys.readouterr().out
-    assert "permuted   12 rows, 0 differ; 24 tokens; 24 logprobs, 0 differ in 0 bits: identical" in said
+    line = next(line for line in said.splitlines() if "permuted " in line)
+    assert line.split()[:7] == ["✓", "permuted", "identical", "12", "24", "24", "0"]
+    assert all(len(line) <= 80 for line in said.splitlines() if not line.startswith("verdict"))
     assert "verdict: identical under permuted, alone, batch, chunks, pages, uncached; in a/verify.json" in said
     told = verdict()
     assert told["identical"] and told["sample"] == {"fraction": 1.0, "seed": 0, "rows": ROWS, "of": ROWS}

@@ -11,6 +11,7 @@ openai = pytest.importorskip("openai", reason="openai's client, of the extra dev
 from serving import Live, live, until  # noqa: E402
 
 from fengine.api.engine import Engine  # noqa: E402
+from fengine.server.output_parser import OutputParser  # noqa: E402
 
 TURNS = """{% for message in messages %}<|{{ message.role }}|>
 {{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>
@@ -245,3 +246,25 @@ REFUSED = [
 def test_what_is_wrong_is_named(change: Any, param: str, server: Live) -> None:
     answer = server.ask("POST", "/v1/chat/completions", {"model": "box", "messages": CHAT, "max_tokens": 2, **change})
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+def test_forced_calls_that_are_cut_off_are_told_as_far_as_they_are_whole() -> None:
+    whole = '[{"name": "a", "arguments": {"x": [1, 2]}}, {"name": "b", "arguments": {}}]'
+    second = whole.index(', {"name": "b"')
+    for end in range(len(whole) + 1):
+        found = OutputParser(None, forced=True).feed(whole[:end], last=True)
+        known = ["a", "b"] if end >= len(whole) - 1 else ["a"] if end >= second else []
+        assert [call.name for call in found.calls] == known
+        assert found.content == ("" if known else whole[:end])
+
+
+def test_forced_calls_have_no_blanks_to_run_away_in(client: Any) -> None:
+    free = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="box", messages=[{"role": "user", "content": "x"}], tools=[free], tool_choice="required", seed=seed,
+            temperature=2.0, max_tokens=20,
+        )  # fmt: skip
+        message = answer.choices[0].message
+        text = message.content or message.tool_calls[0].function.arguments
+        assert "\n" not in text and "  " not in text

@@ -16,6 +16,8 @@ CROWD = 24  # rows that the small pool is asked for at least, so that they get i
 SPARE_TOKENS = 16  # of the small pool, behind the longest request
 IDENTICAL, DIFFERS, FAILED = "identical", "differs", "not computed"
 NOT_EXERCISED, NOT_COMPARED = "not exercised", "nothing to compare"
+MARKS = {IDENTICAL: "✓", DIFFERS: "✗", FAILED: "✗"}
+HEAD = f"  {'layout':<11}{'verdict':<19}{'rows':>7}{'tokens':>9}{'logprobs':>10}{'differ':>8}{'time':>9}"
 COUNTERS: tuple[str, ...] = ("preemptions", "draft_tokens", "correct_draft_tokens")  # of an engine, used as evidence
 
 
@@ -237,15 +239,17 @@ class LayoutVerdict:
         head = {"layout": name, "what": LAYOUTS[name].what, "settings": self.layout.settings, "verdict": self.verdict}
         return head | {"evidence": self.evidence, "seconds": self.seconds} | self.found.as_dict()
 
-    def line(self) -> str:
-        """For readers. Pure."""
-        found = self.found
-        bits = f"{found.differing_logprobs:,} differ in {count(found.differing_bits, 'bit')}"
-        rows = f"{count(found.rows, 'row')}, {found.differing_rows:,} differ"
-        tokens = f"{count(found.tokens, 'token')}; {count(found.logprobs, 'logprob')}, {bits}"
-        failed = f"; {count(found.failed, 'row')} could not be computed ({found.error})" if found.failed else ""
-        told = f"{self.layout.name:<10} {rows}; {tokens}: {self.verdict}"
-        return f"{told} ({self.evidence}; {duration(self.seconds)}){failed}"
+    @property
+    def lines(self) -> list[str]:
+        """A line of a table under HEAD, in 80 columns; then what proves it, and what went wrong. Pure."""
+        found, mark = self.found, MARKS.get(self.verdict, "·")
+        cells = f"{found.rows:>7,}{found.tokens:>9,}{found.logprobs:>10,}{found.differing_rows:>8,}"
+        told = [f"{mark} {self.layout.name:<11}{self.verdict:<19}{cells}{duration(self.seconds):>9}", self.evidence]
+        if found.differing_rows:
+            told.append(f"{count(found.differing_logprobs, 'logprob')} differ in {count(found.differing_bits, 'bit')}")
+        if found.failed:
+            told.append(f"{count(found.failed, 'row')} could not be computed ({found.error})")
+        return [told[0], *(f"  {line}" for line in told[1:])]
 
 
 def judged(one: Layout, found: Found, counted: dict[str, int], seconds: float) -> LayoutVerdict:

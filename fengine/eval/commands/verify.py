@@ -5,17 +5,22 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, FengineError, ResumeMismatchError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.engines import EngineCache, model_directory
 from fengine.eval.cli.restore import restore
-from fengine.eval.cli.view import count, place, say
+from fengine.eval.cli.view import clean, clock, count, place, say
 from fengine.eval.commands.layouts import (
     COUNTERS,
+    HEAD,
     LAYOUTS,
     Found,
     Layout,
@@ -114,16 +119,26 @@ class Verification:
         part = "" if len(self.numbers) == len(self.records) else f" of {len(self.records):,}, drawn by verify.seed"
         say(f"{place(str(self.records.folder))}: {count(len(self.numbers), 'row')}{part}")
         say(*(f"note: {note}" for note in self.notes))
-        started = now()
+        started, console = now(), Console(highlight=False, markup=False, emoji=False)
+        tell(console, [HEAD], "bold")
         for name in self.names:
-            verdict = self._layout(name)
+            with console.status(Text(self._progress(name), style="dim")) if console.is_terminal else nullcontext():
+                verdict = self._layout(name)
             self.verdicts.append(verdict)
-            first = verdict.found.first
-            say(verdict.line(), *(() if first is None else row_lines(first, ("recorded", "computed"))))
+            first, ink = verdict.found.first, {"✓": "green", "✗": "red"}.get(verdict.lines[0][0], "yellow")
+            tell(console, verdict.lines, ink, "dim")
+            if first is not None:
+                say(*row_lines(first, ("recorded", "computed")))
         verdict, good = whole(self.verdicts, self.records.damaged)
         write_file(self.out, self.as_dict(verdict, good, started))
         say(f"verdict: {verdict}; in {place(str(self.out))}")
         return OK if good else DIFFERS
+
+    def _progress(self, name: str) -> str:
+        """What runs, and how long the rest takes at the pace so far. Pure."""
+        done, seconds = len(self.verdicts), sum(one.seconds for one in self.verdicts)
+        left = f", about {clock(seconds / done * (len(self.names) - done))} left" if done else ""
+        return f"{name}: {done + 1} of {len(self.names)} layouts{left}"
 
     def as_dict(self, verdict: str, good: bool, started: str) -> dict[str, Any]:
         """The content of verify.json."""
@@ -225,6 +240,13 @@ class Verification:
         known = self.in_force.get("max_input")
         self.case = Case(self.records, self.config, known if type(known) is int else here["max_input"])
         return self.case
+
+
+def tell(console: Console, lines: Sequence[str], first: str, rest: str = "") -> None:
+    """Lines in these styles; where they are piped they are not wrapped."""
+    for number, line in enumerate(lines):
+        text = Text(clean(line), style=rest if number else first)
+        console.print(text, soft_wrap=not console.is_terminal)
 
 
 def drawn(count: int, fraction: float, seed: int) -> list[int]:
