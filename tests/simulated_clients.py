@@ -147,9 +147,9 @@ def chat(world: World, event: Event) -> None:
         if turn is None:
             return
         touched = begun
-        if turn.prompt_ids() != kept + list(job.ids):
+        if turn.prompt()[0] != kept + list(job.ids):
             raise Violation(f"turn {rid} has another context")
-        requests = [world.request(rid, job, turn.prompt_ids())]
+        requests = [world.request(rid, job, turn.prompt()[0])]
         try:
             result: Any = world.submit(event, requests, turn=turn).wait()
         except SessionError:
@@ -159,7 +159,7 @@ def chat(world: World, event: Event) -> None:
         told = world.machine.clock
         check_output(result)
         if result["meta_info"]["finish_reason"]["type"] != "abort":
-            contexts[rid], last = (turn.prompt_ids(), result["output_ids"]), rid
+            contexts[rid], last = (turn.prompt()[0], result["output_ids"]), rid
         world.machine.sleep(rng.choice([0.0001, 0.03, 0.07]))
 
 

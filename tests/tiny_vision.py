@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEXT = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -21,7 +22,7 @@ TOKEN = 120  # of images
 
 def _llava(**more: Any) -> Any:
     text = TEXT | {"model_type": "llama"} | more.pop("text_config", {})
-    config = transformers.LlavaConfig(vision_config=CLIP, text_config=text, image_token_index=TOKEN, **more)
+    config = transformers.LlavaConfig(vision_config=CLIP, text_config=text, **{"image_token_index": TOKEN} | more)
     return transformers.LlavaForConditionalGeneration(config)
 
 
@@ -81,6 +82,27 @@ def write(directory: Path, family: str = "llava", seed: int = 0, **overrides: An
                 parameter.data.normal_(0.0, 0.3)
     model.save_pretrained(directory)
     processor().save_pretrained(directory)
+    return directory
+
+
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{{ '\n' }}{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def write_with_text(directory: Path) -> Path:
+    """A LLaVA whose tokens are bytes, "<image>" and the ends of a text; with a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<image>"])
+    text = {"vocab_size": 260, "bos_token_id": 256, "eos_token_id": 257}
+    write(directory, text_config=text, image_token_index=258)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT
+    ).save_pretrained(directory)
     return directory
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+from fengine.api.chat_images import without_images
 from fengine.api.options import EngineContext
 from fengine.api.types import CallOptions, Message
 from fengine.core.scalars import plain, told
@@ -28,10 +29,12 @@ def chat(
     **more: Unpack[CallOptions],
 ) -> Any:  # fmt: skip
     """`generate` for a chat, or a list of chats, rendered by the model's template (`chat_template_kwargs` are its
-    variables). Special-token text in a message stays text. `more` are further arguments of `generate`.
+    variables). Special-token text in a message stays text. Contents may have images: `chat_images`.
+    `more` are further arguments of `generate`.
 
     Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable with a meaning of its own).
     """
+    messages, more = with_images(messages, more)
     ids = chat_ids(engine, messages, tools, add_generation_prompt, chat_template_kwargs)
     return engine.generate(None, sampling_params, ids, stream=stream, **more)
 
@@ -42,6 +45,7 @@ async def async_chat(
     **more: Unpack[CallOptions],
 ) -> Any:  # fmt: skip
     """As `chat`, in any event loop."""
+    messages, more = with_images(messages, more)
     ids = chat_ids(engine, messages, tools, add_generation_prompt, chat_template_kwargs)
     return await engine.async_generate(None, sampling_params, ids, stream=stream, **more)
 
@@ -68,6 +72,22 @@ def chat_ids(
     return ids_of(engine._context, messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message)
 
 
+def with_images(messages: Any, more: Any) -> tuple[Any, Any]:
+    """Chats without their images, and the arguments of `generate` with these. Pure. Errors: InvalidRequestError."""
+    several = _are_several(messages)
+    found = [without_images(one) for one in (messages if several else [messages])]
+    if not any(images for _, images in found):
+        return messages, more
+    if more.get("image_data") is not None:
+        raise InvalidRequestError("image_data is given, and the messages have images, too; give one.")
+    chats, images = [one for one, _ in found], [own or None for _, own in found]
+    return (chats, {**more, "image_data": images}) if several else (chats[0], {**more, "image_data": images[0]})
+
+
+def _are_several(messages: Any) -> bool:
+    return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
+
+
 # -- their parts -------------------------------------------------------------------------------------------------------
 
 
@@ -83,9 +103,9 @@ def ids_of(
             one, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **values
         )
 
-    messages = plain(messages)
-    several = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
-    return [ids(one) for one in messages] if several else ids(messages)
+    if _are_several(messages):
+        return [ids(plain(without_images(one)[0])) for one in messages]
+    return ids(plain(without_images(messages)[0]))
 
 
 def _template_values(context: EngineContext, tools: Any, values: Any) -> dict[str, Any]:

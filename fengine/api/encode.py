@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from fengine.api.chat import ids_of, is_chat
+from fengine.api.chat import ids_of, is_chat, with_images
 from fengine.api.collector import OutputCollector
 from fengine.api.generate_input import GenerateReqInput, refuse_not_built
 from fengine.api.input_processor import process_input
@@ -65,13 +65,16 @@ def as_generate(context: EngineContext, req: EncodeReqInput) -> GenerateReqInput
     """The same prompts as requests that draw nothing. Chats are rendered. Errors: InvalidRequestError and kinds."""
     refuse_not_built(req)
     text, ids = plain(req.text), req.input_ids
+    image_data = req.image_data
     if is_chat(text):
-        text, ids = None, ids_of(context, text)
+        chats, more = with_images(text, {"image_data": image_data})
+        image_data = more["image_data"]
+        text, ids = None, ids_of(context, chats)
     elif _are_ids(text):
         text, ids = None, text
     elif isinstance(text, str) or (isinstance(text, (list, tuple)) and all(isinstance(part, str) for part in text)):
         text, ids = prepared(context, text, ids)
-    return GenerateReqInput(text, NOTHING_DRAWN, ids, req.image_data, lora_path=req.lora_path, rid=req.rid)
+    return GenerateReqInput(text, NOTHING_DRAWN, ids, image_data, lora_path=req.lora_path, rid=req.rid)
 
 
 def prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:

@@ -92,7 +92,7 @@ def _check(
     """
     parts = context.parts
     _refuse_without_text(parts, params)
-    ids, spans, rope = _with_images(context, _ids(context, prompt, turns), prompt.image_data)
+    ids, spans, rope = _prompt(context, prompt, turns)
     ids = _fitting(context, ids, params.max_new_tokens == 0 and prompt.return_logprob is True, cut=not spans)
     sampling = prompt.sampling_params
     explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
@@ -164,26 +164,32 @@ def prompt_ids(parts: Parts, prompt: GenerateReqInput) -> list[int]:
     return check_ids(ids, vocab_size)
 
 
-def _ids(context: EngineContext, prompt: GenerateReqInput, turns: dict[str, Turn]) -> list[int]:
-    """All prompt ids; of a session's turn, which goes to `turns`, those of its context, too."""
+def _prompt(context: EngineContext, prompt: GenerateReqInput, turns: dict[str, Turn]) -> Prompt:
+    """All prompt ids, with placeholders for each part of their images; of a session's turn those of its context, too.
+
+    Modifies: `turns`, to which a session's turn goes. Errors: InvalidRequestError and kinds.
+    """
+    images, pictures = context.parts.images, ()
+    if images is None:
+        refuse_images(prompt.image_data)
+    else:
+        pictures = images.read(prompt.image_data)
     ids = prompt_ids(context.parts, prompt)
-    if prompt.session_params is None:
-        return ids
+    if prompt.session_params is not None:
+        turn = _turn(context, prompt, ids, turns)
+        turn.images = pictures
+        ids, pictures = turn.prompt(-1 if images is None else images.spec.token)
+        if not ids:
+            raise InvalidRequestError("session_params['offset'] leaves nothing of the context; the prompt is empty.")
+    return Prompt(ids) if images is None else images.prompt(ids, pictures)
+
+
+def _turn(context: EngineContext, prompt: GenerateReqInput, ids: list[int], turns: dict[str, Turn]) -> Turn:
+    """The turn that the prompt would be. Modifies: `turns`."""
     bos_id = None if context.parts.tokenizer is None else context.parts.tokenizer.bos_id
     turn = context.sessions.prepare(prompt.session_params, ids, prompt.rid[0], bos_id)
-    ids = turn.prompt_ids()
-    if not ids:
-        raise InvalidRequestError("session_params['offset'] leaves nothing of the context, and the prompt is empty.")
     turns[turn.rid] = turn
-    return ids
-
-
-def _with_images(context: EngineContext, ids: list[int], image_data: Any) -> Prompt:
-    """The ids with placeholders for each part of the prompt's images. Errors: InvalidRequestError and kinds."""
-    if context.parts.images is None:
-        refuse_images(image_data)
-        return Prompt(ids)
-    return context.parts.images.prompt(ids, context.parts.images.read(image_data))
+    return turn
 
 
 def _fitting(context: EngineContext, ids: list[int], read_only: bool, cut: bool = True) -> list[int]:

@@ -75,25 +75,28 @@ class Turn:
     session_id: str
     parent: "Turn | None"
     kept: int  # tokens of the parent's context that it continues
-    ids: list[int]  # its own prompt
+    ids: list[int]  # its own prompt, with one placeholder for each image
     replaced: "tuple[Turn, ...]" = ()  # turns that go when it comes
     state: RequestState | None = None  # its request while that runs
     output: list[int] | None = None  # once it has finished
     aborted: bool = False
     children: "list[Turn]" = field(default_factory=list)
+    images: tuple[Any, ...] = ()  # of its own prompt
 
-    def prompt_ids(self) -> list[int]:
-        """All its prompt tokens, those that come from the turns above included."""
+    def prompt(self, placeholder: int = -1) -> tuple[list[int], list[Any]]:
+        """All its prompt tokens, those that come from the turns above included, and their images."""
         chain: list[Turn] = [self]
         while chain[-1].parent is not None:
             chain.append(chain[-1].parent)
-        ids: list[int] = []
+        ids, images = list[int](), list[Any]()
         for turn in reversed(chain):
             if turn.parent is not None:
                 ids += turn.parent.output or ()
             del ids[turn.kept :]
+            images = images[: ids.count(placeholder)] if images else images
             ids += turn.ids
-        return ids
+            images += turn.images
+        return ids, images
 
     @property
     def running(self) -> bool:
@@ -173,7 +176,7 @@ class Sessions:
             del self._sessions[session_id]
 
     def prepare(self, values: Any, new_ids: list[int], rid: str, bos_id: int | None) -> Turn:
-        """The turn that a request `rid` with the prompt `new_ids` would be; its whole prompt is `Turn.prompt_ids()`.
+        """The turn that a request `rid` with the prompt `new_ids` would be; its whole prompt is `Turn.prompt()`.
 
         A bos token that begins `new_ids` goes where there is a context. Changes nothing. Errors: InvalidRequestError,
         SessionError.
@@ -191,7 +194,7 @@ class Sessions:
             parent, replaced = self._place(session, params)
             if parent is None:
                 return Turn(rid, params.id, None, 0, list(new_ids), replaced)
-            above = parent.prompt_ids()
+            above = parent.prompt()[0]
             length = len(above) + (0 if params.drop_previous_output else len(parent.output or ()))
             if abs(params.offset) > length:
                 raise SessionError(

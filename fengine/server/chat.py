@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fengine.api.chat_images import without_images
 from fengine.api.engine import Engine
 from fengine.api.outputs import Output
 from fengine.core.sampling_params import GRAMMARS
@@ -46,6 +47,9 @@ def prepare(
     if type(most := sampling["max_new_tokens"]) is int and most > context:
         said = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
         raise invalid(request.words["max_new_tokens"], said)
+    images = without_images(chat.messages)[1]
+    if images and engine._parts.images is None:
+        raise invalid("messages", "the messages have images, but this model takes none; leave them out.")
     ids = chat_ids(engine, chat, _template_values(chat, facts), request.add_special_tokens)
     ids = request.truncation.of(ids, context) if request.truncation else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
@@ -60,6 +64,7 @@ def prepare(
 
     sampling = _held(chat, facts, form, constrained) | sampling
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
+    arguments |= {"image_data": images} if images else {}
     return arguments, ChatForm(tokenizer, request, chat, new_parser, [ids])
 
 

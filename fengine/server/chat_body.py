@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fengine.api.chat_images import is_image
 from fengine.server.errors import invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, array, flag, loose, one_of
 
@@ -133,12 +134,14 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {**rest, "tool_calls": read} if read else rest
 
 
-def _joined(parts: list[Any], where: str) -> str:
-    """The texts of a message's parts, a line each. Errors: ApiError for any other part."""
+def _joined(parts: list[Any], where: str) -> Any:
+    """The texts of a message's parts, a line each; with images the parts. Errors: ApiError for any other part."""
+    if any(map(is_image, parts)):
+        return [{"type": "text", "text": _joined([part], where)} if not is_image(part) else part for part in parts]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise invalid("messages", f'{where}.content must be a string or {{"type": "text", "text": …}} parts; '
-                      "images and other media are not built.")  # fmt: skip
+        raise invalid("messages", f'{where}.content must be a string or {{"type": "text", "text": …}} and '
+                      "image_url parts; other media are not built.")  # fmt: skip
     return "\n".join(map(str, texts))
 
 

@@ -81,8 +81,9 @@ def _several_chats(service: Service, body: Body) -> Plan:
         choices = [form.whole(0, output) for form, output in zip(forms, outputs, strict=True)]
         return envelope.around([choice | {"index": i} for i, choice in enumerate(choices)], usage_of(outputs))
 
-    ids = [one["input_ids"] for _, one, _ in found]
-    return Plan(service.request_of(body, arguments | {"input_ids": ids}, request), len(ids), whole, words=request.words)
+    ids, images = [one["input_ids"] for _, one, _ in found], [one.get("image_data") for _, one, _ in found]
+    arguments |= {"input_ids": ids, "image_data": images if any(images) else None}
+    return Plan(service.request_of(body, arguments, request), len(ids), whole, words=request.words)
 
 
 def _responses(service: Service, body: Body) -> Plan:

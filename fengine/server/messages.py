@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
 from fengine.server.answers import event, new_id
 from fengine.server.blocks import Block, Blocks, Step
@@ -93,7 +94,7 @@ def _texts(content: Any, where: str) -> Any:
         return content
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
                for part in content):  # fmt: skip
-        raise invalid(where.partition("[")[0], f"{where} must be a text or text blocks; images are not built.")
+        raise invalid(where.partition("[")[0], f"{where} must be a text or text blocks.")
     return "\n".join(part["text"] for part in content)
 
 
@@ -109,12 +110,15 @@ def _message(message: Any, where: str) -> list[Any]:
     if not isinstance(content, list):
         return [message]
     told: dict[str, Any] = {"role": message.get("role")}
-    texts, calls, results = [], [], []
+    parts: list[Any] = []
+    calls, results = [], []
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         at = f"{where}.content[{i}]"
-        if kind == "text":
-            texts.append(_texts([block], at))
+        if is_image(block):
+            parts.append(block)
+        elif kind == "text":
+            parts.append({"type": "text", "text": _texts([block], at)})
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -123,11 +127,14 @@ def _message(message: Any, where: str) -> list[Any]:
         elif kind == "thinking":
             told["reasoning_content"] = block.get("thinking")
         elif kind != "redacted_thinking":
-            raise invalid("messages", f"{at} has the type {kind!r:.80}, not text, tool_use, tool_result, thinking.")
+            raise invalid(
+                "messages", f"{at} has the type {kind!r:.80}, not text, image, tool_use, tool_result, thinking."
+            )
     if calls:
         told["tool_calls"] = calls
-    if texts or calls or not results:
-        results.append(told | {"content": "\n".join(texts)})
+    if parts or calls or not results:
+        pictured = any(map(is_image, parts))
+        results.append(told | {"content": parts if pictured else "\n".join(part["text"] for part in parts)})
     return results
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
 from fengine.server.answers import event, finish_reason, new_id, usage_of
 from fengine.server.blocks import Block, Blocks, Step
@@ -162,9 +163,10 @@ def _content(content: Any, where: str) -> Any:
     if isinstance(content, str) or content is None:
         return content
     for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
-            raise invalid("input", f"{where}: content must be a text or input_text parts; no images, no files.")
-    return [{"type": "text", "text": part["text"]} for part in content]
+        text = isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)
+        if not text and not is_image(part):
+            raise invalid("input", f"{where}: content must be a text, input_text or input_image parts; no files.")
+    return [part if is_image(part) else {"type": "text", "text": part["text"]} for part in content]
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------

@@ -122,6 +122,9 @@ class Service:
             raise api_error_of(error, body, words) from error
 
     def _submitted(self, plan: Plan, loop: asyncio.AbstractEventLoop) -> Call:
+        images = self.engine._parts.images
+        if images is not None and plan.request.image_data is not None:  # whoever asks may not read this machine's files
+            plan.request.image_data = images.read_all(plan.request.image_data, inside=True)
         if isinstance(plan.request, EncodeReqInput):
             return Call(plan, self.engine.submit_encode(plan.request, loop))
         how: dict[str, Any] = {"deltas": True, "pace": self._pace} if plan.deltas else {}

@@ -51,9 +51,10 @@ def _content(value: Any, where: str) -> None:
         return
     if isinstance(value, list) and value:
         for i, part in enumerate(value):
-            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            if not text and part != {"type": "image"}:
                 raise InvalidRequestError(
-                    f'{where}[{i}] must be {{"type": "text", "text": str}}; images and other parts are not built.'
+                    f'{where}[{i}] must be {{"type": "text", "text": str}}; of other parts only images are built.'
                 )
         return
     raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {type(value).__name__}.")

@@ -75,6 +75,8 @@ class SpecialText:
         A pair of marks around nothing stands at the edge of a string that begins or ends with a part of a special
         token, so that the token cannot form across that edge. White space outside is left outside: templates trim.
         """
+        if value == {"type": "image"}:  # a part that templates look for
+            return value
         if isinstance(value, dict):
             return {key: item if key == "role" else self.mark(item, marks) for key, item in value.items()}
         if isinstance(value, list):

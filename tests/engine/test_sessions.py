@@ -37,7 +37,7 @@ class World:
         self.count += 1
         turn = self.sessions.prepare(params, ids, rid or f"r{self.count}", BOS)
         self.sessions.enter([turn])
-        prompt = turn.prompt_ids()
+        prompt = turn.prompt()[0]
         turn.state = RequestState(Request(turn.rid, len(prompt), prompt, None, 0, 8, frozenset()), None, False, print)  # type: ignore[arg-type]
         return turn
 
@@ -67,15 +67,15 @@ def opened(world: World, **options: Any) -> str:
 def test_turns_append_to_the_last_one_or_to_the_one_named(world: World) -> None:
     sid = opened(world)
     a = world.turn({"id": sid, "rid": None}, [BOS, 5, 6], [7, 8])
-    assert a.prompt_ids() == [BOS, 5, 6]  # a first turn keeps its bos token
+    assert a.prompt()[0] == [BOS, 5, 6]  # a first turn keeps its bos token
     b = world.turn({"id": sid}, [BOS, 9], [10])
-    assert b.prompt_ids() == [BOS, 5, 6, 7, 8, 9]
+    assert b.prompt()[0] == [BOS, 5, 6, 7, 8, 9]
     c = world.turn({"id": sid, "rid": b.rid}, [11, BOS], [12])
-    assert c.prompt_ids() == [BOS, 5, 6, 7, 8, 9, 10, 11, BOS]
+    assert c.prompt()[0] == [BOS, 5, 6, 7, 8, 9, 10, 11, BOS]
     branch = world.turn({"id": sid, "rid": a.rid}, [13], [14])
-    assert branch.prompt_ids() == [BOS, 5, 6, 7, 8, 13]
-    assert world.turn({"id": sid, "rid": branch.rid}, [15], []).prompt_ids() == [BOS, 5, 6, 7, 8, 13, 14, 15]
-    assert c.prompt_ids() == [BOS, 5, 6, 7, 8, 9, 10, 11, BOS]
+    assert branch.prompt()[0] == [BOS, 5, 6, 7, 8, 13]
+    assert world.turn({"id": sid, "rid": branch.rid}, [15], []).prompt()[0] == [BOS, 5, 6, 7, 8, 13, 14, 15]
+    assert c.prompt()[0] == [BOS, 5, 6, 7, 8, 9, 10, 11, BOS]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_what_of_the_context_is_kept(world: World, options: dict[str, Any], prom
     sid = opened(world)
     first = world.turn({"id": sid}, [BOS, 5, 6], [7, 8])
     second = world.turn({"id": sid, "rid": first.rid, **options}, [BOS, 9], [3])
-    assert second.prompt_ids() == prompt
-    assert world.turn({"id": sid}, [4], []).prompt_ids() == [*prompt, 3, 4]  # the cut stays in force below
+    assert second.prompt()[0] == prompt
+    assert world.turn({"id": sid}, [4], []).prompt()[0] == [*prompt, 3, 4]  # the cut stays in force below
 
 
 def test_replace_forgets_and_aborts_what_continued_a_turn(world: World) -> None:
@@ -108,21 +108,21 @@ def test_replace_forgets_and_aborts_what_continued_a_turn(world: World) -> None:
     b = world.turn({"id": sid}, [4], [5])
     c = world.start({"id": sid, "rid": b.rid}, [6])
     new = world.turn({"id": sid, "rid": a.rid, "replace": True}, [7], [8])
-    assert new.prompt_ids() == [2, 3, 7] and world.aborted == [c.rid]
+    assert new.prompt()[0] == [2, 3, 7] and world.aborted == [c.rid]
     for gone in (b, c):
         with pytest.raises(SessionError, match="has no turn"):
             world.start({"id": sid, "rid": gone.rid}, [9])
-    assert world.turn({"id": sid}, [9], []).prompt_ids() == [2, 3, 7, 8, 9]
+    assert world.turn({"id": sid}, [9], []).prompt()[0] == [2, 3, 7, 8, 9]
 
 
 def test_replace_of_a_running_turn_takes_its_place(world: World) -> None:
     sid = opened(world)
     a = world.turn({"id": sid}, [2], [3])
     b = world.start({"id": sid}, [4])
-    assert world.turn({"id": sid, "rid": b.rid, "replace": True}, [5], [6]).prompt_ids() == [2, 3, 5]
+    assert world.turn({"id": sid, "rid": b.rid, "replace": True}, [5], [6]).prompt()[0] == [2, 3, 5]
     assert world.aborted == [b.rid]
     fresh = world.turn({"id": sid, "replace": True}, [BOS, 7], [8])
-    assert fresh.prompt_ids() == [BOS, 7]  # without a rid everything goes
+    assert fresh.prompt()[0] == [BOS, 7]  # without a rid everything goes
     with pytest.raises(SessionError, match="has no turn"):
         world.start({"id": sid, "rid": a.rid}, [9])
 
@@ -135,13 +135,13 @@ def test_an_aborted_turn_is_no_context(world: World) -> None:
     with pytest.raises(SessionError, match=f"{b.rid!r} was aborted .* before it came turn {a.rid!r}"):
         world.start({"id": sid, "rid": b.rid}, [6])
     c = world.start({"id": sid}, [6])  # exactly the last turn that finished
-    assert c.prompt_ids() == [2, 3, 6]
+    assert c.prompt()[0] == [2, 3, 6]
     assert c.state is not None
     c.state.error = FengineError("the row failed")
-    assert world.turn({"id": sid}, [7], []).prompt_ids() == [2, 3, 7]
+    assert world.turn({"id": sid}, [7], []).prompt()[0] == [2, 3, 7]
     other = opened(world)
     world.finish(world.start({"id": other}, [4]), [], "abort")
-    assert world.turn({"id": other}, [6], []).prompt_ids() == [6]  # none has finished: a new root
+    assert world.turn({"id": other}, [6], []).prompt()[0] == [6]  # none has finished: a new root
 
 
 def test_a_turn_in_flight_cannot_be_continued(world: World) -> None:
@@ -151,11 +151,11 @@ def test_a_turn_in_flight_cannot_be_continued(world: World) -> None:
         with pytest.raises(SessionError, match="appending to a request that hasn't finished"):
             world.start(params, [3])
     world.finish(a, [4])
-    assert world.turn({"id": sid}, [3], []).prompt_ids() == [2, 4, 3]
+    assert world.turn({"id": sid}, [3], []).prompt()[0] == [2, 4, 3]
     left, right = world.start({"id": sid, "rid": a.rid}, [5]), world.start({"id": sid, "rid": a.rid}, [6])
     world.finish(right, [7])
     world.finish(left, [8])
-    assert world.turn({"id": sid, "rid": right.rid}, [9], []).prompt_ids() == [2, 4, 6, 7, 9]
+    assert world.turn({"id": sid, "rid": right.rid}, [9], []).prompt()[0] == [2, 4, 6, 7, 9]
 
 
 def test_ids_of_sessions(world: World) -> None:
@@ -170,7 +170,7 @@ def test_ids_of_sessions(world: World) -> None:
     with pytest.raises(SessionError, match="Invalid request: session id mine does not exist"):
         world.start({"id": "mine"}, [2])
     assert sessions.open(1000, "mine") == "mine"
-    assert world.turn({"id": "mine"}, [4], []).prompt_ids() == [4]  # nothing is left of the old one
+    assert world.turn({"id": "mine"}, [4], []).prompt()[0] == [4]  # nothing is left of the old one
 
 
 def test_a_session_closes_after_its_timeout(world: World) -> None:
@@ -182,11 +182,11 @@ def test_a_session_closes_after_its_timeout(world: World) -> None:
         world.start({"id": sid}, [3])
     world.finish(turn, [4])
     world.now = 101.0
-    assert world.turn({"id": sid}, [3], [5]).prompt_ids() == [2, 4, 3]
+    assert world.turn({"id": sid}, [3], [5]).prompt()[0] == [2, 4, 3]
     world.now = 110.0
-    assert world.turn({"id": sid}, [6], [7]).prompt_ids() == [2, 4, 3, 5, 6]
+    assert world.turn({"id": sid}, [6], [7]).prompt()[0] == [2, 4, 3, 5, 6]
     world.now = 121.0
-    assert world.turn({"id": forever}, [8], []).prompt_ids() == [8]
+    assert world.turn({"id": forever}, [8], []).prompt()[0] == [8]
     with pytest.raises(SessionError, match="timeout"):
         world.start({"id": sid}, [9])
 
@@ -218,7 +218,7 @@ def test_bad_params_leave_the_session_as_it_was(world: World, params: Any, messa
         world.sessions.prepare(params, [4], "b", BOS)
     with pytest.raises(SessionError, match="rid 'a' is a turn of session 's' already"):
         world.sessions.prepare({"id": "s"}, [4], "a", BOS)
-    assert world.turn({"id": "s"}, [5], []).prompt_ids() == [2, 3, 5]
+    assert world.turn({"id": "s"}, [5], []).prompt()[0] == [2, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_turns_enter_all_or_none(world: World) -> None:
     world.turn({"id": sid, "replace": True}, [6], [7])  # meanwhile their parent goes
     with pytest.raises(SessionError, match="changed while"):
         world.sessions.enter([good, bad])
-    assert world.turn({"id": sid}, [9], [], rid="x").prompt_ids() == [6, 7, 9]
+    assert world.turn({"id": sid}, [9], [], rid="x").prompt()[0] == [6, 7, 9]
 
 
 # -- over the engine ---------------------------------------------------------------------------------------------------
@@ -392,10 +392,10 @@ def test_random_trees_equal_contexts_kept_whole(world: World, seed: int) -> None
         turn = world.turn(params, ids, drawn := [rng.randrange(2, 50) for _ in range(rng.randrange(4))], rid)
         above[rid] = parent or (next(reversed(contexts)) if contexts else None)
         contexts[rid] = (whole + ids, drawn)
-        assert turn.prompt_ids() == whole + ids
+        assert turn.prompt()[0] == whole + ids
     for name, (before, output) in contexts.items():
         probe = world.sessions.prepare({"id": sid, "rid": name}, [1000], "probe", BOS)
-        assert probe.prompt_ids() == [*before, *output, 1000]
+        assert probe.prompt()[0] == [*before, *output, 1000]
 
 
 def test_a_streaming_session_is_append_only_with_the_bits_of_any(engine: Engine) -> None:

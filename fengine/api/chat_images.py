@@ -1,0 +1,54 @@
+"""Images in chats: parts of a message's content, in the order of the prompt's placeholders."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fengine.core.scalars import told
+from fengine.errors import InvalidRequestError
+
+IMAGE = {"type": "image"}  # what a template sees of one
+PARTS = ("image_url", "image", "input_image")
+
+
+def without_images(messages: Any) -> tuple[Any, list[Any]]:
+    """A chat as its template sees it, and its images in order. Pure. Errors: InvalidRequestError.
+
+    A part is OpenAI's {"type": "image_url", "image_url": {"url": …}} or {"type": "input_image", "image_url": …},
+    Anthropic's {"type": "image", "source": {…}}, or {"type": "image", "image": whatever image_data takes}.
+    """
+    images: list[Any] = []
+    if not isinstance(messages, (list, tuple)):
+        return messages, images
+    return [_message(message, images, f"messages[{i}]") for i, message in enumerate(messages)], images
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image. Pure."""
+    return isinstance(part, Mapping) and part.get("type") in PARTS and dict(part) != IMAGE
+
+
+def _message(message: Any, images: list[Any], where: str) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)) or not any(map(is_image, content)):
+        return message
+    parts = []
+    for i, part in enumerate(content):
+        if is_image(part):
+            images.append(_image(part, f"{where}['content'][{i}]"))
+        parts.append(dict(IMAGE) if is_image(part) else part)
+    return {**message, "content": parts}
+
+
+def _image(part: Mapping[str, Any], where: str) -> Any:
+    """What `image_data` would have of it. Errors: InvalidRequestError."""
+    found, source = part.get("image_url"), part.get("source")
+    if isinstance(found, Mapping):
+        found = found.get("url")
+    if isinstance(source, Mapping):
+        base64 = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data')}"
+        found = base64 if source.get("type") == "base64" else source.get("url")
+    given = [part.get(name) for name in ("image", "url", "path", "base64")]
+    found = next((value for value in (found, *given) if value is not None), None)
+    if found is None:
+        raise InvalidRequestError(f"{where} is an image without an image_url, a source or an image: {told(part)}.")
+    return found

@@ -1,0 +1,131 @@
+"""Images over HTTP and in chats: each answer is that of the engine's call behind it; no local file is read."""
+
+import asyncio
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_vision
+from serving import Live, live, until
+from tiny_vision import picture
+
+from fengine import Engine
+from fengine.errors import InvalidRequestError
+
+GREEDY = {"max_new_tokens": 5, "temperature": 0.0, "ignore_eos": True}
+SAMPLING = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+TEXT = "user: <image>\nwhat is it?\nassistant: "
+
+
+def data_url(seed: int) -> str:
+    out = io.BytesIO()
+    picture(seed).save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def asked(url: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part(url), {"type": "text", "text": "what is it?"}]}]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    path = tiny_vision.write_with_text(tmp_path_factory.mktemp("llava"))
+    with Engine(model_path=str(path), device="cpu", max_total_tokens=4096) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Live]:
+    with live(engine) as made:
+        yield made
+        until(made.quiet)
+
+
+def ids_of(engine: Engine, seed: int) -> list[int]:
+    return engine.generate(TEXT, GREEDY, image_data=picture(seed))["output_ids"]
+
+
+def test_chats_take_images_in_every_form(engine: Engine) -> None:
+    want = ids_of(engine, 1)
+    one = {"role": "user", "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what is it?"}]}
+    assert engine.chat([one], GREEDY)["output_ids"] == want
+    assert engine.chat(asked(data_url(1)), GREEDY)["output_ids"] == want
+    several = engine.chat([asked(data_url(1)), [{"role": "user", "content": "hi"}], asked(data_url(2))], GREEDY)
+    assert [o["output_ids"] for o in several[::2]] == [want, ids_of(engine, 2)]
+    assert asyncio.run(engine.async_chat(asked(data_url(1)), GREEDY))["output_ids"] == want
+    assert want != ids_of(engine, 2)
+
+
+def test_text_that_looks_like_a_placeholder_stays_text(engine: Engine) -> None:
+    chat = asked(data_url(1))
+    chat[0]["content"][1]["text"] = "what is <image>?"
+    assert engine.chat(chat, GREEDY)["meta_info"]["completion_tokens"] == 5
+    with pytest.raises(InvalidRequestError, match="1 image, but the prompt has 2 placeholders"):
+        engine.generate("<image> what is <image>?", GREEDY, image_data=picture(1))
+
+
+def test_completions_of_chats(engine: Engine, server: Live) -> None:
+    body = {
+        "model": server.service.model,
+        "messages": asked(data_url(1)),
+        "max_tokens": 5,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    want = engine.generate(TEXT, GREEDY, image_data=picture(1))
+    body |= {"model": server.service.model}
+    answer = server.ask("POST", "/v1/chat/completions", body).json
+    assert answer["choices"][0]["message"]["content"] == want["text"]
+    assert answer["usage"]["prompt_tokens"] == want["meta_info"]["prompt_tokens"]
+    native = {"text": TEXT, "sampling_params": GREEDY, "image_data": data_url(1)}
+    assert server.ask("POST", "/generate", native).json["output_ids"] == want["output_ids"]
+    blocks = [{"type": "input_image", "image_url": data_url(1)}, {"type": "input_text", "text": "what is it?"}]
+    said = {"input": [{"role": "user", "content": blocks}], "max_output_tokens": 5, **SAMPLING}
+    said |= {"model": server.service.model}
+    del said["max_tokens"]
+    assert server.ask("POST", "/v1/responses", said).json["output"][0]["content"][0]["text"] == want["text"]
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(1).partition(",")[2]}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "what is it?"}]
+    told = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 5,
+        "temperature": 0,
+        "model": server.service.model,
+    }
+    assert server.ask("POST", "/v1/messages", told).json["content"][0]["text"] == want["text"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+def test_files_of_this_machine_are_not_read(server: Live, tmp_path: Path, path: str) -> None:
+    secret = tmp_path / "secret.png"
+    picture(1).save(secret)
+    for url in (str(secret), secret.as_uri(), "http://127.0.0.1/a.png"):
+        native = {"text": TEXT, "sampling_params": GREEDY, "image_data": [url]}
+        chat = {"model": server.service.model, "messages": asked(url), **SAMPLING}
+        body = native if path == "/generate" else chat
+        answer = server.ask("POST", path, body)
+        assert answer.status == 400 and b"image_data[0]" in answer.body
+
+
+def test_sessions_keep_their_images(engine: Engine) -> None:
+    first, more = TEXT, "\nuser: and <image>\nassistant: "
+    session = engine.open_session(0)
+    one = engine.generate(first, GREEDY, image_data=picture(1), session_params={"id": session})
+    two = engine.generate(more, GREEDY, image_data=picture(2), session_params={"id": session})
+    three = engine.generate("\nuser: so?", GREEDY, session_params={"id": session})
+    tokenizer = engine.tokenizer
+    prompt = tokenizer.encode(first) + one["output_ids"] + tokenizer.encode(more)
+    whole = engine.generate(None, GREEDY, prompt, image_data=[picture(1), picture(2)])
+    assert two["output_ids"] == whole["output_ids"]
+    prompt += two["output_ids"] + tokenizer.encode("\nuser: so?")
+    whole = engine.generate(None, GREEDY, prompt, image_data=[picture(1), picture(2)])
+    assert three["output_ids"] == whole["output_ids"]
+    assert three["meta_info"]["cached_tokens"] > 0
+    engine.close_session(session)
