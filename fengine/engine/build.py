@@ -35,11 +35,11 @@ from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import ConfigError, OutOfMemoryError
 from fengine.models.kv_state import KVState, Params, init_kv
 from fengine.models.spec import ModelSpec
-from fengine.ops.ahead import compiling
 from fengine.ops.columns import Group
 from fengine.ops.compiler import private_cache_dir
 from fengine.ops.proof import sources_digest
 from fengine.worker.cuda_runner import CudaRunner
+from fengine.worker.cuda_start import prepare
 from fengine.worker.device import (
     current_device,
     detect_hardware,
@@ -53,7 +53,7 @@ from fengine.worker.kv_pool import PoolSize, new_pool, pool_bytes, pool_size, wi
 from fengine.worker.model_runner import CpuRunner
 from fengine.worker.process_group import check_parts, group_of, process_group, ranked_rows
 from fengine.worker.sampler import logits_stages
-from fengine.worker.step import ForwardFn, make_forward, make_unembed, sample_rows
+from fengine.worker.step import make_forward, make_unembed, sample_rows
 from fengine.worker.step_input import LogitsStage
 
 
@@ -292,18 +292,6 @@ def make_scheduler(
         max_queued=config.scheduler.max_queued_requests,
         images=images,
     )
-
-
-def prepare(runner: CudaRunner, kv: KVState, eager: ForwardFn) -> int:
-    """Compiles and proves every kernel of the engine, with any small KV state. Returns as `CudaRunner.prepare`.
-
-    First our own kernels are compiled beside each other, through `eager`: those of torch.compile would run meanwhile.
-    """
-    forward, runner.forward = runner.forward, eager
-    with compiling():
-        runner.prepare(kv)
-    runner.forward = forward
-    return runner.prepare(kv)
 
 
 def activation_dtype(params: Params) -> torch.dtype:

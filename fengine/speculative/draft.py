@@ -177,6 +177,6 @@ class DraftModel:
                         if row.cursor.advance(int(token_R[row.row]))]  # fmt: skip
             if not live:
                 return None
-            return asks[live[0].row].request.params.grammar.masks(live, list, False)()
+            return asks[live[0].row].request.params.grammar.masks(live, ())()
 
         return masks

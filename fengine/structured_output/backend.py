@@ -29,7 +29,7 @@ from fengine.structured_output.characters import SURROGATE
 from fengine.structured_output.cursor import Cursor, reason
 from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.trial import Refused, Trials
-from fengine.worker.logits.masks import Drawn, Filled, MaskRow
+from fengine.worker.logits.masks import Filled, MaskRow
 
 MAX_BYTES = {"json_schema": 1 << 17, "structural_tag": 1 << 17, "ebnf": 1 << 15, "regex": 1 << 14}
 WORDS = {"json_schema": "json", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural tag"}  # as SGLang's
@@ -120,9 +120,9 @@ class Grammar:
         """Where an output that has not begun stands."""
         return Cursor(self, ends, barred, early, eager)
 
-    def masks(self, rows: Sequence[MaskRow], drawn: Drawn, beside: bool) -> Callable[[], Filled]:
+    def masks(self, rows: Sequence[MaskRow], drawn: Sequence[int]) -> Callable[[], Filled]:
         """As `masks.start`, of rows whose grammars share its vocabulary."""
-        return masks.start(rows, drawn, beside)
+        return masks.start(rows, drawn)
 
     def _made(self) -> Any:
         matcher = self.vocabulary.matcher(self._lark)

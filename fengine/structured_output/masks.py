@@ -1,10 +1,10 @@
 """Which tokens may be drawn: one mask for each row of a step that has a grammar. No torch.
 
-    step n is launched --drawn()--> its tokens --take--> cursors --matchers, without the GIL--> masks of step n + 1
+    step n is launched --> its tokens --> cursors --matchers, without the GIL--> masks of step n + 1
 
-With overlap, step n + 1 is planned before the tokens of step n are known. So its masks are filled by a thread while its
-own forward pass runs, and only its draw waits for them. Where they are known, only the matchers run in that thread: all
-else needs the GIL, for which it and the ops of the model would wait in turn.
+With overlap, step n + 1 is launched before the tokens of step n are known. When they are, the matchers of its rows
+begin in a thread, while its forward pass runs and the host goes on; only its draw waits for them. All but the matchers
+needs the GIL, so it is done where the loop is.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,18 +12,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fengine.structured_output.cursor import Bits, Cursor, reason
-from fengine.worker.logits.masks import Drawn, Filled, MaskRow
+from fengine.worker.logits.masks import Filled, MaskRow
 
 
-def start(rows: Sequence[MaskRow], drawn: Drawn, beside: bool) -> Callable[[], Filled]:
-    """Begins to compute the masks in another thread, or (not `beside`) computes them when the result is called.
-    `drawn` gives the tokens of the step before, and may wait. Modifies: the cursors."""
-    if not beside:
-        return lambda: fill(rows, drawn() if any(row.fed is not None for row in rows) else ())
+def start(rows: Sequence[MaskRow], drawn: Sequence[int]) -> Callable[[], Filled]:
+    """Takes what rows drew, and has another thread compute what may come next; what it returns gives the masks.
+    `drawn` are the tokens of the step before. Modifies: the cursors."""
     worker = rows[0].cursor.grammar.vocabulary.worker
-    if any(row.fed is not None or row.draft for row in rows):
-        return worker.submit(lambda: fill(rows, drawn() if any(row.fed is not None for row in rows) else ())).result
-    allowed = worker.submit(_allowed, _taken(rows, ()))
+    if any(row.draft for row in rows):
+        return worker.submit(fill, rows, drawn).result
+    allowed = worker.submit(_allowed, _taken(rows, drawn))
     return lambda: _filled(rows, *allowed.result())
 
 

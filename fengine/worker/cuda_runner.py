@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.models.kv_state import KVState, Params, layer_kinds
+from fengine.core.scheduler_output import StepOutput
+from fengine.models.kv_state import KVState, Params
 from fengine.ops import edges
 from fengine.ops.bitmask import words
 from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs
@@ -15,17 +16,15 @@ from fengine.worker.fields import StaticBuffers
 from fengine.worker.logits.logprobs import (
     ASKED,
     MOST_ASKED,
-    SLICE,
     TOPS,
     put,
     rounded_top,
-    score_prompts,
     to_host,
 )
-from fengine.worker.logits.masks import Drawn
 from fengine.worker.logits.structured import StructuredOutput
-from fengine.worker.sampler import Sampled, warm_up
+from fengine.worker.sampler import Sampled
 from fengine.worker.step import (
+    Drawn,
     ForwardFn,
     Result,
     SampleFn,
@@ -42,7 +41,6 @@ from fengine.worker.step_input import (
     Arrays,
     Field,
     LogitsStage,
-    PromptRows,
     Sizes,
     StepInput,
     warm_step,
@@ -50,6 +48,21 @@ from fengine.worker.step_input import (
 
 DRAWS = Field("draw_2R", torch.int32)  # tokens, and the bits of their logprobs
 OUTPUTS = (DRAWS, Field("top_id_RX", torch.int32), Field("logprob_RZ", torch.float32))  # of DRAWS and Likeliest
+
+
+class Behind:
+    """What is still to be launched behind the forward pass of a step, and then its result. Modifies: itself."""
+
+    def __init__(self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor) -> None:
+        self.step, self.bucket, self.which, self.hidden_TD = step, bucket, which, hidden_TD
+        self.fields: Callable[[], Arrays] = dict  # of the stages that come late
+        self.begun = not step.late
+        self.result: Result | None = None
+
+    def begin(self, drawn: Drawn) -> None:
+        """Has the late fields computed, once. `drawn` gives the tokens of the step before."""
+        if not self.begun:
+            self.fields, self.begun = self.step.begin(drawn), True
 
 
 class CudaRunner:
@@ -87,37 +100,10 @@ class CudaRunner:
         self.hidden_TD = blank_hidden(params, min(GRAPH_TOKENS, most.tokens) if graphs else 0)
         self.turn = 0
         self.drawn: Drawn = list  # gives the tokens of the step before; may wait
+        self.behind: Behind | None = None  # of the step whose sampler is not launched yet
         self.kv: list[KVState] = []  # the one state whose addresses the graphs hold
 
     # -- start ---------------------------------------------------------------------------------------------------------
-
-    def prepare(self, kv: KVState) -> int:
-        """Runs every bucket with any small KV state: compiles and proves all kernels, which takes memory of its own.
-
-        One layer of each kind stands for all: those alike run the same kernels. Returns the bytes that the largest step
-        takes for its activations.
-        """
-        whole, kinds = self.params, layer_kinds(self.params["layers"])
-        hidden_1D = blank_hidden(whole, 1)
-        self.params = whole | {"layers": [whole["layers"][index] for index in kinds]}
-        k_PSGK, v_PSGK = (tuple(pages[index] for index in kinds) for pages in kv[:2])
-        self.kv = [KVState(k_PSGK, v_PSGK, kv.feature_PSX)]
-        for rows in (1, 32, 64, 128, SLICE):
-            blank = PromptRows(np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32), 1, [])
-            score_prompts(partial(self.unembed, whole), hidden_1D, blank)
-        warm_up(self.unembed(whole, hidden_1D))
-        buckets = self.buckets.all()
-        before = 0
-        for bucket in (*buckets, buckets[0]):
-            torch.cuda.synchronize(self.device)  # the bucket before was staged in the same pinned buffer
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            self._warm(bucket)
-        torch.cuda.synchronize(self.device)
-        most = torch.cuda.max_memory_allocated(self.device) - before
-        self.params = whole
-        torch.cuda.empty_cache()
-        return most
 
     def _enter(self) -> None:
         """Makes this runner's GPU the current one of the calling thread: the loop's, or the one that builds it. What
@@ -132,7 +118,7 @@ class CudaRunner:
         self.graphs.clear()
         buckets = self.buckets.all()
         for bucket in {b.adapters: b for b in buckets}.values():  # the smallest without adapters, and with
-            self._warm(bucket)  # what an op keeps for a KV state, or torch.compile makes, is not made in a capture
+            self.warm(bucket)  # what an op keeps for a KV state, or torch.compile makes, is not made in a capture
             torch.cuda.synchronize(self.device)
         for bucket in buckets:
             for which in range(bucket.inputs) if bucket.graph else ():
@@ -142,7 +128,8 @@ class CudaRunner:
                     self.graphs.capture(key, partial(self._run_sampler, bucket, which, hidden_TD, (), None))
         return kv
 
-    def _warm(self, bucket: Bucket) -> None:
+    def warm(self, bucket: Bucket) -> None:
+        """Runs a harmless step of this size, without graphs."""
         blank = warm_step(bucket.tokens, self._sizes(bucket))
         self._stage(blank, bucket, 0, torch.cuda.current_stream())
         self._run_sampler(bucket, 0, self._run_forward(bucket, 0), (), None)
@@ -150,20 +137,48 @@ class CudaRunner:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
-        """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on."""
+        """Starts a step. The state must be the one that the graphs were captured with: same storage, handed on. Where
+        its draws wait for masks, its sampler is launched with the next step, or when its result is asked."""
         self._enter()
         assert kv is self.kv[0], "another KV state than the one whose addresses the graphs hold"
+        self.finish()
+        for write in step.writes:
+            write()
         bucket = self.buckets.of(step.tokens, step.rows, step.adapters)
         which = self.turn if bucket.inputs == 2 else 0
         stream = torch.cuda.current_stream()
         self._stage(step, bucket, which, stream)
         stream.wait_event(self.sent[which])
-        late = step.late(self.drawn, beside=False)
         if bucket.graph and self.graphs.replay(("forward", bucket, which)):
             hidden_TD = self.hidden_TD
         else:
             hidden_TD = self._run_forward(bucket, which)
-        large = self._sample(step, bucket, which, hidden_TD, late) if step.draws else None
+        self.behind = behind = Behind(step, bucket, which, hidden_TD)
+        if not step.late:
+            self.finish()
+        elif not step.waits:
+            behind.begin(self.drawn)
+
+        def result() -> StepOutput:
+            if behind.result is None:
+                self.finish()
+            assert behind.result is not None
+            out = behind.result()
+            if self.behind is not None:  # the next step, whose masks need these tokens
+                self.behind.begin(lambda: out.tokens)
+            return out
+
+        return kv, result
+
+    def finish(self) -> None:
+        """Launches what still stands behind the last forward pass: where masks come late it waits for them."""
+        behind, self.behind = self.behind, None
+        if behind is None:
+            return
+        self._enter()
+        step, bucket, which, hidden_TD = behind.step, behind.bucket, behind.which, behind.hidden_TD
+        behind.begin(self.drawn)
+        large = self._sample(step, bucket, which, hidden_TD, behind.fields()) if step.draws else None
         sizes = output_sizes(bucket.rows, None if large is not None else self._top(step))
         found, likeliest, done = self.found.arrays(self.turn, sizes), None, torch.cuda.Event()
         if large is not None:
@@ -175,8 +190,8 @@ class CudaRunner:
             done.synchronize()
             return found["draw_2R"][:, : step.rows] if step.draws else np.zeros((2, step.rows), np.int32)
 
-        result = read_out(self.params, self.unembed, hidden_TD, step, draws, likeliest)
-        self.ended[which].record(stream)
+        behind.result = read_out(self.params, self.unembed, hidden_TD, step, draws, likeliest)
+        self.ended[which].record(torch.cuda.current_stream())
         self.going.wait_event(self.ended[which])
         with torch.cuda.stream(self.going):
             self.found.fetch(self.turn, which, sizes)
@@ -184,7 +199,6 @@ class CudaRunner:
             done.record(self.going)
         self.turn ^= 1
         self.drawn = lambda: draws()[0].tolist()
-        return kv, result
 
     def _stage(self, step: StepInput, bucket: Bucket, which: int, stream: torch.cuda.Stream) -> None:
         """Packs a step into this turn's pinned buffers, padded, and starts their copies to the device's `which`."""
@@ -230,10 +244,10 @@ class CudaRunner:
         return sampled
 
     def _sample(
-        self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, late: Callable[[], Arrays]
+        self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, late: Arrays
     ) -> list[np.ndarray] | None:
         """Draws, by a graph where one holds what the step wants. Returns what no static buffer has room for."""
-        self._send_masks(late(), bucket.rows, which)
+        self._send_masks(late, bucket.rows, which)
         asked_RK = step.arrays.get(ASKED.name)
         if step.top is not None and asked_RK is not None and (step.top > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
             asked_RK = np.pad(asked_RK, ((0, bucket.rows - len(asked_RK)), (0, 0)))

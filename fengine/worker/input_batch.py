@@ -16,7 +16,7 @@ from fengine.core.scheduler_output import NewRow, SchedulerOutput
 from fengine.worker.images import ImageInputs
 from fengine.worker.logits.hidden_states import hidden_wanted
 from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
-from fengine.worker.step_input import Arrays, Chunk, LogitsStage, StepInput
+from fengine.worker.step_input import Arrays, Chunk, LogitsStage, StepInput, Write
 
 BY_ROW = ("processor", "mask", "logprobs", "input logprobs", "hidden states")  # of others tables know all
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
@@ -50,6 +50,7 @@ class InputBatch:
         self.more: dict[int, NewRow] = {}  # by row slot, of requests that want more than a drawn token
         self.drafted: dict[int, tuple[int, list[int]]] = {}  # and what was guessed in their last steps, behind where
         self.asked: Counter[str] = Counter()  # how many of them want what
+        self.writes: list[Write] = []  # to the stages' tables, that the next step makes
 
     def admit(self, new: NewRow) -> None:
         """Writes what a request that has just got its row slot keeps there."""
@@ -66,7 +67,7 @@ class InputBatch:
             for name in params.asks:
                 self.asked[name] += 1
                 if name in self.stages:
-                    self.stages[name].admit(row, new)
+                    self.writes += self.stages[name].admit(row, new)
 
     def release(self, rows: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted: nothing of them is kept."""
@@ -98,6 +99,7 @@ class InputBatch:
         slot_R, arrays = self._arrays(output)
         step = StepInput(arrays, slot_R, any(output.samples), output.drafts)
         if self.more:
+            step.writes, self.writes = self.writes, []
             by_row = any(self.asked[name] for name in BY_ROW)
             self._want(step, output, self._chunks(output, arrays) if by_row else [])
         return step

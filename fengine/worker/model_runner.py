@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fengine.models.kv_state import KVState, Params
-from fengine.worker.logits.masks import Drawn
 from fengine.worker.step import (
+    Drawn,
     ForwardFn,
     Result,
     SampleFn,
@@ -55,7 +55,10 @@ class CpuRunner:
 
     def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """The step, done. Modifies: the storage of `kv`, which is dead after the call."""
-        late, tensors = step.late(self.drawn, beside=True), on_cpu(step.arrays)
+        for write in step.writes:
+            write()
+        late = step.begin(self.drawn)
+        tensors = on_cpu(step.arrays)
         kv, hidden_TD = self.forward(self.params, kv, batch_of(tensors, self.last_token_R))
         draw_2R, likeliest = np.zeros((2, step.rows), np.int32), None
         if step.draws:

@@ -25,6 +25,7 @@ from fengine.worker.step_input import LogitsStage, StepInput, Tensors, built
 ForwardFn = Callable[[Params, KVState, StepBatch], tuple[KVState, Tensor]]
 UnembedFn = Callable[[Params, Tensor], Tensor]
 SampleFn = Callable[..., Sampled]  # as `sample_rows`
+Drawn = Callable[[], Sequence[int]]  # waits for the tokens that a step has drawn
 Result = Callable[[], StepOutput]  # waits for the step
 
 

@@ -19,6 +19,7 @@ from fengine.errors import FengineError
 Arrays = dict[str, np.ndarray]
 Tensors = Mapping[str, Tensor]
 Sizes = Mapping[str, int]
+Write = Callable[[], object]
 
 
 class Pad(Enum):
@@ -134,6 +135,7 @@ class StepInput:
     drafts: Sequence[Drafts] = ()
     chunks: Sequence[Chunk] = ()
     stages: "tuple[LogitsStage, ...]" = ()
+    writes: Sequence[Write] = ()  # to the stages' tables on the device, in front of its sampler
     top: int | None = None
     prompts: list[PromptRows] = field(default_factory=list)
     hidden_H: np.ndarray | None = None
@@ -152,10 +154,21 @@ class StepInput:
     def adapters(self) -> bool:
         return "token_A" in self.arrays
 
-    def late(self, drawn: Callable[[], Sequence[int]], beside: bool) -> Callable[[], Arrays]:
-        """What gives the fields that stages compute while the forward pass runs; see `LogitsStage.late`."""
-        waiting = [late for stage in self.stages if (late := stage.late(drawn, beside)) is not None]
-        return lambda: {name: array for late in waiting for name, array in late().items()}
+    @property
+    def late(self) -> bool:
+        """Whether some fields come only from `begin`."""
+        return any(stage.late for stage in self.stages)
+
+    @property
+    def waits(self) -> bool:
+        """Whether these need the tokens of the step before."""
+        return any(stage.waits for stage in self.stages)
+
+    def begin(self, drawn: Callable[[], Sequence[int]]) -> Callable[[], Arrays]:
+        """As `LogitsStage.begin`, of all stages; `drawn` is called if one needs it."""
+        tokens = drawn() if self.waits else ()
+        begun = [stage.begin(tokens) for stage in self.stages if stage.late]
+        return lambda: {name: array for arrays in begun for name, array in arrays().items()}
 
     def errors(self) -> dict[int, FengineError]:
         """Rows for which nothing could be drawn, once it is launched; of several stages the first's tells."""
@@ -164,33 +177,35 @@ class StepInput:
 
 class LogitsStage:
     """One edit of logits, by default none. `name` is how `SamplingParams.asks` calls it. `host`: it runs Python on
-    logits, so it stands in no graph."""
+    logits, so it stands in no graph. `late`: some of its fields come only from `begin`; `waits`: and these need the
+    tokens that the step before has drawn."""
 
     name = ""
     fields: tuple[Field, ...] = ()
-    host = False
+    host = late = waits = False
 
     @property
     def version(self) -> int:
         """Changes where the stage's tables are at another place: graphs that hold them are dead."""
         return 0
 
-    def admit(self, slot: int, new: NewRow) -> None:
-        """A request that asks for it gets the row slot. Modifies: the stage's tables."""
+    def admit(self, slot: int, new: NewRow) -> Sequence[Write]:
+        """A request that asks for it gets the row slot. Returns what writes the device's tables, to be called behind
+        the samplers of all steps before. Modifies: the stage's tables on the host."""
+        return ()
 
     def release(self, slot: int) -> None:
-        """It leaves the slot. Modifies: the stage's tables."""
+        """It leaves the slot. Modifies: the stage's tables on the host."""
 
     def stage(self, step: StepInput, draws_R: np.ndarray) -> "LogitsStage | None":
         """What edits the logits of this step: itself, or one that keeps what is the step's own; None: there is nothing
         to do. `draws_R`: whose draw is used. Modifies: step.arrays, where it fills in its fields."""
         return None
 
-    def late(self, drawn: Callable[[], Sequence[int]], beside: bool) -> Callable[[], Arrays] | None:
-        """What gives those of the stage's fields that need the tokens which the step before has drawn (`drawn` waits
-        for them). Where the forward pass takes the calling thread they are begun `beside` it; where it is only launched
-        there, they are computed in the call."""
-        return None
+    def begin(self, drawn: Sequence[int]) -> Callable[[], Arrays]:
+        """Begins to compute the fields that come late; what it returns gives them. `drawn`: the tokens of the step
+        before, if it waits for them."""
+        return dict
 
     def apply(self, logits_RV: Tensor, tensors: Tensors) -> Tensor:
         """The edited logits. Modifies: the storage of logits_RV."""

@@ -649,6 +649,8 @@ def test_counts_of_a_slot_are_those_of_its_request() -> None:
             assert output is not None
             step = batch.stage(output)
             assert step.stages == (penalties,)
+            for write_table in step.writes:
+                write_table()
             slot, tensors = output.rows[0], {k: torch.from_numpy(v) for k, v in step.arrays.items()}
             penalties.drawn(torch.zeros(1, VOCAB), torch.tensor([turn + 7], dtype=torch.int32), tensors)
             scheduler.update(output, [turn + 7], [-1.0])

@@ -246,3 +246,22 @@ def test_a_norm_with_a_bias_is_no_width(tmp_path: Path, monkeypatch: pytest.Monk
         runner = use_graphs(found, monkeypatch)
         assert runner.hidden_TD.shape[1] == found.spec.hidden_size
         assert [outcome(request) for request in run(found, asks)] == eager
+
+
+def test_tables_are_written_behind_samplers_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is given on while the sampler of the step before still waits for masks: what that draws for the request
+    that has ended does not count for the one that comes."""
+    pytest.importorskip("llguidance", reason="grammars need the extra fengine[grammar]")
+    options: dict[str, Any] = {
+        "disable_radix_cache": True,
+        "disable_overlap_schedule": False,
+        "max_running_requests": 2,
+    }
+    with Engine(model_path="box", device="cpu", enable_torch_compile=False, **options) as llm:
+        penalised = {"temperature": 0, "frequency_penalty": 2.0, "max_new_tokens": 12}
+        ((ids, _),) = told(llm, [("Once", 0, penalised)])
+        grammar = ("Once", 0, {"regex": "[a-z ]{80,90}", "max_new_tokens": 80, "temperature": 0})
+        asks = [grammar, *(("Once", 0, penalised | {"stop_token_ids": [stop]}) for stop in ids[2:9])]
+        want = [told(llm, [ask])[0] for ask in asks]
+        use_graphs(llm._parts, monkeypatch)
+        assert told(llm, asks) == want

@@ -5,6 +5,7 @@ Prompt tokens do not count, as in SGLang.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fengine.core.scheduler_output import Drafts, NewRow
 from fengine.ops.edit_logits import add_at, count, penalize
-from fengine.worker.step_input import Field, LogitsStage, StepInput, Tensors
+from fengine.worker.step_input import Field, LogitsStage, StepInput, Tensors, Write
 
 
 class Table:
@@ -79,22 +80,25 @@ class Penalties(LogitsStage):
     def release(self, slot: int) -> None:
         self.penalised_S[slot], self.banned_until_S[slot] = False, 0
 
-    def admit(self, slot: int, new: NewRow) -> None:
-        params = new.params
+    def admit(self, slot: int, new: NewRow) -> Sequence[Write]:
+        params, writes = new.params, list[Write]()
         if params.penalised:
             self.penalised_S[slot] = True
             self.frequency_S[slot], self.presence_S[slot] = params.frequency_penalty, params.presence_penalty
             self.repetition_S[slot] = params.repetition_penalty
             drawn = new.output_ids  # by a request that was preempted
             line = np.bincount(drawn, minlength=self.vocab) if drawn else np.zeros(0, np.int64)
-            self.count_SV.write(slot, line, self.vocab)
+            writes.append(partial(self.count_SV.write, slot, line, self.vocab))
         if params.min_new_tokens:
             banned = new.stop_ids | new.early_ids
             ids = [id for id in banned if 0 <= id < self.vocab]  # an eos id may lie behind the vocabulary
             self.banned_until_S[slot] = new.prompt_len + params.min_new_tokens
             width = rounded(len(ids))
-            self.ban_id_SK.write(slot, np.array(ids, np.int32), width)
-            self.ban_value_SK.widen(width)
+            writes += [
+                partial(self.ban_id_SK.write, slot, np.array(ids, np.int32), width),
+                partial(self.ban_value_SK.widen, width),
+            ]
+        return writes
 
     def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
         slot_R, into = step.slot_R, step.arrays
@@ -189,12 +193,15 @@ class LogitBias(LogitsStage):
     def release(self, slot: int) -> None:
         self.biased_S[slot] = False
 
-    def admit(self, slot: int, new: NewRow) -> None:
+    def admit(self, slot: int, new: NewRow) -> Sequence[Write]:
         ids, values = zip(*new.params.logit_bias, strict=True)
         width, known = rounded(len(ids)), np.array(ids) < self.vocab
-        self.id_SK.write(slot, np.array(ids, np.int32)[known], width)
-        self.value_SK.write(slot, np.clip(np.array(values), -1e30, 1e30).astype(np.float32)[known], width)
+        id_K, value_K = np.array(ids, np.int32)[known], np.clip(np.array(values), -1e30, 1e30)[known]
         self.biased_S[slot] = True
+        return (
+            partial(self.id_SK.write, slot, id_K, width),
+            partial(self.value_SK.write, slot, value_K.astype(np.float32), width),
+        )
 
     def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
         biased_R = self.biased_S[step.slot_R] & draws_R

@@ -5,8 +5,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-Drawn = Callable[[], Sequence[int]]  # waits for the tokens that the step before has drawn
-
 
 class MaskRow(NamedTuple):
     """A row that draws under a grammar."""
@@ -37,7 +35,7 @@ class Grammar(Protocol):
         is drawn only where nothing else can be."""
         ...
 
-    def masks(self, rows: list[MaskRow], drawn: Drawn, beside: bool) -> Callable[[], Filled]:
-        """What gives the masks of a step, of this and other grammars: computed from now on beside the caller, or when
-        it is called."""
+    def masks(self, rows: list[MaskRow], drawn: Sequence[int]) -> Callable[[], Filled]:
+        """What gives the masks of a step, of this and other grammars: computed from now on beside the caller. `drawn`
+        are the tokens of the step before."""
         ...

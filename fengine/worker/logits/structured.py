@@ -4,7 +4,7 @@ The masks of a step depend on the tokens of the one before, so a thread computes
 reach the device as late as the logits are there: the only inputs that do not come with the step's others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from fengine.core.request import Request
 from fengine.core.scheduler_output import NewRow
 from fengine.errors import FengineError
 from fengine.ops.bitmask import apply_bitmask, words
-from fengine.worker.logits.masks import Drawn, Grammar, MaskRow
-from fengine.worker.step_input import Arrays, Chunk, Field, LogitsStage, Pad, StepInput, Tensors
+from fengine.worker.logits.masks import Grammar, MaskRow
+from fengine.worker.step_input import Arrays, Chunk, Field, LogitsStage, Pad, StepInput, Tensors, Write
 
 
 class StructuredOutput(LogitsStage):
@@ -29,8 +29,9 @@ class StructuredOutput(LogitsStage):
         self.words = words(vocab)
         self.cursors: dict[int, Any] = {}  # by row slot
 
-    def admit(self, slot: int, new: NewRow) -> None:
+    def admit(self, slot: int, new: NewRow) -> Sequence[Write]:
         self.cursors[slot] = cursor_of(new)
+        return ()
 
     def release(self, slot: int) -> None:
         del self.cursors[slot]
@@ -44,14 +45,15 @@ class StructuredOutput(LogitsStage):
 class Masks(LogitsStage):
     """The masks of one step. Modifies: itself, the cursors."""
 
-    name, fields = StructuredOutput.name, StructuredOutput.fields
+    name, fields, late = StructuredOutput.name, StructuredOutput.fields, True
 
     def __init__(self, grammar: Grammar, rows: list[MaskRow]) -> None:
         self.grammar, self.rows = grammar, rows
         self.failed: dict[int, FengineError] = {}
+        self.waits = any(row.fed is not None for row in rows)
 
-    def late(self, drawn: Drawn, beside: bool) -> Callable[[], Arrays]:
-        wait = self.grammar.masks(self.rows, drawn, beside)
+    def begin(self, drawn: Sequence[int]) -> Callable[[], Arrays]:
+        wait = self.grammar.masks(self.rows, drawn)
 
         def fields() -> Arrays:
             filled = wait()
