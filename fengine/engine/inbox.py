@@ -52,7 +52,7 @@ class Inbox:
         self.lock = system.lock()
         self.end: EngineClosedError | EngineDeadError | None = None  # why no command is taken any more
         self._items: queue.SimpleQueue[Command | None] = system.queue()
-        self._waiting: set[Reply] = set()
+        self._waiting: dict[int, Reply] = {}
         self._pid = os.getpid()
 
     def check_process(self) -> None:
@@ -76,7 +76,7 @@ class Inbox:
     def call(self, command: Command, alive: Callable[[], bool]) -> Any:
         """The loop's answer. `alive`: whether one may still come. Errors: as `check`, and what the handler raises."""
         reply: Reply = self.system.queue()
-        self._waiting.add(reply)
+        self._waiting[id(reply)] = reply
         try:
             self.put(command._replace(reply=reply))
             while True:
@@ -91,7 +91,7 @@ class Inbox:
                     raise error
                 return value
         finally:
-            self._waiting.discard(reply)
+            del self._waiting[id(reply)]
 
     def get(self, block: bool) -> Command | None:
         """The next one; None if there is none, or it was rung."""
@@ -115,5 +115,5 @@ class Inbox:
 
     def fail(self, error: FengineError) -> None:
         """Answers everybody who still waits."""
-        for reply in list(self._waiting):
+        for reply in list(self._waiting.values()):
             reply.put((None, error))

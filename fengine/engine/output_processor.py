@@ -30,7 +30,7 @@ class OutputProcessor:
         self.scheduler, self.abort_later, self.now = scheduler, abort, system.now
         self.steps: SimpleQueue[Landed | None] = system.queue()
         self.states: dict[str, RequestState] = {}  # of requests that have not finished, by rid
-        self.untold: set[RequestState] = set()  # those whose callers have not been told of the end
+        self.untold: dict[RequestState, None] = {}  # those whose callers have not been told of the end
         self.live: dict[str, RequestState] = {}  # those that are told of each step
         self.unstarted: dict[str, RequestState] = {}  # those that wait for their first token, in a row
 
@@ -40,7 +40,7 @@ class OutputProcessor:
         if taken:
             raise InvalidRequestError(f"rid {taken[0]!r} is in use by a request that has not finished; choose another")
         self.states.update((state.request.rid, state) for state in states)
-        self.untold.update(states)
+        self.untold.update(dict.fromkeys(states))
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class OutputProcessor:
             state.fail(error)
             with suppress(Exception):
                 state.tell()
-            self.untold.discard(state)
+            self.untold.pop(state, None)
 
     # -- the text thread -----------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class OutputProcessor:
         except Exception:  # nobody can be told any more
             self.abort_later([state])
         if done:
-            self.untold.discard(state)
+            self.untold.pop(state, None)
 
     def _finish(self, state: RequestState) -> None:
         """The last word on a request that the scheduler, or its caller, has ended."""
