@@ -1,0 +1,173 @@
+"""Drafts of a model on a GPU: what a guess costs, what verifying it costs, and what a draft brings that is right as often.
+
+    python scripts/bench_drafts.py                              # Llama-3.1-8B's shape, an EAGLE-3 head in public shapes
+    python scripts/bench_drafts.py --model qwen2.5-0.5b --tokens 64
+
+Weights are random, so acceptance is forced: the head computes every guess, and a guess is then put in its place that is
+right with such a chance that a try of five has the published length, 3.3 tokens with its own (vllm #20780); the answers
+are those of a run without drafts. `unpredictable` keeps the head's own guesses, which are never right. Tokens and bits
+of logprobs that differ from the run without drafts are counted, and must be 0.
+"""
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_gpu import dummy_engine, shape
+from bench_speculation import differing
+from measure import Budget, add_budget, need_gpu, parser, save
+from safetensors.torch import save_file
+
+from fengine import Engine
+from fengine.core.speculation import Ask, Speculation
+from fengine.worker.step_input import warm_step
+
+CHANCE = 0.75  # of a guess behind right ones: 0.75 + ... + 0.75 ** 5 = 2.29 right ones in a try of five
+HEAD_IDS = 32000
+
+
+def write_head(folder: Path, target: dict[str, Any]) -> None:
+    """An EAGLE-3 head of random weights for the shape of a target."""
+    hidden, mlp, heads = target["hidden_size"], target["intermediate_size"], target["num_attention_heads"]
+    width = target.get("head_dim") or hidden // heads
+    ids = min(HEAD_IDS, target["vocab_size"])
+    kv = target["num_key_value_heads"] * width
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden), "midlayer.self_attn.q_proj.weight": (heads * width, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden), "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, heads * width), "lm_head.weight": (ids, hidden),
+        "midlayer.mlp.gate_proj.weight": (mlp, hidden), "midlayer.mlp.up_proj.weight": (mlp, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, mlp),
+    }  # fmt: skip
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    device, kind = "cuda", torch.bfloat16
+    tensors = {name: torch.randn(s, device=device, dtype=kind) * s[-1] ** -0.5 for name, s in shapes.items()}
+    tensors |= {f"{name}.weight": torch.ones(hidden, device=device, dtype=kind) for name in norms}
+    tensors["d2t"] = torch.zeros(ids, dtype=torch.int64)
+    save_file({name: x.cpu() for name, x in tensors.items()}, folder / "model.safetensors")
+    config = {name: target[name] for name in target if name not in ("architectures", "tie_word_embeddings")}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+               "draft_vocab_size": ids, "tie_word_embeddings": False}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+class Forced:
+    """The model's proposals, with guesses that are right with CHANCE in place of its own; or `count` wrong ones and no
+    model. Modifies: `tried`, `right`."""
+
+    def __init__(self, model: Any, truth: dict[tuple[int, ...], list[int]], count: int | None = None) -> None:
+        self.model, self.truth, self.count = model, truth, count
+
+    def __call__(self, asks: Sequence[Ask]) -> list[list[int]]:
+        if self.count is not None:
+            return [[1] * min(self.count, ask.most) if ask.skip == 0 else [] for ask in asks]
+        return [self.instead(ask, guess) for ask, guess in zip(asks, self.model(asks), strict=True)]
+
+    def instead(self, ask: Ask, guess: list[int]) -> list[int]:
+        request = ask.request
+        ids, drawn = self.truth[tuple(request.token_ids[: request.prompt_len])], request.num_output
+        chance = random.Random(request.seed * 4099 + drawn)
+        return [ids[drawn + k] if drawn + k < len(ids) and chance.random() < CHANCE else 1 for k in range(len(guess))]
+
+
+def calls(rows: int, tokens: int, vocab: int) -> dict[str, Any]:
+    draw = random.Random(rows)
+    prompts = [[draw.randrange(10, vocab) for _ in range(128)] for _ in range(rows)]
+    params = [{"max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": i} for i in range(rows)]
+    return {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
+
+
+def timed(llm: Engine, call: dict[str, Any], speculation: Speculation | None) -> tuple[float, list[Any]]:
+    """(output tokens per second from the first one on, the outputs)."""
+    llm._parts.core.stepper.scheduler.speculation = speculation  # the engine is idle
+    start = time.perf_counter()
+    outputs: Any = llm.generate(**call)
+    seconds = time.perf_counter() - start
+    return sum(o["meta_info"]["completion_tokens"] for o in outputs) / seconds, outputs
+
+
+def compared(llm: Engine, rows: int, tokens: int, vocab: int, runs: int) -> dict[str, Any]:
+    """Off, forced, unpredictable, and steps with wrong guesses that nobody made."""
+    on: Any = llm._parts.core.stepper.scheduler.speculation
+    call = calls(rows, tokens, vocab)
+    _, want = timed(llm, call, None)
+    truth = {tuple(ids): o["output_ids"] for ids, o in zip(call["input_ids"], want, strict=True)}
+    sides: dict[str, Speculation | None] = {
+        "off": None, "forced": replace(on, propose=Forced(on.propose, truth)), "unpredictable": on,
+    }  # fmt: skip
+    sides |= {f"wrong {k}": replace(on, propose=Forced(None, truth, k)) for k in (1, 5)}
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    wrong, accepted = 0, {}
+    for _ in range(runs):
+        for name, speculation in sides.items():
+            speed, outputs = timed(llm, call, speculation)
+            speeds[name].append(speed)
+            wrong += differing(want, outputs)
+            steps = sum(o["meta_info"].get("spec_verify_ct", 0) for o in outputs)
+            drafts = sum(o["meta_info"].get("spec_num_proposed_drafts", 0) for o in outputs)
+            accepted[name] = {"tokens per step": round(rows * tokens / max(steps, 1), 3), "drafts": drafts}
+    llm._parts.core.stepper.scheduler.speculation = on
+    median = {name: statistics.median(found) for name, found in speeds.items()}
+    return {
+        "tokens per second": {name: round(speed, 1) for name, speed in median.items()},
+        "to off": {name: round(speed / median["off"], 4) for name, speed in median.items()},
+        "all": {name: [round(x, 1) for x in found] for name, found in speeds.items()},
+        "bits": wrong,
+        "accepted": accepted,
+    }
+
+
+def guess_ms(llm: Engine, rows: int) -> dict[str, float]:
+    """Milliseconds of a chain of guesses, the wait for them included, and of one more guess."""
+    speculation: Any = llm._parts.core.stepper.scheduler.speculation
+    chain, found = speculation.propose.chain, {}
+    sizes = chain._sizes(rows)
+    for count in (1, chain.most):
+        arrays, times = warm_step(sizes["T"], sizes).arrays, []
+        for _ in range(30):
+            start = time.perf_counter()
+            chain.run(arrays, (), count)
+            times.append(time.perf_counter() - start)
+        found[f"chain of {count}"] = statistics.median(times[5:]) * 1e3
+    first, last = found.values()
+    return {name: round(ms, 4) for name, ms in (found | {"guess": (last - first) / (chain.most - 1)}).items()}
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--model", default="llama-3.1-8b")
+    p.add_argument("--tokens", type=int, default=256)
+    p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    p.set_defaults(runs=3)
+    add_budget(p)
+    args = p.parse_args()
+    need_gpu(p)
+    budget, cases, costs = Budget(args.budget), {}, {}
+    target = shape(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        write_head(Path(folder), target)
+        options: dict[str, Any] = {
+            "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": folder, "max_running_requests": 64,
+            "disable_radix_cache": True, "chunked_prefill_size": 4096,
+        }  # fmt: skip
+        begin = time.perf_counter()
+        with dummy_engine(args.model, **options) as llm:
+            started = time.perf_counter() - begin
+            for rows in args.rows:
+                if budget.allows(f"rows {rows}", 8.0):
+                    costs[str(rows)] = guess_ms(llm, rows)
+                    cases[str(rows)] = compared(llm, rows, args.tokens, target["vocab_size"], args.runs)
+                    print(rows, costs[str(rows)], cases[str(rows)], flush=True)
+    figures = {"model": args.model, "tokens": args.tokens, "start_s": round(started, 2), "milliseconds": costs}
+    save("bench_drafts_gpu", figures | {"rows": cases, "left_out": budget.left_out}, args.out)
+
+
+if __name__ == "__main__":
+    main()
