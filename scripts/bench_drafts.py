@@ -1,4 +1,4 @@
-"""Drafts of a model on a GPU: what a guess costs, what verifying it costs, and what a draft brings that is right as often.
+"""Drafts of a model on a GPU: what a guess costs, what verifying costs, what a draft brings that is right as often.
 
     python scripts/bench_drafts.py                              # Llama-3.1-8B's shape, an EAGLE-3 head in public shapes
     python scripts/bench_drafts.py --model qwen2.5-0.5b --tokens 64

@@ -3,7 +3,8 @@
     {"scheduler": {...}}                        its settings
     {"add": {...}}  {"abort": rid}              requests as they come and go
     {"retract": n}  {"flush": 0}  {"idle": 0}   what commands did between two steps
-    {"guess": {rid: [...]}, "wait": {rid: n}, "schedule": {...}}   a step, as `SchedulerOutput`; what was guessed
+    {"nothing": 0}                              rows were preempted, and no step came of it
+    {"guess": {rid: [...]}, "wait": {rid: [n, x]}, "schedule": {...}}   a step, as `SchedulerOutput`; what was guessed
     {"update": n, "draws": [...], "bad": [...]} what came of step n; the draws that were not finite
 
 No text is told: ids and salts stand there as keyed hashes, whose key nobody keeps. Equal ones stay equal, which is all
@@ -39,7 +40,7 @@ SEEN = (
 )  # parameters that a scheduler heeds, with LOCKSTEP and WHOLE
 NOW = ("num_scored", "num_seen", "num_cached")  # what steps change in a request beside the scheduler
 BITS = 48  # of a hash
-SPECULATION = ("most", "step_tokens", "full", "waits")
+SPECULATION = ("most", "step_tokens", "full", "waits", "hope", "toll")
 
 
 class Hashes:
@@ -101,8 +102,11 @@ class RecordedScheduler(Scheduler):
         self._guesses.clear()
         self._waits.clear()
         self._scheduling = True
+        preemptions = self._rows.num_preemptions
         output = super().schedule()
         self._scheduling = False
+        if output is None and self._rows.num_preemptions > preemptions:
+            self._write({"nothing": 0})
         if output is not None:
             self._write({"guess": self._guesses, "wait": self._waits, "schedule": plain_step(output, self._hashes.of)})
         return output
@@ -129,8 +133,7 @@ class RecordedScheduler(Scheduler):
             for ask, guess in zip(asks, found, strict=True):
                 if guess:
                     self._guesses[ask.request.rid] = self._hashes.all(guess[: ask.most])
-                if ask.drafting.wait_from:
-                    self._waits[ask.request.rid] = ask.drafting.wait_from
+                self._waits[ask.request.rid] = [ask.drafting.try_from, ask.drafting.gain]
             return found
 
         return noted
@@ -194,7 +197,7 @@ class Replay:
         )
         self.adapters: dict[int, Adapter] = {}  # by the number of the load
         self.guesses: dict[str, list[int]] = {}
-        self.waits: dict[str, int] = {}
+        self.waits: dict[str, tuple[int, float]] = {}
         self.steps: dict[int, SchedulerOutput] = {}  # in flight
         self.draws: list[int] = []  # of the step that is executed, in the device's order
         self.results: dict[int, dict[str, Any]] = {}  # updates that are still to come, by step
@@ -224,6 +227,9 @@ class Replay:
             scheduler.flush_cache()
         elif "idle" in event:
             self.device.release(scheduler.released())
+        elif "nothing" in event:
+            if scheduler.schedule() is not None:
+                raise InvariantError("a step is scheduled where there was none")
         elif "now" in event:
             for name, value in zip(NOW, event["values"], strict=True):
                 setattr(scheduler._requests[event["now"]], name, value)
@@ -251,7 +257,8 @@ class Replay:
 
     def _propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         for ask in asks:
-            ask.drafting.wait_from = self.waits.get(ask.request.rid, ask.drafting.wait_from)
+            drafting = ask.drafting
+            drafting.try_from, drafting.gain = self.waits.get(ask.request.rid, (drafting.try_from, drafting.gain))
         return [self.guesses.get(ask.request.rid, []) for ask in asks]
 
     def _draw(self, new: NewRow, ids: list[int], prefix: int) -> tuple[int, float]:

@@ -53,7 +53,6 @@ class Finish:
 class Drafting:
     """How a request's drafts fared so far. Modifies: itself, by the loop alone."""
 
-    waits: bool = False  # now: nothing is proposed before every token is known
     in_flight: int = 0  # drafts of the step that is not read yet
     tries: int = 0  # steps with drafts that are read
     tried: int = 0  # drafts of the last of these
@@ -62,7 +61,8 @@ class Drafting:
     correct: int = 0
     histogram: list[int] = field(default_factory=list)  # tries by how many of their drafts were drawn
     rest_until: int = 0  # set by the proposer: it need not be asked before so many tokens are computed
-    wait_from: int = 0  # set by the proposer: from so many on it needs every token
+    try_from: int = 0  # set by a model that proposes: it rests before
+    gain: float = 0.0  # of a try of it, in tokens
     memo: Any = None  # the proposer's own: what it knows of the tokens, and what it has learnt
 
 

@@ -202,7 +202,7 @@ def draws_last(request: Request) -> bool:
 def is_lockstep(request: Request) -> bool:
     """Whether the row's next step needs on the host what its last one draws."""
     drafting = request.drafting
-    return (drafting is not None and (drafting.waits or drafting.in_flight > 0)) or request.params.lockstep
+    return (drafting is not None and drafting.in_flight > 0) or request.params.lockstep
 
 
 def prefix_limit(request: Request) -> int:

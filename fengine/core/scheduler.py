@@ -31,7 +31,7 @@ from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Finish, Request, Status
 from fengine.core.running import Rows, draws_last, is_lockstep, verdict
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.core.speculation import Speculation, drafting_of, schedule_drafts, set_waits, take_drafts
+from fengine.core.speculation import Speculation, drafting_of, pays, schedule_drafts, take_drafts
 from fengine.core.waiting_queue import WaitingQueue
 from fengine.errors import InvalidRequestError, InvariantError
 
@@ -84,7 +84,7 @@ class Scheduler:
             raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
         if request.finish is not None or request.prompt_len < 1 or len(request.token_ids) != request.prompt_len:
             raise InvalidRequestError(f"request {request.rid!r} must be new and have at least one prompt token")
-        request.drafting = drafting_of(request) if self.speculation else None
+        request.drafting = drafting_of(request, self.speculation.hope) if self.speculation else None
         request.salts = request.salted(self.page_size)
         request.arrival = self._arrivals
         self._arrivals += 1
@@ -123,8 +123,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can be done before the next `update` or `add`."""
         batch = Batch(self._steps_scheduled)
-        if self.speculation and self.speculation.waits:
-            set_waits(self._rows, self.speculation)
+        if self._in_flight and self.speculation and pays(self._rows, self.speculation):
+            return None  # drafts begin behind tokens that are known
         left = self.max_step_tokens - self._schedule_decoding(batch)
         for request in list(self._rows.prompting):
             if left and request.row is not None:

@@ -25,7 +25,7 @@ from fengine.core.scheduler_output import Drafts
 
 class Ask(NamedTuple):
     """Guess what follows the `token_ids` of the batch's row `row`, leaving out the first `skip` tokens, which are drawn
-    already. There is room for `most` tokens, and fewer than `least` are not worth it.
+    already. There is room for `most` tokens, and fewer than `least` are not worth it. `tried`: a model may be asked.
     """
 
     row: int
@@ -34,6 +34,7 @@ class Ask(NamedTuple):
     skip: int
     least: int
     most: int
+    tried: bool = True
 
 
 MOST_EDITED = 16  # drafts of a row in a step whose logits are edited, or of which more is read than draws
@@ -51,28 +52,32 @@ class Speculation:
     step_tokens: int  # drafts fill a step up to so many tokens; fuller steps have none
     vocab_size: int
     full: int = 1 << 30  # batches of so many rows have no drafts: they cannot pay
-    waits: bool = False  # a proposal needs every token: rows wait for theirs
+    waits: bool = False  # a model proposes, which needs every token: rows wait for theirs where it is tried
+    hope: float = 0.0  # what a new request gains by a try of it, in tokens
+    toll: float = 0.0  # what a try costs every row of the batch
     kv_bytes: int = 0  # that a token of the pool takes beside the model's own
     open: Callable[[Any, Any], None] = lambda kv, input_batch: None  # told of the model's KV state, and of its rows
     feature_layers: tuple[int, ...] = ()  # of the model, whose streams are wanted beside the KV
 
 
-def drafting_of(request: Request) -> Drafting | None:
+def drafting_of(request: Request, hope: float = 0.0) -> Drafting | None:
     """The record of a request that may have drafts. None: Python edits its logits, or hidden states are read from its
     steps. Pure."""
     params = request.params
-    return None if params.lockstep or params.hidden or params.pool else Drafting()
+    return None if params.lockstep or params.hidden or params.pool else Drafting(gain=hope)
 
 
-def set_waits(rows: Rows, speculation: Speculation) -> None:
-    """Has decoding rows wait for their tokens where the next step may have drafts. Modifies: rows, their requests."""
-    full = len(rows.decoding) >= speculation.full
-    for request in rows.decoding:
-        drafting = request.drafting
-        if drafting is not None and not drafting.in_flight:
-            waits = not full and request.num_computed >= drafting.wait_from
-            rows.num_lockstep += waits - drafting.waits
-            drafting.waits = waits
+def pays(rows: Rows, speculation: Speculation) -> bool:
+    """Whether the rows that decode are to wait for their tokens, all of them, and a model is tried. Pure.
+
+    They go together: of a batch in which some rows wait and others do not, each step computes a part.
+    """
+    count = len(rows.decoding)
+    if not speculation.waits or not 0 < count < speculation.full:
+        return False
+    records = ((request.drafting, request.num_computed) for request in rows.decoding)
+    gain = sum(drafting.gain for drafting, start in records if drafting is not None and start >= drafting.try_from)
+    return gain > count * speculation.toll
 
 
 def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
@@ -80,7 +85,7 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
     count = len(batch.requests)
     if count >= speculation.full or (left := speculation.step_tokens - sum(batch.counts)) < 1:
         return
-    asks = _asks(batch, speculation)
+    asks = _asks(batch, speculation, pays(rows, speculation))
     proposals = speculation.propose(asks) if asks else []
     wanting = sum(map(bool, proposals))
     if not wanting:
@@ -105,10 +110,10 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
             if request not in grown:
                 batch.new_pages.append((request, held))
         ask.drafting.in_flight = len(draft)
-        rows.num_lockstep += not ask.drafting.waits
+        rows.num_lockstep += 1
 
 
-def _asks(batch: Batch, speculation: Speculation) -> list[Ask]:
+def _asks(batch: Batch, speculation: Speculation, tried: bool) -> list[Ask]:
     """What may be proposed for the rows of a batch that decode. As little per row as can be. Pure."""
     most = speculation.most
     least = 1 if len(batch.requests) == 1 or speculation.waits else min(FEW, most)
@@ -123,7 +128,7 @@ def _asks(batch: Batch, speculation: Speculation) -> list[Ask]:
         if room < least:
             continue  # at its end
         allowed = most if request.params.bare else min(most, MOST_EDITED)
-        asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(allowed, room)))
+        asks.append(Ask(i, request, drafting, start + 1 - len(request.token_ids), least, min(allowed, room), tried))
     return asks
 
 
@@ -150,7 +155,7 @@ def take_drafts(
         request, drafting, correct = batch.requests[i], batch.requests[i].drafting, 0
         assert drafting is not None
         runs = request.row is not None
-        rows.num_lockstep -= runs and not drafting.waits
+        rows.num_lockstep -= runs
         drafting.in_flight = 0
         ids, full = request.token_ids, request.full
         while request.finish is None and correct < len(draft) and ids[-1] == draft[correct]:

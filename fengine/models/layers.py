@@ -72,6 +72,8 @@ def image_rows(params: Params, spec: ModelSpec, row_I: Tensor, part: int) -> Ten
 
 def keep_features(feature_PSX: Tensor, features: list[Tensor], slot_T: Tensor) -> None:
     """Writes streams side by side to the tokens' slots. Modifies: feature_PSX."""
+    if not features:
+        return
     feature_TX = torch.cat(features, 1)  # narrower while one layer of each kind is tried for all
     feature_PSX.flatten(0, 1)[:, : feature_TX.shape[1]].index_copy_(0, slot_T.long(), feature_TX.to(feature_PSX.dtype))
 

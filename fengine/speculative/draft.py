@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fengine.core.request import Drafting
 from fengine.core.scheduler_output import Drafts
 from fengine.core.speculation import Ask
 from fengine.errors import ConfigError
@@ -52,18 +53,23 @@ class Memo:
         if drafting.tries > self.tries:
             self.tries = drafting.tries
             self.pace.learn(drafting.tried, drafting.right, len(ids))
-            drafting.rest_until = drafting.wait_from = self.pace.resume_at - 1
+            self.tell(drafting)
         pairs = zip(self.guesses[:-1], ids[self.known :], strict=False)  # the last one was not computed
         right = 0 if behind else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         done = max(self.done, min(self.known - behind + right, self.room))
         self.done, self.guesses = min(done, len(ids) - behind - 1), []  # what the last token gives is needed
+
+    def tell(self, drafting: Drafting) -> None:
+        """When it is to be asked again, and what for. Modifies: drafting."""
+        drafting.rest_until = drafting.try_from = self.pace.resume_at - 1
+        drafting.gain = self.pace.gain
 
 
 class DraftModel:
     """Proposes by a second model. For the loop's thread. Modifies: its KV state, and `Drafting.memo`, a `Memo`."""
 
     def __init__(
-        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, price: float | None, rows: int,
+        self, head: Head, kv_dtype: torch.dtype, page_size: int, most: int, price: float, rows: int,
         graphs: bool,
     ) -> None:  # fmt: skip
         """`most` guesses for each of at most `rows` rows. `price` of a guess: see `Pace`. Errors: ConfigError."""
@@ -98,7 +104,8 @@ class DraftModel:
             drafting.memo.learn(ask, self.head.behind)
             pace = drafting.memo.pace
             size = min(pace.size, ask.most, self.spec.max_position - known)
-            if ask.skip == 0 and known > self.head.behind and size >= ask.least and known >= pace.resume_at:
+            ready = ask.tried and ask.skip == 0 and known > self.head.behind and known >= pace.resume_at
+            if ready and size >= ask.least:
                 sizes[i] = size
         if not sizes:
             return [[] for _ in asks]
@@ -127,7 +134,7 @@ class DraftModel:
             memo.guesses = list(takewhile(lambda token: token >= 0, found))
             if not memo.guesses:  # its numbers are not finite
                 memo.pace.stop()
-                ask.drafting.rest_until = ask.drafting.wait_from = memo.pace.resume_at
+                memo.tell(ask.drafting)
         return [list(memo.guesses) for _, memo in rows]
 
     def _arrays(self, asks: list[Ask], chunks: list[list[int]], starts: list[int], count: int) -> Arrays:

@@ -11,7 +11,7 @@ REST, LONGEST = 16, 512  # tokens between two tries that cannot pay: twice as ma
 
 @dataclass(slots=True)
 class Pace:
-    """`price` of a guess: what it takes to make and to verify it, in steps of one token; None: no try is too dear.
+    """`price` of a guess: what it takes to make and to verify it, in steps of one token; 0: every try pays.
 
     Modifies: itself.
 
@@ -19,7 +19,7 @@ class Pace:
     """
 
     most: int
-    price: float | None
+    price: float
     right: float = SURE * HOPE
     seen: float = SURE
     rest: int = 0  # tokens of the last rest
@@ -27,7 +27,7 @@ class Pace:
 
     def learn(self, tried: int, right: int, known: int) -> None:
         """Of a try: guesses behind the first wrong one tell nothing. Where tries do not pay, it rests."""
-        if self.price is None:
+        if not self.price:
             return
         self.right = self.right * FADE + right
         self.seen = self.seen * FADE + min(right + 1, tried)
@@ -44,10 +44,19 @@ class Pace:
     @property
     def size(self) -> int:
         """Guesses that bring most, 0 if none pays."""
-        if self.price is None:
-            return self.most
-        chance, gain, best = self.right / self.seen, -WAIT, (0.0, 0)
+        return self._best()[1]
+
+    @property
+    def gain(self) -> float:
+        """Tokens that they bring, less what they cost."""
+        gain, size = self._best()
+        return gain if size else 0.0
+
+    def _best(self) -> tuple[float, int]:
+        if not self.price:
+            return float(self.most), self.most
+        chance, gain, best = self.right / self.seen, 0.0, (WAIT, 0)
         for count in range(1, (min(self.most, 2) if self.rest else self.most) + 1):
             gain += chance**count - self.price
             best = max(best, (gain, count))
-        return best[1]
+        return best

@@ -1,7 +1,7 @@
 """Who proposes drafts, as a configuration says: n-grams, a model, or a model where n-grams have nothing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fengine.config import Algorithm, EngineConfig, SpeculationConfig
@@ -15,6 +15,7 @@ from fengine.speculative.chain import Head
 from fengine.speculative.draft import DraftModel
 from fengine.speculative.eagle import EagleHead
 from fengine.speculative.ngram import ngram_proposer
+from fengine.speculative.pace import WAIT, Pace
 from fengine.speculative.small_model import SmallModel
 from fengine.worker.device import device_of
 from fengine.worker.hub import resolve_model
@@ -32,8 +33,8 @@ LEAST_GUESS = 0.02  # of a step, however small the draft is
 class Memo:
     """A request's record with each proposer, and whose drafts are in flight. Modifies: itself."""
 
-    ngram: Drafting = field(default_factory=Drafting)
-    model: Drafting = field(default_factory=Drafting)
+    ngram: Drafting
+    model: Drafting
     last: Drafting | None = None
     tries: int = 0
 
@@ -50,7 +51,9 @@ def first_of(ngram: Proposer, model: Proposer) -> Proposer:
     def propose(asks: Sequence[Ask]) -> list[list[int]]:
         memos: list[Memo] = []
         for ask in asks:
-            memo = ask.drafting.memo = ask.drafting.memo or Memo(tries=ask.drafting.tries)
+            memo = ask.drafting.memo
+            if memo is None:
+                memo = ask.drafting.memo = Memo(Drafting(), Drafting(gain=ask.drafting.gain), tries=ask.drafting.tries)
             memo.learn(ask.drafting)
             memos.append(memo)
         found = [list(p) for p in ngram([a._replace(drafting=m.ngram) for a, m in zip(asks, memos, strict=True)])]
@@ -60,7 +63,7 @@ def first_of(ngram: Proposer, model: Proposer) -> Proposer:
             found[i] = list(proposal)
         for i, (ask, memo) in enumerate(zip(asks, memos, strict=True)):
             memo.last = memo.model if i in left else memo.ngram
-            ask.drafting.wait_from = memo.model.wait_from
+            ask.drafting.try_from, ask.drafting.gain = memo.model.try_from, memo.model.gain
             ask.drafting.rest_until = min(memo.ngram.rest_until, memo.model.rest_until)
         return found
 
@@ -82,14 +85,16 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
         return Speculation(ngram, most, tokens, target.vocab_size)
     head, layers = _head(config, target, params)
     kv_dtype = params["final_norm_D"].dtype  # on a CPU float32
-    rows = min(tokens // 2, EXPERT_ROWS if target.experts else tokens)
+    verify, guess = _prices(config, head, target, params)
+    rows = max(min(tokens // 2, EXPERT_ROWS if target.experts else tokens), 1)
     model = DraftModel(
-        head, kv_dtype, config.cache.page_size or 16, most, _price(config, head, target, params), max(rows, 1),
+        head, kv_dtype, config.cache.page_size or 16, most, verify + guess, rows,
         config.compile.cuda_graph and device_of(config) != "cpu",
     )  # fmt: skip
     return Speculation(
-        _with_ngrams(drafts, model) if drafts.ngram_first else model, most, tokens, target.vocab_size, max(rows, 1) + 1,
-        waits=True, open=model.open, feature_layers=layers,
+        _with_ngrams(drafts, model) if drafts.ngram_first else model, most, tokens, target.vocab_size, rows + 1,
+        waits=True, hope=Pace(most, verify + guess).gain, toll=(WAIT + guess) * drafts.adaptive, open=model.open,
+        feature_layers=layers,
         kv_bytes=kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize,
     )  # fmt: skip
 
@@ -99,12 +104,13 @@ def _with_ngrams(drafts: SpeculationConfig, model: Proposer) -> Proposer:
     return first_of(ngram_proposer(least, max(drafts.ngram_max_match, least)), model)
 
 
-def _price(config: EngineConfig, head: Head, target: ModelSpec, params: Params) -> float | None:
-    """Of a guess, see `Pace`: by bytes that are read, so that it is the same at every start. Pure."""
+def _prices(config: EngineConfig, head: Head, target: ModelSpec, params: Params) -> tuple[float, float]:
+    """To verify a guess, and to make it, in steps of one token: by bytes that are read, so that they are the same at
+    every start; 0 where every try pays. Pure."""
     if not config.speculation.adaptive:
-        return None
+        return 0.0, 0.0
     verify = EXPERTS if target.experts else VERIFY["cpu" if device_of(config) == "cpu" else "cuda"]
-    return verify + max(head.bytes / max(param_bytes(params), 1), LEAST_GUESS)
+    return verify, max(head.bytes / max(param_bytes(params), 1), LEAST_GUESS)
 
 
 def _head(config: EngineConfig, target: ModelSpec, params: Params) -> tuple[Head, tuple[int, ...]]:
