@@ -28,6 +28,7 @@ from measure import RESULTS, Budget, add_budget, environment, need_gpu, parser, 
 from workloads import Work, suite
 
 from fengine import Engine
+from fengine.config import QUANTIZATIONS
 
 CONTEXT = 17408  # holds the longest workload
 BY_TOTAL = {"prefill_4k"}  # workloads whose figure counts prompt tokens too
@@ -148,7 +149,7 @@ def kinds_of(numerics: str, page_sizes: str | None) -> list[str]:
 
 
 def options(kind: str) -> dict[str, Any]:
-    """Settings of an engine: "exact" or "fast", and behind it "+compile", "+page16", "+tp2". Pure."""
+    """Settings of an engine: "exact" or "fast"; behind it "+compile", "+page16", "+tp2", "+w8a8_fp8", "+kv8". Pure."""
     numerics, *rest = kind.split("+")
     found: dict[str, Any] = {"numerics": numerics}
     for word in rest:
@@ -156,11 +157,16 @@ def options(kind: str) -> dict[str, Any]:
             found["enable_torch_compile"] = True
         elif word.startswith("page") and word[4:].isdigit():
             found["page_size"] = int(word[4:])
+        elif word in QUANTIZATIONS:
+            found["quantization"] = word
+        elif word == "kv8":
+            found["kv_cache_dtype"] = "fp8_e4m3"
         elif word.startswith("tp") and word[2:].isdigit():
             found["tp_size"] = int(word[2:])
         else:
             raise SystemExit(
-                f"--numerics knows exact, fast, and +compile, +tp2 behind; --page-size whole numbers; got {kind!r}"
+                f"--numerics knows exact, fast, and +compile, +tp2, +kv8, +{', +'.join(QUANTIZATIONS)} behind; "
+                f"--page-size whole numbers; got {kind!r}"
             )
     return found
 

@@ -19,17 +19,19 @@ static void rows_task(const void *context, int64_t task) {
         for (int64_t g = 0; g < groups; g++) {
             int64_t first = g * job->group, n = k - first < job->group ? k - first : job->group;
             const float *x = job->x + row * k + first;
-            float top = top_of(x, n), scale = top == 0.0f ? 1.0f : top / 448.0f;
-            job->scale[row * groups + g] = scale;
+            float top = top_of(x, n);
+            top = top < 0x1p-100f ? 448.0f : top;
+            job->scale[row * groups + g] = top / 448.0f;
+            vf inverse = vf_set(448.0f / top);
             for (int64_t i = 0; i < n; i += 16) {
-                vu codes = to_e4m3(vf_load_upto(x + i, n - i) / vf_set(scale));
+                vu codes = to_e4m3(vf_load_upto(x + i, n - i) * inverse);
                 vf value = (vf)((codes & 127u) << 20 | (codes & 128u) << 24) * vf_set(SMALLER);
                 vf_store_upto(job->q + row * k + first + i, value, n - i);
             }
         }
 }
 
-/* The e4m3 numbers nearest to x [rows, k] over its scales [rows, ceil(k / group)]: of each group the largest / 448. */
+/* The e4m3 numbers q [rows, k] of x, and scales [rows, ceil(k / group)], as w8a8.py defines them. */
 API void fengine_e4m3_rows(const float *x, float *q, float *scale, int64_t rows, int64_t k, int64_t group,
                            int threads) {
     rows_job job = {x, q, scale, rows, k, group, 1 + (1 << 14) / (k + 1)};

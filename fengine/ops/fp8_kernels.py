@@ -1,7 +1,11 @@
 """Triton functions that write e4m3 numbers (OCP's FP8 with NaN and without infinities)."""
 # pyright: reportInvalidTypeForm=false
 
+import os
+
 from fengine.ops.registration import tl, triton
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """y = x @ w.T (+ bias) where both sides are multiplied in FP8 (e4m3). A tree of its own:
 
-    s_x = max |x| / 448 of a token (1 where that is 0)        q = e4m3(x / s_x), nearest even
+    top = max |x| of a token, or 448 where that is below 2^-100
+    s_x = top / 448        q = e4m3(x * (448 / top)), nearest even
     parts: of each STEP columns the sum of q * code, from zero        s_w: of an output
 
     a scale for each output:  y = (part + part + ...) * (s_x * s_w)
@@ -35,9 +36,9 @@ def quantized_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     k = x_TK.shape[1]
     x_TGC = pad(x_TK.float(), (0, -k % group)).unflatten(1, (-1, group))
     top_TG = x_TGC.abs().amax(-1)
-    scale_TG = torch.where(top_TG == 0, 1.0, top_TG / LARGEST)
-    q_TGC = (x_TGC / scale_TG[..., None]).to(torch.float8_e4m3fn).float()
-    return q_TGC.flatten(1)[:, :k], scale_TG
+    top_TG = torch.where(top_TG < 2.0**-100, LARGEST, top_TG)
+    q_TGC = (x_TGC * (LARGEST / top_TG)[..., None]).to(torch.float8_e4m3fn).float()
+    return q_TGC.flatten(1)[:, :k], top_TG / LARGEST
 
 
 def reference(x_TK: Tensor, codes: Codes, bias_N: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """The Triton kernels of w8a8.py: activations to e4m3, and the product. Weights and activations meet in wgmma."""
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.fp8_kernels import e4m3
+from fengine.ops.fp8_kernels import INTERPRETED, e4m3
 from fengine.ops.registration import begin, tl, triton, wait
 
 
@@ -16,16 +16,20 @@ def quantize_kernel(x_ptr, q_ptr, scale_ptr, K, group, BLOCK: tl.constexpr, PDL:
     inside = (i < group) & (col < K)
     x = tl.load(x_ptr + row * K + col, mask=inside, other=0.0).to(tl.float32)
     top = tl.max(tl.abs(x), 0)
-    scale = tl.where(top == 0, 1.0, tl.div_rn(top, 448.0))
-    tl.store(scale_ptr + row * tl.num_programs(1) + tl.program_id(1), scale)
-    tl.store(q_ptr + row * K + col, e4m3(tl.div_rn(x, tl.zeros_like(x) + scale)).to(tl.uint8), mask=inside)
+    top = tl.where(top < 7.888609052210118e-31, 448.0, top)  # 2^-100
+    tl.store(scale_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.div_rn(top, 448.0))
+    x *= tl.div_rn(448.0, top)
+    if INTERPRETED:  # whose casts are not to the nearest
+        tl.store(q_ptr + row * K + col, e4m3(x).to(tl.uint8), mask=inside)
+    else:
+        tl.store(q_ptr + row * K + col, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
 def w8a8_kernel(q_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr,
                 STEP: tl.constexpr, BY_STEP: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
                 FEW: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One BM x BN tile of y. SWAP makes the weights the M side, which has 64 rows or more. FEW: M <= BM."""
+    """One BM x BN tile of y. SWAP makes the weights the M side, which has 64 rows or more. FEW: M < BM."""
     begin(PDL)
     pid = tl.program_id(0)
     group = pid // (GROUP * tl.cdiv(N, BN))  # GROUP row blocks walk the columns together: see linear_kernels.py
