@@ -130,7 +130,7 @@ def make_worker(
     """Compiled and warm. `least` finds the least number of all ranks; a token of the pool takes `kv_bytes` beside its
     keys and values. Errors: as `build`."""
     spec, page_size = loaded.spec, config.cache.page_size or 16
-    refuse_unbuilt_shape(spec, device_of(config))
+    refuse_unbuilt_shape(spec, device_of(config), activation_dtype(loaded.params))
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir))
     slots = 0 if adapters is None else adapters.slots
     write_image = image_writer(config, spec, loaded.params, loaded.context_length)

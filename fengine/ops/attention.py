@@ -40,6 +40,7 @@ from fengine.ops.attention_schedules import (
     reference_schedule,
     schedules,
 )
+from fengine.ops.fp8_kernels import whole_kernel
 from fengine.ops.proof import captured, proofs
 from fengine.ops.registration import (
     EARLY,
@@ -145,6 +146,8 @@ def run(
     )  # fmt: skip
     if s.tiles is not None:
         if s.tiles.hopper:
+            k_PSGK, v_PSGK, page_table_RN = _whole(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, limit)
+            tensors = (q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK)
             attention_hopper.launch(*tensors, c, limit, CHUNK, block)
             return o_THK
         grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
@@ -153,6 +156,26 @@ def run(
             s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
         )  # fmt: skip
     return o_THK
+
+
+def _whole(
+    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
+    limit: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Pages and their table for kernels that read no codes: where pages hold codes, a copy of what rows of more than
+    `limit` tokens see, in q's dtype. Pure."""
+    if not kv_fp8.is_few(k_PSGK):
+        return k_PSGK, v_PSGK, page_table_RN
+    (size, groups), width, (rows, table_width) = k_PSGK.shape[1:3], q_THK.shape[2], page_table_RN.shape
+    pages = rows * table_width
+    k, v = (q_THK.new_empty((pages, size, groups, width)) for _ in "kv")
+    for few, whole in ((k_PSGK, k), (v_PSGK, v)):
+        launcher(whole_kernel, (table_width, rows, groups))(
+            few, q_start_B, kv_len_R, page_table_RN, whole, rows, table_width, limit, groups, width,
+            triton.next_power_of_2(width), size, num_warps=4,
+        )  # fmt: skip
+    table = torch.arange(pages, dtype=torch.int32, device=q_THK.device)
+    return k, v, table.view(rows, table_width)
 
 
 def proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds = CAUSAL) -> bool:

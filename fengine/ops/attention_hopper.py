@@ -47,7 +47,7 @@ def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
         TensorDescriptor is not None
         and q_THK.is_cuda
         and q_THK.dtype in (torch.bfloat16, torch.float16)
-        and k_PSGK.dtype == q_THK.dtype
+        and k_PSGK.dtype in (q_THK.dtype, torch.uint8)  # codes are decoded beforehand
         and width in (64, 128)
         and size % PIECE == 0
         and k_PSGK.data_ptr() % 16 == 0

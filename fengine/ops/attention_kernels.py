@@ -5,6 +5,7 @@ Both compute the reduction tree that attention.py states; its constants come in 
 # pyright: reportInvalidTypeForm=false
 
 from fengine.ops.attention_tiles import find_tile, limits
+from fengine.ops.fp8_kernels import from_e4m3
 from fengine.ops.registration import begin, tl, triton, wait
 
 SUMS = tl.constexpr(32)  # sums of weights that a row has within a chunk
@@ -101,7 +102,7 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
     PAGE: tl.constexpr = S * STRIDE + S * FEW
     k = fetch(k_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE, PAGE)
     if FEW:
-        k = k.to(tl.float8e4nv, bitcast=True).to(q.dtype)
+        k = from_e4m3(k, q.dtype)
     s = tl.dot(q, k.T, input_precision="ieee")
     if FEW:
         behind = S * STRIDE - g * (K - 1)  # from a head's first code to its first exponent
@@ -125,7 +126,7 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
     v = fetch(v_ptr, table_ptr, start, kv_len, S, STRIDE, K, KP, BLOCK, EDGE, PAGE)
     sums = tl.fma(sums, alpha, halved(p, ROWS, BLOCK, SUMS))
     if FEW:
-        v = v.to(tl.float8e4nv, bitcast=True).to(q.dtype)
+        v = from_e4m3(v, q.dtype)
         p *= powers(v_ptr + behind, table_ptr, start, kv_len, S, FEW, BLOCK, EDGE, PAGE)[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * alpha, input_precision="ieee")
     return m_new, sums, acc

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import attention_hopper
+from fengine.ops import attention_hopper, kv_fp8
 from fengine.ops.registration import shared_memory, triton
 
 
@@ -51,6 +51,7 @@ class Schedule(NamedTuple):
     tiles: Tiles | None  # None: `rows_kernel` computes every row
 
 
+MOST_COPIED = 2 << 30  # bytes of keys and values in few bits that are decoded for the Hopper kernel
 HOPPER = Tiles(True, attention_hopper.BM, 12, attention_hopper.STAGES)
 
 
@@ -93,6 +94,7 @@ def schedules(
         return [Schedule(few, None), Schedule(alone, None)]
     tile = max(16 if q_THK.dtype == torch.float32 else 64, padded_heads(q_THK, k_PSGK))
     many = [Tiles(False, tile, 4, stages_for(q_THK, tile, 5))]
-    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK):
+    copied = rows * keys * groups * q_THK.shape[2] * 2 * q_THK.element_size() if kv_fp8.is_few(k_PSGK) else 0
+    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK) and copied <= MOST_COPIED:
         many.insert(0, HOPPER)
     return [Schedule(r, t) for t in many for r in dict.fromkeys((few, alone))] + [Schedule(alone, None)]

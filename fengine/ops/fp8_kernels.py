@@ -1,4 +1,4 @@
-"""Triton functions that write e4m3 numbers (OCP's FP8 with NaN and without infinities)."""
+"""Triton functions that read and write e4m3 numbers (OCP's FP8 with NaN and without infinities)."""
 # pyright: reportInvalidTypeForm=false
 
 import os
@@ -19,6 +19,56 @@ def e4m3(x):
         tl.int32, bitcast=True
     ) - 0x46800000  # below 2^-6 they lie 2^-9 apart, as floats at 2^14
     return tl.where(size <= 464.0, tl.where(size < 0.015625, small, normal), 127) | sign
+
+
+def _assembler(shift: int, power: int) -> str:
+    """Four codes in the bytes of $2 to pairs of 16-bit numbers in $0 and $1, which are then times 2^x by `power`."""
+    halves = (
+        f"prmt.b32 t, $2, 0, {pick}; and.b32 s, t, 0x80008000; and.b32 t, t, 0x7f007f00; shr.b32 t, t, {shift}; "
+        f"or.b32 t, t, s; fma.rn.{'bf' if shift == 4 else 'f'}16x2 ${out}, t, p, z; "
+        for out, pick in enumerate(("0x1404", "0x3424"))
+    )
+    begin = f"{{ .reg .b32 t, s, p, z; mov.b32 p, {power << 16 | power}; mov.b32 z, 0x80008000; "
+    return begin + "".join(halves) + "}"
+
+
+TO_BF16, TO_F16 = (tl.constexpr(_assembler(*how)) for how in ((4, 0x7B80), (1, 0x5C00)))  # times 2^120 and 2^8
+
+
+@triton.jit
+def from_e4m3(code, DTYPE: tl.constexpr):
+    """Codes (uint8) as numbers of DTYPE, exact but for NaN.
+
+    In assembler that the compiler does not look into: where an operand of mma.sync was loaded as bytes, it would give
+    each instruction other columns, and sums other bits.
+    """
+    if INTERPRETED or DTYPE == tl.float32:
+        x = code.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif DTYPE == tl.bfloat16:
+        x = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=False, pack=4)
+    else:
+        x = tl.inline_asm_elementwise(TO_F16, "=r,=r,r", [code], dtype=tl.float16, is_pure=False, pack=4)
+    return x
+
+
+@triton.jit
+def whole_kernel(pages_ptr, q_start_ptr, kv_len_ptr, table_ptr, out_ptr, R, N, limit, G: tl.constexpr, K: tl.constexpr,
+                 KP: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """One head of one page of a row of more than `limit` tokens, decoded to page r N + n of `out` [., S, G, K]."""
+    n = tl.program_id(0)
+    r = tl.program_id(1)
+    g = tl.program_id(2)
+    tokens = tl.load(q_start_ptr + r + 1) - tl.load(q_start_ptr + r)
+    if (tokens > limit) & (n * S < tl.load(kv_len_ptr + r)):
+        slot = tl.arange(0, S)
+        d = tl.arange(0, KP)
+        page = pages_ptr + tl.load(table_ptr + r * N + n).to(tl.int64) * (S * G * (K + 1))
+        at = (slot * G + g)[:, None] * K + d[None, :]
+        code = tl.load(page + at, mask=(d < K)[None, :], other=0)
+        power = (tl.load(page + S * G * K + slot * G + g).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        x = from_e4m3(code, out_ptr.dtype.element_ty).to(tl.float32) * power[:, None]
+        out = out_ptr + (r * N + n).to(tl.int64) * (S * G * K) + at
+        tl.store(out, x.to(out_ptr.dtype.element_ty), mask=(d < K)[None, :])
 
 
 @triton.jit

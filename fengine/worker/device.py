@@ -49,11 +49,15 @@ def refuse_default_device() -> None:
         )
 
 
-def refuse_unbuilt_shape(spec: ModelSpec, device: str) -> None:
-    """What the CUDA kernels do not take. Errors: UnsupportedArchitectureError, UnsupportedFeatureError."""
-    if device.startswith("cuda") and spec.few_kv:
+def refuse_unbuilt_shape(spec: ModelSpec, device: str, dtype: torch.dtype) -> None:
+    """What the CUDA kernels do not take; `dtype` is that of activations.
+
+    Errors: UnsupportedArchitectureError, UnsupportedFeatureError.
+    """
+    if device.startswith("cuda") and spec.few_kv and dtype != torch.bfloat16:
         raise UnsupportedFeatureError(
-            "kv_cache_dtype='fp8_e4m3' on CUDA is not built yet: leave it out, or use device=cpu."
+            f"kv_cache_dtype='fp8_e4m3' with {str(dtype).removeprefix('torch.')} on CUDA is not built: use "
+            "dtype=bfloat16."
         )
     if device.startswith("cuda") and spec.head_dim < 16:
         raise UnsupportedArchitectureError(

@@ -14,7 +14,13 @@ from fengine.api.features import FEATURES
 from fengine.config import CacheConfig, EngineConfig, Hardware, LoadFormat, ModelConfig, SchedulerConfig, resolve
 from fengine.engine.build import build
 from fengine.engine.parts import compile_count
-from fengine.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedArchitectureError
+from fengine.errors import (
+    ConfigError,
+    ModelLoadError,
+    OutOfMemoryError,
+    UnsupportedArchitectureError,
+    UnsupportedFeatureError,
+)
 from fengine.models.kv_state import KVState, init_kv, row_batch
 from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 from fengine.worker.device import device_of, refuse_unbuilt_shape
@@ -119,10 +125,14 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_head_widths_that_the_cuda_kernels_do_not_take_are_refused_there_only() -> None:
-    refuse_unbuilt_shape(SPEC, "cpu")
-    refuse_unbuilt_shape(replace(SPEC, head_dim=16), "cuda:0")
+    refuse_unbuilt_shape(SPEC, "cpu", torch.float32)
+    wide = replace(SPEC, head_dim=16)
+    refuse_unbuilt_shape(wide, "cuda:0", torch.float16)
+    refuse_unbuilt_shape(replace(wide, few_kv=True), "cuda:0", torch.bfloat16)
+    with pytest.raises(UnsupportedFeatureError, match="with float16 on CUDA .*bfloat16"):
+        refuse_unbuilt_shape(replace(wide, few_kv=True), "cuda:0", torch.float16)
     with pytest.raises(UnsupportedArchitectureError, match="head_dim is 4.*device=cpu"):
-        refuse_unbuilt_shape(SPEC, "cuda")
+        refuse_unbuilt_shape(SPEC, "cuda", torch.bfloat16)
 
 
 def test_engine_takes_fields_or_server_args_but_not_unknown_ones() -> None:

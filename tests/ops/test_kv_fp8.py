@@ -21,17 +21,19 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NEW, LENGTHS = (3, 1, 40, 1), (70, 33, 40, 600)  # tokens of a row in this step, and all of its tokens
 
 
-def inputs(width: int, heads: int, groups: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """q, and pages of 16 slots in FP8 whose unowned slots are NaN; row bounds, lengths and page table."""
+def inputs(
+    width: int, heads: int, groups: int, dtype: torch.dtype, device: str = "cpu", size: int = 16
+) -> list[Tensor]:
+    """q, and pages of `size` slots in FP8 whose unowned slots are NaN; row bounds, lengths and page table."""
     torch.manual_seed(width)
-    pages = [-(-length // 16) for length in LENGTHS]
-    x = torch.randn(2, sum(pages) + 1, 16, groups, width) * torch.exp2(torch.randn(groups, 1) * 2)
+    pages = [-(-length // size) for length in LENGTHS]
+    x = torch.randn(2, sum(pages) + 1, size, groups, width) * torch.exp2(torch.randn(groups, 1) * 2)
     order, at = (torch.randperm(sum(pages)) + 1).int(), 0
     table = torch.zeros(len(pages), max(pages) + 1, dtype=torch.int32)
     x[:, 0] = math.nan
     for row, count in enumerate(pages):
         table[row, :count], at = order[at : at + count], at + count
-        x[:, table[row, count - 1].long(), LENGTHS[row] - 16 * (count - 1) :] = math.nan
+        x[:, table[row, count - 1].long(), LENGTHS[row] - size * (count - 1) :] = math.nan
     k, v = (kv_fp8.stored_as(torch.empty(0, dtype=torch.uint8), part.to(dtype)) for part in x)
     q = torch.randn(sum(NEW) + 2, heads, width).to(dtype)
     start = torch.tensor([0, *NEW]).cumsum(0).int()
@@ -123,9 +125,9 @@ def test_triton_attends_to_the_stored_numbers() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("width", "groups"), [(128, 8), (64, 2)])
-def test_on_a_device_bits_are_those_of_the_stored_numbers(width: int, groups: int) -> None:
-    few = inputs(width, 4 * groups, groups, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(("width", "groups", "size"), [(128, 8, 64), (128, 2, 16), (64, 2, 64), (80, 1, 16)])
+def test_on_a_device_bits_are_those_of_the_stored_numbers(width: int, groups: int, size: int) -> None:
+    few = inputs(width, 4 * groups, groups, torch.bfloat16, "cuda", size)
     want = attention.run(*whole(few), 0.1, attention.reference_schedule(few[0], whole(few)[1]))
     for s in schedules(few[0], few[1], len(NEW), 640, 132, attention.CHUNK):
         assert torch.equal(attention.run(*few, 0.1, s)[: sum(NEW)], want[: sum(NEW)]), s
