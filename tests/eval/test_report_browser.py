@@ -141,10 +141,13 @@ def test_a_sweep_and_a_difference(cli: Any, opened: Open, width: int) -> None:  
         assert thread.submit(cli, "-m", "seed=1,2,3", "out=s").result() == 1
     assert run.main(["report", "s"]) == run.main(["report", "s/0", "s/1"]) == 0
     page = opened(Path("s/report.html"), width)
-    assert page.locator("svg circle").count() == 3 and fits(page)
+    assert page.locator("svg circle").count() == 1 and fits(page), "the mean over the seeds"
+    page.get_by_text("All 3 points").click()
+    assert page.locator("table").last.locator("tbody tr").count() == 3 and fits(page)
     page.click("#tab-deltas")
     page.get_by_label("Baseline").select_option(index=2)
-    assert page.locator("svg circle").count() == 2 and page.locator("canvas").is_visible() and fits(page)
+    sync_api.expect(page.locator("svg circle")).to_have_count(2)
+    assert page.locator("canvas").is_visible() and fits(page)
     page = opened(Path("s/0/diff.html"), width)
     assert "14 of 15 rows" in page.locator(".note").first.inner_text() and "seed" in page.locator("table").inner_text()
     page.click("#tab-rows")
@@ -153,6 +156,33 @@ def test_a_sweep_and_a_difference(cli: Any, opened: Open, width: int) -> None:  
     for tab in ("a", "b"):
         page.click(f"#tab-{tab}")
         assert page.locator(".kpi").first.is_visible() and fits(page)
+
+
+@pytest.mark.parametrize("width", [1400, 420])
+def test_a_metric_over_a_number(cli: Any, opened: Open, width: int) -> None:  # noqa: F811
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(cli, "-m", "sampling.temperature=0,0.5,1", "seed=1,2", "out=s").result() == 1
+    assert run.main(["report", "s"]) == 0
+    page = opened(Path("s/report.html"), width)
+    assert page.locator("svg polyline").count() == page.locator("svg polygon").count() == 1
+    points = page.locator("svg polyline").get_attribute("points").split()
+    places = [float(point.split(",")[0]) for point in points]
+    assert len(points) == page.locator("svg circle").count() == 3 and fits(page)
+    assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.2)
+    assert page.locator("table").first.locator("tbody tr").count() == 3
+
+
+def test_a_row_has_a_link(made: Path, opened: Open) -> None:  # noqa: F811
+    assert run.main(["report", str(made / "a")]) == 0
+    page = opened(made / "a/report.html")
+    page.click("#tab-rows")
+    page.locator(".item").nth(2).click()
+    link, shown = page.url, page.locator(".detail").inner_text()
+    assert "#rows/" in link
+    page.goto(f"{link.partition('#')[0]}#summary")
+    page.goto(link)
+    page.reload()
+    assert page.locator(".detail").inner_text() == shown
 
 
 def test_runs_with_nothing_to_show(cli: Any, opened: Open) -> None:  # noqa: F811

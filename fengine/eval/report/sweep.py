@@ -17,7 +17,7 @@ from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.index import id_key
 from fengine.eval.runs.sweep_tables import PointStatus, over_seeds, without_seed
-from fengine.eval.tasks.statistics import paired
+from fengine.eval.tasks.statistics import CONFIDENT, paired
 from fengine.eval.tasks.task import Scores
 
 PAIRS, ROWS = 2_000_000, 1000  # scores that are paired at most beyond those with the first point; rows of the grid
@@ -120,13 +120,26 @@ def _folded(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         metrics = {metric["name"]: metric for metric in one["metrics"]}
         status = "ok" if one["finished"] else "not at its end"
         told_of.append(PointStatus(one["name"], None, status, None, one["rows"], one["counts"]["failed"], metrics))
-    tasks = {without_seed(one["name"]): one["task"] for one in points}
+    firsts = {without_seed(one["name"]): one for one in reversed(points)}
+    kept = {name: {"task": one["task"], "values": _unseeded(one["values"])} for name, one in firsts.items()}
     return [
-        {"name": one.point, "folder": "", "task": tasks[one.point.rpartition("  ")[0]], "problem": None}
+        {"name": one.point, "folder": "", "problem": None, **kept[one.point.rpartition("  ")[0]]}
         | {"finished": one.status == "ok", "rows": one.rows, "counts": {"failed": one.failed}}
-        | {"metrics": figures({"metrics": one.metrics})}
+        | {"metrics": [_over_seeds(metric) for metric in figures({"metrics": one.metrics})]}
         for one in over_seeds(told_of)
     ]
+
+
+def _over_seeds(metric: dict[str, Any]) -> dict[str, Any]:
+    """A mean over seeds, whose interval is its standard error's: seeds are no trials that succeed or fail. Pure."""
+    value, error = metric["value"], metric["stderr"]
+    if value is None or error is None:
+        return metric
+    return metric | {"low": number(value - CONFIDENT * error, 12), "high": number(value + CONFIDENT * error, 12)}
+
+
+def _unseeded(values: list[list[Any]]) -> list[list[Any]]:
+    return [pair for pair in values if pair[0] != "seed"]
 
 
 def _task_name(point: SweptRun) -> str:

@@ -58,7 +58,7 @@ function table(heads, rows) {
       row.map((cell, i) => el("td", { cls: heads[i].num && "num" }, cell)),
     ),
   );
-  return el("div", { cls: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
+  return el("div", { cls: "scroll", tabindex: "0" }, el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
 }
 function wideTable(heads, rows) {
   const node = table(heads, rows);

@@ -10,6 +10,52 @@ function ticksOf(low, high, most = 5) {
   return [found, Math.max(0, -Math.floor(Math.log10(step) + 1e-9))];
 }
 
+// The ends of an axis, which leaves the range of shares only where a value does.
+function within(values, low, high) {
+  return values.every((v) => v >= 0 && v <= 1) ? [Math.max(0, low), Math.min(1, high)] : [low, high];
+}
+
+// series: {label, ink, points: [{x, value, low, high}]}. A line each, with the band of its intervals.
+function lines(series, { width = 640, height = 260, name = "", describe = "" } = {}) {
+  const all = series.flatMap((s) => s.points),
+    xs = all.map((p) => p.x),
+    ends = all.flatMap((p) => [p.low ?? p.value, p.high ?? p.value]);
+  let [low, high] = [Math.min(...ends), Math.max(...ends)];
+  const pad = (high - low || Math.abs(high) || 1) * 0.08,
+    [first, last] = [Math.min(...xs), Math.max(...xs)];
+  [low, high] = within(ends, low - pad, high + pad);
+  const [left, right, top, bottom] = [52, 18, 10, height - 40],
+    [ticks, digits] = ticksOf(low, high, 4);
+  const x = (v) => left + ((v - first) / (last - first || 1)) * (width - left - right),
+    y = (v) => bottom - ((v - low) / (high - low || 1)) * (bottom - top),
+    path = (points, of) => points.map((p) => `${x(p.x).toFixed(1)},${y(of(p)).toFixed(1)}`).join(" ");
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": describe });
+  for (const t of ticks) {
+    picture.append(svg("line", { x1: left, x2: width - right, y1: y(t), y2: y(t), class: "axis" }));
+    picture.append(svg("text", { x: left - 8, y: y(t) + 4, "text-anchor": "end" }, fixed(t, digits)));
+  }
+  for (const v of [...new Set(xs)].sort((a, b) => a - b))
+    picture.append(svg("text", { x: x(v), y: bottom + 18, "text-anchor": "middle" }, String(v)));
+  picture.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, name));
+  for (const s of series) {
+    const known = s.points.filter((p) => isNumber(p.low) && isNumber(p.high)),
+      band = `${path(known, (p) => p.high)} ${path(known.slice().reverse(), (p) => p.low)}`;
+    picture.append(svg("polygon", { points: band, fill: s.ink, opacity: 0.14 }));
+    picture.append(
+      svg("polyline", { points: path(s.points, (p) => p.value), fill: "none", stroke: s.ink, "stroke-width": 2 }),
+    );
+    for (const p of s.points)
+      picture.append(
+        svg(
+          "circle",
+          { cx: x(p.x), cy: y(p.value), r: 4, fill: s.ink },
+          svg("title", {}, `${s.label || name} ${p.x}: ${p.figure}`),
+        ),
+      );
+  }
+  return picture;
+}
+
 // rows: {label, value, low, high, kind, title}. Each a dot with its interval; `zero`: where there is no difference.
 function intervals(rows, { zero = null, width = 640, describe = "" } = {}) {
   const good = rows.filter((r) => isNumber(r.value));
@@ -18,7 +64,7 @@ function intervals(rows, { zero = null, width = 640, describe = "" } = {}) {
   let low = Math.min(...ends),
     high = Math.max(...ends);
   const pad = (high - low || Math.abs(high) || 1) * 0.08;
-  [low, high] = [low - pad, high + pad];
+  [low, high] = within(ends, low - pad, high + pad);
   const wide =
       width < 460
         ? 0

@@ -3,7 +3,7 @@ function runLine(name, run) {
   return el(
     "div",
     {},
-    el("h3", {}, `${name} · ${run.folder}`),
+    el("h2", {}, `${name} · ${run.folder}`),
     el(
       "p",
       { cls: "small" },

@@ -16,7 +16,7 @@ function viewsOf(data) {
     };
     return [
       ["summary", "Summary", () => summaryView(run, go)],
-      ["rows", "Rows", () => theRows().node],
+      ["rows", "Rows", () => theRows().node, (id) => theRows().show(id)],
       ["schedule", "Schedule", () => scheduleView(run, goto)],
     ];
   }
@@ -44,17 +44,25 @@ function viewsOf(data) {
 }
 const views = viewsOf(DATA),
   made = new Map(),
-  main = document.getElementById("main");
+  panel = el("div", { id: "panel", role: "tabpanel" });
 const tabs = views.map(([name, title]) =>
   el(
     "button",
-    { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "main", onclick: () => show(name) },
+    { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel", onclick: () => show(name) },
     title,
   ),
 );
 
+function unescaped(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
 function show(name) {
-  const found = views.find(([one]) => one === name) || views[0];
+  const [view, id] = name.split(/\/(.*)/s);
+  const found = views.find(([one]) => one === view) || views[0];
   tabs.forEach((tab, i) => {
     const on = views[i] === found;
     tab.setAttribute("aria-selected", String(on));
@@ -62,13 +70,14 @@ function show(name) {
   });
   if (!made.has(found[0])) made.set(found[0], found[2]());
   hideTip();
-  main.replaceChildren(made.get(found[0]));
-  main.setAttribute("role", "tabpanel");
-  main.setAttribute("aria-labelledby", `tab-${found[0]}`);
-  if (location.hash.slice(1) !== found[0]) history.replaceState(null, "", `#${found[0]}`);
+  panel.replaceChildren(made.get(found[0]));
+  panel.setAttribute("aria-labelledby", `tab-${found[0]}`);
+  if (id && found[3]) found[3](unescaped(id));
+  else if (location.hash.slice(1).split("/")[0] !== found[0]) history.replaceState(null, "", `#${found[0]}`);
   redraw();
 }
 document.getElementById("tabs").append(...tabs);
+document.getElementById("main").replaceChildren(panel);
 document.getElementById("tabs").addEventListener("keydown", (e) => {
   const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
   if (!by) return;

@@ -110,6 +110,7 @@ function rowsView(run) {
       detail.replaceChildren(back, steps, rowView(ctx, row));
     }
     if (open) browse.classList.add("open");
+    if (before) history.replaceState(null, "", `#rows/${encodeURIComponent(row.i)}`); // a link to this row
   }
   function move(by) {
     const at = Math.max(0, Math.min(shown.length - 1, shown.indexOf(chosen) + by));

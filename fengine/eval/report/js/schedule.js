@@ -162,7 +162,7 @@ function ganttPlot(session, state) {
   const rows = session.requests,
     line = rows.length > 400 ? 7 : rows.length > 80 ? 11 : 16,
     view = Math.min(320, rows.length * line + 4);
-  const frame = el("div", { cls: "gantt", tabindex: "0", "aria-label": `${rows.length} requests over time` });
+  const frame = el("div", { cls: "gantt", role: "group", tabindex: "0", "aria-label": `${rows.length} requests over time` });
   let top = 0;
   const paint = (pen, width, height) => {
     const { axis } = state,

@@ -188,6 +188,7 @@ function spansView(session, onrow) {
   const view = Math.min(460, rows.length * line + 4),
     frame = el("div", {
       cls: "gantt",
+      role: "group",
       tabindex: "0",
       "aria-label": `${rows.length} requests over time`,
       style: { height: `${view}px` },

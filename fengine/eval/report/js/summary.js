@@ -161,7 +161,7 @@ function sessionsCard(run) {
   ]);
   return (
     rows.length > 0 &&
-    card("Sessions", table([{ text: "", num: true }, "started", "ended", "how it ended", "where"], rows))
+    card("Sessions", table([{ text: "no.", num: true }, "started", "ended", "how it ended", "where"], rows))
   );
 }
 function summaryView(run, onpick) {

@@ -51,6 +51,40 @@ function metricPlots(points, of) {
     );
   });
 }
+// A metric over each number that the points differ in, a line for each choice of the other keys.
+function linePlots(points) {
+  const good = points.filter((p) => !p.problem),
+    value = (p, key) => p.values.find(([k]) => k === key)?.[1],
+    keys = [...new Set(good.flatMap((p) => p.values.map(([k]) => k)))].filter((k) => k !== "seed"),
+    numeric = keys.filter(
+      (k) => good.every((p) => typeof value(p, k) === "number") && new Set(good.map((p) => value(p, k))).size > 1,
+    ),
+    names = [...new Set(good.flatMap((p) => p.metrics.map((m) => m.name)))];
+  return numeric.flatMap((key) =>
+    names.map((name) => {
+      const found = new Map();
+      for (const p of good) {
+        const m = p.metrics.find((x) => x.name === name);
+        if (!m || !isNumber(m.value)) continue;
+        const label = keys.filter((k) => k !== key).map((k) => `${k.split(".").at(k === "task.name" ? 0 : -1)}=${value(p, k)}`);
+        const of = found.get(label.join("  ")) || found.set(label.join("  "), []).get(label.join("  "));
+        of.push({ x: value(p, key), ...m, figure: `${short(m.value)}${m.stderr === null ? "" : ` ± ${short(m.stderr)}`}` });
+      }
+      const series = [...found].map(([label, at], i) => ({
+        label,
+        ink: TRACE_COLOURS[i % TRACE_COLOURS.length],
+        points: at.sort((a, b) => a.x - b.x),
+      }));
+      return card(
+        `${name} over ${key.split(".").at(-1)}`,
+        series.some((s) => s.label) && el("div", { cls: "lab" }, el("span", {}, series.map((s) => keyOf(s.ink, s.label)))),
+        fluid((w) =>
+          lines(series, { width: w, name: key, describe: `${name} over ${key}, with bands of 95 %` }),
+        ),
+      );
+    }),
+  );
+}
 function deltaView(sweep) {
   const able = sweep.points
     .map((p, i) => [i, p.name])
@@ -183,14 +217,18 @@ function gridView(sweep) {
   );
 }
 function sweepView(sweep) {
+  const plots = linePlots(sweep.folded.length ? sweep.folded : sweep.points);
   const notes = [...sweep.missing, ...sweep.points.flatMap((p) => p.notes.map((n) => `${p.name}: ${n}`))];
   return el(
     "div",
     { cls: "stack" },
     noteList(notes),
     sweep.folded.length > 0 && card("Means over seeds ± their standard errors", sweepTable(sweep.folded)),
-    sweep.folded.length > 0 && el("div", { cls: "stack" }, metricPlots(sweep.folded, "seed")),
-    card("Points", sweepTable(sweep.points)),
+    plots.length > 0 && el("div", { cls: "stack" }, plots),
+    sweep.folded.length > 0 && !plots.length && el("div", { cls: "stack" }, metricPlots(sweep.folded, "seed")),
+    sweep.folded.length
+      ? card(null, el("details", {}, el("summary", {}, `All ${whole(sweep.points.length)} points`), sweepTable(sweep.points)))
+      : card("Points", sweepTable(sweep.points)),
     !sweep.folded.length && el("div", { cls: "stack" }, metricPlots(sweep.points, "row")),
   );
 }
