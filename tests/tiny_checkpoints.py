@@ -10,7 +10,8 @@ import transformers
 NAMES = {  # family -> name of its classes in transformers
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "granite": "Granite",
     "olmo2": "Olmo2", "exaone4": "Exaone4", "smollm3": "SmolLM3", "glm4": "Glm4",
-    "gemma2": "Gemma2", "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "mixtral": "Mixtral",
+    "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe",
+    "mixtral": "Mixtral",
     "olmoe": "Olmoe", "cohere2": "Cohere2", "cohere": "Cohere", "olmo3": "Olmo3", "granitemoe": "GraniteMoe",
     "glm4_moe": "Glm4Moe", "starcoder2": "Starcoder2", "hunyuan_v1_dense": "HunYuanDenseV1", "gpt_oss": "GptOss",
     "ministral": "Ministral", "glm": "Glm", "ernie4_5": "Ernie4_5", "seed_oss": "SeedOss",

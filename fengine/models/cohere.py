@@ -26,7 +26,7 @@ WINDOWS = ("sliding_window", "sliding_window_pattern", "layer_types")
 FIELDS = {**DECODER, **dict.fromkeys(OWN, READ)}
 SHAPES = (
     "layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct", "use_embedding_sharing",
-    "use_gated_activation", "use_parallel_block",
+    "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
 )  # fmt: skip
 FIELDS2 = {
     **DECODER, **dict.fromkeys((*OWN[:3], *WINDOWS), READ), "cache_implementation": SPEED,

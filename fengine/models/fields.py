@@ -13,6 +13,8 @@ TRAINING = "of training: dropout, losses and initialisation do nothing in infere
 OUTPUTS = "chooses what a call of transformers returns"
 SAMPLING = "a default of sampling, which generation_config.json holds"
 SPEED = "how the same result is computed"
+SCORES = "what sentence-transformers makes of a score, which comes here as it is"
+OTHERS = "of other programs: transformers does not look at it"
 
 COMMON: Fields = {
     "architectures": READ, "model_type": READ, "dtype": READ, "torch_dtype": READ, "bos_token_id": READ,
@@ -21,6 +23,8 @@ COMMON: Fields = {
     "sep_token_id": "a token's name", "cls_token_id": "a token's name", "mask_token_id": "a token's name",
     "decoder_start_token_id": "of encoder-decoders, which are refused",
     "transformers_version": NAMES, "_name_or_path": NAMES, "auto_map": "code of a checkpoint, which is never imported",
+    **dict.fromkeys(("model_max_length", "max_sequence_length", "transformers.js_config"), OTHERS),
+    **dict.fromkeys(("sentence_transformers", "sbert_ce_default_activation_function"), SCORES),
     "tokenizer_class": "read by the tokenizer", "unsloth_version": NAMES, "unsloth_fixed": NAMES,
     "initializer_range": TRAINING, "attention_dropout": TRAINING, "gradient_checkpointing": TRAINING,
     "problem_type": TRAINING, "use_cache": SPEED, "return_dict": OUTPUTS, "output_hidden_states": OUTPUTS,

@@ -19,6 +19,7 @@ OWN = (
 )  # fmt: skip
 FIELDS = {
     **DECODER, **dict.fromkeys(OWN, READ), "cache_implementation": SPEED,
+    "sliding_window_size": "an older name that transformers does not look at: sliding_window counts",
     "hidden_act": "an older name that transformers does not look at: hidden_activation counts",
 }  # fmt: skip
 DEFAULTS: Mapping[str, Any] = {

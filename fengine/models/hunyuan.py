@@ -3,15 +3,21 @@
 from dataclasses import replace
 
 from fengine.models.family import Family
-from fengine.models.fields import DECODER, READ
+from fengine.models.fields import DECODER, READ, SPEED
 from fengine.models.reader import ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import LayerWeights, Weight, prenorm_layer
 
+UNREAD = (
+    "cla_share_factor", "dense_list", "norm_type", "use_rotary_pos_emb", "pool_type", "num_media_embeds",
+    "mask_init_id", "im_start_id", "im_end_id", "im_newline_id", "image_token_id", "text_start_id",
+    "text_end_id", "video_start_id", "video_end_id", "anyres_pooling_size", "max_image_size",
+)  # fmt: skip
 FIELDS = {
     **DECODER, "attention_bias": READ, "use_qk_norm": "transformers norms always", "org_vocab_size": "a note",
     **dict.fromkeys(("eod_token_id", "pad_id", "eod_id"), "a token's name"),
-    "attention_head_dim": "transformers reads head_dim",
+    "attention_head_dim": "transformers reads head_dim", "enable_lm_head_fp32": SPEED,
+    **dict.fromkeys(UNREAD, "is not read by transformers, or names a token"),
 }  # fmt: skip
 DEFAULTS = {"rms_norm_eps": 1e-5}
 

@@ -12,7 +12,10 @@ from fengine.models.fields import DECODER, READ, TRAINING
 from fengine.models.reader import decoder_spec, refuse_layer_types
 from fengine.models.spec import Config, ModelSpec
 
-FIELDS = {**DECODER, "attention_bias": READ, "mlp_bias": READ, "layer_types": READ}
+FIELDS = {
+    **DECODER, "attention_bias": READ, "mlp_bias": READ, "layer_types": READ,
+    "activation": "of Falcon 3, whose layers are Llama's: hidden_act counts",
+}  # fmt: skip
 
 
 def spec_from_hf(config: Config) -> ModelSpec:

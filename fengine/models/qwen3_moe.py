@@ -8,6 +8,7 @@ from fengine.models.spec import Config, ModelSpec
 
 FIELDS = {
     **DECODER, **SPARSE_FIELDS, "attention_bias": READ, "use_sliding_window": READ, "sliding_window": READ,
+    "use_qk_norm": "transformers norms always",
     "max_window_layers": "is not read by transformers' Qwen3-MoE: its layers slide all, or none",
 }  # fmt: skip
 

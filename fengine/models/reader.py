@@ -15,7 +15,7 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale",
-    "mscale_all_dim", "short_factor", "long_factor",
+    "mscale_all_dim", "short_factor", "long_factor", "attn_factor",
 }  # fmt: skip
 
 
@@ -286,5 +286,6 @@ def _yarn_scale(read: ConfigReader, factor: float) -> float:
     def scale(by: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
+    times = read.number("attn_factor", 0.0, 1e6, default=1.0)  # as SGLang and vLLM do; transformers does not look at it
     over, under = read.number("mscale", -1.0, 1e6, default=0.0), read.number("mscale_all_dim", -1.0, 1e6, default=0.0)
-    return scale(over) / scale(under) if over and under else scale(1.0)
+    return times * (scale(over) / scale(under) if over and under else scale(1.0))

@@ -8,9 +8,14 @@ from fengine.models.reader import GELU_TANH, SLIDING, ConfigReader, decoder_spec
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import plain_mlp_weights, prenorm_layer
 
+FIRST = (
+    "activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+    "scale_attn_weights",
+)  # fmt: skip
 FIELDS = {
     **DECODER, "sliding_window": READ, "use_bias": READ, "norm_epsilon": READ, "mlp_type": "what transformers builds",
-    "norm_type": "what transformers builds", "residual_dropout": TRAINING, "embedding_dropout": TRAINING,
+    "norm_type": "what transformers builds", **dict.fromkeys(FIRST, "of StarCoder 1, and not read by transformers"),
+    "residual_dropout": TRAINING, "embedding_dropout": TRAINING,
 }  # fmt: skip
 DEFAULTS = {
     "norm_epsilon": 1e-5, "num_key_value_heads": 2, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",

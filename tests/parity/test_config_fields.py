@@ -38,6 +38,7 @@ EXTRA: dict[
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 10},
     "gemma2": {"sliding_window": 10, "head_dim": 16},
     "gemma3": {"sliding_window": 10, "head_dim": 16},
+    "gemma": {"head_dim": 16},
 }
 ALSO = {
     "is_causal": False, "partial_rotary_factor": 0.5, "attention_bias": True, "mlp_bias": True, "sliding_window": 6,

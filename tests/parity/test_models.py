@@ -127,6 +127,8 @@ CASES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     },
+    "gemma-tied": {"head_dim": 24, "hidden_act": "gelu", "tie_word_embeddings": True, "seed": 2},
+    "gemma-biases": {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": False, "seed": 4},
     "gemma2-mixed": {
         "sliding_window": 11,
         "head_dim": 24,
@@ -494,7 +496,7 @@ def compiled_code(params: Params, spec: ModelSpec, batches: list[StepBatch]) -> 
     def all_batches() -> list[Tensor]:
         kv, logits = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu"), []
         for batch in batches:
-            for tensor in batch[:-1]:
+            for tensor in filter(lambda value: isinstance(value, torch.Tensor), batch):
                 torch._dynamo.decorators.mark_unbacked(tensor, 0)
             torch._dynamo.decorators.mark_unbacked(batch.page_table_RN, 1)
             kv, logits_RV = compiled(params, kv, batch)
