@@ -167,3 +167,27 @@ def test_a_model_for_text_takes_none() -> None:
 def test_what_is_not_built_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedFeatureError, match="lora with a model that takes images"):
         Engine(model_path=str(checkpoint), enable_lora=True, **OPTIONS)
+
+
+def test_new_weights_of_the_tower_count_for_images_that_were_encoded(checkpoint: Path, tmp_path: Path) -> None:
+    other = tiny_vision.write(tmp_path, seed=1)
+    with Engine(model_path=str(checkpoint), **OPTIONS) as engine, Engine(model_path=str(other), **OPTIONS) as fresh:
+        before, want = bits(ask(engine, ONE, picture(1))), bits(ask(fresh, ONE, picture(1)))
+        assert engine.update_weights_from_disk(str(other))[0]
+        assert bits(ask(engine, ONE, picture(1))) == want != before
+        assert engine.update_weights_from_disk(str(checkpoint))[0]
+        assert bits(ask(engine, ONE, picture(1))) == before
+
+
+def test_embeddings_of_prompts_with_images(checkpoint: Path) -> None:
+    with Engine(model_path=str(checkpoint), is_embedding=True, **OPTIONS) as engine:
+        one, two = engine.encode([ONE, TWO], image_data=[picture(1), [picture(1), picture(2)]])
+        assert engine.encode(ONE, image_data=picture(1))["embedding"] == one["embedding"] != two["embedding"]
+        assert engine.encode(ONE, image_data=picture(2))["embedding"] != one["embedding"]
+
+
+def test_hidden_states_penalties_and_processors_go_beside_images(engine: Engine) -> None:
+    asked = {"frequency_penalty": 0.7, "logit_bias": {"9": 2.0}} | GREEDY
+    alone = [engine.generate(None, asked, ONE, image_data=picture(i), return_logprob=True) for i in range(3)]
+    both = engine.generate(None, asked, [ONE] * 3, image_data=[picture(i) for i in range(3)], return_logprob=True)
+    assert [bits(output) for output in both] == [bits(output) for output in alone]
