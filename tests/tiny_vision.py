@@ -60,10 +60,32 @@ def _qwen_processor() -> Any:
     )
 
 
+def _smolvlm(**more: Any) -> Any:
+    vision = CLIP | {"model_type": "smolvlm_vision"}
+    config = transformers.SmolVLMConfig(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=vision, image_token_id=TOKEN, scale_factor=2, **more
+    )
+    return transformers.SmolVLMForConditionalGeneration(config)
+
+
+def _idefics3(**more: Any) -> Any:
+    vision = CLIP | {"model_type": "idefics3_vision"}
+    config = transformers.Idefics3Config(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=vision, image_token_id=TOKEN, scale_factor=2, **more
+    )
+    return transformers.Idefics3ForConditionalGeneration(config)
+
+
+def _tile_processor() -> Any:
+    return transformers.SmolVLMImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
+
+
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llava": (_llava, _clip_processor),
     "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor),
     "qwen3_vl": (_qwen3_vl, _qwen_processor),
+    "smolvlm": (_smolvlm, _tile_processor),
+    "idefics3": (_idefics3, _tile_processor),
 }
 
 

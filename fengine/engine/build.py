@@ -75,7 +75,7 @@ class Features:
     tokenizer: Callable[[Path], Any]  # of a directory
     adapters: Callable[[LoraConfig, ModelSpec, Params, str], AdapterSlots | None]  # modifies the params
     speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
-    images: Callable[[EngineConfig, Path, ModelSpec], Any]  # what reads a call's images; None: the model takes none
+    images: Callable[[EngineConfig, Path, ModelSpec, Any], Any]  # what reads a call's images; may be None
 
 
 def _from_compiler(error: Exception) -> bool:
@@ -200,7 +200,7 @@ def assemble(
         compiles_at_start=compiles, weights=weights, updates=WeightUpdates(weights), profile=Profile(core),
         kv_dtype=kv_dtype, kv_bytes=pool_bytes(spec, size, page_size, kv_dtype),
         adapters=adapters, memory=memory, pooling=loaded.pooling, ranks=ranks,
-        images=features.images(config, loaded.model_dir, spec),
+        images=features.images(config, loaded.model_dir, spec, loaded.tokenizer),
     )  # fmt: skip
 
 

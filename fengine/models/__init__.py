@@ -30,6 +30,7 @@ from fengine.models import (
     qwen3_moe,
     smollm3,
     starcoder2,
+    vision_idefics,
     vision_llava,
     vision_qwen,
 )
@@ -71,6 +72,8 @@ FAMILIES: Mapping[str, Family | VisionFamily] = MappingProxyType(  # by the name
         "RoBERTa": bert.ROBERTA,
         "XLM-R, multilingual e5, bge-m3, bge-reranker": bert.XLM_R,
         "ModernBERT, gte-modernbert": modernbert.FAMILY,
+        "Idefics 3, SmolVLM": vision_idefics.FAMILY,
+        "SmolVLM 2": vision_idefics.SMOLVLM,
         "LLaVA 1.5": vision_llava.FAMILY,
         "Qwen2.5-VL": vision_qwen.FAMILY,
         "Qwen3-VL (dense)": vision_qwen.QWEN3,

@@ -27,6 +27,8 @@ class Piece(NamedTuple):
     arrays: dict[str, Any]
     tokens: int
     patches: int
+    before: str = ""  # what stands in front of its placeholders, and behind them
+    after: str = ""
 
 
 class Vision(NamedTuple):
@@ -39,6 +41,7 @@ class Vision(NamedTuple):
     encode: Callable[[Params, ModelSpec, dict[str, Tensor]], Tensor]
     pieces: Callable[[VisionSpec, dict[str, Any]], list[Piece]]
     positions: Callable[[VisionSpec, int, Sequence[Any]], Any] | None = None
+    options: tuple[tuple[str, Any], ...] = ()  # of the processor's call
 
 
 class Model(NamedTuple):

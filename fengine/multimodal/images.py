@@ -25,9 +25,10 @@ from fengine.multimodal.sources import Sources, pillow
 
 @dataclass(frozen=True)
 class Picture:
-    """One image of a call: its pieces, each of which an encoder takes at once."""
+    """One image of a call: its pieces, each of which an encoder takes at once, and the texts around them."""
 
     pieces: tuple[Image, ...]
+    texts: tuple[tuple[str, str], ...] = ()  # before and after each
 
 
 class Prompt(NamedTuple):
@@ -41,8 +42,8 @@ class Prompt(NamedTuple):
 class Images:
     """Of a model that takes images. Thread-safe."""
 
-    def __init__(self, config: EngineConfig, directory: Path, spec: VisionSpec, family: Vision) -> None:
-        self.spec, self.family, self.directory = spec, family, directory
+    def __init__(self, config: EngineConfig, directory: Path, spec: VisionSpec, family: Vision, tokenizer: Any) -> None:
+        self.spec, self.family, self.directory, self.tokenizer = spec, family, directory, tokenizer
         self.sources = Sources(config.multimodal)
         self._lock, self._processor = threading.Lock(), None
 
@@ -64,27 +65,41 @@ class Images:
 
     def prompt(self, ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
         """Errors: InvalidRequestError if there are not as many placeholders as images."""
-        token, expanded, spans = self.spec.token, list[int](), list[ImageSpan]()
-        count = sum(id == token for id in ids)
-        if count != len(pictures) and count == sum(p.tokens for picture in pictures for p in picture.pieces):
-            ids, count = _collapsed(ids, token, pictures), len(pictures)
+        token, count = self.spec.token, sum(id == self.spec.token for id in ids)
+        pieces = [piece for picture in pictures for piece in picture.pieces]
+        if count != len(pictures) and count == sum(piece.tokens for piece in pieces):
+            return self._placed(list(ids), spans_in(ids, token, pieces))
         if count != len(pictures):
             raise InvalidRequestError(
                 f"image_data has {len(pictures)} image{'s' * (len(pictures) != 1)}, but the prompt has {count} "
                 f"placeholder{'s' * (count != 1)} (token id {token}): give one for each image"
             )
-        left = iter(pictures)
+        expanded, spans, left = list[int](), list[ImageSpan](), iter(pictures)
         for id in ids:
             if id != token:
                 expanded.append(id)
                 continue
-            for piece in next(left).pieces:
+            picture = next(left)
+            for piece, (before, after) in zip(picture.pieces, picture.texts, strict=True):
+                expanded += self._ids(before)
                 spans.append(ImageSpan(len(expanded), piece))
-                expanded += [token] * piece.tokens
+                expanded += [token] * piece.tokens + self._ids(after)
+        return self._placed(expanded, spans)
+
+    def _placed(self, ids: list[int], spans: list[ImageSpan]) -> Prompt:
         rope = None
         if self.family.positions is not None and spans:
-            rope = RopePositions(*self.family.positions(self.spec, len(expanded), spans))
-        return Prompt(expanded, tuple(spans), rope)
+            rope = RopePositions(*self.family.positions(self.spec, len(ids), spans))
+        return Prompt(ids, tuple(spans), rope)
+
+    def _ids(self, text: str) -> list[int]:
+        """Of special tokens and line ends. Errors: InvalidRequestError without a tokenizer."""
+        if text and self.tokenizer is None:
+            raise InvalidRequestError(
+                "an image of this model has text around its parts, which skip_tokenizer_init=True cannot tokenize; "
+                "give input_ids with every placeholder in place"
+            )
+        return self.tokenizer.ids_of([text], add_special_tokens=False)[0] if text else []
 
     def _picture(self, item: Any, index: int, inside: bool) -> Picture:
         if isinstance(item, Picture):
@@ -97,13 +112,12 @@ class Images:
             raise type(error)(f"image_data[{index}]: {error}") from error
         except Exception as error:  # of transformers' processor
             raise InvalidRequestError(f"image_data[{index}]: {type(error).__name__}: {str(error)[:300]}") from error
-        return Picture(tuple(
-            Image(_hash(piece.arrays), piece.tokens, piece.patches, piece.arrays) for piece in found
-        ))  # fmt: skip
+        images = (Image(_hash(piece.arrays), piece.tokens, piece.patches, piece.arrays) for piece in found)
+        return Picture(tuple(images), tuple((piece.before, piece.after) for piece in found))
 
     def _process(self, pixels_HWC: np.ndarray) -> list[Any]:
         processor: Any = self._load()
-        features = processor(images=[pillow.fromarray(pixels_HWC)], return_tensors="np")
+        features = processor(images=[pillow.fromarray(pixels_HWC)], return_tensors="np", **dict(self.family.options))
         return self.family.pieces(self.spec, {name: np.asarray(value) for name, value in features.items()})
 
     def _load(self) -> Any:
@@ -113,10 +127,12 @@ class Images:
             return self._processor
 
 
-def open_images(config: EngineConfig, directory: Path, spec: ModelSpec) -> Images | None:
+def open_images(config: EngineConfig, directory: Path, spec: ModelSpec, tokenizer: Any) -> Images | None:
     """None: the model takes no images."""
     family = lookup(spec.architecture).vision
-    return None if spec.vision is None or family is None else Images(config, directory, spec.vision, family)
+    if spec.vision is None or family is None:
+        return None
+    return Images(config, directory, spec.vision, family, tokenizer)
 
 
 def refuse_images(items: Any) -> None:
@@ -135,17 +151,13 @@ def _hash(arrays: Mapping[str, np.ndarray]) -> bytes:
     return digest.digest()
 
 
-def _collapsed(ids: Sequence[int], token: int, pictures: Sequence[Picture]) -> list[int]:
-    """Ids in which every image had its placeholders already, with one for each image. Pure."""
-    found, left = list[int](), [sum(piece.tokens for piece in picture.pieces) for picture in pictures]
-    seen = 0
-    for id in ids:
-        if id != token:
-            found.append(id)
-            continue
-        if not seen:
-            found.append(id)
-        seen = (seen + 1) % left[0]
-        if not seen:
-            del left[0]
-    return found
+def spans_in(ids: Sequence[int], token: int, pieces: Sequence[Image]) -> list[ImageSpan]:
+    """Where images stand in ids that have every placeholder in place. Pure. Errors: InvalidRequestError."""
+    spans, at = list[ImageSpan](), 0
+    for piece in pieces:
+        at = next(i for i in range(at, len(ids)) if ids[i] == token)
+        if any(id != token for id in ids[at : at + piece.tokens]):
+            raise InvalidRequestError(f"the placeholders of an image are torn apart at position {at} of the prompt")
+        spans.append(ImageSpan(at, piece))
+        at += piece.tokens
+    return spans

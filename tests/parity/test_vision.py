@@ -11,10 +11,13 @@ import tiny_vision
 import torch
 from tiny_vision import TOKEN, picture
 from transformers import AutoModelForImageTextToText
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from fengine import Engine
 from fengine.errors import ModelLoadError, UnsupportedArchitectureError, UnsupportedFeatureError
 from fengine.models import lookup
+from fengine.models.spec import VisionSpec
+from fengine.models.vision_idefics import pieces
 from fengine.worker.loader import spec_from_config
 
 TOLERANCE = 1e-4
@@ -42,16 +45,18 @@ def test_features_are_those_of_transformers(case: Case) -> None:
     family = lookup(parts.spec.architecture).vision
     assert family is not None
     for seed, size in enumerate(SIZES):
-        (piece,) = parts.images.read(picture(seed, *size))[0].pieces
-        arrays = {name: torch.from_numpy(array) for name, array in piece.arrays.items()}
-        found = family.encode(parts.weights.params, parts.spec, arrays)
+        tiles, found = parts.images.read(picture(seed, *size))[0].pieces, list[torch.Tensor]()
+        for piece in tiles:
+            arrays = {name: torch.from_numpy(array) for name, array in piece.arrays.items()}
+            found.append(family.encode(parts.weights.params, parts.spec, arrays))
+        assert [piece.tokens for piece in tiles] == [len(part) for part in found]
         features = dict(case.processor([picture(seed, *size)], return_tensors="pt"))
         output = case.reference.get_image_features(**features)
         wanted = torch.cat(
             [output.pooler_output[0], *(part[0] for part in getattr(output, "deepstack_features", []))], 1
         )
-        assert found.shape == wanted.shape and piece.tokens == len(found)
-        assert (found - wanted).abs().max() < TOLERANCE
+        assert torch.cat(found).shape == wanted.shape
+        assert (torch.cat(found) - wanted).abs().max() < TOLERANCE
 
 
 def test_logprobs_and_greedy_ids_are_those_of_transformers(case: Case) -> None:
@@ -60,21 +65,30 @@ def test_logprobs_and_greedy_ids_are_those_of_transformers(case: Case) -> None:
     for given in ([0], [1, 2], [3, 4, 0]):
         chosen = [pictures[i] for i in given]
         prompt = [5] + [id for i in given for id in (122, TOKEN, 123, 20 + i)] + [9, 10]
+        ids = in_place(case.engine, prompt, chosen)
+        prompt = ids if len(ids) > 4 and case.engine._parts.images.family.options else prompt
         output = case.engine.generate(
             None, {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}, prompt, image_data=chosen,
             return_logprob=True, logprob_start_len=0,
         )  # fmt: skip
         drawn, scores = output["output_ids"], output["meta_info"]
-        tokens = [piece.tokens for one in case.engine._parts.images.read(chosen) for piece in one.pieces]
-        ids, left = list[int](), iter(tokens)
-        for id in prompt:
-            ids += [id] * next(left) if id == TOKEN else [id]
         assert scores["prompt_tokens"] == len(ids)
         logprobs = reference_logprobs(case, ids + drawn, chosen)
         got = scores["input_token_logprobs"][1:] + scores["output_token_logprobs"]
         for position, (logprob, token, _) in enumerate(got):
             assert abs(logprob - logprobs[position, token]) < TOLERANCE, (given, position)
         assert drawn == logprobs[len(ids) - 1 : -1].argmax(-1).tolist()
+
+
+def in_place(engine: Engine, prompt: list[int], pictures: list[Any]) -> list[int]:
+    """The prompt with every placeholder; a word stands in front of each further piece of a picture."""
+    ids, left = list[int](), iter(engine._parts.images.read(pictures))
+    for id in prompt:
+        pieces = next(left).pieces if id == TOKEN else ()
+        for i, piece in enumerate(pieces):
+            ids += [30 + i] * (i > 0) + [TOKEN] * piece.tokens
+        ids += [] if id == TOKEN else [id]
+    return ids
 
 
 @torch.no_grad()
@@ -101,7 +115,12 @@ def test_bits_are_the_requests_own(case: Case, layout: dict[str, Any]) -> None:
 
     def bits(engine: Engine, ids: Any, given: Any) -> list[Any]:
         sampling = {"max_new_tokens": 32, "temperature": 0.8, "sampling_seed": 3, "ignore_eos": True}
-        found = engine.generate(None, sampling, ids, image_data=given, return_logprob=True)
+        several = isinstance(ids[0], list)
+        chats = zip(ids, given, strict=True) if several else [(ids, given)]
+        whole = [in_place(engine, one, [] if own is None else own) for one, own in chats]
+        found = engine.generate(
+            None, sampling, whole if several else whole[0], image_data=given, return_logprob=True
+        )  # fmt: skip
         found = found if isinstance(found, list) else [found]
         return [(o["output_ids"], [row[0] for row in o["meta_info"]["output_token_logprobs"]]) for o in found]
 
@@ -111,6 +130,19 @@ def test_bits_are_the_requests_own(case: Case, layout: dict[str, Any]) -> None:
         assert bits(other, prompts, images) == alone
         assert bits(other, prompts[::-1], images[::-1]) == alone[::-1]
         assert "page_size" not in layout or other.stats()["preemptions"] > 0
+
+
+def test_tiles_stand_behind_their_names() -> None:
+    """The text around the pieces of a picture is that of transformers' processor."""
+    processor = tiny_vision.FAMILIES["smolvlm"][1]()
+    vision = VisionSpec(TOKEN, 48, 80, 3, 3, 7, 1e-5, "gelu", image_size=28, merge=2)
+    for seed, size in enumerate(SIZES):
+        features = processor([picture(seed, *size)], return_tensors="np", return_row_col_info=True)
+        found = pieces(vision, features)
+        told = "".join(piece.before + "<image>" * piece.tokens + piece.after for piece in found)
+        rows, columns = (int(features[name][0][0]) for name in ("rows", "cols"))
+        fake, whole = "<fake_token_around_image>", "<global-img>"
+        assert told == get_image_prompt_string(rows, columns, 4, fake, "<image>", whole)
 
 
 HUB: dict[str, dict[str, Any]] = {  # as the checkpoints that people use have them
@@ -139,6 +171,23 @@ HUB: dict[str, dict[str, Any]] = {  # as the checkpoints that people use have th
                           "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
                           "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2},
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 152064,
+    },
+    "smolvlm-256m": {
+        "architectures": ["Idefics3ForConditionalGeneration"], "image_token_id": 49190, "model_type": "idefics3",
+        "scale_factor": 4, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+        "text_config": {"_flash_attn_2_enabled": True, "_name_or_path": "None", "architectures": ["VLlama3ForCausalLM"],
+                        "head_dim": 64, "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True,
+                        "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 9,
+                        "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2,
+                        "perceiver_config": {"hidden_act": "silu", "model_type": "vllama3"},
+                        "pixel_shuffle_factor": 4, "qk_layer_norms": False, "rms_norm_eps": 1e-05,
+                        "rope_interleaved": False, "rope_theta": 100000, "torch_dtype": "bfloat16",
+                        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "use_resampler": False,
+                        "vocab_size": 49280},
+        "vision_config": {"hidden_size": 768, "image_size": 512, "max_image_size": {"longest_edge": 512},
+                          "model_type": "idefics3", "num_attention_heads": 12, "patch_size": 16,
+                          "size": {"longest_edge": 2048}, "tie_word_embeddings": False},
+        "vocab_size": 49280,
     },
     "qwen3-vl-4b": {
         "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",

@@ -1,0 +1,140 @@
+"""Idefics 3 and SmolVLM: an image is cut into tiles beside the whole, each through SigLIP's tower by itself.
+
+    patches -> layers -> norm -> the patches of a square as one -> linear -> embeddings of a tile
+
+In the prompt each tile stands behind a token that says which one it is.
+"""
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fengine.errors import InvalidRequestError
+from fengine.models import llama
+from fengine.models.family import Piece, Vision
+from fengine.models.fields import COMMON, NAMES, READ
+from fengine.models.kv_state import Params
+from fengine.models.reader import GELU_ALL, ConfigReader
+from fengine.models.sources import Source
+from fengine.models.spec import Config, ModelSpec, VisionSpec
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed, tower, with_vision
+from fengine.models.vision_layers import encoder_layer, encoder_weights, matrix, patch_matrix, project, tiled, vector
+from fengine.models.weights import Weight
+from fengine.ops import layer_norm
+
+OLD = ("perceiver_config", "use_resampler", "qk_layer_norms", "neftune_noise_alpha", "is_llama_config",
+       "pixel_shuffle_factor", "rope_interleaved", "_flash_attn_2_enabled", "use_base_siglip", "size",
+       "max_image_size", "image_seq_len", "freeze_vision_layers", "freeze_text_layers", "vocab_size",
+       "additional_vocab_size")  # fmt: skip
+FIELDS = {
+    **dict.fromkeys(OLD, "is not read by transformers"), **WHOLE, "image_token_id": READ, "scale_factor": READ,
+    "transformers.js_config": NAMES, "_pad_token_id": "padding is never computed",
+}  # fmt: skip
+VISION_FIELDS = {
+    **dict.fromkeys(OLD, "is not read by transformers"),
+    **COMMON, **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "image_size", "patch_size", "hidden_act", "layer_norm_eps", "num_channels"), READ),
+    "tie_word_embeddings": "a tower has no words",
+}  # fmt: skip
+TEXT = llama.FAMILY._replace(
+    fields={**dict.fromkeys(OLD, "is not read by transformers"), "transformers.js_config": NAMES, **llama.FAMILY.fields}
+)
+SIGLIP = {
+    "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "image_size": 224, "patch_size": 32, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
+    """Pure. Errors: ModelLoadError and kinds."""
+    whole, part = ConfigReader(config), ConfigReader(vision)
+    side, merge = part.size("image_size", 1 << 14), whole.size("scale_factor", 64, default=2)
+    token = whole.size("image_token_id", 1 << 24, default=128257)
+    found = tower(part, token, GELU_ALL, image_size=side, merge=merge)
+    if side % (found.patch * merge):
+        part.problems.append(f"image_size ({side}) is no multiple of patch_size ({found.patch}) times {merge}")
+    return with_vision(spec, found, whole, part)
+
+
+def weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    vision = spec.vision
+    assert vision is not None
+    table = Source(
+        "vision.embeddings.position_embedding.weight", ((vision.image_size // vision.patch) ** 2, vision.width)
+    )
+    return [
+        *patch_matrix("vision.embeddings.patch_embedding", vision, bias=True),
+        Weight(("vision", "position_ND"), (table,), "ND", fill="small"),
+        *encoder_weights(vision, "vision.encoder.layers"),
+        vector("norm_D", "vision.post_layernorm", vision.width, norm=True, bias=True),
+        *matrix("project", ["projector"], spec.hidden_size, vision.width * vision.merge**2, bias=False),
+    ]
+
+
+def buckets(count: int, side: int) -> Tensor:
+    """Which of `side` learned positions each of so many patches of a side takes, as transformers rounds. Pure."""
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    at = (torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))).clamp(max=1.0 - 1e-6)
+    return torch.bucketize(at, bounds, right=True)
+
+
+def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
+    """The embeddings of a tile, [tokens, D], from pixels_CHW. Pure."""
+    tower, vision = params["vision"], spec.vision
+    assert vision is not None
+    height, width = (size // vision.patch for size in arrays["pixels_CHW"].shape[1:])
+    x_IK = rearrange(arrays["pixels_CHW"], "c (h p) (w q) -> (h w) (c p q)", p=vision.patch, q=vision.patch)
+    side = vision.image_size // vision.patch
+    index = buckets(height, side)[:, None] * side + buckets(width, side)
+    x_ID = project(tiled(x_IK.to(tower["norm_D"].dtype)), tower, "patch")
+    x_ID = x_ID + tower["position_ND"][index.flatten().to(x_ID.device)]
+    for layer in tower["layers"]:
+        x_ID = encoder_layer(layer, vision, x_ID)
+    x_ID = layer_norm.layer_norm(x_ID, tower["norm_D"], vision.eps)
+    pattern, m = "(h a w b) d -> (h w) (a b d)", vision.merge
+    return project(rearrange(x_ID, pattern, h=height // m, a=m, b=m), tower, "project")
+
+
+def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
+    """The tiles row by row, then the whole; in front of each what says so. Pure. Errors: InvalidRequestError."""
+    tiles, mask = features["pixel_values"][0], features["pixel_attention_mask"][0]
+    rows, columns = (int(np.asarray(features[name]).flatten()[0]) for name in ("rows", "cols"))
+    if not mask.all():
+        raise InvalidRequestError("its processor leaves part of a tile empty, which is not built")
+    fake, patches = "<fake_token_around_image>", (vision.image_size // vision.patch) ** 2
+    found = []
+    for i, tile in enumerate(tiles[: rows * columns + 1]):
+        last = i == rows * columns
+        name = "<global-img>" if last else f"<row_{i // columns + 1}_col_{i % columns + 1}>"
+        line = "" if not i else "\n\n" if last else "\n" if i % columns == 0 else ""
+        after = fake if last else ""
+        found.append(Piece({"pixels_CHW": tile}, patches // vision.merge**2, patches, line + fake + name, after))
+    return found
+
+
+PREFIXES = {
+    "model.vision_model.": "vision.", "model.text_model.": "model.",
+    "model.connector.modality_projection.proj.": "projector.",
+}  # fmt: skip
+
+
+def rename(spec: ModelSpec, name: str) -> str:
+    """The name that a tensor has here. Pure."""
+    return renamed(PREFIXES, re.sub(r"\.position_ids$", "", name))
+
+
+def _family(architecture: str, model_type: str) -> VisionFamily:
+    vision = Vision(encode, pieces, options=(("return_row_col_info", True),))
+    return VisionFamily(
+        architecture, model_type, FIELDS, VISION_FIELDS, read, weights, vision, rename, {"llama": TEXT},
+        vision_defaults=SIGLIP,
+    )  # fmt: skip
+
+
+FAMILY = _family("Idefics3ForConditionalGeneration", "idefics3")
+SMOLVLM = _family("SmolVLMForConditionalGeneration", "smolvlm")
