@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from fengine.core.batch import Batch
 from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.lora_slots import AdapterSlots
@@ -145,6 +146,21 @@ class Rows:
         if pages is None:
             raise InvariantError(f"{count} pages were promised, but {self.pool.num_free} are free after eviction")
         request.pages += pages
+
+    def compute(self, batch: Batch, request: Request, count: int, first_new_page: int) -> None:
+        """Plans `count` tokens of a running prompt, for which pages are available."""
+        start = request.num_computed
+        end = start + count
+        self.grow(request, end)
+        if first_new_page < len(request.pages):
+            batch.new_pages.append((request, first_new_page))
+        sample = end == len(request.token_ids)
+        batch.put_in(request, start, count, sample)
+        request.num_computed = end
+        if sample:
+            request.num_pending += 1
+            self.move(request)
+        self.share(request, start)
 
     def shrink(self, request: Request) -> None:
         """Gives the pages behind `num_computed` tokens back: those of drafts that were not drawn."""

@@ -24,8 +24,9 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from fengine.config import Policy
+from fengine.core.admission import Admission
 from fengine.core.batch import Batch
-from fengine.core.images import Encode, ImageRows
+from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Finish, Request, Status
@@ -55,8 +56,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # all that have not finished
         self._arrivals = self._steps_scheduled = 0
         self._in_flight: deque[Batch] = deque()  # scheduled, not updated yet
-        self._blocked = False  # the next to admit found too few pages, and nothing has changed since
-        self.images, self._encodes = images, list[Encode]()  # planned for the next step
+        self.images = images
+        self._admission = Admission(self._rows, self._waiting, images, whole_prompts)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Scheduler:
             self._leave(request, cached=False)
         if self.images is not None:
             self.images.forget()
-            self._encodes.clear()
+            self._admission.encodes.clear()
         return len(running)
 
     def flush_cache(self) -> None:
@@ -129,13 +130,11 @@ class Scheduler:
         for request in list(self._rows.prompting):
             if left and request.row is not None:
                 left -= self._schedule_prompt(batch, request, left)
-        if left and self._waiting and self._rows.num_free and not self._blocked and not batch.preempted:
-            if self.images is not None:
-                self._schedule_encodes(self.images)
-            self._admit(batch, left)
+        if left and not batch.preempted:
+            self._admission.admit(batch, left)
         if not batch.requests:
             return None
-        batch.encodes, self._encodes = self._encodes, []
+        batch.encodes, self._admission.encodes = self._admission.encodes, []
         if self.speculation:
             schedule_drafts(batch, self._rows, self.speculation)
         self._steps_scheduled += 1
@@ -205,78 +204,7 @@ class Scheduler:
             return 0
         room += self.pool.room * rows.page_size
         count = min(len(request.token_ids) - start, left, room)
-        self._schedule_chunk(batch, request, count, len(request.pages))
-        return count
-
-    def _schedule_chunk(self, batch: Batch, request: Request, count: int, first_new_page: int) -> None:
-        """Plans `count` tokens of a running prompt, for which pages are available."""
-        rows, start = self._rows, request.num_computed
-        end = start + count
-        rows.grow(request, end)
-        if first_new_page < len(request.pages):
-            batch.new_pages.append((request, first_new_page))
-        sample = end == len(request.token_ids)
-        batch.put_in(request, start, count, sample)
-        request.num_computed = end
-        if sample:
-            request.num_pending += 1
-            rows.move(request)
-        rows.share(request, start)
-
-    def _admit(self, batch: Batch, left: int) -> None:
-        """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
-        for request in self._waiting.admissible(self._rows.num_free, self._fits):
-            if not left:
-                return
-            if self.whole_prompts and len(request.token_ids) > left:
-                return
-            if not (count := self._start(batch, request, left)):
-                self._blocked = True  # none goes in its place, or pages might never suffice for a large request
-                return
-            left -= count
-
-    def _fits(self, request: Request) -> bool:
-        """Whether its adapter has a slot, and its images are encoded, or are before this step."""
-        ready = not request.images or (self.images is not None and self.images.ready(request.rid))
-        return ready and (request.adapter is None or self._rows.adapters.fits(request.adapter))
-
-    def _schedule_encodes(self, images: ImageRows) -> None:
-        """Plans what to encode before this step for requests that may be admitted soon: up to the budget, or one image;
-        where nothing runs, all of one request."""
-        left, whole = images.budget, not self._rows.num_running
-        for request in self._waiting.candidates(self._rows.num_free):
-            if not request.images or images.ready(request.rid):
-                continue
-            if not images.enter(request.rid, request.images):
-                for other in self._waiting.requests():  # whoever comes later must not keep it from its rows
-                    images.leave(other.rid)
-                if not images.enter(request.rid, request.images):
-                    return
-            for image in images.lacking(request.images):
-                if self._encodes and left < image.patches and not whole:
-                    return
-                self._encodes.append(images.encode(image))
-                left -= image.patches
-            whole = False
-
-    def _start(self, batch: Batch, request: Request, left: int) -> int:
-        """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages.
-
-        Pages must suffice for all its known tokens and for the reserve of those that run, or it might be preempted at
-        once. When nothing runs, every page is free or idle, and `add` has made sure that it fits.
-        """
-        rows, known = self._rows, len(request.token_ids)
-        pages = rows.hit(request)
-        need = rows.pages_for(known) - len(pages)
-        if not rows.admits(need):
-            self.pool.release(pages, self.pool.window_start(len(pages) * self.page_size))
-            return 0
-        self._waiting.admit(request)
-        batch.adapters += rows.enter(request, pages)
-        if request.images and self.images is not None:
-            request.placed = self.images.placed(request.images)
-        count = min(known - request.num_computed, left, self.pool.room * self.page_size)
-        self._schedule_chunk(batch, request, count, 0)
+        rows.compute(batch, request, count, len(request.pages))
         return count
 
     def _make_room(self, batch: Batch, request: Request, pages: int) -> bool:
@@ -287,7 +215,7 @@ class Scheduler:
         earliest running request is never preempted, so it always gets on.
         """
         if self.pool.windowed and self._rows.leave_behind(request):
-            self._blocked = False
+            self._admission.blocked = False
         while self.pool.room < pages:
             if self._rows.draining:
                 return False
@@ -305,7 +233,7 @@ class Scheduler:
 
     def _leave(self, request: Request, cached: bool) -> None:
         self._rows.preempt(request, cached)
-        self._blocked = False
+        self._admission.blocked = False
         self._waiting.put_back(request)
 
     # -- results -------------------------------------------------------------------------------------------------------
@@ -327,7 +255,7 @@ class Scheduler:
             self._end_drawn(request, faults.get(request.rid) if faults else None)
         if batch.drafts:
             finished += take_drafts(batch, self._rows, tokens, logprobs, self._end_drawn)
-            self._blocked = False  # pages have come back
+            self._admission.blocked = False  # pages have come back
         return finished
 
     def _end_drawn(self, request: Request, fault: str | None = None) -> None:
@@ -346,4 +274,4 @@ class Scheduler:
         del self._requests[request.rid]
         request.status, request.finish, request.num_pending = Status.FINISHED, finish, 0
         self.num_finished += 1
-        self._blocked = False
+        self._admission.blocked = False

@@ -1,0 +1,170 @@
+"""What configurations may hold, and `resolve`, which decides what "auto" means. No torch."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fengine.config.schema import EngineConfig, LoraConfig, SpeculationConfig
+from fengine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What `resolve` may know about the machine."""
+
+    device: str  # "cpu" or "cuda"
+
+
+KV_DTYPES = ("auto", "fp8_e4m3")
+QUANTIZATIONS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8_fp8")
+MAX_ROWS = 65536
+MAX_PAGE_SIZE = 4096  # tokens
+MAX_DRAFTS = 1024  # of a row in one step
+MAX_ADAPTERS = 256  # of a batch
+MAX_RANK = 512
+MAX_PROCESSES = 64
+DEFAULT_RANK = 64
+# Whole numbers, each with its least and most; what is None is not checked.
+BOUNDS: dict[str, tuple[int, int | None]] = {
+    "model.context_length": (1, None),
+    "cache.page_size": (1, MAX_PAGE_SIZE),
+    "cache.max_total_tokens": (1, None),
+    "scheduler.max_running_requests": (1, MAX_ROWS),  # tables are made for every row
+    "scheduler.max_queued_requests": (1, None),
+    "scheduler.max_step_tokens": (1, None),
+    "compile.graph_rows": (0, MAX_ROWS),
+    "speculation.step_tokens": (1, MAX_ROWS),
+    "speculation.num_draft_tokens": (2, MAX_DRAFTS),  # a row's own token and a draft
+    "speculation.ngram_min_match": (1, None),
+    "lora.max_loras_per_batch": (1, MAX_ADAPTERS),
+    "lora.max_lora_rank": (1, MAX_RANK),
+    "parallel.tp_size": (1, MAX_PROCESSES),
+    "parallel.dp_size": (1, MAX_PROCESSES),
+    "multimodal.cache_mib": (1, None),
+    "multimodal.max_image_mib": (1, 1024),
+    "multimodal.max_image_pixels": (1, 1 << 30),
+}
+
+
+def check(config: EngineConfig) -> list[str]:
+    """Every problem that can be seen without loading anything, one line each. Pure."""
+    return _check_bounds(config) + _check_sizes(config) + _check_lora(config.lora)
+
+
+def _check_bounds(config: EngineConfig) -> list[str]:
+    problems = []
+    for name, (least, most) in BOUNDS.items():
+        group, field = name.split(".")
+        value = getattr(getattr(config, group), field)
+        if value is not None and (value < least or (most is not None and value > most)):
+            limits = f"at least {least}" if most is None or value < least else f"at most {most}"
+            problems.append(f"{name} must be {limits}, got {value}")
+    fraction = config.cache.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        problems.append(f"cache.mem_fraction_static must be in (0, 1), got {fraction}")
+    if config.model.sampling_defaults not in ("openai", "model"):
+        problems.append(f"model.sampling_defaults must be openai or model, got {config.model.sampling_defaults!r}")
+    if config.model.quantization not in (None, *QUANTIZATIONS):
+        problems.append(
+            f"model.quantization must be null, {', '.join(QUANTIZATIONS)}, got {config.model.quantization!r}"
+        )
+    if config.cache.kv_cache_dtype not in KV_DTYPES:
+        problems.append(
+            f"cache.kv_cache_dtype must be one of {', '.join(KV_DTYPES)}, got {config.cache.kv_cache_dtype!r:.80}"
+        )
+    if config.model.device == "":
+        problems.append("model.device must be null, cpu, cuda or cuda:N, got ''")
+    return problems
+
+
+def _check_sizes(config: EngineConfig) -> list[str]:
+    """What does not go together."""
+    cache, scheduler, drafts = config.cache, config.scheduler, config.speculation
+    problems = []
+    if drafts.ngram_max_match < drafts.ngram_min_match:
+        problems.append(
+            f"speculation.ngram_max_match ({drafts.ngram_max_match}) is smaller than "
+            f"speculation.ngram_min_match ({drafts.ngram_min_match})"
+        )
+    if cache.page_size and cache.max_total_tokens and cache.page_size > cache.max_total_tokens:
+        problems.append(
+            f"cache.page_size ({cache.page_size}) is larger than cache.max_total_tokens ({cache.max_total_tokens}): "
+            "the pool would hold no page"
+        )
+    if (drafts.draft_model is None) == drafts.algorithm.drafts:
+        problems.append(
+            f"speculation.draft_model is {drafts.draft_model!r} with speculation.algorithm={drafts.algorithm.value}: "
+            "it belongs to standalone and eagle3, which need it"
+        )
+    tokens, rows = scheduler.max_step_tokens, scheduler.max_running_requests
+    if tokens and rows and tokens < rows:
+        problems.append(
+            f"scheduler.max_step_tokens ({tokens}) is smaller than scheduler.max_running_requests ({rows}): a step of "
+            "decoding rows would not fit; raise the first or lower the second"
+        )
+    return problems
+
+
+def check_adapter(name: str | None, lora: LoraConfig) -> list[str]:
+    """Problems with the name of the adapter that a run's rows have. Pure."""
+    names = [known for known, _ in lora.named()]
+    if name is None or name in names:
+        return []
+    return [f"adapter={name!r} is not in lora.paths, which has {', '.join(map(repr, names)) or 'none'}"]
+
+
+def _check_lora(lora: LoraConfig) -> list[str]:
+    problems = []
+    if lora.max_loaded_loras is not None and lora.max_loaded_loras < lora.max_loras_per_batch:
+        problems.append(
+            f"lora.max_loaded_loras ({lora.max_loaded_loras}) is smaller than lora.max_loras_per_batch "
+            f"({lora.max_loras_per_batch}): the adapters of a batch must be loaded"
+        )
+    if lora.max_loaded_loras is not None and len(lora.paths) > lora.max_loaded_loras:
+        problems.append(f"lora.paths has {len(lora.paths)} adapters, lora.max_loaded_loras is {lora.max_loaded_loras}")
+    names = [name for name, _ in lora.named()]
+    problems += [f"lora.paths has {name!r} twice" for name in sorted(set(names)) if names.count(name) > 1]
+    problems += [f"lora.paths has {n!r}={p!r}; neither may be empty" for n, p in lora.named() if not (n and p)]
+    problems += [f"lora.pinned has {n!r}, which is not in lora.paths" for n in lora.pinned if n not in names]
+    if lora.paths and not lora.on:
+        problems.append("lora.paths is given, but lora.enabled is false")
+    return problems
+
+
+def resolve(config: EngineConfig, hardware: Hardware) -> EngineConfig:
+    """Replaces every "auto" that does not depend on the checkpoint. Pure. Errors: ConfigError with all problems."""
+    problems = check(config)
+    if problems:
+        raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
+    device = config.model.device or hardware.device
+    if device == "cuda" and config.model.gpu_id:
+        device = f"cuda:{config.model.gpu_id}"
+    return replace(
+        config,
+        model=replace(config.model, device=device),
+        **_resolved(config, gpu=device.startswith("cuda")),
+    )
+
+
+def _resolved(config: EngineConfig, *, gpu: bool) -> dict[str, Any]:
+    """The groups whose defaults depend on the device. Pure."""
+    cache, scheduler, drafts, compiling = config.cache, config.scheduler, config.speculation, config.compile
+    rows = scheduler.max_running_requests or (512 if gpu else 64)
+    tokens = scheduler.max_step_tokens or max(rows, 8192 if gpu else 512)
+    rows = rows if scheduler.max_running_requests else min(rows, tokens)
+    overlap = gpu if scheduler.overlap is None else scheduler.overlap
+    compiled = gpu and not compiling.cuda_graph if compiling.enabled is None else compiling.enabled
+    return {
+        # pages of 16 tokens on a CPU: as fast as larger ones, with more prefix hits
+        "cache": replace(cache, page_size=cache.page_size or (64 if gpu else 16)),
+        "scheduler": replace(scheduler, max_running_requests=rows, max_step_tokens=tokens, overlap=overlap),
+        "compile": replace(compiling, enabled=compiled),
+        "speculation": _resolved_drafts(drafts, tokens, gpu),
+    }
+
+
+def _resolved_drafts(drafts: SpeculationConfig, tokens: int, gpu: bool) -> SpeculationConfig:
+    """For steps of so many tokens. Pure."""
+    most, step_tokens = (6, 256) if drafts.algorithm.drafts else (16, 64)
+    step_tokens = drafts.step_tokens or (step_tokens if gpu else 16)
+    most = drafts.num_draft_tokens or most
+    return replace(drafts, num_draft_tokens=most, step_tokens=min(step_tokens, tokens))
