@@ -122,6 +122,7 @@ class CallOptions(TypedDict, total=False):
     Those of SGLang's that are not built are refused at run time, too.
     """
 
+    image_data: Any
     return_logprob: bool | list[bool]
     logprob_start_len: int | list[int] | None
     top_logprobs_num: int | list[int] | None

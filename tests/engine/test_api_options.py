@@ -200,10 +200,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"session_params": {"id": "nope"}}, "session id nope does not exist"),
     ({"session_id": "s", "sampling_params": {"n": 2}}, "n must be 1, got 2"),
     ({"rid": 5}, "rid must be a string"),
+    ({"image_data": "x.png"}, r"image_data\[0\] is 'x.png', but this model takes no images"),
     ({"lora_path": "a"}, "LoRA adapter 'a' was requested, but LoRA is not enabled"),
 ]  # fmt: skip
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"image_data": "x.png"}, r"image_data='x.png' \(images\)"),
     ({"return_routed_experts": True}, "return_routed_experts"),
     ({"require_reasoning": True}, "require_reasoning"),
     ({"bootstrap_host": "h"}, "bootstrap_host"),

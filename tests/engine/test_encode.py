@@ -462,7 +462,7 @@ def test_async_and_bad_arguments(tmp_path: Path) -> None:
             ),
             ({"prompt": [[3], [-1]]}, InvalidRequestError, "prompt 1: input_ids"),
             ({"prompt": [3] * 64}, ContextLengthError, "64 tokens"),
-            ({"prompt": "a", "image_data": "x"}, UnsupportedFeatureError, "image_data"),
+            ({"prompt": "a", "image_data": "x"}, InvalidRequestError, "image_data"),
             ({"prompt": "a", "lora_path": "x"}, InvalidRequestError, "LoRA"),
             ({"prompt": "a", "embed_overrides": [1]}, UnsupportedFeatureError, "embed_overrides"),
             ({"prompt": ["a", "b"], "rid": ["x", "x"]}, InvalidRequestError, "Duplicate request IDs"),

@@ -226,7 +226,7 @@ BAD = [
     ({"input_ids": [1], "sampling_params": 5}, InvalidRequestError, "dict"),
     ({"input_ids": [[1], [2]], "sampling_params": [{}]}, InvalidRequestError, "1 entries for 2"),
     ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, InvalidRequestError, "Duplicate"),
-    ({"input_ids": [1], "image_data": "x.png"}, UnsupportedFeatureError, "image_data"),
+    ({"input_ids": [1], "image_data": "x.png"}, InvalidRequestError, "takes no images"),
     ({"input_ids": [1], "lora_path": "a"}, InvalidRequestError, "LoRA adapter 'a' was requested"),
     ({"input_ids": [1], "return_logprob": 1}, InvalidRequestError, "return_logprob"),
 ]
