@@ -31,8 +31,8 @@ from fengine.worker.process_group import group_of, process_group
 SHAPES = {"llama-3.1-8b": (4096, 14336), "qwen3-32b": (5120, 25600)}
 ROWS = (1, 8, 32, 128, 512, 2048, 4096)
 SWEEP: tuple[dict[str, int], ...] = (
-    {}, {"SMALL": 256}, {"SMALL": 1024}, {"MOST_SMALL": 1 << 16}, {"MOST_SMALL": 1 << 20}, {"LARGE": 2048},
-    {"LARGE": 8192}, {"CHANNELS": 132}, {"CHANNELS": 128, "LARGE": 8192},
+    {}, {"LARGE": 2048}, {"LARGE": 8192}, {"CHANNELS": 132}, {"CHANNELS": 396}, {"CHANNELS": 528},
+    {"CHANNELS": 528, "LARGE": 2048}, {"MOST_SMALL": 1 << 17},
 )  # fmt: skip
 
 
@@ -150,7 +150,15 @@ def sweep(args: Any) -> list[dict[str, Any]]:
             setattr(exchange, name, value)
         with joined(args, f"sweep{number}") as group:
             row: dict[str, Any] = {"changes": changes}
-            for rows, width in [(1, 4096), (1, 14336), (8, 4096), (32, 4096), (32, 14336), (128, 4096), (2048, 14336)]:
+            for rows, width in [
+                (1, 4096),
+                (8, 4096),
+                (32, 14336),
+                (128, 4096),
+                (512, 4096),
+                (2048, 4096),
+                (2048, 14336),
+            ]:
                 row[f"{rows}x{width}"] = checked_us(group, part_of(rows, width, group))
             found.append(row)
             tell(args, row)
