@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,22 +239,33 @@ def _load(
             if spec.quantization is not None and name.endswith(".bias"):
                 check_unread(name, read(name))
 
-        def matrix(weight: Weight, source: Source) -> Tensor | Codes:
+        def matrix(weight: Weight, source: Source, own: Sequence[slice]) -> list[Tensor | Codes]:
             scheme = scheme_of(weight, source, spec.quantization, entries)
+            if scheme is None and source.order is None:  # no more than the rank's rows is read
+                return [read(source.name, rows) for rows in own] if own else [read(source.name)]
             if scheme is None or scheme.layout == "load":
-                return encoded_by(source.ours(read(source.name)), scheme, device)
-            return in_our_order(source, read_codes(source, scheme, read, entries))
+                part = encoded_by(source.ours(read(source.name)), scheme, device)
+            else:
+                part = in_our_order(source, read_codes(source, scheme, read, entries))
+            return [rows_of(part, rows) for rows in own] if own else [part]
 
-        return _build(spec, weights, lambda w: place(w, [matrix(w, s) for s in w.sources], placement), group)
+        def leaf(weight: Weight) -> Leaf:
+            own = zip(weight.sources, _own_slices(weight, group), strict=True)
+            return place(weight, [part for source, rows in own for part in matrix(weight, source, rows)], placement)
+
+        return _build(spec, weights, leaf, group)
+
+
+def _own_slices(weight: Weight, group: Group | None) -> list[list[slice]]:
+    """Of each source, what the rank has of it; empty: all. Pure."""
+    cut = group is not None and weight.shard
+    return weight.rows(group.rank, group.size) if group is not None and cut else [[] for _ in weight.sources]
 
 
 def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement) -> Leaf:
-    """Joins the parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
+    """Joins a rank's parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
     dtype, group = placement.of(weight), placement.group
     cut = group if weight.shard else None
-    if cut is not None:
-        rows = weight.rows(cut.rank, cut.size)
-        stored = [rows_of(part, one) for part, own in zip(stored, rows, strict=True) for one in own]
     if (leaf := _in_few_bits(weight, stored, placement)) is not None:
         return leaf if cut is None else columns(weight, leaf, cut)
     parts = [whole(part, placement.device, dtype) for part in stored]
@@ -302,7 +314,16 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     scheme = spec.quantization and weight.matrix and spec.quantization.of(module_of(weight.sources[0]))
     if scheme and not weight.stack and weight.path != ("embed",):
         codes = encoded_by(tensor, scheme, placement.device)
-        return place(weight, [codes], placement)
+        ends = list(accumulate(source.shape[0] for source in weight.sources))
+        parts = [rows_of(codes, slice(a, b)) for a, b in zip([0, *ends], ends, strict=False)]
+        return place(weight, _own_parts(weight, parts, placement.group), placement)
     if not weight.shard or placement.group is None:
         return linear.pack(tensor) if weight.matrix else tensor
-    return place(weight, list(tensor.split([source.shape[0] for source in weight.sources])), placement)
+    stored = list(tensor.split([source.shape[0] for source in weight.sources]))
+    return place(weight, _own_parts(weight, stored, placement.group), placement)
+
+
+def _own_parts(weight: Weight, stored: Sequence[Tensor | Codes], group: Group | None) -> list[Tensor | Codes]:
+    """Of whole sources. Pure."""
+    own = zip(stored, _own_slices(weight, group), strict=True)
+    return [one for part, rows in own for one in ([rows_of(part, each) for each in rows] if rows else [part])]

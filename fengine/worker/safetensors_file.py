@@ -182,25 +182,32 @@ def open_file(path: Path) -> safe_open:
         raise ModelLoadError(f"{path} cannot be read: {error}.") from None
 
 
-def read_tensor(file: safe_open, entry: TensorEntry) -> Tensor:
-    """The tensor of `entry` on the CPU, in its stored dtype (of DTYPES or CODES). Errors: ModelLoadError and kinds."""
+def read_tensor(file: safe_open, entry: TensorEntry, rows: slice | None = None) -> Tensor:
+    """The tensor of `entry`, or some rows and no others, on the CPU, in its stored dtype (of DTYPES or CODES). Errors:
+    ModelLoadError and kinds."""
     try:
-        tensor = file.get_tensor(entry.stored)
+        if rows is None:
+            tensor = file.get_tensor(entry.stored)
+        else:  # the library refuses no rows at the end
+            some = rows.stop > rows.start
+            tensor = file.get_slice(entry.stored)[rows if some else slice(1)][: None if some else 0]
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{entry.path} changed while it was read: {error}; download it again.") from None
     except OSError as error:
         raise ModelLoadError(f"{entry.path} cannot be read: {error}.") from None
-    if tuple(tensor.shape) != entry.shape or tensor.dtype != (DTYPES | CODES)[entry.dtype]:
+    shape = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
+    if tuple(tensor.shape) != shape or tensor.dtype != (DTYPES | CODES)[entry.dtype]:
         raise CorruptCheckpointError(f"{entry.path} changed while it was read: tensor {entry.stored!r} is another one.")
     return tensor
 
 
 @contextmanager
-def reading(entries: Mapping[str, TensorEntry]) -> Iterator[Callable[[str], Tensor]]:
-    """Inside, what reads a tensor by its name; the files are opened once. Errors: as `open_file`, `read_tensor`."""
+def reading(entries: Mapping[str, TensorEntry]) -> Iterator[Callable[..., Tensor]]:
+    """Inside, what reads a tensor by its name, or rows of it; the files are opened once. Errors: as `open_file`,
+    `read_tensor`."""
     with ExitStack() as stack:
         files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
-        yield lambda name: read_tensor(files[entries[name].path], entries[name])
+        yield lambda name, rows=None: read_tensor(files[entries[name].path], entries[name], rows)
 
 
 def refuse_other_formats(directory: Path) -> None:
