@@ -9,7 +9,6 @@ the seconds from the kill to the error and to the engine's end, and processes or
 import os
 import random
 import signal
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,18 +31,10 @@ def alive(pid: int) -> bool:
         return False
 
 
-def files() -> set[str]:
-    """What engines might leave behind."""
-    return {str(path) for root in (tempfile.gettempdir(), "/dev/shm") for path in Path(root).glob("*") if own(path)}
-
-
-def own(path: Path) -> bool:
-    return any(word in path.name for word in ("fengine", "torch_", "symm", "nccl"))
-
-
 def once(engine: Engine, delay: float, victim: int) -> dict[str, Any]:
     """Kills one of the engine's ranks while it generates."""
-    pids = [child.process.pid for child in engine._parts.ranks._ranks.values()]  # type: ignore[union-attr]
+    ranks: Any = engine._parts.ranks
+    pids = [child.process.pid for child in ranks._ranks.values()]
     killed: list[float] = []
 
     def kill() -> None:
@@ -65,7 +56,8 @@ def once(engine: Engine, delay: float, victim: int) -> dict[str, Any]:
     deadline = ended + 5
     while any(map(alive, pids)) and time.monotonic() < deadline:
         threading.Event().wait(0.05)
-    return {"error": error, "told_s": told - killed[0], "ended_s": ended - killed[0], "left": sum(map(alive, pids))}
+    return {"error": error, "told_s": told - killed[0], "ended_s": ended - killed[0], "left": sum(map(alive, pids)),
+            "files": int(Path(ranks.folder.name).exists())}  # fmt: skip
 
 
 def main() -> None:
@@ -75,7 +67,7 @@ def main() -> None:
     p.add_argument("--device", default="cpu")
     p.add_argument("--longest", type=float, default=0.5, help="seconds until the kill, at most")
     args = p.parse_args()
-    rng, before, found = random.Random(1), files(), []
+    rng, found = random.Random(1), list[dict[str, Any]]()
     for _ in range(args.times):
         engine = Engine(model_path="box", device=args.device, tp_size=args.ranks, max_running_requests=8,
                         max_total_tokens=4096)  # fmt: skip
@@ -86,7 +78,7 @@ def main() -> None:
         "errors": dict(Counter(each["error"] for each in found)),
         "told_s": summary([each["told_s"] for each in found]) | {"runs": None},
         "ended_s": summary([each["ended_s"] for each in found]) | {"runs": None},
-        "processes_left": sum(each["left"] for each in found), "files_left": sorted(files() - before),
+        "processes_left": sum(each["left"] for each in found), "files_left": sum(each["files"] for each in found),
     }  # fmt: skip
     save("kill_ranks", figures, args.out)
 

@@ -23,7 +23,7 @@ from fengine.core.speculation import Speculation
 from fengine.core.window_pages import WindowPages
 from fengine.engine.child import Link
 from fengine.engine.engine_core import EngineCore
-from fengine.engine.follower import NOTHING, follow_steps
+from fengine.engine.follower import NOTHING, Follower
 from fengine.engine.load import Loaded, load, read_spec
 from fengine.engine.memory import Memory
 from fengine.engine.parts import Parts, compile_count
@@ -162,7 +162,16 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
             link.told.get()  # every rank has
             with process_group(group, start["store"], device) as joined:
                 worker = make_worker(config, loaded, features, group, joined.least)
-                follow_steps(link, worker.runner, worker.input_batch, worker.kv)
+                new_kv = pool_of(config, loaded.spec, worker)
+                Follower(
+                    link, loaded, worker.runner, worker.input_batch, worker.kv, new_kv, group, joined
+                ).run()  # fmt: skip
+
+
+def pool_of(config: EngineConfig, spec: ModelSpec, worker: Worker) -> Callable[[], KVState]:
+    """What makes another KV state of the size and shape of the worker's."""
+    part, page_size = spec.part(config.parallel.tp_size), config.cache.page_size or 16
+    return partial(new_pool, part, worker.size, page_size, worker.kv_dtype, device_of(config))
 
 
 def assemble(
@@ -182,10 +191,11 @@ def assemble(
     scheduler = make_scheduler(config, spec, size, speculation, 0 if adapters is None else adapters.slots, images)
     runner = worker.runner if ranks is None else RankedRunner(worker.runner, ranks)
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
-    weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk)
+    weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk, ranks)
+    empty = pool_of(config, loaded.spec, worker)
 
     def new_kv() -> KVState:
-        kv = new_pool(loaded.spec, size, page_size, kv_dtype, device_of(config))
+        kv = empty()
         if speculation is not None:
             speculation.open(kv, worker.input_batch)
         return kv

@@ -86,6 +86,7 @@ class Memory:
         reason = "the memory of {0!r} is released: call resume_memory_occupation(tags=[{0!r}]) first"
         self.core.refuse({tag: reason.format(tag) for tag in tags}, idle=True)
         self.core.stepper.drain()
+        self._tell("release_memory", tags)
         if isinstance(self.runner, CudaRunner):
             self.runner.graphs.clear()
         if "kv_cache" in tags:
@@ -100,6 +101,12 @@ class Memory:
             self._free_weights()
         trim()
 
+    def _tell(self, name: str, tags: Sequence[str]) -> None:
+        """The other ranks, if there are any, do the same meanwhile."""
+        if self.weights.ranks is not None:
+            self.weights.ranks.tell("keep_weights", kept=self.keeps_weights)
+            self.weights.ranks.tell(name, tags=list(tags), everything=False)
+
     def _free_kv(self, kv: KVState | None) -> None:
         for tensor in () if kv is None else kv.tensors:
             if tensor.is_cuda:  # the runner still names these tensors; a CPU's are freed with their last name
@@ -110,7 +117,9 @@ class Memory:
             storage.resize_(0)
 
     def _resume(self, tags: Sequence[str], everything: bool) -> None:
-        for tag in self._choose(tags, released=True, everything=everything):
+        tags = self._choose(tags, released=True, everything=everything)
+        self._tell("resume_memory", tags)
+        for tag in tags:
             if tag == "weights":
                 self._resume_weights()
             elif tag == "kv_cache":

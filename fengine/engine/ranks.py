@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from fengine.config import EngineConfig
 from fengine.core.plain import to_plain
@@ -28,7 +31,8 @@ from fengine.engine.child import SILENCE, Child
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.follower import NOTHING
 from fengine.engine.stepper import Runner
-from fengine.errors import EngineDeadError, UnsupportedFeatureError
+from fengine.engine.weights.incoming import Origin
+from fengine.errors import EngineDeadError, InvariantError
 from fengine.models.kv_state import KVState
 from fengine.worker.input_batch import StepInput
 from fengine.worker.process_group import Joined, checksum, device_of_rank, group_of, process_group
@@ -53,6 +57,7 @@ class Ranks:
         self.group = group_of(f"fengine-{uuid.uuid4().hex}", 0, self.size, self.device)
         self._joined: Joined | None = None
         self.fault: EngineDeadError | None = None
+        self._updates = count()
         self._step = 0  # that is being launched
         self._core: EngineCore | None = None
         self._sums: dict[int, dict[int, int]] = {}  # of each step, by rank
@@ -115,14 +120,31 @@ class Ranks:
         return self._joined.least
 
     def attach(self, core: EngineCore) -> None:
-        """Has the loop tell of its steps, and refuse what is not built over several ranks."""
+        """Has the loop tell of its steps."""
         self._core = core
         core.stepper.watch(self)
-        for name in ("update_weights", "read_weights", "release_memory", "resume_memory"):
-            core.handlers[name] = partial(self._refuse, name)
 
-    def _refuse(self, name: str, *attached: Any, **arguments: Any) -> None:
-        raise UnsupportedFeatureError(f"{name} with parallel.tp_size={self.size} is not built; use tp_size=1")
+    # -- commands, between two steps -----------------------------------------------------------------------------------
+
+    def tell(self, name: str, **arguments: Any) -> None:
+        """As `RankCommands.tell`."""
+        for child in self._ranks.values():
+            child.send({"command": name, "arguments": arguments})
+
+    def update(self, tensors: dict[str, Tensor], origin: Origin | None, version: str | None) -> None:
+        """As `RankCommands.update`: by a file, of which there is one at a time. Errors: OSError."""
+        path = Path(self.folder.name) / f"update-{next(self._updates)}.safetensors"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        self.tell("update_weights", path=str(path), origin=origin and str(origin.directory), version=version)
+        self.swap(torch.zeros(1))  # everybody has read it
+        path.unlink()
+
+    def swap(self, part: Tensor) -> list[Tensor]:
+        """As `RankCommands.swap`. Errors: EngineDeadError if a rank has ended."""
+        if self._joined is None:
+            raise InvariantError("ranks were asked before they had joined")
+        with self.named():
+            return self._joined.swap(part)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,8 @@
 
 Each rank has an inbox that all ranks may write to, in channels; a program of the kernel owns one. Per chunk of its part
 it writes to the peers' inboxes, waits for theirs in its own, and copies these to the result. Small messages carry the
-number of their use beside every word, large ones in a flag behind each chunk. A program is one push ahead of what it
-waits for, and a channel has four slots in turn: who waits for use u + 1 has had the peer's use u, which the peer sent
-when it had read use u - 2; so use u + 2 may overwrite that.
+number of their use beside every word, large ones in a flag behind each chunk. A channel has two slots in turn: who has
+the peer's chunk of use u knows that the peer has read that of use u - 1, so that use u + 1 may overwrite it.
 
 A wait ends with the peer's words or with `stop`, which a host sets when a peer is gone; what is computed then is void.
 """
@@ -16,8 +15,7 @@ from torch import Tensor
 from fengine.ops.ahead import launcher
 from fengine.ops.registration import begin, dependent_launch, register, tl, triton, wait
 
-CHANNELS = 264  # programs at most: all of them run at once, two of each of a Hopper GPU's multiprocessors
-SLOTS = 4  # of a channel, as the kernel counts them
+CHANNELS = 256  # programs at most: all of them run at once
 SMALL, LARGE = 512, 4096  # words of a slot: with the number of their use beside each, and with a flag behind all
 MOST_SMALL = 1 << 18  # words of a part that goes in small chunks, so that it is at most two of each channel
 
@@ -35,84 +33,64 @@ class Mail:
 
 def inbox_bytes(size: int) -> int:
     """Of one rank of so many: small chunks, large ones, and their flags. Pure."""
-    return CHANNELS * SLOTS * size * (SMALL * 8 + LARGE * 4 + 4)
-
-
-@triton.jit
-def push(x_ptr, out_ptr, peer_ptr, channel, chunk, use, n, w, width, rank, off, SIZE: tl.constexpr,
-         CHUNK: tl.constexpr, SLOT: tl.constexpr, TAGGED: tl.constexpr, FLAGS: tl.constexpr):  # fmt: skip
-    """A chunk of this rank's part, to the result and to the inboxes of all peers."""
-    j = tl.arange(0, CHUNK)
-    at = chunk * CHUNK + j
-    inside = at < n
-    word = tl.load(x_ptr + at, mask=inside, other=0)
-    here = rank * w + at % w
-    tl.store(out_ptr + (at // w).to(tl.int64) * width + here, word, mask=inside & (here < width))
-    slot = (channel * 4 + (use & 3)) * SIZE + rank
-    for step in tl.static_range(1, SIZE):
-        inbox = tl.load(peer_ptr + (rank + step) % SIZE)
-        if TAGGED:
-            both = (word.to(tl.int64) & 0xFFFFFFFF) | (use.to(tl.int64) << 32)
-            tl.store(tl.multiple_of(inbox.to(tl.pointer_type(tl.int64)), 16) + slot * SLOT + j, both)
-        else:
-            large = tl.multiple_of((inbox + off).to(tl.pointer_type(tl.int32)), 16)
-            tl.store(large + slot * SLOT + j, word, mask=inside)
-            tl.debug_barrier()  # all words are written before the flag is
-            tl.atomic_xchg(large + FLAGS + slot, use, sem="release", scope="sys")
-
-
-@triton.jit
-def pull(out_ptr, peer_ptr, stop_ptr, channel, chunk, use, n, w, width, rank, off, SIZE: tl.constexpr,
-         CHUNK: tl.constexpr, SLOT: tl.constexpr, TAGGED: tl.constexpr, FLAGS: tl.constexpr):  # fmt: skip
-    """The same chunk of every peer's part, as soon as it is in this rank's inbox, to the result."""
-    j = tl.arange(0, CHUNK)
-    at = chunk * CHUNK + j
-    inside = at < n
-    to = (at // w).to(tl.int64) * width
-    own = tl.load(peer_ptr + rank)
-    for step in tl.static_range(1, SIZE):
-        peer = (rank + step) % SIZE
-        slot = (channel * 4 + (use & 3)) * SIZE + peer
-        if TAGGED:
-            source = tl.multiple_of(own.to(tl.pointer_type(tl.int64)), 16) + slot * SLOT + j
-            both = tl.load(source, volatile=True)
-            missing = tl.sum(((both >> 32).to(tl.int32) != use).to(tl.int32))
-            while (missing != 0) & (tl.load(stop_ptr, volatile=True) == 0):
-                both = tl.load(source, volatile=True)
-                missing = tl.sum(((both >> 32).to(tl.int32) != use).to(tl.int32))
-            word = both.to(tl.int32)
-        else:
-            large = tl.multiple_of((own + off).to(tl.pointer_type(tl.int32)), 16)
-            flag = large + FLAGS + slot
-            found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            while (found != use) & (tl.load(stop_ptr, volatile=True) == 0):
-                found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            tl.debug_barrier()
-            word = tl.load(large + slot * SLOT + j, mask=inside, other=0, volatile=True)
-        there = peer * w + at % w
-        tl.store(out_ptr + to + there, word, mask=inside & (there < width))
-    tl.debug_barrier()  # every thread has read the chunk before a later one tells the peer so
+    return CHANNELS * 2 * size * (SMALL * 8 + LARGE * 4 + 4)
 
 
 @triton.jit(do_not_specialize=["n", "rank", "off"])
 def gather_kernel(
     x_ptr, out_ptr, peer_ptr, used_ptr, stop_ptr, n, w, width, rank, off, SIZE: tl.constexpr, CHUNK: tl.constexpr,
-    SLOT: tl.constexpr, TAGGED: tl.constexpr, FLAGS: tl.constexpr, PDL: tl.constexpr,
+    SLOT: tl.constexpr, TAGGED: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """n words of rows of w; the whole rows have `width`. `off`: bytes from an inbox's begin to its large slots, FLAGS:
-    words from there to their flags. The next chunk is on its way while this one's are waited for."""
+    """n words of rows of w; the whole rows have `width`. `off`: bytes from an inbox's begin to its large slots."""
     begin(PDL)
     wait(PDL)
-    channel, programs = tl.program_id(0), tl.num_programs(0)
-    use, chunks = tl.load(used_ptr + channel) + 1, tl.cdiv(n, CHUNK)
-    push(x_ptr, out_ptr, peer_ptr, channel, channel, use, n, w, width, rank, off, SIZE, CHUNK, SLOT, TAGGED, FLAGS)
-    for chunk in range(channel, chunks, programs):
-        if chunk + programs < chunks:
-            push(x_ptr, out_ptr, peer_ptr, channel, chunk + programs, use + 1, n, w, width, rank, off, SIZE, CHUNK,
-                 SLOT, TAGGED, FLAGS)  # fmt: skip
-        pull(out_ptr, peer_ptr, stop_ptr, channel, chunk, use, n, w, width, rank, off, SIZE, CHUNK, SLOT, TAGGED, FLAGS)
+    channel = tl.program_id(0)
+    use = tl.load(used_ptr + channel)
+    j = tl.arange(0, CHUNK)
+    for chunk in range(channel, tl.cdiv(n, CHUNK), tl.num_programs(0)):
         use += 1
-    tl.store(used_ptr + channel, use - 1)
+        slot = (channel * 2 + (use & 1)) * SIZE
+        at = chunk * CHUNK + j
+        inside = at < n
+        word = tl.load(x_ptr + at, mask=inside, other=0)
+        to = (at // w).to(tl.int64) * width
+        column = at % w
+        here = rank * w + column
+        tl.store(out_ptr + to + here, word, mask=inside & (here < width))
+        for step in tl.static_range(1, SIZE):
+            inbox = tl.load(peer_ptr + (rank + step) % SIZE)
+            if TAGGED:
+                both = (word.to(tl.int64) & 0xFFFFFFFF) | (use.to(tl.int64) << 32)
+                tl.store(tl.multiple_of(inbox.to(tl.pointer_type(tl.int64)), 16) + (slot + rank) * SLOT + j, both)
+            else:
+                large = tl.multiple_of((inbox + off).to(tl.pointer_type(tl.int32)), 16)
+                tl.store(large + (slot + rank) * SLOT + j, word, mask=inside)
+                tl.debug_barrier()  # all words are written before the flag is
+                flag = large + CHANNELS * 2 * SIZE * SLOT + slot + rank
+                tl.atomic_xchg(flag, use, sem="release", scope="sys")
+        own = tl.load(peer_ptr + rank)
+        for step in tl.static_range(1, SIZE):
+            peer = (rank + step) % SIZE
+            if TAGGED:
+                source = tl.multiple_of(own.to(tl.pointer_type(tl.int64)), 16) + (slot + peer) * SLOT + j
+                both = tl.load(source, volatile=True)
+                missing = tl.sum(((both >> 32).to(tl.int32) != use).to(tl.int32))
+                while (missing != 0) & (tl.load(stop_ptr, volatile=True) == 0):
+                    both = tl.load(source, volatile=True)
+                    missing = tl.sum(((both >> 32).to(tl.int32) != use).to(tl.int32))
+                word = both.to(tl.int32)
+            else:
+                large = tl.multiple_of((own + off).to(tl.pointer_type(tl.int32)), 16)
+                flag = large + CHANNELS * 2 * SIZE * SLOT + slot + peer
+                found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+                while (found != use) & (tl.load(stop_ptr, volatile=True) == 0):
+                    found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+                tl.debug_barrier()
+                word = tl.load(large + (slot + peer) * SLOT + j, mask=inside, other=0, volatile=True)
+            there = peer * w + column
+            tl.store(out_ptr + to + there, word, mask=inside & (there < width))
+        tl.debug_barrier()  # every thread has read the chunk before the next one tells the peer so
+    tl.store(used_ptr + channel, use)
 
 
 def words(x: Tensor) -> Tensor:
@@ -136,8 +114,8 @@ def exchange(x_TN: Tensor, width: int, rank: int, peer_P: Tensor, used_C: Tensor
         grid = (min(triton.cdiv(n, chunk), CHANNELS),)
         launcher(gather_kernel, grid)(
             words(x_TN.contiguous()), words(out_TN), peer_P, used_C, stop, n, w, width // scale, rank,
-            CHANNELS * SLOTS * size * SMALL * 8, size, chunk, slot, tagged, CHANNELS * SLOTS * size * LARGE,
-            num_warps=4 if tagged else 8, num_stages=1, **dependent_launch(x_TN.device.index),
+            CHANNELS * 2 * size * SMALL * 8, size, chunk, slot, tagged, CHANNELS, num_warps=4 if tagged else 8,
+            num_stages=1, **dependent_launch(x_TN.device.index),
         )  # fmt: skip
     return out_TN
 

@@ -79,6 +79,7 @@ class Joined(NamedTuple):
     """What a rank may do with the group that it has joined."""
 
     least: Callable[[int], int]  # finds the least number of all ranks
+    swap: Callable[[Tensor], list[Tensor]]  # gives those of all ranks for one on the CPU; they are of one size
     release: Callable[[], None]  # from any thread: no exchange waits any more, and what it gives is void
 
 
@@ -110,14 +111,20 @@ def process_group(group: Group, store: str, device: str) -> Iterator[Joined]:
         made.allreduce([found], options).wait()
         return int(found)
 
+    def swap(own: Tensor) -> list[Tensor]:
+        flat = own.contiguous().view(-1).view(torch.uint8)
+        parts = torch.empty(group.size * flat.numel(), dtype=torch.uint8)
+        made._allgather_base(parts, flat).wait()
+        return [part.view(own.dtype).view(own.shape) for part in parts.chunk(group.size)]
+
     with ExitStack() as held:
         held.callback(distributed.distributed_c10d._unregister_process_group, group.name)
         held.callback(_abort, made)
         if group.mail is not None:
-            _open(group, group.mail, made, least, held)
+            _open(group, group.mail, least, swap, held)
         release = partial(_release, group, made, device)
         held.callback(release)
-        yield Joined(least, release)
+        yield Joined(least, swap, release)
 
 
 def _abort(made: Any) -> None:
@@ -142,28 +149,20 @@ def _release(group: Group, made: Any, device: str) -> None:
         _abort(made)
 
 
-def _open(group: Group, mail: Mail, made: Any, least: Callable[[int], int], held: ExitStack) -> None:
+def _open(
+    group: Group, mail: Mail, least: Callable[[int], int], swap: Callable[[Tensor], list[Tensor]], held: ExitStack
+) -> None:  # fmt: skip
     """Opens the mail, if every rank can."""
 
-    def swap(own: bytes) -> list[bytes]:
-        all_H = torch.empty(group.size * len(own), dtype=torch.uint8)
-        made._allgather_base(all_H, torch.frombuffer(bytearray(own), dtype=torch.uint8)).wait()
-        return [bytes(part.numpy()) for part in all_H.chunk(group.size)]
+    def handles(own: bytes) -> list[bytes]:
+        return [bytes(part.numpy()) for part in swap(torch.frombuffer(bytearray(own), dtype=torch.uint8))]
 
     addresses: list[int] = []
     with suppress(OSError):
-        addresses = held.enter_context(inboxes(inbox_bytes(group.size), group.rank, swap))
+        addresses = held.enter_context(inboxes(inbox_bytes(group.size), group.rank, handles))
     if least(bool(addresses)):
         mail.peer_P.copy_(torch.tensor(addresses))
         mail.open = True
-
-
-def checksum(step: StepInput) -> int:
-    """Of what the forward pass computes from. Pure."""
-    digest = 0
-    for name in ("token_T", "slot_T", "q_start_B", "kv_len_R", "logit_index_R"):
-        digest = zlib.crc32(step.arrays[name].tobytes(), digest)
-    return digest
 
 
 def ranked_rows(group: Group) -> SampleFn:
@@ -182,3 +181,11 @@ def ranked_rows(group: Group) -> SampleFn:
         return sampled._replace(token_R=share(sampled.token_R, group))
 
     return run
+
+
+def checksum(step: StepInput) -> int:
+    """Of what the forward pass computes from. Pure."""
+    digest = 0
+    for name in ("token_T", "slot_T", "q_start_B", "kv_len_R", "logit_index_R"):
+        digest = zlib.crc32(step.arrays[name].tobytes(), digest)
+    return digest

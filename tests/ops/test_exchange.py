@@ -23,9 +23,8 @@ inboxes = [torch.frombuffer(each, dtype=torch.uint8) for each in maps]
 mail = Mail(size, "cpu")
 mail.peer_P.copy_(torch.tensor([inbox.data_ptr() for inbox in inboxes]))
 generator = torch.Generator().manual_seed(3)
-SHAPES = [(1, 16, 0, torch.bfloat16), (3, 10, 4, torch.bfloat16), (5, 12, 0, torch.float32), (9, 16, 3, torch.float32),
-          (40, 16, 0, torch.float32), (1, 3, 3, torch.int32), (0, 4, 0, torch.bfloat16)]
-for tokens, columns, cut, dtype in SHAPES * 2:
+for tokens, columns, cut, dtype in [(1, 16, 0, torch.bfloat16), (3, 10, 4, torch.bfloat16), (5, 12, 0, torch.float32),
+                                    (9, 16, 3, torch.float32), (1, 3, 3, torch.int32), (0, 4, 0, torch.bfloat16)] * 2:
     whole = torch.randn(tokens, columns * size, generator=generator).mul(100).to(dtype)
     own = whole[:, rank * columns : (rank + 1) * columns].contiguous()
     for _ in range(3):
@@ -45,7 +44,7 @@ def test_ranks_gather_one_anothers_columns(tmp_path: Path) -> None:
     size = 3
     paths = [tmp_path / f"inbox{rank}" for rank in range(size)]
     for path in paths:
-        path.write_bytes(bytes(2 * 4 * size * (16 * 8 + 32 * 4 + 4)))
+        path.write_bytes(bytes(2 * 2 * size * (16 * 8 + 32 * 4 + 4)))
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(size), *map(str, paths)], env=env, text=True,

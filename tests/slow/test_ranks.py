@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fengine import Engine
 from fengine.engine import child, ranks
-from fengine.errors import ConfigError, EngineDeadError, UnsupportedFeatureError
+from fengine.errors import ConfigError, EngineDeadError, MemoryReleasedError, UnsupportedFeatureError
 from fengine.worker import process_group
 
 SAMPLED = {"temperature": 0.9, "max_new_tokens": 12}
@@ -139,10 +140,34 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
         Engine(model_path="box", tp_size=2, enable_lora=True)
 
 
-def test_what_is_not_built_over_ranks_is_refused_and_the_engine_lives(engine: Engine) -> None:
-    with pytest.raises(UnsupportedFeatureError, match="tp_size=2"):
-        engine.release_memory_occupation()
-    assert engine.generate("What is 2+3?", {"max_new_tokens": 4})["text"]
+def changed(engine: Engine) -> list[Any]:
+    """What weights that are read, updated, released and read again from disk make of outputs."""
+    names = ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"]
+    told = [engine.get_weights_by_name(name, 4096) for name in (*names, "lm_head.weight", "nothing")]
+    found = [told]
+    running: Any = engine.generate(PROMPTS[0], PARAMS[0] | {"max_new_tokens": 64, "ignore_eos": True}, stream=True)
+    next(iter(running))
+    tensors = [(name, torch.tensor(values).flip(0)) for name, values in zip(names, told, strict=False)]
+    assert engine.update_weights_from_tensor(tensors, weight_version="flipped").success
+    for _ in running:
+        pass
+    found.append(engine.generate(PROMPTS, PARAMS[0]))
+    found.append([engine.get_weights_by_name(name, 4096) for name in names])
+    assert not engine.update_weights_from_tensor([(names[0], torch.zeros(3))]).success
+    assert engine.update_weights_from_disk("box", weight_version="again").success
+    for tags in (["kv_cache"], ["weights"], None):
+        engine.release_memory_occupation(tags)
+        with pytest.raises(MemoryReleasedError):
+            engine.generate("a")
+        engine.resume_memory_occupation()
+        found.append(engine.generate(PROMPTS, PARAMS[0]))
+    return [[(out["text"], out["meta_info"]["weight_version"]) for out in each] if isinstance(each[0], dict) else each
+            for each in found]  # fmt: skip
+
+
+def test_weights_and_memory_are_those_of_one() -> None:
+    with Engine(**SETTINGS) as one, Engine(**SETTINGS, tp_size=2) as two:
+        assert changed(one) == changed(two)
 
 
 def test_settings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

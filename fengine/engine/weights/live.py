@@ -7,7 +7,7 @@ queue and are computed again from their tokens, so they go on as the new weights
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,27 @@ from fengine.errors import InvalidRequestError, MemoryReleasedError, Unsupported
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD
+from fengine.ops.columns import Group
+
+
+class RankCommands(Protocol):
+    """What weights and memory need where several processes hold the model: each does the same, in the same order."""
+
+    @property
+    def group(self) -> Group: ...
+
+    def tell(self, name: str, **arguments: Any) -> None:
+        """Has the other ranks execute a command of this name."""
+        ...
+
+    def update(self, tensors: dict[str, Tensor], origin: Origin | None, version: str | None) -> None:
+        """Has the other ranks write checked tensors."""
+        ...
+
+    def swap(self, part: Tensor) -> list[Tensor]:
+        """The parts of all ranks, of one size, on the CPU."""
+        ...
+
 
 LOST = "the weights are incomplete"  # the key of a refusal
 
@@ -27,16 +48,19 @@ LOST = "the weights are incomplete"  # the key of a refusal
 class LiveWeights:
     """Modifies, in the loop's thread: the parameters' storage; itself."""
 
-    def __init__(self, params: Params, spec: ModelSpec, core: EngineCore, model_dir: Path, from_disk: bool) -> None:
-        """`from_disk`: the parameters are those of the checkpoint in `model_dir`."""
-        self.params, self.spec, self.core = params, spec, core
+    def __init__(
+        self, params: Params, spec: ModelSpec, core: EngineCore, model_dir: Path, from_disk: bool,
+        ranks: RankCommands | None = None,
+    ) -> None:  # fmt: skip
+        """`from_disk`: the parameters are those of the checkpoint in `model_dir`. `ranks`: they are a rank's part."""
+        self.params, self.spec, self.core, self.ranks = params, spec, core, ranks
         self.origin = Origin.of(model_dir) if from_disk else None  # where the live weights can be read again
         weights = models.lookup(spec.architecture).weights(spec)
-        self.places: dict[str, Place] = places_of(params, weights)
+        self.places: dict[str, Place] = places_of(params, weights, None if ranks is None else ranks.group)
         self.few_bits = few_bits_of(params, weights)  # of matrices that are in no place
         self._fused = fused_names(weights)
         self.missing: set[str] = set()  # tensors whose values were lost
-        core.handlers |= {"update_weights": self._update, "read_weights": self._read}
+        core.handlers |= {"update_weights": self.update, "read_weights": self._read}
         self._told = read_spec(model_dir) if weights and (model_dir / "config.json").exists() else spec
 
     def close(self) -> None:
@@ -93,11 +117,13 @@ class LiveWeights:
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
 
-    def _update(self, attached: tuple[list[Change], Origin | None], names: Sequence[str], version: str | None) -> int:
+    def update(self, attached: tuple[list[Change], Origin | None], names: Sequence[str], version: str | None) -> int:
         """Errors: MemoryReleasedError."""
         changes, origin = attached
         if (reason := self.core.refusal("weights")) is not None:
             raise MemoryReleasedError(reason)
+        if self.ranks is not None:
+            self.ranks.update({change.name: change.tensor for change in changes}, origin, version)
         retracted = self.core.stepper.forget_weights()
         self.write(changes)
         if changes:
@@ -144,7 +170,14 @@ class LiveWeights:
         reason = self.core.refusal("weights") or (self.core.refusal(LOST) if tensor in self.missing else None)
         if reason is not None:
             raise MemoryReleasedError(reason)
-        return self.places[tensor].read(rows)
+        place = self.places[tensor]
+        if place.cut is None or self.ranks is None:
+            return place.read(rows)
+        self.ranks.tell("read_weights", tensor=tensor, rows=None)
+        part, plain = place.held.read(), place.source.plain
+        missing = place.cut.count(0) - len(part)
+        parts = self.ranks.swap(torch.cat((part, part.new_zeros(missing, *part.shape[1:]))))
+        return place.source.theirs(place.cut.joined(parts, plain.shape))[:rows]
 
     def nbytes(self) -> int:
         """Bytes that the parameters take. Pure."""

@@ -6,16 +6,17 @@ Reads and writes go through views of the leaf's storage, so nothing is allocated
 compiled code and captured graphs remain valid.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
 from fengine.models.kv_state import Params
 from fengine.models.sources import Source
 from fengine.models.weights import Weight
-from fengine.ops.columns import Columns
+from fengine.ops.columns import Columns, Group
 from fengine.ops.linear import LANES, Dense
 from fengine.ops.lora import Adapted
 from fengine.ops.quantized import Quantized
@@ -24,13 +25,48 @@ from fengine.ops.w8a8 import W8A8
 FUSED = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}  # SGLang's name of a leaf, from that of its first part
 
 
+class Cut(NamedTuple):
+    """How a tensor, in our order, lies in the ranks of a group: the rows of each, one after the other."""
+
+    rows: tuple[tuple[slice, ...], ...]
+    rank: int  # this one
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """What this rank has of it. Pure."""
+        return torch.cat([tensor[rows] for rows in self.rows[self.rank]])
+
+    def count(self, rank: int) -> int:
+        """The rows of a rank; rank 0 has most. Pure."""
+        return sum(rows.stop - rows.start for rows in self.rows[rank])
+
+    def joined(self, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """The tensor of all ranks' parts. Pure."""
+        whole = parts[0].new_empty(shape)
+        for part, own in zip(parts, self.rows, strict=True):
+            at = 0
+            for rows in own:
+                whole[rows] = part[at : at + rows.stop - rows.start]
+                at += rows.stop - rows.start
+        return whole
+
+
 class Place(NamedTuple):
-    """Rows [start, start + rows) of `leaf`, where a tensor of the checkpoint lies. `lanes`: in blocks of LANES rows."""
+    """Rows [start, start + rows) of `leaf`, where a tensor of the checkpoint lies. `lanes`: in blocks of LANES rows.
+    `cut`: only a rank's rows of it do."""
 
     leaf: Tensor
     start: int
     source: Source
     lanes: bool = False
+    cut: Cut | None = None
+
+    @property
+    def held(self) -> "Place":
+        """The place of what is here of it, in our order."""
+        plain = self.source.plain
+        if self.cut is not None:
+            plain = Source(plain.name, (self.cut.count(self.cut.rank), *plain.shape[1:]))
+        return self._replace(source=plain, cut=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,14 +99,15 @@ class Place(NamedTuple):
 
     def write(self, tensor: Tensor) -> None:
         """Copies a tensor of the place's shape and dtype, on any device. Modifies: the leaf's storage."""
-        tensor, plain = self.source.ours(tensor), self._replace(source=self.source.plain)
+        tensor, held = self.source.ours(tensor), self.held
+        tensor = tensor if self.cut is None else self.cut.own(tensor)
         tensor = tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
-        for first, view in plain.views:
-            rows = view.numel() // (view.shape[-1] if len(self.shape) > 1 else 1)
+        for first, view in held.views:
+            rows = view.numel() // (view.shape[-1] if len(held.shape) > 1 else 1)
             view.copy_(tensor[first : first + rows].reshape(view.shape))
 
     def read(self, rows: int | None = None) -> Tensor:
-        """The first `rows` rows (default: all) as a new tensor on the CPU. Pure."""
+        """The first `rows` rows (default: all) of what is here, as a new tensor on the CPU. Pure."""
         if self.source.order is not None:
             return self.source.theirs(self._replace(source=self.source.plain).read())[:rows]
         shape = (self.shape[0] if rows is None else min(rows, self.shape[0]), *self.shape[1:])
@@ -99,12 +136,13 @@ def few_bits_of(params: Params, weights: list[Weight]) -> list[Tensor]:
 
 
 def leaf_of(params: Params, weight: Weight) -> Tensor | None:
-    """The tensor that holds a weight; None if the model does without it, has a part of it, or has it in few bits."""
-    leaf = found_at(params, weight)
-    return None if isinstance(leaf, (Columns, Quantized, W8A8)) else leaf.packed if isinstance(leaf, Dense) else leaf
+    """The tensor that holds a weight, or a rank's part; None if the model does without it, or has it in few bits."""
+    leaf: Any = found_at(params, weight)
+    leaf = leaf.leaf if isinstance(leaf, Columns) else leaf
+    return None if isinstance(leaf, (Quantized, W8A8)) else leaf.packed if isinstance(leaf, Dense) else leaf
 
 
-def places_of(params: Params, weights: list[Weight]) -> dict[str, Place]:
+def places_of(params: Params, weights: list[Weight], group: Group | None = None) -> dict[str, Place]:
     """Every tensor of the checkpoint by its Hugging Face name, in the order of the forward pass. Pure."""
     found = {}
     for weight in weights:
@@ -112,10 +150,14 @@ def places_of(params: Params, weights: list[Weight]) -> dict[str, Place]:
         if leaf is None:
             continue
         lanes = weight.matrix and leaf.device.type == "cpu"
-        for source in weight.sources:
+        for index, source in enumerate(weight.sources):
+            cut = None
+            if group is not None and weight.shard:
+                rows = (tuple(weight.rows(rank, group.size)[index]) for rank in range(group.size))
+                cut = Cut(tuple(rows), group.rank)
             at, first = divmod(start, weight.shape[1]) if weight.stack else (0, start)
-            found[source.name] = Place(leaf[at] if weight.stack else leaf, first, source, lanes)
-            start += source.shape[0]
+            found[source.name] = Place(leaf[at] if weight.stack else leaf, first, source, lanes, cut)
+            start += found[source.name].held.shape[0]
     return found
 
 
