@@ -148,7 +148,9 @@ class World:
         batch: Any = SimpleNamespace(stage=lambda output: output, release=self.device.release)
         runner: Any = SimpleNamespace(params={}, launch=self._execute)
         self.core = EngineCore(self.scheduler, batch, runner, self._kv(), overlap=s.overlap, system=self.machine.system)
-        weights: Any = SimpleNamespace(places={}, origin=None, lose=lambda names: None, tensors=list, few_bits=False)
+        weights: Any = SimpleNamespace(
+            places={}, origin=None, lose=lambda names: None, tensors=list, few_bits=False, ranks=None
+        )
         self.memory = Memory(self.core, runner, weights, self._kv, s.page_size)
         self.core.handlers["update_weights"] = self._update_weights
         self.sessions = Sessions(self.core.abort, self.machine.system)
