@@ -42,7 +42,13 @@ from fengine.worker.process_group import device_of_rank
 
 BLOCK = 64  # tokens by which prompts are compared
 SLACK = 4  # open requests, and a quarter of those of the least busy replica, that a known prompt may cost
-KEPT = ("label_weights", "keep_weights", "update_from_disk", "use_whitespace")  # what a restarted replica is told again
+KEPT = (
+    "pause",
+    "label_weights",
+    "keep_weights",
+    "update_from_disk",
+    "use_whitespace",
+)  # what a restarted replica is told again
 METHODS = {  # of parts of an engine, asked of every replica
     "weights": ("read", "nbytes"),
     "updates": ("update_from_disk", "begin", "end"),
@@ -243,6 +249,8 @@ class Replicas:
         """Asks every replica; answers are joined. Errors: what the first raises that does; UnsupportedFeatureError."""
         if attached is not None:
             raise UnsupportedFeatureError(f"{name} with parallel.dp_size={self.size} is not built; use dp_size=1")
+        if name == "resume":
+            self._kept.pop("pause", None)
         if name == "flush_cache":
             for each in self.replicas:
                 each.known.clear()
@@ -376,5 +384,5 @@ def open_replicas(config: EngineConfig, loaded: Loaded, started: float) -> Parts
         pool_tokens=min(each["pool_tokens"] for each in facts), eos_ids=loaded.eos_ids, core=cast(Any, core),
         model_dir=loaded.model_dir, start_seconds=time.perf_counter() - started,
         compile_seconds=max(each["compile_seconds"] for each in facts), compiles_at_start=0, **remote,
-        kv_dtype=getattr(torch, facts[0]["kv_dtype"]), pooling=loaded.pooling,
+        kv_dtype=getattr(torch, facts[0]["kv_dtype"]), kv_bytes=facts[0]["kv_bytes"], pooling=loaded.pooling,
     )  # fmt: skip

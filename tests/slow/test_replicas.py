@@ -90,14 +90,13 @@ def test_what_is_asked_of_all(two: Engine) -> None:
     assert two.flush_cache().success
     two.pause_generation("in_place")
     collector: Any = two.generate("a", {"max_new_tokens": 2}, stream=True)
-    two.continue_generation()
-    assert list(collector)[-1]["meta_info"]["finish_reason"]["type"] == "length"
-    stream = two.generate("a", {"max_new_tokens": 400, "ignore_eos": True}, rid="x", stream=True)
-    next(iter(stream))
+    stream = two.generate("a", {"max_new_tokens": 400}, rid="x", stream=True)
     with pytest.raises(InvalidRequestError, match="'x' is in use"):
         two.generate("b", rid="x")
     two.abort("x")
     assert list(stream)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    two.continue_generation()
+    assert list(collector)[-1]["meta_info"]["finish_reason"]["type"] == "length"
     assert two.update_weights_from_disk("box", weight_version="second").success
     assert two.generate("a", {"max_new_tokens": 2})["meta_info"]["weight_version"] == "second"
     assert not two.update_weights_from_disk("/nowhere").success
@@ -120,29 +119,23 @@ def test_errors_are_those_of_one(one: Engine, two: Engine) -> None:
 
 
 def killed(engine: Engine) -> list[Any]:
-    """The outcomes of calls to both replicas, of which replica 1 dies meanwhile."""
-    streams = [
-        engine.generate("One two", {"max_new_tokens": 400, "ignore_eos": True}, routed_dp_rank=rank, stream=True)
-        for rank in range(2)
-    ]
-    for stream in streams:
-        next(iter(stream))
+    """The outcomes of calls to both replicas, of which replica 1 dies before their first step."""
+    engine.pause_generation("in_place")
+    params: Any = {"max_new_tokens": 40, "ignore_eos": True}
+    streams = [engine.generate("One two", params, routed_dp_rank=rank, stream=True) for rank in range(2)]
     child = replicas(engine)[1].child
     assert child is not None
     child.process.kill()
-    found: list[Any] = []
-    for stream in streams:
-        try:
-            found.append(list(stream)[-1]["meta_info"]["completion_tokens"])
-        except EngineDeadError as error:
-            found.append(str(error))
-    return found
+    with pytest.raises(EngineDeadError) as error:
+        list(streams[1])
+    engine.continue_generation()
+    return [list(streams[0])[-1]["meta_info"]["completion_tokens"], str(error.value)]
 
 
 def test_a_death_fails_its_requests_by_name_and_the_others_go_on() -> None:
     engine = Engine(**SETTINGS, dp_size=2)
     first, second = killed(engine)
-    assert first == 400 and "replica 1 of 2 was ended by SIGKILL; its requests have ended" in second
+    assert first == 40 and "replica 1 of 2 was ended by SIGKILL; its requests have ended" in second
     assert len(engine.generate(PROMPTS, PARAMS[0])) == len(PROMPTS)
     with pytest.raises(EngineDeadError, match="replica 1 of 2 has ended"):
         engine.generate("a", routed_dp_rank=1)
@@ -169,8 +162,8 @@ def test_one_that_is_started_again_computes_the_same() -> None:
 
 def test_an_end_ends_what_is_open() -> None:
     engine = Engine(**SETTINGS, dp_size=2)
-    stream = engine.generate("One two", {"max_new_tokens": 400, "ignore_eos": True}, stream=True)
-    next(iter(stream))
+    engine.pause_generation("in_place")
+    stream = engine.generate("One two", {"max_new_tokens": 4}, stream=True)
     threading.Thread(target=engine.shutdown).start()
     with pytest.raises(EngineClosedError):
         list(stream)
