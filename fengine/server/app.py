@@ -46,7 +46,7 @@ def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
         for path in one.paths:
             app.add_route(path, handler, methods=["GET" if one.fields is None else "POST"])
     for path, handler, access in _pages(service):
-        app.add_route(path, handler, methods=["GET"])
+        app.add_route(path, handler, methods=["GET", "POST"] if path == "/ping" else ["GET"])
         paths[path] = access
     for kind in (ApiError, HTTPException, ClientDisconnect, ClientGone, Exception):
         app.add_exception_handler(kind, _refuse)

@@ -144,7 +144,9 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate` beside prompt and sampling, of a body that was taken. Pure."""
+    """Arguments of `generate` beside prompt and sampling, of a body that was taken. Pure. Errors: ApiError."""
     found = {name: given[name] for name in CALL if given[name] is not None}
+    if found.get("cache_salt") == "":
+        raise invalid("cache_salt", "cache_salt must be a string that is not empty; leave it out for none.")
     alias = found.pop("request_id", None)
     return found if alias is None else {"rid": alias, **found}

@@ -98,6 +98,8 @@ class OpenAIRequest:
 
 def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     """A body of /v1/completions. Pure. Errors: ApiError."""
+    if body.get("prompt") is None and body.get("prompt_embeds") == []:
+        raise invalid("prompt", "Either prompt or prompt_embeds must be provided and non-empty.")
     given = fields.take(body, OF_COMPLETIONS, REFUSED_COMPLETIONS)
     common = _common(given, max_samples)
     if given["best_of"] not in (None, common["samples"]) or isinstance(given["best_of"], bool):

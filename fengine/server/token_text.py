@@ -47,7 +47,7 @@ class TokenNames:
         """Of chats: with its bytes."""
         data = token_bytes(self.tokenizer, token)
         name = self.shown(token) if self.as_ids else data.decode("utf-8", "replace")
-        return {"token": name, "bytes": list(data), "logprob": finite(logprob)}
+        return {"token": name, "bytes": list(data), "logprob": finite(logprob), "token_id": token}
 
 
 def prompt_logprobs(names: TokenNames, output: Output, most: int) -> list[dict[str, Any] | None]:

@@ -83,7 +83,8 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], values: dict[str, An
     size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
     if size > tokenizer.max_chars:
         raise ContextLengthError(
-            f"the chat's contents have {size} characters, more than the limit of {tokenizer.max_chars}; shorten them."
+            f"the chat's contents have {size} characters, more than the limit of {tokenizer.max_chars}, "
+            "and so are longer than the model's context length; shorten them."
         )
     template = _template(tokenizer, "tool_use" if values.get("tools") is not None else "default")
     text = template.render(
