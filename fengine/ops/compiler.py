@@ -1,5 +1,8 @@
 """Builds the C kernels at first use and keeps them in a directory that only the user can write.
 
+A wheel brings them built for some kinds of CPU (`prebuild`), for machines without a compiler; the bits are the same,
+whatever instructions they are made of. With $CC set they are compiled for this very CPU all the same.
+
 A built library is a file `<name>-<key>-<digest>.so`: `key` covers sources, flags, compiler version and CPU; `digest` is
 the SHA-256 of the file itself, so a truncated or altered file is found before it is loaded, and is built again. Files
 appear by one atomic rename: any number of processes may build at once.
@@ -22,6 +25,15 @@ from fengine.errors import CacheSecurityError, ConfigError
 # No -ffast-math: every sum has a fixed order. No contraction: the sources ask for FMA by name.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-w")
 COMPILE_SECONDS = 120
+SOURCES = sorted(Path(__file__).parent.glob("cpu_*.c"))
+HEADERS = sorted(Path(__file__).parent.glob("cpu_*.h"))
+PREBUILT = Path(__file__).parent / "prebuilt"
+# Kinds of CPU that wheels have kernels for, the best first: the flags of /proc/cpuinfo that it needs, the compiler's.
+LEVELS = {
+    "x86-64-v4": ("avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma bmi1 bmi2 f16c movbe", "-march=x86-64-v4"),
+    "x86-64-v3": ("avx2 fma bmi1 bmi2 f16c movbe", "-march=x86-64-v3"),
+    "arm64": ("asimd", "-march=armv8-a"),
+}
 
 
 def private_cache_dir() -> Path:
@@ -83,7 +95,13 @@ def build(name: str, sources: list[Path], headers: list[Path]) -> Path:
 
 
 def load(name: str, sources: list[Path], headers: list[Path], loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
-    """Builds and loads. Errors: those of `build`; ConfigError if the system refuses to load the library."""
+    """What the wheel brought, or what is built, loaded. Errors: those of `build`; ConfigError if the system refuses to
+    load the library."""
+    for path in () if os.environ.get("CC") else prebuilt(name, sources, headers):
+        try:
+            return loader(str(path))
+        except OSError:  # of another C library, say: then it is compiled here
+            continue
     path = build(name, sources, headers)
     try:
         return loader(str(path))
@@ -94,12 +112,40 @@ def load(name: str, sources: list[Path], headers: list[Path], loader: type[ctype
         ) from error
 
 
-def _compile(compiler: list[str], sources: list[Path], output: Path) -> None:
-    """Compiles the sources side by side, then links them."""
+def prebuilt(name: str, sources: list[Path], headers: list[Path]) -> list[Path]:
+    """The libraries of these very sources that a wheel brought for this kind of CPU, the best first."""
+    digest, flags = _sources_digest([*sources, *headers]), set(_cpu().split())
+    paths = [
+        PREBUILT / f"{name}-{level}-{digest}.so" for level, (need, _) in LEVELS.items() if flags >= {*need.split()}
+    ]
+    return [path for path in paths if path.is_file()]
+
+
+def prebuild(name: str, sources: list[Path], headers: list[Path], folder: Path) -> list[Path]:
+    """Builds for every kind of CPU of this machine's architecture, into `folder`. Errors: as `build`."""
+    compiler, arm, found = find_compiler(), platform.machine() in ("arm64", "aarch64"), []
+    folder.mkdir(parents=True, exist_ok=True)
+    for level, (_, march) in LEVELS.items():
+        if level.startswith("arm") == arm:
+            path = folder / f"{name}-{level}-{_sources_digest([*sources, *headers])}.so"
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                _compile(compiler, sources, Path(work) / "library.so", march)
+                (Path(work) / "library.so").replace(path)
+            found.append(path)
+    return found
+
+
+def _sources_digest(files: list[Path]) -> str:
+    whole = "\0".join(FLAGS).encode() + b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256(whole).hexdigest()[:16]
+
+
+def _compile(compiler: list[str], sources: list[Path], output: Path, march: str | None = None) -> None:
+    """Compiles the sources side by side, then links them. `march` None: for this very CPU."""
     arm = platform.machine() in ("arm64", "aarch64")
     undefined = ("-Wl,-undefined,dynamic_lookup",) if platform.system() == "Darwin" else ()
     objects = [output.with_name(source.stem + ".o") for source in sources]
-    native = "-mcpu=native" if arm else "-march=native"
+    native = march or ("-mcpu=native" if arm else "-march=native")
     commands = [
         [*compiler, *FLAGS, native, "-c", str(source), "-o", str(target)]
         for source, target in zip(sources, objects, strict=True)

@@ -17,11 +17,6 @@ from torch import Tensor
 from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
 from fengine.ops import compiler
 
-FOLDER = Path(__file__).parent
-SOURCES = [
-    FOLDER / f"cpu_{name}.c" for name in ("kernels", "attention", "draw", "lora", "experts", "quantized", "w8a8")
-]
-HEADERS = [FOLDER / f"cpu_{name}.h" for name in ("vector", "products", "fp8")]
 KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SHORT = 1 << 19
 """Work (multiply-adds or elements) below which a call stays in the calling thread and keeps the GIL: some 10 µs."""
@@ -83,7 +78,7 @@ def kernels() -> tuple[Any, Any]:
     runtime = openmp_runtime()
     if runtime:
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # our GOMP_parallel resolves to torch's
-    keeping = compiler.load("cpu", SOURCES, HEADERS, ctypes.PyDLL)
+    keeping = compiler.load("cpu", compiler.SOURCES, compiler.HEADERS, ctypes.PyDLL)
     releasing = ctypes.CDLL(keeping._name)
     for library in (keeping, releasing):
         for name, types in SIGNATURES.items():

@@ -110,3 +110,45 @@ def test_a_cc_that_is_no_command_is_a_configuration_error(monkeypatch: pytest.Mo
     monkeypatch.setenv("CC", "'gcc")
     with pytest.raises(ConfigError, match="CC=.*is not a command"):
         compiler.find_compiler()
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, small_source: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The libraries of a wheel, on a machine that has no compiler and, at first, a CPU of every kind."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compiler, "PREBUILT", tmp_path / "wheel")
+    paths = compiler.prebuild("small", [small_source], [], tmp_path / "wheel")
+    monkeypatch.setattr(compiler, "_cpu", lambda: " ".join(flags for flags, _ in compiler.LEVELS.values()))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return paths
+
+
+def test_a_wheel_needs_no_compiler(wheel: list[Path], small_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wheel and compiler.prebuilt("small", [small_source], []) == wheel
+    assert compiler.load("small", [small_source], []).answer() == 42
+    monkeypatch.setattr(compiler, "_cpu", lambda: "fpu sse2")  # too old a CPU
+    with pytest.raises(ConfigError, match="needs a C compiler"):
+        compiler.load("small", [small_source], [])
+
+
+def test_what_a_wheel_brought_is_of_its_very_sources(wheel: list[Path], small_source: Path) -> None:
+    small_source.write_text(small_source.read_text().replace("42", "43"))
+    with pytest.raises(ConfigError, match="needs a C compiler"):
+        compiler.load("small", [small_source], [])
+
+
+def test_a_library_that_cannot_be_loaded_is_compiled_instead(
+    wheel: list[Path], small_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in wheel:
+        path.write_bytes(b"\x7fELF of another system")
+    monkeypatch.undo()
+    monkeypatch.setattr(compiler, "PREBUILT", wheel[0].parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small_source.parent))
+    assert compiler.load("small", [small_source], []).answer() == 42
+    assert wheel[0].read_bytes().startswith(b"\x7fELF of"), "what was installed is left alone"
+
+
+def test_the_sources_are_those_of_the_package() -> None:
+    assert [path.name for path in compiler.SOURCES] and all(path.parent.name == "ops" for path in compiler.SOURCES)
+    assert {path.suffix for path in compiler.HEADERS} == {".h"}

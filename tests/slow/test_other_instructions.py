@@ -49,7 +49,7 @@ def test_other_instructions_give_the_same_bits(flags: tuple[str, ...], monkeypat
 
     want = results()
     monkeypatch.setattr(compiler, "_compile", with_flags(flags))
-    library = compiler.load(f"test{len(flags)}{flags[0][4:]}", cpu_library.SOURCES, cpu_library.HEADERS, ctypes.PyDLL)
+    library = compiler.load(f"test{len(flags)}{flags[0][4:]}", compiler.SOURCES, compiler.HEADERS, ctypes.PyDLL)
     for name, types in cpu_library.SIGNATURES.items():
         getattr(library, name).argtypes = types
     monkeypatch.setattr(cpu_library, "kernels", lambda: (library, library))
