@@ -90,20 +90,24 @@ class SimulatedDevice:
                 raise InvariantError(f"adapter slot {slot} is written while a row reads it")
             self.adapters[slot] = number
         for new in out.new_rows:
-            if new.row in self.rows:
-                raise InvariantError(f"row slot {new.row} is given to {new.rid!r} while another request has it")
-            request = self.request_of(new.rid)
-            known = [] if new.params.bare else request.token_ids
-            if new.token_ids != known or new.prompt_len != request.prompt_len:
-                raise InvariantError(f"the tokens of {new.rid!r} are not told when it is admitted")
-            self.rows[new.row] = _Row(new, request, self.weights, [[] for _ in self.groups])
-            self.drawn.pop(new.row, None)
+            self._enter(new)
         for slot, first, *both in out.new_pages:
             row = self.rows[slot]
             for table, pages in zip(row.tables, both, strict=False):
                 if not pages or first > len(table) or slot not in out.rows or len(pages) != len(both[0]):
                     raise InvariantError(f"pages {pages} from {first} on are new for {row.new.rid!r}")
                 table[first:] = pages
+
+    def _enter(self, new: NewRow) -> None:
+        """A request has got a row slot."""
+        if new.row in self.rows:
+            raise InvariantError(f"row slot {new.row} is given to {new.rid!r} while another request has it")
+        request = self.request_of(new.rid)
+        known = [] if new.params.bare else request.token_ids
+        if new.token_ids != known or new.prompt_len != request.prompt_len:
+            raise InvariantError(f"the tokens of {new.rid!r} are not told when it is admitted")
+        self.rows[new.row] = _Row(new, request, self.weights, [[] for _ in self.groups])
+        self.drawn.pop(new.row, None)
 
     def _feed(self, out: SchedulerOutput, rows: list[_Row], drafts: dict[int, int]) -> None:
         """Each row's tokens up to the end of its chunk, drafts included, and their hashes."""

@@ -20,25 +20,35 @@ def record(
     `out.logprobs` where a pooled row turns out not to be finite: it becomes NaN, as for a row that draws.
     """
     found = [_open(states, request) for request in requests]
-    for row in [row for row in out.errors if row >= len(requests)]:  # it draws behind a guess: that one is not kept
-        out.tokens[row] = -1
-        del out.errors[row]
-    for row, error in out.errors.items():
-        if (state := found[row]) is not None:
-            state.fault = error
+    _add_faults(found, out)
     for spans, scores in out.prompts:
         for span in spans:
             if (state := found[span.row]) is not None:
                 _add_prompt(state, span, scores)
     if out.outputs is not None:
-        drawn = [sample and x == x for sample, x in zip(step.samples, out.logprobs, strict=False)]
-        rows = [(row, row) for row, draws in enumerate(drawn) if draws] + _drawn_behind(step, out)
+        rows = _drawn(step, out) + _drawn_behind(step, out)
         _add_outputs([(at, state) for at, row in rows if (state := found[row]) is not None], out.outputs)
     _add_hidden_states(found, out)
     for row in out.pooled:
         if (state := found[row]) is not None:
             _finish_pool(state, head)
     return {requests[row].rid: str(error) for row, error in out.errors.items()}
+
+
+def _add_faults(found: Sequence[RequestState | None], out: StepOutput) -> None:
+    """Modifies: the states; of `out` draws behind a guess, which is not kept."""
+    for row in [row for row in out.errors if row >= len(found)]:
+        out.tokens[row] = -1
+        del out.errors[row]
+    for row, error in out.errors.items():
+        if (state := found[row]) is not None:
+            state.fault = error
+
+
+def _drawn(step: SchedulerOutput, out: StepOutput) -> list[tuple[int, int]]:
+    """Draws that count, and their rows: each row's own. Pure."""
+    drawn = [sample and x == x for sample, x in zip(step.samples, out.logprobs, strict=False)]
+    return [(row, row) for row, draws in enumerate(drawn) if draws]
 
 
 def _open(states: Mapping[str, RequestState], request: Request) -> RequestState | None:

@@ -249,7 +249,7 @@ class CudaRunner:
         """Draws, by a graph where one holds what the step wants. Returns what no static buffer has room for."""
         self._send_masks(late, bucket.rows, which)
         asked_RK = step.arrays.get(ASKED.name)
-        if step.top is not None and asked_RK is not None and (step.top > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
+        if asked_RK is not None and ((step.top or 0) > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
             asked_RK = np.pad(asked_RK, ((0, bucket.rows - len(asked_RK)), (0, 0)))
             sampled = self._run_sampler(bucket, which, hidden_TD, step.stages, step.top, put(asked_RK, hidden_TD))
             assert sampled.likeliest is not None, "likeliest ids are wanted"

@@ -1,24 +1,20 @@
 """`InputBatch`: a scheduler's step becomes the arrays of the device's step, by name.
 
 Row tables are indexed by row slot and change only when a request is admitted or gets a page; a step gathers the rows it
-needs. Everything is numpy, so the cost per row is a few array operations, not Python. Of rows that want more than a
-drawn token `more` keeps what was told of them, and only steps with such rows look further.
+needs. Everything is numpy, so the cost per row is a few array operations, not Python. Only steps of rows that want more
+than a drawn token look further, in `extras`.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from fengine.core.images import Encode
 from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.worker.extras import Extras
 from fengine.worker.images import ImageInputs
-from fengine.worker.logits.hidden_states import hidden_wanted
-from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
-from fengine.worker.step_input import Arrays, Chunk, LogitsStage, StepInput, Write
+from fengine.worker.step_input import Arrays, LogitsStage, StepInput
 
-BY_ROW = ("processor", "mask", "logprobs", "input logprobs", "hidden states")  # of others tables know all
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
 
 
@@ -35,7 +31,6 @@ class InputBatch:
         self.write_image = write_image
         self.images = None if write_image is None else ImageInputs(rows)
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
-        self.stages = {stage.name: stage for stage in stages}  # in the order that bits depend on
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
         self.page_table = np.zeros((rows, width), np.int32)
         self.window_table = np.zeros((rows, width), np.int32) if grouped else None
@@ -47,10 +42,7 @@ class InputBatch:
         self.gathered_rows: list[int] = []  # row slots of the step before
         self.slot_R, self.gathered = np.zeros(0, np.int32), {}  # and what was gathered for them
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
-        self.more: dict[int, NewRow] = {}  # by row slot, of requests that want more than a drawn token
-        self.drafted: dict[int, tuple[int, list[int]]] = {}  # and what was guessed in their last steps, behind where
-        self.asked: Counter[str] = Counter()  # how many of them want what
-        self.writes: list[Write] = []  # to the stages' tables, that the next step makes
+        self.extras = Extras(stages)
 
     def admit(self, new: NewRow) -> None:
         """Writes what a request that has just got its row slot keeps there."""
@@ -63,23 +55,14 @@ class InputBatch:
         if self.images is not None:
             self.images.admit(new)
         if not params.bare:
-            self.more[row] = replace(new, token_ids=list(new.token_ids))
-            for name in params.asks:
-                self.asked[name] += 1
-                if name in self.stages:
-                    self.writes += self.stages[name].admit(row, new)
+            self.extras.admit(new)
 
     def release(self, rows: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted: nothing of them is kept."""
         if self.images is not None:
             self.images.release(rows)
-        for row in rows if self.more else ():
-            if (told := self.more.pop(row, None)) is not None:
-                self.drafted.pop(row, None)
-                for name in told.params.asks:
-                    self.asked[name] -= 1
-                    if name in self.stages:
-                        self.stages[name].release(row)
+        if self.extras.rows:
+            self.extras.release(rows)
 
     def stage(self, output: SchedulerOutput) -> StepInput:
         """The input of one step. Modifies: the tables (new pages, new rows), adapter slots."""
@@ -96,16 +79,14 @@ class InputBatch:
             self.page_table[row, first : first + len(pages)] = pages
             if self.window_table is not None:
                 self.window_table[row, first : first + len(pages)] = windows
-        slot_R, arrays = self._arrays(output)
-        step = StepInput(arrays, slot_R, any(output.samples), output.drafts)
-        if self.more:
-            step.writes, self.writes = self.writes, []
-            by_row = any(self.asked[name] for name in BY_ROW)
-            self._want(step, output, self._chunks(output, arrays) if by_row else [])
+        arrays = self._arrays(output)
+        step = StepInput(arrays, self.slot_R, any(output.samples), output.drafts)
+        if self.extras.rows:
+            self.extras.add_to(step, output)
         return step
 
-    def _arrays(self, output: SchedulerOutput) -> tuple[np.ndarray, Arrays]:
-        """The row slot of each draw, and the fields of INPUTS, ADAPTERS and IMAGES."""
+    def _arrays(self, output: SchedulerOutput) -> Arrays:
+        """The fields of INPUTS, ADAPTERS and IMAGES."""
         size, count = self.page_size, len(output.rows)
         rows, starts, counts = output.rows, output.starts, output.counts
         if output.drafts:
@@ -123,28 +104,22 @@ class InputBatch:
             np.add.accumulate(count_R, out=q_start_B[1:])
             pos_T = np.arange(q_start_B[-1], dtype=np.int32) + np.repeat(start_R - q_start_B[:-1], count_R)
             row_T = np.repeat(slot_R, count_R)
-        page_T, offset_T = np.divmod(pos_T, size)
-        entry_T = row_T.astype(np.int64) * self.page_table.shape[1] + page_T
-        held = -(-int(kv_len_R.max()) // size)
-        logit_index_R, pos_R = q_start_B[1:] - 1, kv_len_R
-        if output.drafts:
-            logit_index_R = draw_index(logit_index_R, output)
-            pos_R = pos_T[logit_index_R] + 1
-        return slot_R, {
+        arrays: Arrays = {
             "token_T": np.array(output.token_ids, np.int32),
             "pos_T": pos_T,
-            "slot_T": self.page_table.take(entry_T) * size + offset_T,
             "q_start_B": q_start_B,
             "kv_len_R": kv_len_R,
-            "page_table_RN": self.page_table[slot_R, :held],
-            "logit_index_R": logit_index_R,
-            "pos_R": pos_R,
+            "logit_index_R": q_start_B[1:] - 1,
+            "pos_R": kv_len_R,
             **sampling,
+            **self._pages(pos_T, row_T, -(-int(kv_len_R.max()) // size)),
             **self._feed(output, row_T, slot_R[:count]),
             **self._adapters(row_T),
-            **({} if self.images is None else self.images.fields(output, pos_T, row_T)),
-            **self._windows(entry_T, offset_T, held),
         }
+        if output.drafts:
+            arrays["logit_index_R"] = index_R = draw_index(arrays["logit_index_R"], output)
+            arrays["pos_R"] = pos_T[index_R] + 1
+        return arrays if self.images is None else arrays | self.images.fields(output, pos_T, row_T)
 
     def _sampling(self, rows: list[int]) -> Arrays:
         """Sampling parameters of these row slots, gathered anew only if they are others, or of another request."""
@@ -163,12 +138,17 @@ class InputBatch:
         self.last_index[slot_R] = np.arange(len(slot_R), dtype=np.int32)
         return {"feed_index_T": index_T, "feed_from_T": from_T}
 
-    def _windows(self, entry_T: np.ndarray, offset_T: np.ndarray, held: int) -> Arrays:
-        """What layers with a window have in place of slot_T and page_table_RN; nothing if they have the same."""
-        if self.window_table is None:
-            return {}
-        slot_T = self.window_table.take(entry_T) * self.page_size + offset_T
-        return {"window_slot_U": slot_T, "window_table_RY": self.window_table[self.slot_R, :held]}
+    def _pages(self, pos_T: np.ndarray, row_T: np.ndarray, held: int) -> Arrays:
+        """Where the tokens' keys and values go, and the first `held` pages of each row; of windowed layers, too, where
+        these have pages of their own."""
+        page_T, offset_T = np.divmod(pos_T, self.page_size)
+        entry_T = row_T.astype(np.int64) * self.page_table.shape[1] + page_T
+        slot_T = self.page_table.take(entry_T) * self.page_size + offset_T
+        pages: Arrays = {"slot_T": slot_T, "page_table_RN": self.page_table[self.slot_R, :held]}
+        if (table := self.window_table) is not None:
+            slot_U = table.take(entry_T) * self.page_size + offset_T
+            pages |= {"window_slot_U": slot_U, "window_table_RY": table[self.slot_R, :held]}
+        return pages
 
     def _adapters(self, row_T: np.ndarray) -> Arrays:
         """The tokens of rows with an adapter, by slot; nothing if there are none."""
@@ -181,55 +161,6 @@ class InputBatch:
         token_A = token_A[np.argsort(slot_T[token_A], kind="stable")]
         start_S = np.searchsorted(slot_T[token_A], np.arange(self.adapter_slots + 1))
         return {"token_A": token_A.astype(np.int32), "start_S": start_S.astype(np.int32)}
-
-    # -- rows that want more -------------------------------------------------------------------------------------------
-
-    def _chunks(self, output: SchedulerOutput, arrays: Arrays) -> list[Chunk]:
-        """Modifies: `more`, whose rows take in drawn tokens that the host has come to know."""
-        chunks, drafts, fed_tokens, at = [], dict(output.drafts), set(output.fed), 0
-        draft_rows, draw = {}, len(output.rows)
-        for i, draft in output.drafts:
-            draft_rows[i], draw = draw, draw + len(draft)
-        for i, (row, start, count) in enumerate(zip(output.rows, output.starts, output.counts, strict=True)):
-            if (new := self.more.get(row)) is not None:
-                draft = drafts.get(i, [])
-                end = start + count - len(draft)
-                last = at + end - start - 1
-                fed = int(arrays["feed_index_T"][last]) if last in fed_tokens else None
-                kept = self._kept(new, end)
-                self.drafted[row] = (end, draft)
-                behind = (kept, draft, draft_rows.get(i, 0))
-                chunks.append(Chunk(i, new, start, end, at, output.samples[i], output.token_ids[last], fed, *behind))
-                if fed is None and end == len(new.token_ids) + 1:
-                    new.token_ids.append(output.token_ids[last])
-            at += count
-        return chunks
-
-    def _kept(self, new: NewRow, end: int) -> Sequence[int]:
-        """Drafts of the row's last step that were drawn, if it now goes on up to `end`. Modifies: new.token_ids."""
-        at, draft = self.drafted.get(new.row, (end, []))
-        kept = draft[: max(end - 1 - at, 0)]
-        if len(new.token_ids) == at:
-            new.token_ids.extend(kept)
-        return kept
-
-    def _want(self, step: StepInput, output: SchedulerOutput, chunks: Sequence[Chunk]) -> None:
-        """Adds what the rows of `chunks` want beside a drawn token. Modifies: step."""
-        if self.asked["hidden states"]:
-            step.hidden, step.hidden_H = hidden_wanted(chunks)
-            step.pooled = [c.row for c in chunks if c.draws and c.new.params.pool is not None]
-        draws_R = np.array(output.samples + [True] * (step.rows - len(output.samples)))
-        draws_R[step.pooled] = False
-        step.draws, step.chunks = bool(draws_R.any()), [c for c in chunks if draws_R[c.row]]
-        if self.asked["input logprobs"]:
-            step.prompts = prompt_rows(chunks)
-        if not step.draws:
-            return
-        found = [stage.stage(step, draws_R) for name, stage in self.stages.items() if self.asked[name]]
-        step.stages = tuple(stage for stage in found if stage is not None)
-        if asked := [c for c in step.chunks if c.new.params.top_logprobs or c.new.params.logprob_ids]:
-            step.top = max(c.new.params.top_logprobs for c in asked)
-            step.arrays[ASKED.name] = asked_ids(asked, step.rows)
 
 
 def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:

@@ -333,7 +333,7 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
     """As a CUDA runner pads: tokens behind the last row's, rows without tokens, columns of the null page."""
     with running(checkpoint, cached=False) as found:
         runner: Any = found.core.stepper.runner
-        stages = found.core.stepper.input_batch.stages.values()
+        stages = found.core.stepper.input_batch.extras.stages.values()
         fields = (*INPUTS, ASKED, *(field for stage in stages for field in stage.fields))
         inner, steps = runner.launch, []
 
