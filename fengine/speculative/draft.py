@@ -89,7 +89,7 @@ class DraftModel:
         self.pages, self.batch = target.num_pages, batch
         slots, width = batch.page_table.shape
         kv = init_kv(self.spec, self.pages + slots, self.page_size, self.kv_dtype, target.k_PSGK[0].device)
-        edits = [stage for name, stage in batch.stages.items() if name in (Penalties.name, LogitBias.name)]
+        edits = [stage for name, stage in batch.extras.stages.items() if name in (Penalties.name, LogitBias.name)]
         streams = next(iter(target.feature_PSX), None)
         self.chain = Chain(self.head, kv, streams, edits, width + 1, min(self.rows, slots), self.most, self.graphs)
         self.chain.warm_up()
