@@ -29,6 +29,8 @@ class Case:
     longest: int
     vocab: int
     options: dict[str, Any]  # of every engine
+    image: int = 0  # tokens that a picture takes at most; 0: the model takes none
+    token: int = -1  # the placeholder of pictures; an answer that holds it is no prompt
     ranks: tuple[int, ...] = ()  # numbers of processes that share the model, each a layout
     reference: list[Answer] = field(default_factory=list)
 
@@ -76,7 +78,7 @@ def warm(llm: Engine, case: Case) -> Outcome:
 def partly_warm(llm: Engine, case: Case) -> Outcome:
     """The cache holds a part of each prompt, cut anywhere."""
     draw = random.Random(13)
-    cut = [Ask(a.ids[: draw.randint(1, len(a.ids))], ask_params(i, 1)) for i, a in enumerate(case.asks)]
+    cut = [a.cut(draw.randint(1, len(a.ids)), ask_params(i, 1)) for i, a in enumerate(case.asks)]
     shuffled(llm, cut, 14)
     return _hits(llm, case, 15)
 
@@ -103,8 +105,9 @@ def prefilled(llm: Engine, case: Case) -> Outcome:
     """Prompt and half of the answer as a prompt: what was decoded is prefilled, and the rest must come again."""
     longer, want = [], []
     for ask, (tokens, logprobs) in zip(case.asks, case.reference, strict=True):
-        half = len(tokens) // 2
-        longer.append(Ask(ask.ids + tokens[:half], ask.params | {"max_new_tokens": len(tokens) - half}))
+        half = 0 if case.token in tokens else len(tokens) // 2
+        params = ask.params | {"max_new_tokens": len(tokens) - half}
+        longer.append(Ask(ask.ids + tokens[:half], params, ask.images))
         want.append(Answer(tokens[half:], logprobs[half:]))
     return Outcome(want, shuffled(llm, longer, 19))
 
@@ -114,17 +117,19 @@ def rescored(llm: Engine, case: Case) -> Outcome:
 
     Errors: UnsupportedFeatureError where prompt logprobs are not built.
     """
-    rows = [(a, r) for a, r in zip(case.asks, case.reference, strict=True) if a.params["temperature"] == 0]
+    pairs = zip(case.asks, case.reference, strict=True)
+    rows = [(a, r) for a, r in pairs if a.params["temperature"] == 0 and case.token not in r.tokens]
     llm.flush_cache()
     outputs: Any = llm.generate(
         input_ids=[a.ids + r.tokens for a, r in rows],
+        image_data=[[data for _, data in a.images] or None for a, _ in rows],
         sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
         return_logprob=True,
         logprob_start_len=0,
     )
     got = []
-    for (ask, _), output in zip(rows, outputs, strict=True):
-        scored = output["meta_info"]["input_token_logprobs"][len(ask.ids) :]
+    for (_, drawn), output in zip(rows, outputs, strict=True):
+        scored = output["meta_info"]["input_token_logprobs"][-len(drawn.tokens) :]
         got.append(Answer([token for _, token, *_ in scored], [value for value, *_ in scored]))
     return Outcome([r for _, r in rows], got, f"{len(rows)} greedy requests")
 
@@ -179,7 +184,7 @@ def careless_linear() -> Iterator[None]:
 
 def control(llm: Engine, case: Case) -> Outcome:
     """Alone against batched, in an engine under `careless_linear`: must differ."""
-    few = [Ask(ask.ids[:64], ask.params | {"max_new_tokens": 8}) for ask in case.asks[:24]]
+    few = [ask.cut(64, ask.params | {"max_new_tokens": 8}) for ask in case.asks[:24]]
     return Outcome(alone(llm, few), shuffled(llm, few, 21))
 
 
@@ -189,7 +194,7 @@ def control(llm: Engine, case: Case) -> Outcome:
 def layouts(case: Case) -> list[Layout]:
     """All of them; first those that share the reference's engine, then by what they are worth."""
     gpu = case.device.startswith("cuda")
-    room = max(total(ask) for ask in case.asks if len(ask.ids) <= SHORT) + 8
+    room = max(total(ask, case.image) for ask in case.asks if len(ask.ids) <= SHORT) + 8
     few = {"max_running_requests": 32, "chunked_prefill_size": 512}  # fewer sizes to prepare
     tight = few | {"max_total_tokens": room, "page_size": 4, "disable_radix_cache": True}
     chunks = [
@@ -212,6 +217,6 @@ def layouts(case: Case) -> list[Layout]:
         Layout("guessing ahead", guessed, {"speculative_algorithm": "NGRAM"}),
         *chunks,
         flipped,
-        Layout("graphs off" if gpu else "compiled", batches(23, False), plain),
+        *([Layout("graphs off" if gpu else "compiled", batches(23, False), plain)] if gpu or not case.image else []),
         *(Layout(f"{count} ranks", batches(25, True), {"tp_size": count}) for count in case.ranks),
     ]  # fmt: skip

@@ -2,16 +2,23 @@
 
 import random
 import struct
+from base64 import b64encode
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fengine import Engine
 
 
 class Ask(NamedTuple):
-    """One request."""
+    """One request. `images`: where placeholders stand in `ids`, and the pictures as data URLs."""
 
     ids: list[int]
     params: dict[str, Any]
+    images: Sequence[tuple[int, str]] = ()
+
+    def cut(self, count: int, params: dict[str, Any]) -> "Ask":
+        """Its first `count` tokens. Pure."""
+        return Ask(self.ids[:count], params, [image for image in self.images if image[0] < count])
 
 
 class Answer(NamedTuple):
@@ -30,6 +37,7 @@ class Difference(NamedTuple):
     bits: int  # of logprobs, as float32
 
 
+SIZES = ((40, 30), (224, 224), (100, 37), (28, 300), (1, 1))  # of pictures
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.8},
@@ -60,12 +68,33 @@ def requests(vocab: int, count: int, longest: int, seed: int = 0) -> list[Ask]:
     return asks
 
 
+def with_images(asks: list[Ask], token: int, seed: int = 0) -> list[Ask]:
+    """Two in three of them with one to three pictures of several sizes; a few pictures come again and again. Pure."""
+    draw = random.Random(seed)
+    few = [picture(i, *draw.choice(SIZES)) for i in range(6)]
+    found = []
+    for i, ask in enumerate(asks):
+        ids, images = list(ask.ids), []
+        for at in sorted(draw.sample(range(len(ids)), min(len(ids), draw.randint(1, 3)) if i % 3 else 0)):
+            ids[at] = token
+            images.append((at, draw.choice(few) if draw.random() < 0.5 else picture(100 + i, *draw.choice(SIZES))))
+        found.append(Ask(ids, ask.params, images))
+    return found
+
+
+def picture(seed: int, width: int, height: int) -> str:
+    """Random pixels as the data URL of a PPM file. Pure."""
+    data = b"P6 %d %d 255\n" % (width, height) + random.Random(seed).randbytes(width * height * 3)
+    return "data:image/x-portable-pixmap;base64," + b64encode(data).decode()
+
+
 def ask_params(i: int, size: int) -> dict[str, Any]:
     return SAMPLING[i % len(SAMPLING)] | {"max_new_tokens": size, "ignore_eos": True, "sampling_seed": 1000 + i}
 
 
-def total(ask: Ask) -> int:
-    return len(ask.ids) + ask.params["max_new_tokens"]
+def total(ask: Ask, image: int = 0) -> int:
+    """Tokens of prompt and answer, where a picture takes at most `image`. Pure."""
+    return len(ask.ids) + ask.params["max_new_tokens"] + image * len(ask.images)
 
 
 def float_bits(value: float) -> int:
@@ -92,7 +121,8 @@ def difference(want: list[Answer], got: list[Answer]) -> Difference:
 def generate(llm: Engine, asks: list[Ask]) -> list[Answer]:
     """All in one call. Errors: RuntimeError for an answer that was cut short."""
     ids, params = [ask.ids for ask in asks], [ask.params for ask in asks]
-    outputs: Any = llm.generate(input_ids=ids, sampling_params=params, return_logprob=True)
+    images = [[data for _, data in ask.images] or None for ask in asks] if any(ask.images for ask in asks) else None
+    outputs: Any = llm.generate(input_ids=ids, sampling_params=params, image_data=images, return_logprob=True)
     for output, ask in zip(outputs, asks, strict=True):
         if len(output["output_ids"]) != ask.params["max_new_tokens"]:
             raise RuntimeError(f"an answer ended early: {output['meta_info']['finish_reason']}")

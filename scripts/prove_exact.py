@@ -33,7 +33,7 @@ import torch
 from floors import shape
 from layouts import Case, Layout, Outcome, careless_linear, layouts
 from measure import RESULTS, Budget, environment
-from proof import Answer, Ask, alone, difference, requests, total
+from proof import Answer, Ask, alone, difference, requests, total, with_images
 
 import fengine
 from fengine import Engine
@@ -45,6 +45,10 @@ SIZES = {  # device -> model -> requests, longest prompt
     "cpu": {"box": (256, 4096), "qwen2.5-0.5b": (16, 600)},
 }
 REFERENCE, RESTART = "alone (reference)", "fresh process, alone"
+PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}  # of pictures: 64 tokens at most
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"patch_size": 14, "merge_size": 2}, "qwen3_vl": {"patch_size": 14, "merge_size": 2},
+}  # fmt: skip
 DISTINCT = 0.9  # least share of distinct first logprobs for logits that react to their input
 
 
@@ -218,9 +222,16 @@ def make_case(model: str, device: str, count: int, longest: int, folder: Path) -
         config = shape(model)
         options |= {"load_format": "dummy", "dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config))
-    asks = requests(config["vocab_size"], count, longest)
-    case = Case(model, device, asks, longest, config["vocab_size"], options | {"model_path": str(directory)})
-    context = max(*map(total, asks), longest + 8) + 8
+    vocab = (config.get("text_config") or config)["vocab_size"]
+    token, image = config.get("image_token_id", -1), 64 if "vision_config" in config else 0
+    vocab = token if image else vocab  # no other token is a placeholder
+    asks = requests(vocab, count, longest)
+    if image:
+        asks = with_images(asks, token)
+        processor = {"image_processor_type": "Qwen2VLImageProcessor", "size": PIXELS} | PROCESSORS[config["model_type"]]
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    case = Case(model, device, asks, longest, vocab, options | {"model_path": str(directory)}, image, token)
+    context = max(*(total(ask, image) for ask in asks), longest + 8) + 8
     case.options |= {"context_length": context, "max_running_requests": min(256, max(8, count))}
     return case
 

@@ -133,7 +133,13 @@ class ServerArgs:
     log_requests: bool = False
     log_requests_level: int = 2  # 0: ids and times; 1: parameters, too; 2: the beginning of texts; 3: whole texts
     crash_dump_folder: str | None = None  # where the last requests are written if the engine dies
-    numerics: str = setting("exact", "numerics")  # fengine's own
+    numerics: str = setting("exact", "numerics")  # fengine's own, as those of images
+    allow_image_urls: bool = setting(False, "multimodal.allow_image_urls")  # http(s), of public addresses only
+    image_hosts: list | tuple | None = setting(None, "multimodal.image_hosts")  # if any are named, of these only
+    image_folder: str | None = setting(None, "multimodal.image_folder")  # of paths that come over HTTP
+    image_cache_mib: int = setting(256, "multimodal.cache_mib")
+    max_image_mib: int = setting(32, "multimodal.max_image_mib")
+    max_image_pixels: int = setting(1 << 26, "multimodal.max_image_pixels")
     # Declared for type checkers; sglang_args.json says what becomes of them.
     trust_remote_code: Any = False
     attention_backend: Any = None

@@ -49,6 +49,27 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> layouts.Case:
     return case
 
 
+VISION = TINY | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "image_token_id": 200,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "vision_config": {"depth": 2, "hidden_size": 48, "intermediate_size": 70, "num_heads": 2, "patch_size": 14,
+                      "window_size": 56, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+}  # fmt: skip
+
+
+def test_pictures_change_nothing_of_what_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {key: value for key, value in VISION.items() if key != "head_dim"}
+    monkeypatch.setattr(prove_exact, "shape", lambda model: config | {"max_position_embeddings": 2048})
+    case = prove_exact.make_case("pictures", "cpu", 7, 40, tmp_path)
+    case.options |= {"max_total_tokens": 8192}
+    assert sum(len(ask.images) for ask in case.asks) > 5
+    work = prove_exact.Proof(case, None, None)
+    work.run()
+    found = verdicts(work)
+    assert set(found.values()) == GOOD, work.rows
+    assert PROMISED - {"compiled"} <= found.keys()
+
+
 def verdicts(work: prove_exact.Proof) -> dict[str, str]:
     return {row["layout"]: row["verdict"] for row in work.rows}
 
