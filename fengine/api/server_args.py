@@ -135,10 +135,10 @@ class ServerArgs:
     crash_dump_folder: str | None = None  # where the last requests are written if the engine dies
     numerics: str = setting("exact", "numerics")  # fengine's own, as those of images
     allow_image_urls: bool = setting(False, "multimodal.allow_image_urls")  # http(s), of public addresses only
-    image_hosts: list | tuple | None = setting(None, "multimodal.image_hosts")  # if any are named, of these only
+    allowed_media_domains: list | tuple | None = setting(None, "multimodal.image_hosts")  # if any, only of these
     image_folder: str | None = setting(None, "multimodal.image_folder")  # of paths that come over HTTP
     image_cache_mib: int = setting(256, "multimodal.cache_mib")
-    max_image_mib: int = setting(32, "multimodal.max_image_mib")
+    media_url_max_file_size_mb: int = setting(64, "multimodal.max_image_mib")
     max_image_pixels: int = setting(1 << 26, "multimodal.max_image_pixels")
     # Declared for type checkers; sglang_args.json says what becomes of them.
     trust_remote_code: Any = False

@@ -201,7 +201,7 @@ class MultimodalConfig:
     """
 
     cache_mib: int = 256
-    max_image_mib: int = 32
+    max_image_mib: int = 64
     max_image_pixels: int = 1 << 26
     allow_image_urls: bool = False
     image_hosts: tuple[str, ...] = ()

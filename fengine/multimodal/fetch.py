@@ -46,7 +46,7 @@ def _get(url: str, hosts: tuple[str, ...], most: int, allowed: Callable[[str], b
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidRequestError(f"{url!r:.200} is no http(s) URL")
     if hosts and parts.hostname not in hosts:
-        raise InvalidRequestError(f"{parts.hostname!r:.200} is not one of image_hosts")
+        raise InvalidRequestError(f"{parts.hostname!r:.200} is none of allowed_media_domains (multimodal.image_hosts)")
     left = deadline - time.monotonic()
     if left <= 0:
         raise InvalidRequestError(f"{url!r:.200} takes too long")
