@@ -75,8 +75,10 @@ def checked_us(group: Group, part: Tensor) -> float:
 def joined(args: Any, name: str) -> Iterator[Group]:
     """A group with new inboxes."""
     device = f"cuda:{args.rank}"
-    group = group_of(name, args.rank, args.ranks, device)
-    with process_group(group, str(Path(args.folder) / name), device):
+    folder = Path(args.folder) / name
+    folder.mkdir(exist_ok=True)
+    group = group_of(name, args.rank, args.ranks, str(folder), device)
+    with process_group(group, device):
         if group.mail is None or not group.mail.open:
             raise SystemExit("the GPUs cannot write to one another's memory")
         yield group

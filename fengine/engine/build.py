@@ -73,7 +73,7 @@ class Features:
     """What plugs into an engine, made by packages that stand above it."""
 
     tokenizer: Callable[[Path], Any]  # of a directory
-    adapters: Callable[[LoraConfig, ModelSpec, Params, str], AdapterSlots | None]  # modifies the params
+    adapters: Callable[[LoraConfig, ModelSpec, Params, str, Group | None], AdapterSlots | None]  # modifies the params
     speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
     images: Callable[[EngineConfig, Path, ModelSpec, Any], Any]  # what reads a call's images; may be None
 
@@ -131,7 +131,7 @@ def make_worker(
     keys and values. Errors: as `build`."""
     spec, page_size = loaded.spec, config.cache.page_size or 16
     refuse_unbuilt_shape(spec, device_of(config), activation_dtype(loaded.params))
-    adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir))
+    adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir), group)
     slots = 0 if adapters is None else adapters.slots
     write_image = image_writer(config, spec, loaded.params, loaded.context_length)
     rows = config.scheduler.max_running_requests or 1
@@ -155,12 +155,12 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
     with link.telling():
         use_private_caches()
         with current_device(device):
-            name, rank, size = start["group"]
-            group = group_of(name, rank, size, device)
+            name, rank, size, folder = start["group"]
+            group = group_of(name, rank, size, folder, device)
             loaded = load(config, features.tokenizer, group)
             link.say(loaded=True)
             link.told.get()  # every rank has
-            with process_group(group, start["store"], device) as joined:
+            with process_group(group, device) as joined:
                 worker = make_worker(config, loaded, features, group, joined.least)
                 new_kv = pool_of(config, loaded.spec, worker)
                 Follower(

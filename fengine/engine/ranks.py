@@ -53,8 +53,7 @@ class Ranks:
         self.device = devices[0]
         self._held = ExitStack()
         self.folder = tempfile.TemporaryDirectory(prefix="fengine-ranks-")
-        self.store = str(Path(self.folder.name) / "store")
-        self.group = group_of(f"fengine-{uuid.uuid4().hex}", 0, self.size, self.device)
+        self.group = group_of(f"fengine-{uuid.uuid4().hex}", 0, self.size, self.folder.name, self.device)
         self._joined: Joined | None = None
         self.fault: EngineDeadError | None = None
         self._updates = count()
@@ -66,10 +65,8 @@ class Ranks:
         self._ranks: dict[int, Child] = {}
         for rank in range(1, self.size):
             model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
-            start = {
-                "config": to_plain(replace(config, model=model), NOTHING), "group": [self.group.name, rank, self.size],
-                "store": self.store,
-            }  # fmt: skip
+            named = [self.group.name, rank, self.size, self.folder.name]
+            start = {"config": to_plain(replace(config, model=model), NOTHING), "group": named}
             self._told[rank] = set()
             hear, ended = partial(self._hear, rank), partial(self._ended, rank)
             self._ranks[rank] = Child(start, torch.get_num_threads() // self.size, hear, ended)
@@ -116,7 +113,7 @@ class Ranks:
         self.wait("loaded")
         for child in self._ranks.values():
             child.send("join")
-        self._joined = self._held.enter_context(process_group(self.group, self.store, self.device))
+        self._joined = self._held.enter_context(process_group(self.group, self.device))
         return self._joined.least
 
     def attach(self, core: EngineCore) -> None:

@@ -8,6 +8,7 @@ image; it is read again when it is asked for, if its files are what they were.
 
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,13 +28,17 @@ from fengine.lora.peft_config import read_config
 from fengine.lora.peft_files import Limits, Read, from_tensors, read_adapter, sha256_of
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
+from fengine.ops.columns import Group
 from fengine.worker.hub import resolve_model
 
 MAX_NAME = 512
 
 
-def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str) -> "Adapters | None":
-    """The adapters of an engine, those of `config.paths` loaded, with memory for the slots. None: no LoRA.
+def open_adapters(
+    config: LoraConfig, spec: ModelSpec, params: Params, base: str, group: Group | None = None
+) -> "Adapters | RankAdapters | None":
+    """The adapters of an engine, those of `config.paths` loaded, with memory for the slots. None: no LoRA. Of a group
+    rank 0 reads them, and leaves each other rank its part in a file.
 
     Modifies: params, whose layers get the slots' stacks. Errors: ConfigError, AdapterError, OutOfMemoryError.
     """
@@ -46,7 +52,8 @@ def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str
             f"lora.target_modules has {', '.join(unknown)}; linear layers of this model are {', '.join(known)}."
         )
     limits = Limits(all_sites(spec), kinds, config.max_lora_rank or _largest_rank(config))
-    layout = Layout.of(spec, limits.max_rank, kinds, weight.dtype, weight.device)
+    how = (spec, limits.max_rank, kinds, weight.dtype, weight.device)
+    layout = Layout.of(*how, group)
     slots = config.max_loras_per_batch
     try:
         memory = layout.memory(slots)
@@ -55,11 +62,32 @@ def open_adapters(config: LoraConfig, spec: ModelSpec, params: Params, base: str
             f"no memory for {slots} LoRA adapters of rank {limits.max_rank} ({slots * layout.size / 2**20:.0f} MiB): "
             f"{str(error).partition('.')[0]}. Lower lora.max_loras_per_batch or lora.max_lora_rank."
         ) from None
+    layout.attach(params, memory)
+    if group is not None and group.rank:
+        return RankAdapters(memory, group)
     adapters = Adapters(layout, limits, memory, config.max_loaded_loras, base)
+    if group is not None:
+        parts = [group._replace(rank=rank) for rank in range(1, group.size)]
+        adapters.parts = [(Layout.of(*how, part), part) for part in parts]
     for name, path in config.named():
         adapters.load(name, path, name in config.pinned)
-    layout.attach(params, memory)
     return adapters
+
+
+def part_file(group: Group, number: int) -> Path:
+    """Where a rank finds its part of a load. Pure."""
+    return Path(group.folder) / f"adapter-{number}-{group.rank}"
+
+
+class RankAdapters:
+    """The slots of another rank than 0. Modifies: itself."""
+
+    def __init__(self, memory: Tensor, group: Group) -> None:
+        self.memory, self.group, self.slots = memory, group, len(memory)
+
+    def write(self, slot: int, number: int) -> None:
+        """As `Adapters.write`, from what rank 0 has left."""
+        self.memory[slot].copy_(torch.from_numpy(np.fromfile(part_file(self.group, number), np.uint8)))
 
 
 def _largest_rank(config: LoraConfig) -> int:
@@ -101,6 +129,7 @@ class Adapters:
         """`memory`: that of the device's slots. `base`: the name of the engine's model, for a warning."""
         self.layout, self.limits, self.memory, self.max_loaded, self.base = layout, limits, memory, max_loaded, base
         self.slots = len(memory)
+        self.parts: list[tuple[Layout, Group]] = []  # of the other ranks
         self._entries: dict[str, Entry] = {}  # in the order of use
         self._numbers = count(1)
         self._loads: WeakValueDictionary[int, Adapter] = WeakValueDictionary()  # requests hold theirs
@@ -232,15 +261,19 @@ class Adapters:
     def _laid_out(self, name: str, read: Read, pinned: bool) -> Adapter:
         self._check_size(name, read.updates)
         try:
-            pieces = self._pieces(self.layout.image(read.updates))
+            pieces, number = self._pieces(self.layout.image(read.updates)), next(self._numbers)
+            for layout, group in self.parts:
+                layout.image(read.updates).numpy().tofile(part_file(group, number))
         except (RuntimeError, MemoryError) as error:
             size = self.layout.size / 2**20
             raise OutOfMemoryError(
                 f"no CPU memory for LoRA adapter {name!r} ({size:.0f} MiB): {str(error).partition('.')[0]}. Unload "
                 "another one, or lower max_loaded_loras or max_lora_rank."
             ) from None
-        load = Adapter(name, next(self._numbers), pieces, pinned)
-        self._loads[load.number] = load
+        load = Adapter(name, number, pieces, pinned)
+        self._loads[number] = load
+        for _, group in self.parts:
+            weakref.finalize(load, part_file(group, number).unlink, missing_ok=True)
         return load
 
     def _check_size(self, name: str, updates: Mapping[str, Update]) -> None:

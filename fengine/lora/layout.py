@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from fengine import models
 from fengine.models.kv_state import Params
 from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
+from fengine.ops.columns import Columns, Group
+from fengine.ops.linear import Dense
 from fengine.ops.lora import RANKS, Adapted, Stack
 
 ALIGNMENT = 128  # bytes
@@ -41,12 +43,13 @@ EXPONENT = {
 
 
 class Module(NamedTuple):
-    """A linear layer of the checkpoint, such as "model.layers.0.self_attn.q_proj"."""
+    """A linear layer of the checkpoint, such as "model.layers.0.self_attn.q_proj", or a rank's `own` outputs of it."""
 
     name: str
     outputs: int
     inputs: int
     source: Source
+    own: tuple[slice, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -94,14 +97,20 @@ def place(target_NK: Tensor, source_NK: Tensor) -> None:
         target.copy_(source)
 
 
-def all_sites(spec: ModelSpec) -> list[Site]:
-    """The linear layers that adapters may change, in the order of the forward pass. Pure."""
+def all_sites(spec: ModelSpec, group: Group | None = None) -> list[Site]:
+    """The linear layers that adapters may change, in the order of the forward pass; a rank's part of them. Pure."""
     found = []
     for weight in models.lookup(spec.architecture).weights(spec):
         if weight.adapts:
-            modules = (Module(s.name.removesuffix(".weight"), s.shape[0], s.shape[1], s) for s in weight.sources)
+            rows = [()] * len(weight.sources) if group is None else weight.rows(group.rank, group.size)
+            modules = (_module(source, tuple(own)) for source, own in zip(weight.sources, rows, strict=True))
             found.append(Site(weight.path, tuple(modules)))
     return found
+
+
+def _module(source: Source, own: tuple[slice, ...]) -> Module:
+    outputs = sum(rows.stop - rows.start for rows in own) if own else source.shape[0]
+    return Module(source.name.removesuffix(".weight"), outputs, source.shape[1], source, own)
 
 
 def kinds_of(spec: ModelSpec) -> tuple[str, ...]:
@@ -120,10 +129,11 @@ class Layout:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, max_rank: int, kinds: Sequence[str], dtype: torch.dtype, device: torch.device
-    ) -> "Layout":
-        """For modules of these kinds; activations in `dtype`."""
-        sites = [site for site in all_sites(spec) if any(module.kind in kinds for module in site.modules)]
+        cls, spec: ModelSpec, max_rank: int, kinds: Sequence[str], dtype: torch.dtype, device: torch.device,
+        group: Group | None = None,
+    ) -> "Layout":  # fmt: skip
+        """For modules of these kinds, of a rank its part; activations in `dtype`."""
+        sites = [site for site in all_sites(spec, group) if any(module.kind in kinds for module in site.modules)]
         return cls(tuple(sites), -(-max_rank // RANKS) * RANKS, dtype, device)
 
     @cached_property
@@ -171,7 +181,9 @@ class Layout:
                 if update := updates.get(module.name):
                     rank = len(update.a)
                     place(stack.a_SPRK[0, part, :rank], update.a)
-                    place(stack.b_SNR[0, first : first + module.outputs, :rank], module.source.ours(update.b))
+                    b_NR = module.source.ours(update.b)
+                    b_NR = torch.cat([b_NR[rows] for rows in module.own]) if module.own else b_NR
+                    place(stack.b_SNR[0, first : first + module.outputs, :rank], b_NR)
                     rest()
                     stack.scale_SP[0, part] = update.scale
                     stack.rank_SP[0, part] = rank
@@ -184,4 +196,8 @@ class Layout:
             parent: Any = params
             for key in site.path[:-1]:
                 parent = parent[key]
-            parent[site.path[-1]] = Adapted(parent[site.path[-1]], stack)
+            leaf = parent[site.path[-1]]
+            cut = isinstance(leaf, Columns)
+            parent[site.path[-1]] = (
+                leaf._replace(leaf=Adapted(cast(Dense, leaf.leaf), stack)) if cut else Adapted(leaf, stack)
+            )

@@ -26,6 +26,7 @@ class Group(NamedTuple):
     name: str
     rank: int
     size: int
+    folder: str = ""  # where they leave files for one another
     mail: exchange.Mail | None = None  # between GPUs; where it is not open torch's process group is used
 
 

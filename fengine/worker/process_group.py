@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,7 +38,6 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
     if size == 1:
         return
     refused = {
-        "LoRA adapters": config.lora.on,
         "a mixture of experts": spec.experts is not None,
         "images": spec.vision is not None,
     }
@@ -58,9 +58,9 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def group_of(name: str, rank: int, size: int, device: str) -> Group:
+def group_of(name: str, rank: int, size: int, folder: str, device: str) -> Group:
     """As a rank on that device knows it, before it joins."""
-    return Group(name, rank, size, Mail(size, device) if device.startswith("cuda") else None)
+    return Group(name, rank, size, folder, Mail(size, device) if device.startswith("cuda") else None)
 
 
 def device_of_rank(device: str, rank: int, size: int) -> str:
@@ -84,10 +84,10 @@ class Joined(NamedTuple):
 
 
 @contextmanager
-def process_group(group: Group, store: str, device: str) -> Iterator[Joined]:
+def process_group(group: Group, device: str) -> Iterator[Joined]:
     """The ranks' process group, known to torch by its name: neither torch's default group nor any global is touched.
-    `store`: a file by which the ranks find one another. Modifies: the group's mail, which is opened."""
-    files = distributed.FileStore(store, group.size)
+    The ranks find one another by a file in the group's folder. Modifies: the group's mail, which is opened."""
+    files = distributed.FileStore(str(Path(group.folder) / f"store{group.size}"), group.size)
     files.set_timeout(timedelta(seconds=FIRST))
     made: Any = dist.ProcessGroup(files, group.rank, group.size)
     kinds = dist.ProcessGroup.BackendType

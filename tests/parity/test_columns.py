@@ -71,8 +71,8 @@ def on_ranks(size: int, folder: Path, body: Any) -> list[Any]:
     """What `body` returns for each rank's group, in threads of their own."""
 
     def run(rank: int) -> Any:
-        group = Group(f"{folder}-{rank}-of-{size}", rank, size)
-        with process_group(group, str(folder / f"store{size}"), "cpu"):
+        group = Group(f"{folder}-{rank}-of-{size}", rank, size, str(folder))
+        with process_group(group, "cpu"):
             return body(group)
 
     with ThreadPoolExecutor(size) as pool:

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_adapters
+import tiny_checkpoints
 import torch
 
 from fengine import Engine
 from fengine.engine import child, ranks
 from fengine.errors import ConfigError, EngineDeadError, MemoryReleasedError, UnsupportedFeatureError
 from fengine.worker import process_group
+from fengine.worker.hub import BOX
 
 SAMPLED = {"temperature": 0.9, "max_new_tokens": 12}
 PARAMS: list[dict[str, Any]] = [
@@ -136,8 +139,9 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
         Engine(model_path="box", tp_size=64)
     with pytest.raises(ConfigError, match=r"tp_size must be at least 1"):
         Engine(model_path="box", tp_size=0)
-    with pytest.raises(UnsupportedFeatureError, match="LoRA adapters"):
-        Engine(model_path="box", tp_size=2, enable_lora=True)
+    experts = tiny_checkpoints.write(tmp_path / "experts", "qwen3_moe")
+    with pytest.raises(UnsupportedFeatureError, match="tp_size=2 with a mixture of experts"):
+        Engine(model_path=str(experts), tp_size=2, skip_tokenizer_init=True)
 
 
 def changed(engine: Engine) -> list[Any]:
@@ -168,6 +172,44 @@ def changed(engine: Engine) -> list[Any]:
 def test_weights_and_memory_are_those_of_one() -> None:
     with Engine(**SETTINGS) as one, Engine(**SETTINGS, tp_size=2) as two:
         assert changed(one) == changed(two)
+
+
+def adapted(engine: Engine, folder: Path) -> list[Any]:
+    """Texts under adapters that share one slot fewer than they are, of a file and of tensors, one unloaded."""
+    assert engine.load_lora_adapter("second", str(folder / "second")).success
+    tensors = tiny_adapters.tensors(BOX, 4, seed=7)
+    kinds = sorted({name.split(".")[-3] for name in tensors})
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": kinds}
+    assert engine.load_lora_adapter_from_tensors("third", tensors, values).success
+    names = ["first", None, "second", "third", "first"]
+    found = [engine.generate(PROMPTS, PARAMS[0] | {"max_new_tokens": 8}, lora_path=names, return_logprob=True)]
+    assert engine.unload_lora_adapter("first").success
+    found.append(engine.generate(PROMPTS, {"max_new_tokens": 8}, lora_path=[None, "second", "third", None, "second"]))
+    return [[(out["text"], out["meta_info"].get("output_token_logprobs")) for out in each] for each in found]
+
+
+def test_adapters_are_those_of_one(tmp_path: Path) -> None:
+    for seed, name in enumerate(("first", "second")):
+        tiny_adapters.random_adapter(tmp_path / name, BOX, 8, seed=seed)
+    lora: Any = {"lora_paths": {"first": str(tmp_path / "first")}, "max_loras_per_batch": 2, "enable_lora": True}
+    with Engine(**SETTINGS, **lora) as one, Engine(**SETTINGS, **lora, tp_size=2) as two:
+        want, got = adapted(one, tmp_path), adapted(two, tmp_path)
+        plain = one.generate(PROMPTS, PARAMS[0] | {"max_new_tokens": 8})
+    assert got == want
+    assert [text for text, _ in want[0]] != [out["text"] for out in plain]
+
+
+@pytest.mark.parametrize("how", [{"is_embedding": True}, {"speculative_algorithm": "STANDALONE"}], ids=str)
+def test_embeddings_and_drafts_are_those_of_one(how: dict[str, Any]) -> None:
+    found = []
+    more = {"speculative_draft_model_path": "box"} if "speculative_algorithm" in how else {}
+    for size in (1, 2):
+        with Engine(**SETTINGS, **how, **more, tp_size=size) as engine:
+            found.append(
+                [out["embedding"] for out in engine.encode(PROMPTS)] if "is_embedding" in how
+                else [(out["text"], out["output_ids"]) for out in engine.generate(PROMPTS, SAMPLED)]
+            )  # fmt: skip
+    assert found[0] == found[1]
 
 
 def test_settings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

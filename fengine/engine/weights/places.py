@@ -120,25 +120,24 @@ class Place(NamedTuple):
 
 
 def found_at(params: Params, weight: Weight) -> Any:
-    """The leaf of a weight, without its adapters; None if the model does without it."""
+    """The leaf of a weight, or a rank's part, without its adapters; None if the model does without it."""
     parent: Any = params
     for key in weight.path[:-1]:
         parent = parent[key]
     leaf = parent.get(weight.path[-1])
+    leaf = leaf.leaf if isinstance(leaf, Columns) else leaf
     return leaf.base if isinstance(leaf, Adapted) else leaf
 
 
 def few_bits_of(params: Params, weights: list[Weight]) -> list[Tensor]:
     """The tensors of matrices in few bits. Pure."""
     leaves = [found_at(params, weight) for weight in weights]
-    leaves = [leaf.leaf if isinstance(leaf, Columns) else leaf for leaf in leaves]
     return [part for leaf in leaves if isinstance(leaf, (Quantized, W8A8)) for part in leaf if isinstance(part, Tensor)]
 
 
 def leaf_of(params: Params, weight: Weight) -> Tensor | None:
     """The tensor that holds a weight, or a rank's part; None if the model does without it, or has it in few bits."""
-    leaf: Any = found_at(params, weight)
-    leaf = leaf.leaf if isinstance(leaf, Columns) else leaf
+    leaf = found_at(params, weight)
     return None if isinstance(leaf, (Quantized, W8A8)) else leaf.packed if isinstance(leaf, Dense) else leaf
 
 
