@@ -26,75 +26,74 @@ INLINE vf from_integers(vu integer) {
 }
 
 #define HALVES 2 /* vectors of 16 outputs in a block */
-#define COLUMNS 8 /* of 4-bit codes in a word */
+#define COLUMNS 8 /* whose 4-bit codes lie together */
+#define FOUR(code) ((code) == INT4 || (code) == FP4)
 
-/* Of one group of a block: the scales, and -(zero + offset) * scale. A 4-bit integer q at bit p of a float's mantissa is
- * the number q + 2^(23 - p) if the exponent says so: no more than a shift, a mask and one multiply-add, which is exact
- * where p >= 11 and scales have 11 bits. */
-#define PLACES 5
-#define LOWEST PLACES /* the shift of numbers that are in no such place */
-static const int places[PLACES] = {11, 15, 19, 12, 16};
+/* The scales of one group of a block, and -zero * scale. */
 typedef struct {
-    vf scale[HALVES], shift[PLACES + 1][HALVES];
+    vf scale[HALVES], shift[HALVES];
 } group_of;
 
 /* The exponent and mantissa of a small float, in the place where a float has its own, are so many times less. The
  * smallest are no normal floats there: they are lost if somebody has the CPU flush these to zero. */
-#define LESS(code) ((code) == FP8 ? 0x1p120f : 0x1p126f)
+#define LESS(code) ((code) == FP8 ? SMALLER : 0x1p126f)
 
 INLINE void load_group(const quantized_job *job, int64_t block, int64_t group, const int code, group_of *out) {
     int64_t at = (block * job->groups + group) * BLOCK;
     UNROLL(2) for (int i = 0; i < HALVES; i++) {
         out->scale[i] = vf_load(job->scale + at + 16 * i);
-        if (code == INT4 || code == INT8) {
-            vf zero = from_integers(from_bytes(job->zero + at + 16 * i, 0));
-            out->shift[LOWEST][i] = -zero * out->scale[i];
-            UNROLL(5) for (int p = 0; code == INT4 && p < PLACES; p++) out->shift[p][i] =
-                -(zero + vf_set((float)(1 << (23 - places[p])))) * out->scale[i];
-        } else {
+        if (code == INT4 || code == INT8)
+            out->shift[i] = -from_integers(from_bytes(job->zero + at + 16 * i, 0)) * out->scale[i];
+        else
             out->scale[i] *= LESS(code);
-        }
     }
 }
 
-/* 16 codes of integers, column `j` of their words, and which shift they need. */
-INLINE vf four_bits(vu word, const int j, int *place) {
-    static const int place_of[COLUMNS] = {0, 1, 2, 3, 4, 0, 1, 2};
-    const int p = places[*place = place_of[j]];
-    vu at = j < 3 ? word << 11 : j < 5 ? word : word >> 9;
-    vu mask = (vu){0} + (15u << p), exponent = (vu){0} + ((uint32_t)(150 - p) << 23);
+/* The 4-bit codes of 16 outputs in column j of the 8 that `words` holds: dword 4 i + j / 2 has those of outputs 4 i to
+ * 4 i + 3, from bit 16 (j % 2) on. */
+INLINE vu four_bits(vu words, int j) {
+    const vu place = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
+    vu from = (vu){0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12} + (uint32_t)(j / 2), spread;
 #if LANES == 16
-    return (vf)_mm512_ternarylogic_epi32((__m512i)at, (__m512i)mask, (__m512i)exponent, 0xea); /* (a & b) | c */
+    spread = (vu)_mm512_permutexvar_epi32((__m512i)from, (__m512i)words);
+#elif LANES == 8
+    for (int i = 0; i < 2; i++) { /* eight indices count three bits, so that those of the later half count on */
+        __m256i half, index;
+        memcpy(&half, (const char *)&words + 32 * i, 32), memcpy(&index, (const char *)&from + 32 * i, 32);
+        half = _mm256_permutevar8x32_epi32(half, index);
+        memcpy((char *)&spread + 32 * i, &half, 32);
+    }
 #else
-    return (vf)((at & mask) | exponent);
+    for (int i = 0; i < 16; i++)
+        spread[i] = words[from[i]];
 #endif
+    return spread >> (place + 16u * (j % 2)) & 15u;
 }
 
-/* The products of 32 outputs in one column, not yet rounded. `word`: their 4-bit codes, of which it is the j-th; whether
- * j is known to the compiler decides how it is taken out. */
-INLINE void products(const uint8_t *codes, const vu word[HALVES], const int j, const int known, const int code,
-                     const group_of *group, vf out[HALVES]) {
+/* The products of 32 outputs in one column, not yet rounded. */
+INLINE void products(const uint8_t *codes, const int j, const int code, const group_of *group, vf out[HALVES]) {
     UNROLL(2) for (int i = 0; i < HALVES; i++) {
-        int place = LOWEST;
-        if (code == INT4 || code == INT8) {
-            vu raw = code == INT4 ? word[i] >> 4 * j & 15u : from_bytes(codes + 16 * i, 0);
-            vf value = code == INT4 && known ? four_bits(word[i], j, &place) : from_integers(raw);
-            out[i] = vf_fma(value, group->scale[i], group->shift[place][i]);
-        } else if (code == FP8) {
-            out[i] = (vf)(from_bytes(codes + 16 * i, 1) << 20 & 0x87f00000u) * group->scale[i];
-        } else {
-            vu raw = word[i] >> 4 * j;
-            out[i] = (vf)((raw << 22 & 0x01c00000u) | (raw << 28 & 0x80000000u)) * group->scale[i];
+        vu raw;
+        if (FOUR(code)) {
+            memcpy(&raw, codes + 64 * i, sizeof raw);
+            raw = four_bits(raw, j);
         }
+        if (code == INT4 || code == INT8)
+            out[i] = vf_fma(from_integers(code == INT4 ? raw : from_bytes(codes + 16 * i, 0)), group->scale[i],
+                            group->shift[i]);
+        else if (code == FP8)
+            out[i] = (vf)(from_bytes(codes + 16 * i, 1) << 20 & 0x87f00000u) * group->scale[i];
+        else
+            out[i] = (vf)((raw << 22 & 0x01c00000u) | (raw << 28 & 0x80000000u)) * group->scale[i];
     }
 }
 
 /* Where two vectors become bfloat16 in one instruction, they come back as even and odd outputs. */
-#if defined(__AVX512BF16__)
-#define PAIRED(kind) ((kind) == BF16)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRED(kind, code) ((kind) == BF16 && !FOUR(code))
 #define PAIR(p) (vu) _mm512_cvtne2ps_pbh((__m512)(p)[1], (__m512)(p)[0])
 #else
-#define PAIRED(kind) 0
+#define PAIRED(kind, code) 0
 #define PAIR(p) (vu)(p)[0]
 #endif
 
@@ -104,62 +103,132 @@ INLINE void products(const uint8_t *codes, const vu word[HALVES], const int j, c
 /* What goes through the columns of `blocks` blocks: sums of `rows` rows of x, or where the weights are stored. */
 typedef struct {
     vf sum[ROWS][MOST][HALVES];
-    vu word[MOST][HALVES];
     group_of group[MOST];
     const float *x[ROWS];
     float *out;
 } columns;
 
-INLINE void one_column(columns *at, const uint8_t *codes, int64_t stride, int64_t k, const int j, const int known,
-                       const int rows, const int blocks, const int code, const int kind) {
+/* Takes the weights of 16 outputs in column k into account. */
+INLINE void take(columns *at, vf w, int64_t k, const int b, const int i, const int rows) {
+    UNROLL(4) for (int r = 0; r < rows; r++) at->sum[r][b][i] = vf_fma(vf_set(at->x[r][k]), w, at->sum[r][b][i]);
+    if (rows == 0)
+        vf_store(at->out + k * BLOCK + 16 * i, w);
+}
+
+INLINE void one_column(columns *at, const uint8_t *codes, int64_t stride, int64_t k, const int rows, const int blocks,
+                       const int code, const int kind) {
     UNROLL(2) for (int b = 0; b < blocks; b++) {
         vf p[HALVES];
-        products(codes + b * stride, at->word[b], j, known, code, &at->group[b], p);
-        const int paired = PAIRED(kind) && rows;
+        products(codes + b * stride, k % COLUMNS, code, &at->group[b], p);
+        const int paired = PAIRED(kind, code) && rows;
         vu pair = paired ? PAIR(p) : (vu){0};
-        vf low = paired ? (vf)(pair << 16) : vf_rounded(p[0], kind);
-        vf high = paired ? (vf)(pair & 0xffff0000u) : vf_rounded(p[1], kind);
-        UNROLL(8) for (int r = 0; r < rows; r++) {
-            vf x = vf_set(at->x[r][k]);
-            at->sum[r][b][0] = vf_fma(x, low, at->sum[r][b][0]);
-            at->sum[r][b][1] = vf_fma(x, high, at->sum[r][b][1]);
-        }
-        if (rows == 0) {
-            vf_store(at->out + k * BLOCK, low);
-            vf_store(at->out + k * BLOCK + 16, high);
-        }
+        take(at, paired ? (vf)(pair << 16) : vf_rounded(p[0], kind), k, b, 0, rows);
+        take(at, paired ? (vf)(pair & 0xffff0000u) : vf_rounded(p[1], kind), k, b, 1, rows);
     }
 }
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+
+/* The 16 weights that the codes of an output stand for in a group, rounded to bfloat16: tables of four outputs 4 i + j of
+ * 16, i = 0 .. 3, in two registers. */
+typedef struct {
+    __m512i of[HALVES][4][2];
+} tables;
+
+INLINE void make_tables(const quantized_job *job, int64_t block, int64_t group, const int code, tables *out) {
+    static const float integers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static const float floats[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    const vf value = vf_load(code == INT4 ? integers : floats);
+    const int64_t at = (block * job->groups + group) * BLOCK;
+    float shift[BLOCK];
+    for (int o = 0; o < BLOCK; o += 16) {
+        vf zero = code == INT4 ? from_integers(from_bytes(job->zero + at + o, 0)) : (vf){0};
+        vf_store(shift + o, -(zero * vf_load(job->scale + at + o)));
+    }
+    UNROLL(2) for (int half = 0; half < HALVES; half++)
+        UNROLL(4) for (int j = 0; j < 4; j++)
+            UNROLL(4) for (int i = 0; i < 4; i += 2) {
+                const int o = 16 * half + 4 * i + j;
+                vf w[2] = {vf_fma(value, vf_set(job->scale[at + o]), vf_set(shift[o])),
+                           vf_fma(value, vf_set(job->scale[at + o + 4]), vf_set(shift[o + 4]))};
+                out->of[half][j][i / 2] = (__m512i)PAIR(w);
+            }
+}
+
+/* Pairs of bfloat16 of 16 outputs in eight columns: looked up, then outputs 4 i + j are turned from registers to lanes. */
+INLINE void look_up(const uint8_t *codes, const __m512i of[4][2], __m512i pair[4]) {
+    const __m512i nibble = _mm512_set1_epi16(15);
+    const __m512i table = (__m512i)(vu){0, 0, 0, 0, 0x100010, 0x100010, 0x100010, 0x100010,
+                                        0x200020, 0x200020, 0x200020, 0x200020, 0x300030, 0x300030, 0x300030, 0x300030};
+    __m512i words = _mm512_loadu_si512(codes), v[4];
+    UNROLL(4) for (int j = 0; j < 4; j++) {
+        __m512i index = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 4 * j), nibble, table, 0xea); /* a & b | c */
+        v[j] = _mm512_permutex2var_epi16(of[j][0], index, of[j][1]);
+    }
+    __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), c = _mm512_unpacklo_epi32(v[2], v[3]);
+    pair[0] = _mm512_unpacklo_epi64(a, c), pair[1] = _mm512_unpackhi_epi64(a, c);
+    a = _mm512_unpackhi_epi32(v[0], v[1]), c = _mm512_unpackhi_epi32(v[2], v[3]);
+    pair[2] = _mm512_unpacklo_epi64(a, c), pair[3] = _mm512_unpackhi_epi64(a, c);
+}
+
+#define AHEAD 4096 /* bytes: hardware looks ahead within a page */
+
+/* Eight columns from k. Sums of all outputs take turns: each waits for its own last one. */
+INLINE void eight_columns(columns *at, const uint8_t *codes, int64_t stride, const tables *of, int64_t k, const int rows,
+                          const int blocks) {
+    const __m512i even = _mm512_set1_epi32((int32_t)0xffff0000);
+    __m512i pair[MOST][HALVES][4];
+    UNROLL(2) for (int b = 0; b < blocks; b++)
+        UNROLL(2) for (int i = 0; i < HALVES; i++) {
+            __builtin_prefetch(codes + b * stride + 64 * i + AHEAD, 0, 2);
+            look_up(codes + b * stride + 64 * i, of[b].of[i], pair[b][i]);
+        }
+    UNROLL(4) for (int p = 0; p < 4; p++) {
+        UNROLL(2) for (int b = 0; b < blocks; b++)
+            UNROLL(2) for (int i = 0; i < HALVES; i++)
+                take(at, (vf)_mm512_slli_epi32(pair[b][i][p], 16), k + 2 * p, b, i, rows);
+        UNROLL(2) for (int b = 0; b < blocks; b++)
+            UNROLL(2) for (int i = 0; i < HALVES; i++)
+                take(at, (vf)_mm512_and_si512(pair[b][i][p], even), k + 2 * p + 1, b, i, rows);
+    }
+}
+
+/* Takes the columns up to the last whole eight by tables, if groups begin with eights. Returns how many. */
+INLINE int64_t by_tables(const quantized_job *job, columns *at, int64_t block, const int rows, const int blocks,
+                         const int code) {
+    int64_t end = job->k / COLUMNS * COLUMNS, stride = (job->k + COLUMNS - 1) / COLUMNS * COLUMNS * BLOCK / 2;
+    const uint8_t *codes = job->codes + block * stride;
+    if (job->index || job->group % COLUMNS)
+        return 0;
+    for (int64_t first = 0; first < end; first += job->group) {
+        tables of[MOST];
+        int64_t last = end - first < job->group ? end : first + job->group;
+        UNROLL(2) for (int b = 0; b < blocks; b++) make_tables(job, block + b, first / job->group, code, &of[b]);
+        for (int64_t k = first; k < last; k += COLUMNS, codes += COLUMNS * BLOCK / 2)
+            eight_columns(at, codes, stride, of, k, rows, blocks);
+    }
+    return end;
+}
+
+#else
+#define by_tables(job, at, block, rows, blocks, code) 0
+#endif
 
 /* Every column of `blocks` blocks from `block`. */
 INLINE void all_columns(const quantized_job *job, columns *at, int64_t block, const int rows, const int blocks,
                         const int code, const int kind) {
-    const int four = code == INT4 || code == FP4, one = four ? 0 : BLOCK, step = four ? COLUMNS * BLOCK / 2 : COLUMNS * BLOCK;
-    const int64_t k_end = job->k, stride = four ? (k_end + COLUMNS - 1) / COLUMNS * step : k_end * BLOCK;
-    const int64_t aligned = job->index || job->group % COLUMNS ? 0 : job->group; /* groups begin with words */
+    const int64_t columns_of = FOUR(code) ? (job->k + COLUMNS - 1) / COLUMNS * COLUMNS / 2 : job->k;
+    const int64_t stride = columns_of * BLOCK;
     const uint8_t *codes = job->codes + block * stride;
-    int64_t group = -1, boundary = 0;
-    for (int64_t k = 0; k < k_end; codes += step) {
-        if (four)
-            UNROLL(2) for (int b = 0; b < blocks; b++) memcpy(at->word[b], codes + b * stride, sizeof at->word[b]);
-        if (aligned && k == boundary) {
-            group++, boundary += aligned;
+    int64_t group = -1, boundary = 0, k = FOUR(code) && kind == BF16 ? by_tables(job, at, block, rows, blocks, code) : 0;
+    for (; k < job->k; k++) {
+        int64_t mine = job->index ? job->index[k] : k < boundary ? group : k / job->group;
+        if (mine != group) {
+            group = mine, boundary = (k / job->group + 1) * job->group;
             UNROLL(2) for (int b = 0; b < blocks; b++) load_group(job, block + b, group, code, &at->group[b]);
         }
-        if (aligned && k + COLUMNS <= k_end) {
-            UNROLL(8) for (int j = 0; j < COLUMNS; j++)
-                one_column(at, codes + j * one, stride, k + j, j, 1, rows, blocks, code, kind);
-            k += COLUMNS;
-            continue;
-        }
-        for (int j = 0; j < COLUMNS && k < k_end; j++, k++) {
-            int64_t mine = job->index ? job->index[k] : k / job->group;
-            if (mine != group) {
-                group = mine;
-                UNROLL(2) for (int b = 0; b < blocks; b++) load_group(job, block + b, group, code, &at->group[b]);
-            }
-            one_column(at, codes + j * one, stride, k, j, 0, rows, blocks, code, kind);
-        }
+        int64_t offset = FOUR(code) ? k / COLUMNS * COLUMNS / 2 : k;
+        one_column(at, codes + offset * BLOCK, stride, k, rows, blocks, code, kind);
     }
 }
 
@@ -191,7 +260,7 @@ INLINE void some_rows(const quantized_job *job, int64_t row, int64_t block, cons
     all_columns(job, &at, block, rows, blocks, code, kind);
     UNROLL(8) for (int r = 0; r < rows; r++)
         UNROLL(2) for (int b = 0; b < blocks; b++) if (row + r < job->m)
-            store_block(job, row + r, block + b, PAIRED(kind), at.sum[r][b]);
+            store_block(job, row + r, block + b, PAIRED(kind, code), at.sum[r][b]);
 }
 
 /* By rows: none, one, two, up to four. One and two rows take two blocks, so that enough chains are in flight. */
@@ -233,7 +302,7 @@ static void quantized_task(const void *context, int64_t task) {
     free(room);
 }
 
-/* codes: of 4 bits in words of 8 columns [ceil(n/32), ceil(k/8), 32], of 8 bits [ceil(n/32), k, 32]; scale, zero [ceil(n/32), groups, 32]; index: the
+/* codes: of 4 bits, as `four_bits` says, [ceil(n/32), ceil(k/8), 2, 64 bytes], of 8 bits [ceil(n/32), k, 32]; scale, zero [ceil(n/32), groups, 32]; index: the
  * group of each column, or null: k / group. `kind`: what weights are rounded to, of 16 bits. */
 API int fengine_quantized_linear(const float *x, const uint8_t *codes, const float *scale, const uint8_t *zero,
                                  const int32_t *index, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
@@ -244,8 +313,8 @@ API int fengine_quantized_linear(const float *x, const uint8_t *codes, const flo
         return 0;
     quantized_job job = {x, scale, codes, zero, index, bias, y, m, n, k, groups, group, blocks,
                          code, kind, bias_kind, &failed};
-    if (threads > 1)
-        job.blocks_per_task = (blocks / wanted + 1) / 2 * 2 > 2 ? (blocks / wanted + 1) / 2 * 2 : 2;
+    if (threads > 1) /* few rows: small tasks end together; else memory for each task's weights */
+        job.blocks_per_task = m > ROWS && (blocks / wanted + 1) / 2 > 1 ? (blocks / wanted + 1) / 2 * 2 : 2;
     run_tasks(quantized_task, &job, (blocks + job.blocks_per_task - 1) / job.blocks_per_task, threads);
     return failed;
 }

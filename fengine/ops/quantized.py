@@ -10,7 +10,7 @@ rows decode in registers inside the product's own order over K, where that was p
 proof.py); more rows decode the matrix to scratch and take linear.py's proved schedules. On the CPU see cpu_quantized.c.
 
 Packed on CUDA: the codes of two columns in a byte, the even one low, or one in a byte: [N, bytes of K]; scale and zero
-[G, N]. On the CPU: 8 columns in a word or one in a byte, and 32 outputs side by side: see cpu_quantized.py.
+[G, N]. On the CPU 32 outputs side by side, their 4-bit codes in eights of columns: see cpu_quantized.py.
 """
 
 from typing import Any, NamedTuple
@@ -152,15 +152,22 @@ def pack(codes: Codes, dtype: torch.dtype) -> linear.Leaf:
         return packed_rows(codes, dtype)
     if dtype == torch.float32 or not fits(codes.kind, codes.scale_NG.float()):
         return linear.pack(dequantized(codes, dtype))
-    n, bytes_NB, zero_NG = len(codes.code_NK), row_bytes(codes), codes.zero_NG
+    n, zero_NG = len(codes.code_NK), codes.zero_NG
 
     def blocks(t: Tensor) -> Tensor:
         padded = pad(t, (0, 0, 0, -n % (2 * LANES)))
         return rearrange(padded, "(block lane) k -> block k lane", lane=LANES).contiguous()
 
-    packed = blocks(bytes_NB.view(torch.int32) if codes.kind in FOUR_BITS else bytes_NB)
+    packed = _fours(codes.code_NK) if codes.kind in FOUR_BITS else blocks(codes.code_NK)
     zero = None if zero_NG is None else blocks(zero_NG)
     return Quantized(packed, blocks(codes.scale_NG.float()), zero, codes.index_K, n, codes.group, codes.kind, dtype)
+
+
+def _fours(code_NK: Tensor) -> Tensor:
+    """Codes of 4 bits as cpu_quantized.c reads them: int32 [blocks, ceil(K / 8), 32]. Pure."""
+    padded = pad(code_NK, (0, -code_NK.shape[1] % 8, 0, -len(code_NK) % (2 * LANES)))
+    byte = rearrange(padded, "(b h i j two) (s p c) -> two b s (h i p c j)", h=2, i=4, j=2, two=2, p=4, c=2)
+    return (byte[0] | byte[1] << 4).view(torch.int32)
 
 
 def row_bytes(codes: Codes) -> Tensor:
