@@ -6,8 +6,9 @@ its vector has the same bits in any of them.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
+from fengine.api.arguments import described_by, record_of
 from fengine.api.chat import ids_of, is_chat, with_images
 from fengine.api.collector import OutputCollector
 from fengine.api.generate_input import GenerateReqInput, refuse_not_built
@@ -15,6 +16,7 @@ from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.options import EngineContext
 from fengine.api.outputs import Output
+from fengine.api.types import EncodeOutput
 from fengine.core.scalars import plain
 from fengine.engine.request_state import RequestState
 from fengine.errors import InvalidRequestError
@@ -24,7 +26,49 @@ NOTHING_DRAWN = {"max_new_tokens": 0, "temperature": 0.0}
 OF_DRAWING = ("completion_tokens", "reasoning_tokens", "first_token_latency", "decode_throughput")  # keys of meta_info
 
 
+# -- methods of `Engine` -----------------------------------------------------------------------------------------------
+
+
+@overload
+def encode(engine: Any, prompt: str, **options: Any) -> EncodeOutput: ...
+@overload
+def encode(engine: Any, prompt: list[str], **options: Any) -> list[EncodeOutput]: ...
+@overload
+def encode(engine: Any, prompt: Any, *args: Any, **options: Any) -> Any: ...
+@described_by(EncodeReqInput)
+def encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """{"embedding": list of float, "meta_info"} of a prompt: text, token ids or a chat; a list of these for a list.
+
+    Pooled and normalised as the checkpoint says, else its last token, normalised; `dimensions` keeps the first ones
+    and normalises them. A classifier or reward model gives its head's outputs, one for each label. A prompt that is
+    aborted has the embedding None.
+    """
+    return submit_encode(engine, record_of(EncodeReqInput, args, kwargs)).wait()
+
+
+@overload
+async def async_encode(engine: Any, prompt: str, **options: Any) -> EncodeOutput: ...
+@overload
+async def async_encode(engine: Any, prompt: list[str], **options: Any) -> list[EncodeOutput]: ...
+@overload
+async def async_encode(engine: Any, prompt: Any, *args: Any, **options: Any) -> Any: ...
+@described_by(EncodeReqInput)
+async def async_encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `encode`. Works in any event loop."""
+    req = record_of(EncodeReqInput, args, kwargs)
+    await engine._prepare(req)
+    return await submit_encode(engine, req, asyncio.get_running_loop()).wait_async()
+
+
 def submit_encode(
+    engine: Any, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None, head: bool = True
+) -> OutputCollector:
+    """Checks a call and queues its requests, as `submit` does. `head=False` leaves a classifier's head out."""
+    engine._refuse_own_thread()
+    return _queued(engine._context, req, loop, head)
+
+
+def _queued(
     context: EngineContext, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None, head: bool
 ) -> OutputCollector:
     """Checks a call and queues its requests. A classifier's head is applied, but not with `head=False`.

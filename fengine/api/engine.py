@@ -10,10 +10,10 @@ from typing import Any, Literal, Unpack, cast, overload
 
 from fengine.api import admin, info, logit_processors, weights
 from fengine.api import chat as chats
+from fengine.api import encode as embeddings
 from fengine.api import score as scoring
 from fengine.api.arguments import checked_calls, described_by, record_of, takes
 from fengine.api.collector import OutputCollector
-from fengine.api.encode import submit_encode
 from fengine.api.features import FEATURES
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.grammars import grammars_in
@@ -25,7 +25,7 @@ from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
 from fengine.api.streams import AsyncStream, Stream
 from fengine.api.tokenizer_manager import TokenizerManager
-from fengine.api.types import CallOptions, EncodeOutput, GenerateOutput, SamplingParamsDict
+from fengine.api.types import CallOptions, GenerateOutput, SamplingParamsDict
 from fengine.config import EngineConfig
 from fengine.core.request import SamplingParams
 from fengine.engine.build import build
@@ -214,50 +214,15 @@ class Engine:
             for name in adapters.given_up(req.lora_path):
                 await asyncio.to_thread(adapters.resolve, name)
 
-    # -- embeddings ----------------------------------------------------------------------------------------------------
-
-    @overload
-    def encode(self, prompt: str, **options: Any) -> EncodeOutput: ...
-    @overload
-    def encode(self, prompt: list[str], **options: Any) -> list[EncodeOutput]: ...
-    @overload
-    def encode(self, prompt: Any, *args: Any, **options: Any) -> Any: ...
-    @described_by(EncodeReqInput)
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """{"embedding": list of float, "meta_info"} of a prompt: text, token ids or a chat; a list of these for a list.
-
-        Pooled and normalised as the checkpoint says, else its last token, normalised; `dimensions` keeps the first ones
-        and normalises them. A classifier or reward model gives its head's outputs, one for each label. A prompt that is
-        aborted has the embedding None.
-        """
-        return self.submit_encode(record_of(EncodeReqInput, args, kwargs)).wait()
-
-    @overload
-    async def async_encode(self, prompt: str, **options: Any) -> EncodeOutput: ...
-    @overload
-    async def async_encode(self, prompt: list[str], **options: Any) -> list[EncodeOutput]: ...
-    @overload
-    async def async_encode(self, prompt: Any, *args: Any, **options: Any) -> Any: ...
-    @described_by(EncodeReqInput)
-    async def async_encode(self, *args: Any, **kwargs: Any) -> Any:
-        """As `encode`. Works in any event loop."""
-        req = record_of(EncodeReqInput, args, kwargs)
-        await self._prepare(req)
-        return await self.submit_encode(req, asyncio.get_running_loop()).wait_async()
-
-    def submit_encode(
-        self, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None, head: bool = True
-    ) -> OutputCollector:
-        """Checks a call and queues its requests, as `submit` does. `head=False` leaves a classifier's head out."""
-        self._refuse_own_thread()
-        return submit_encode(self._context, req, loop, head)
-
     # -- what else it can do: functions of other files are methods -----------------------------------------------------
 
     chat = chats.chat
     async_chat = chats.async_chat
     apply_chat_template = chats.apply_chat_template
     chat_ids = chats.chat_ids
+    encode = embeddings.encode
+    async_encode = embeddings.async_encode
+    submit_encode = embeddings.submit_encode
     rerank = scoring.rerank
     score = scoring.score
     async_score = scoring.async_score

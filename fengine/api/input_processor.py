@@ -22,13 +22,13 @@ from fengine.api.options import (
     salt_of,
     stop_ids,
 )
+from fengine.api.prompt_places import prompt_in_place
 from fengine.api.sessions import Turn
 from fengine.api.weights import adapter_of
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
 from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
-from fengine.multimodal.images import Prompt, refuse_images
 from fengine.tokenizer.stop_regex import compile_patterns
 
 PLAIN = frozenset((int, float, bool, str, type(None)))  # equal values of one of these types mean the same
@@ -92,7 +92,9 @@ def _check(
     """
     parts = context.parts
     _refuse_without_text(parts, params)
-    ids, spans, rope = _prompt(context, prompt, turns)
+    ids, spans, rope = prompt_ids(parts, prompt), (), None
+    if prompt.session_params is not None or prompt.image_data is not None or parts.images is not None:
+        ids, spans, rope = prompt_in_place(context, prompt, ids, turns)
     ids = _fitting(context, ids, params.max_new_tokens == 0 and prompt.return_logprob is True, cut=not spans)
     sampling = prompt.sampling_params
     explicit = isinstance(sampling, SamplingParams) or "max_new_tokens" in (sampling or {})
@@ -162,34 +164,6 @@ def prompt_ids(parts: Parts, prompt: GenerateReqInput) -> list[int]:
     if not ids:
         raise InvalidRequestError("the prompt is empty and this model has no bos token to start from.")
     return check_ids(ids, vocab_size)
-
-
-def _prompt(context: EngineContext, prompt: GenerateReqInput, turns: dict[str, Turn]) -> Prompt:
-    """All prompt ids, with placeholders for each part of their images; of a session's turn those of its context, too.
-
-    Modifies: `turns`, to which a session's turn goes. Errors: InvalidRequestError and kinds.
-    """
-    images, pictures = context.parts.images, ()
-    if images is None:
-        refuse_images(prompt.image_data)
-    else:
-        pictures = images.read(prompt.image_data)
-    ids = prompt_ids(context.parts, prompt)
-    if prompt.session_params is not None:
-        turn = _turn(context, prompt, ids, turns)
-        turn.images = pictures
-        ids, pictures = turn.prompt(-1 if images is None else images.spec.token)
-        if not ids:
-            raise InvalidRequestError("session_params['offset'] leaves nothing of the context; the prompt is empty.")
-    return Prompt(ids) if images is None else images.prompt(ids, pictures)
-
-
-def _turn(context: EngineContext, prompt: GenerateReqInput, ids: list[int], turns: dict[str, Turn]) -> Turn:
-    """The turn that the prompt would be. Modifies: `turns`."""
-    bos_id = None if context.parts.tokenizer is None else context.parts.tokenizer.bos_id
-    turn = context.sessions.prepare(prompt.session_params, ids, prompt.rid[0], bos_id)
-    turns[turn.rid] = turn
-    return turn
 
 
 def _fitting(context: EngineContext, ids: list[int], read_only: bool, cut: bool = True) -> list[int]:

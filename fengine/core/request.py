@@ -123,7 +123,9 @@ class Request:
     def salted(self, page_size: int) -> Mapping[int, Hashable] | None:
         """Requests with another salt at a page never share that page, nor those behind it, with this one. Pure."""
         own = self.cache_salt if self.adapter is None else (self.adapter.number, self.cache_salt)
-        return page_salts(own, self.images, page_size) or None
+        if not self.images:
+            return None if own is None else {0: (own,)}
+        return page_salts(own, self.images, page_size)
 
     @property
     def num_output(self) -> int:
