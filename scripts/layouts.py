@@ -7,7 +7,7 @@ and `done` is False where it was not.
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +153,39 @@ def guessed(llm: Engine, case: Case) -> Outcome:
     return Outcome(case.reference + case.reference[few], got, told, stats["draft_tokens"] > 0)
 
 
+def drafted(llm: Engine, case: Case) -> Outcome:
+    """Guesses by whoever knows the answers, by one who never does, and random ones, 1 to 7 at a time; then those of the
+    engine's own proposer."""
+    few = sorted(zip(case.asks, case.reference, strict=True), key=lambda pair: len(pair[0].ids))[:12]
+    answers = {tuple(ask.ids): answer.tokens for ask, answer in few}
+    scheduler: Any = llm._parts.core.stepper.scheduler
+    own, draw, got, asks = scheduler.speculation, random.Random(26), [], [ask for ask, _ in few]
+
+    def proposer(kind: str, most: int) -> Callable[[Any], list[list[int]]]:
+        def propose(drafts: Any) -> list[list[int]]:
+            found = []
+            for one in drafts:
+                ids, at = one.request.token_ids, one.request.num_output + one.skip
+                right = answers[tuple(ids[: one.request.prompt_len])][at : at + most]
+                wrong = [(token + 1) % case.vocab for token in right]
+                found.append({"good": right, "wrong": wrong}.get(kind) or [draw.randrange(case.vocab)] * most)
+            return found
+
+        return propose
+
+    for most in range(1, 8):
+        for kind in ("good", "wrong", "random"):
+            propose = proposer(kind, most)
+            scheduler.speculation = replace(own, propose=propose, most=most, waits=False)  # the engine is idle
+            got += shuffled(llm, asks, most)
+        scheduler.speculation = replace(own, most=most)
+        got += shuffled(llm, asks, most)
+    scheduler.speculation, stats = own, llm.stats()
+    told = f"{stats['correct_draft_tokens']} of {stats['draft_tokens']} guesses drawn"
+    drawn = 0 < stats["correct_draft_tokens"] < stats["draft_tokens"]
+    return Outcome([answer for _, answer in few] * (7 * 4), got, told, drawn)
+
+
 # -- the negative control ---------------------------------------------------------------------------------------------
 
 
@@ -191,6 +224,14 @@ def control(llm: Engine, case: Case) -> Outcome:
 # -- the list ---------------------------------------------------------------------------------------------------------
 
 
+def _models(case: Case) -> list[tuple[str, dict[str, Any]]]:
+    """Drafts with checkpoints: the model itself, where it has one."""
+    if "load_format" in case.options:
+        return []
+    own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": case.options["model_path"]}
+    return [("a model", own | {"speculative_num_steps": 7, "speculative_adaptive": False})]
+
+
 def layouts(case: Case) -> list[Layout]:
     """All of them; first those that share the reference's engine, then by what they are worth."""
     gpu = case.device.startswith("cuda")
@@ -215,6 +256,8 @@ def layouts(case: Case) -> list[Layout]:
         Layout("control: split sums", control, few | {"enable_torch_compile": False}, control=True),
         Layout("preempted", preempted, tight),
         Layout("guessing ahead", guessed, {"speculative_algorithm": "NGRAM"}),
+        Layout("drafts, 1 to 7", drafted, {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}),
+        *(Layout(f"drafts of {name}, 1 to 7", drafted, few | more) for name, more in _models(case)),
         *chunks,
         flipped,
         *([Layout("graphs off" if gpu else "compiled", batches(23, False), plain)] if gpu or not case.image else []),

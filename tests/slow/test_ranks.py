@@ -1,5 +1,6 @@
 """Engines over several processes: the bits of one, whatever a request asks for; and one clear end, whoever dies."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import eagle_heads
 import pytest
 import tiny_adapters
 import tiny_checkpoints
@@ -32,12 +34,12 @@ PARAMS: list[dict[str, Any]] = [
 PROMPTS = ["What is 2+3?", "Sort: 3 1 2", "capital of France", "Spell cat", "One two three four " * 30]
 
 
-def results(engine: Engine) -> list[Any]:
+def results(engine: Engine, hidden: bool = True) -> list[Any]:
     """Of a batch of everything, twice (the second time over a cached prefix), and of one request alone."""
     found: list[Any] = []
     for _ in range(2):
         asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5, 6]}
-        found += engine.generate(PROMPTS, PARAMS, return_hidden_states=True, **asked)
+        found += engine.generate(PROMPTS, PARAMS, return_hidden_states=hidden, **asked)
     found.append(engine.generate(PROMPTS[0], PARAMS[2], return_logprob=True))
     keys = ("output_token_logprobs", "input_token_logprobs", "output_top_logprobs", "hidden_states", "finish_reason")
     return [(out["text"], *(out["meta_info"].get(key) for key in keys)) for out in found]
@@ -62,12 +64,33 @@ def processes(engine: Engine) -> list[subprocess.Popen[bytes]]:
     return [child.process for child in found._ranks.values()]
 
 
-@pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "NGRAM"}], ids=["plain", "ngram"])
-def test_two_ranks_give_the_bits_of_one(more: dict[str, Any]) -> None:
-    with Engine(**SETTINGS, **more) as one, Engine(**SETTINGS, **more, tp_size=2) as two:
+def test_two_ranks_give_the_bits_of_one() -> None:
+    with Engine(**SETTINGS) as one, Engine(**SETTINGS, tp_size=2) as two:
         assert results(one) == results(two)
         others = processes(two)
     assert all(process.poll() is not None for process in others)
+
+
+SELF = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "box", "speculative_adaptive": False}
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "EAGLE3"])
+def test_drafts_over_two_ranks_change_no_bit(algorithm: str, tmp_path: Path) -> None:
+    """Rank 0 guesses, by the whole draft; the others compute their part of what it guessed."""
+    more: dict[str, Any] = SELF | {"speculative_algorithm": algorithm}
+    if algorithm == "NGRAM":
+        more = {"speculative_algorithm": "NGRAM"}
+    elif algorithm == "EAGLE3":
+        more["speculative_draft_model_path"] = eagle_heads.write(
+            tmp_path, json.loads((BOX / "config.json").read_text())
+        )
+    with Engine(**SETTINGS) as one:
+        want = results(one, hidden=False)
+    with Engine(**SETTINGS, **more, tp_size=2) as two:
+        assert results(two, hidden=False) == want
+        stats = two.stats()
+    least = {"NGRAM": 0, "EAGLE3": 0, "STANDALONE": 20}[algorithm]  # how many of them are right
+    assert stats["correct_draft_tokens"] >= least and (stats["draft_tokens"] > 20 or algorithm == "NGRAM")
 
 
 def dead(engine: Engine, kill: Callable[[], None]) -> str:
