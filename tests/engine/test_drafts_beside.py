@@ -1,7 +1,7 @@
 """Drafts of a model beside adapters, sessions, few bits, n-grams, aborts; and what peers check of logprobs with drafts.
 
-Peers' cases are those of SGLang's test_eagle_infer (logprob_start_len, logprobs that match a re-scoring, mixed requests,
-one new token, an abort) and vLLM's spec_decode logprobs tests; here nothing is close, everything is equal.
+Peers' cases are those of SGLang's test_eagle_infer (logprob_start_len, logprobs that match a re-scoring, mixed
+requests, one new token, an abort) and vLLM's spec_decode logprobs tests; here nothing is close, everything is equal.
 """
 
 import json
@@ -76,7 +76,8 @@ def test_mixed_requests_at_once(plain: Engine, drafting: Engine) -> None:
     """Lengths 0 and 1 among them, with and without logprobs, penalties and other temperatures."""
     params: Any = [
         {"temperature": 0.4 * (i % 4), "max_new_tokens": (0, 1, 2, 9, 21)[i % 5], "ignore_eos": True,
-         "sampling_seed": i, "frequency_penalty": 0.6 * (i % 3 == 1), "top_p": 0.9, "min_p": 0.01 * (i % 2)} for i in range(16)
+         "sampling_seed": i, "frequency_penalty": 0.6 * (i % 3 == 1), "top_p": 0.9, "min_p": 0.01 * (i % 2)}
+        for i in range(16)
     ]  # fmt: skip
     prompts, tops = [PROMPTS[i % 4] for i in range(16)], [(0, 1, 5)[i % 3] for i in range(16)]
     asked: dict[str, Any] = {"return_logprob": [i % 4 != 3 for i in range(16)], "top_logprobs_num": tops}
@@ -122,7 +123,7 @@ def test_adapters_of_the_target(tmp_path: Path) -> None:
 def test_sessions(plain: Engine, drafting: Engine) -> None:
     found = []
     for llm in (plain, drafting):
-        sid, ids, told, rid = llm.open_session(1000), [5, 6, 7], [], None
+        sid, ids, told, rid = str(llm.open_session(1000)), [5, 6, 7], [], None
         for turn in range(3):
             params: Any = {"temperature": 0.5, "max_new_tokens": 12, "ignore_eos": True, "sampling_seed": turn}
             output: Any = llm.generate(
@@ -140,10 +141,10 @@ def test_a_target_in_few_bits(algorithm: str, tmp_path: Path) -> None:
     draft = "box"
     if algorithm == "EAGLE3":
         draft = eagle_heads.write(tmp_path, json.loads((Path(BOX_FOLDER) / "config.json").read_text()))
-    more = SELF | {"speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
+    more: dict[str, Any] = SELF | {"speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
     params: Any = {"temperature": 0.8, "max_new_tokens": 16, "ignore_eos": True, "sampling_seed": 4}
     found, drafts = [], 0
-    for settings in ({}, more):
+    for settings in (dict[str, Any](), more):
         with Engine(**BOX, **settings, quantization="fp8") as llm:
             outputs: Any = llm.generate(PROMPTS, params, return_logprob=True)
             found.append([logprobs(output) for output in outputs])
@@ -179,7 +180,9 @@ def test_guesses_up_to_the_end_of_the_context(tmp_path: Path) -> None:
     small = str(tiny_checkpoints.write(tmp_path / "s", "llama", max_position_embeddings=24))
     found = []
     for draft in (None, target, small):
-        more = {} if draft is None else SELF | {"speculative_draft_model_path": draft, "speculative_num_steps": 7}
+        more: dict[str, Any] = {}
+        if draft is not None:
+            more = SELF | {"speculative_draft_model_path": draft, "speculative_num_steps": 7}
         with Engine(model_path=target, skip_tokenizer_init=True, page_size=8, **more) as llm:
             params: Any = {"temperature": 0.6, "max_new_tokens": None, "ignore_eos": True, "sampling_seed": 1}
             outputs: Any = llm.generate(input_ids=[[5] * 9, [7] * 40], sampling_params=params, return_logprob=True)
