@@ -18,6 +18,9 @@ KINDS = ("failed", "wrong", "right", "scored")
 PRIMARY = (
     "exact_match",
     "prefix_match",
+    "contains_match",
+    "number_match",
+    "regex_match",
     "json_match",
     "acc",
 )  # scores that say right or wrong, the first that is there

@@ -45,12 +45,13 @@ def settings(config: EvalConfig) -> dict[str, Any]:
 
 def identity(config: EvalConfig, task: Task, rows: RowIndex) -> dict[str, Any]:
     """All that can be known before a model is loaded. Errors: StorageError if a file of the model cannot be read."""
-    values = settings(config)
+    values, shown = settings(config), getattr(task, "shown", "")
     return {
         "config": values,
         "config_sha256": canonical(values),
         "task": {"name": task.name, "version": task.version},
         "input": rows.as_dict(),
+        **({"examples_sha256": canonical(shown)} if shown else {}),
         "seeds": {"run_seed": config.seed, "plan": SEED_PLAN},
         "versions": versions(),
         "code_sha256": code_digest(),

@@ -1,26 +1,25 @@
 """The kinds of task that a YAML can choose: generation, multiple choice, perplexity. No torch."""
 
-import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fengine.core.sampling_params import PARAMETERS
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
+from fengine.eval.tasks.columns import column, filled, grouped, problem, refuse_bare
 from fengine.eval.tasks.sources import RESULT_COLUMNS, data_path, read_rows
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, check
 
 Render = Callable[[list[dict[str, Any]]], list[int]]  # messages -> the ids of the chat, ready to be answered
-# Columns that can only be meant as sampling parameters, and their names there.
-BARE = {name: name for name, row in PARAMETERS.items() if name not in ("n", "stop", "regex", "ebnf", "custom_params")}
-BARE |= {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+MATCHES: dict[Match, Callable[..., Any]] = {
+    Match.exact: scoring.exact_match, Match.prefix: scoring.prefix_match, Match.contains: scoring.contains_match,
+    Match.number: scoring.number_match, Match.f1: scoring.token_f1, Match.regex: scoring.regex_match,
+}  # fmt: skip
+RIGHT = [f"{match.value}_match" for match in Match if match is not Match.f1]  # scores that tell right from wrong
 
 
 def open_task(config: TaskConfig, base: Path, render: Render | None = None) -> Task:
@@ -62,26 +61,26 @@ class _Task:
         """The row's prompt as text or ids. Pure. Errors: InputFileError."""
         template, data = self.config.prompt, row.data
         if template is not None:
-            return self._sent(row, _filled(template, row))
+            return self._sent(row, self.shown + filled(template, row))
         given = [name for name in ("prompt", "messages", "input_ids") if data.get(name) is not None]
         if len(given) != 1:
             what = " and ".join(given) if given else "none of prompt, messages, input_ids"
-            raise _problem(row, f"holds {what}; give exactly one, or set task.prompt to a template")
+            raise problem(row, f"holds {what}; give exactly one, or set task.prompt to a template")
         return self._given(row, given[0], data[given[0]])
 
     def _given(self, row: Row, column: str, value: Any) -> str | list[int]:
         """The row's own prompt, messages or input_ids. Errors: InputFileError."""
         if column == "prompt":
             if not isinstance(value, str):
-                raise _problem(row, f"prompt must be a text, got {type(value).__name__}")
+                raise problem(row, f"prompt must be a text, got {type(value).__name__}")
             return self._sent(row, value)
         items = value if isinstance(value, list) else []
         if column == "messages":
             if not items or not all(isinstance(message, dict) for message in items):
-                raise _problem(row, 'messages must be a list of objects with "role" and "content"')
+                raise problem(row, 'messages must be a list of objects with "role" and "content"')
             return self._rendered(row, items)
         if not items or not all(type(token) is int and token >= 0 for token in items):
-            raise _problem(row, "input_ids must be a list of token ids, integers >= 0")
+            raise problem(row, "input_ids must be a list of token ids, integers >= 0")
         return items
 
     def _sent(self, row: Row, prompt: str) -> str | list[int]:
@@ -89,13 +88,38 @@ class _Task:
 
     def _rendered(self, row: Row, messages: list[dict[str, Any]]) -> list[int]:
         if self.render is None:
-            raise _problem(row, "messages need the chat template of a model with a tokenizer")
+            raise problem(row, "messages need the chat template of a model with a tokenizer")
         return self.render(messages)
+
+    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
+        """Means of all rows; with `group_by` also of those of each value, as "name [value]"."""
+        return statistics.means(map(grouped, scores) if self.config.group_by else scores)
+
+    def in_group(self, row: Row, scores: Scores) -> Scores:
+        """The scores, with the row's group. Pure. Errors: InputFileError."""
+        return scores if self.config.group_by is None else scores | {"group": str(column(self.config.group_by, row))}
+
+    @cached_property
+    def shown(self) -> str:
+        """The examples before a prompt, each with its first reference. Errors: those of `read_rows`."""
+        config, found = self.config, []
+        if not config.shots:
+            return ""
+        rows = read_rows(replace(config, data=config.examples, limit=config.shots, format=Format.auto), self.base)
+        for row in rows:
+            if isinstance(row, BadRow):
+                raise InputFileError(f"task.examples: {row.message}")
+            target = self.target_of(row)
+            answer = target[0] if isinstance(target, list) and target else target
+            found.append(f"{filled(config.prompt or '', row)}{config.delimiter}{answer}\n\n")
+        if len(found) < config.shots:
+            raise InputFileError(f"task.examples={config.examples} has {len(found)} rows, task.shots is {config.shots}")
+        return "".join(found)
 
     def target_of(self, row: Row) -> Any:
         """The reference. Pure. Errors: InputFileError."""
         assert self.config.target is not None
-        return _column(self.config.target, row)
+        return column(self.config.target, row)
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
@@ -116,12 +140,12 @@ class GenerateTask(_Task):
         fixed = {"max_new_tokens": config.max_new_tokens, "stop": None if config.stop is None else list(config.stop)}
         sampling = {name: value for name, value in fixed.items() if value is not None}
         if config.format is Format.prompts and (taken := [name for name in RESULT_COLUMNS if name in row.data]):
-            raise _problem(row, f"column {taken[0]!r} is a name that results use; rename it")
+            raise problem(row, f"column {taken[0]!r} is a name that results use; rename it")
         asked = row.data.get("sampling") or {}
         if not isinstance(asked, dict):
-            raise _problem(row, f"sampling must be an object, got {type(asked).__name__}")
+            raise problem(row, f"sampling must be an object, got {type(asked).__name__}")
         if config.prompt is None:
-            _refuse_bare(row)
+            refuse_bare(row)
         if config.match is not Match.none:
             self._references(row)
         return [Ask(self.prompt_of(row), {**sampling, **asked}, "generate")] * config.samples
@@ -129,14 +153,14 @@ class GenerateTask(_Task):
     def score(self, row: Row, answers: list[Answer]) -> Scores:
         each = [self._score_one(row, answer.text) for answer in answers]
         if len(each) == 1:
-            return each[0]
+            return self.in_group(row, each[0])
         numbers = [{name: value for name, value in one.items() if not isinstance(value, str)} for one in each]
         scores: Scores = {name: statistics.mean(float(one[name]) for one in numbers).value for name in numbers[0]}
-        right = next((name for name in ("exact_match", "prefix_match", "json_match") if name in scores), None)
+        right = next((name for name in RIGHT if name in scores), None)
         if self.config.vote and right is not None:
             scores["pass"] = any(one[right] for one in each)
             scores["majority"] = bool(self._most_common(each, answers)[right])
-        return scores
+        return self.in_group(row, scores)
 
     def _most_common(self, each: list[Scores], answers: list[Answer]) -> Scores:
         """The scores of the answer that most samples gave, by what was extracted or in normal form; of equals the first
@@ -154,10 +178,9 @@ class GenerateTask(_Task):
             if extracted is not None:
                 scores["extracted"] = extracted
             found = extracted
-        if config.match in (Match.exact, Match.prefix):
-            test = scoring.exact_match if config.match is Match.exact else scoring.prefix_match
-            matches = found is not None and test(found, self._references(row), config.normal_form)
-            scores[f"{config.match.value}_match"] = matches
+        if (test := MATCHES.get(config.match)) is not None:
+            scored = found is not None and test(found, self._references(row), config.normal_form)
+            scores["f1" if config.match is Match.f1 else f"{config.match.value}_match"] = scored
         elif config.match is Match.json:
             scores |= scoring.json_scores("" if found is None else found, self.target_of(row))
         return scores
@@ -169,11 +192,8 @@ class GenerateTask(_Task):
             return target
         listed = target if isinstance(target, list) else [target]
         if not listed or not all(isinstance(one, (str, int, float)) and not isinstance(one, bool) for one in listed):
-            raise _problem(row, f"{self.config.target!r} must be a text, a number, or a list of them")
+            raise problem(row, f"{self.config.target!r} must be a text, a number, or a list of them")
         return [str(one) for one in listed]
-
-    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
-        return statistics.means(scores)
 
 
 # -- multiple choice ---------------------------------------------------------------------------------------------------
@@ -195,17 +215,15 @@ class ChoiceTask(_Task):
         return [Ask(prompt, {}, "loglikelihood", lead + choice) for choice in self._choices(row)]
 
     def score(self, row: Row, answers: list[Answer]) -> Scores:
-        return scoring.choice_scores(list(map(scoring.loglikelihood, answers)), self._choices(row), self._right(row))
-
-    def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
-        return statistics.means(scores)
+        sums = list(map(scoring.loglikelihood, answers))
+        return self.in_group(row, scoring.choice_scores(sums, self._choices(row), self._right(row)))
 
     def _choices(self, row: Row) -> list[str]:
-        choices = _column(self.config.choices, row)
+        choices = column(self.config.choices, row)
         if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-            raise _problem(row, f"{self.config.choices!r} must be a list of at least two texts, none of them empty")
+            raise problem(row, f"{self.config.choices!r} must be a list of at least two texts, none of them empty")
         if len(set(choices)) < len(choices):
-            raise _problem(row, f"{self.config.choices!r} must differ from one another")
+            raise problem(row, f"{self.config.choices!r} must differ from one another")
         return choices
 
     def _right(self, row: Row) -> int:
@@ -214,7 +232,7 @@ class ChoiceTask(_Task):
             return choices.index(target)
         if type(target) is int and 0 <= target < len(choices):
             return target
-        raise _problem(row, f"{self.config.target!r} must be a choice or its index from 0, got {target!r:.80}")
+        raise problem(row, f"{self.config.target!r} must be a choice or its index from 0, got {target!r:.80}")
 
 
 # -- perplexity --------------------------------------------------------------------------------------------------------
@@ -236,48 +254,5 @@ class PerplexityTask(_Task):
     def _text(self, row: Row) -> str:
         text = self.target_of(row)
         if not isinstance(text, str) or not text:
-            raise _problem(row, f"{self.config.target!r} must be a text that is not empty")
+            raise problem(row, f"{self.config.target!r} must be a text that is not empty")
         return text
-
-
-# -- columns -----------------------------------------------------------------------------------------------------------
-
-
-def _refuse_bare(row: Row) -> None:
-    """A row that is a request: what it asks for outside `sampling` would be ignored. Errors: InputFileError."""
-    bare = [name for name in BARE if row.data.get(name) is not None]
-    if bare:
-        name, value = BARE[bare[0]], json.dumps(row.data[bare[0]])
-        raise _problem(row, f'{bare[0]!r} is not read as a column; write "sampling": {{"{name}": {value:.80}}}')
-
-
-def _problem(row: Row, what: str) -> InputFileError:
-    return InputFileError(f"row {row.id!r}: {what}")
-
-
-def _column(name: str, row: Row) -> Any:
-    """The value of a column; `a.b` reaches into an object where there is no column of that very name. Pure.
-
-    Errors: InputFileError if there is none, or if it is null.
-    """
-    value: Any = row.data
-    for part in [name] if name in row.data else name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if value is None:
-        known = ", ".join(map(repr, list(row.data)[:12]))
-        raise _problem(row, f"has no column {name!r}; it has {known or 'none'}")
-    return value
-
-
-def _filled(template: str, row: Row) -> str:
-    """`template` with {column} replaced by texts and numbers; {{ and }} are braces. Pure. Errors: InputFileError."""
-
-    def put(match: re.Match[str]) -> str:
-        if match.group() in ("{{", "}}"):
-            return match.group()[0]
-        value = _column(match.group(1), row)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise _problem(row, f"task.prompt takes texts and numbers; {match.group(1)!r} is {type(value).__name__}")
-        return str(value)
-
-    return _FIELD.sub(put, template)

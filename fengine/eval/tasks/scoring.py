@@ -9,6 +9,7 @@ import math
 import re
 import time
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from fengine.eval.tasks.task import Answer
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 NORMAL_FORMS: dict[str, Callable[[str], str]] = {
     "strip": str.strip,  # no white space around it
     "blanks": lambda text: " ".join(text.split()),  # any run of white space is one blank; none around
@@ -47,6 +49,41 @@ def prefix_match(text: str, references: Iterable[str], forms: Sequence[str] = ("
     found = normal(text, forms)
     starts = (normal(reference, forms) for reference in references)
     return any(found.startswith(start) and not found[len(start) :][:1].isalnum() for start in starts)
+
+
+def contains_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
+    """Whether one of the references occurs in `text`, both in normal form. Pure."""
+    found = normal(text, forms)
+    return any(normal(reference, forms) in found for reference in references)
+
+
+def number_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
+    """Whether the last number in `text` equals a reference's by value: 1,000 is 1000.0. Pure."""
+    found = numbers(normal(text, forms))
+    return bool(found) and any(found[-1:] == numbers(reference)[-1:] for reference in references)
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of a text, thousands written with commas or not. Pure."""
+    return [float(match.replace(",", "")) for match in _NUMBER.findall(text)]
+
+
+def token_f1(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> float:
+    """The greatest F1 of words in common with a reference, both in normal form, as SQuAD has it. Pure."""
+    found = Counter(normal(text, forms).split())
+
+    def score(reference: str) -> float:
+        wanted = Counter(normal(reference, forms).split())
+        same, sizes = (found & wanted).total(), found.total() + wanted.total()
+        return float(found == wanted) if not sizes else 2 * same / sizes
+
+    return max(map(score, references))
+
+
+def regex_match(text: str, references: Iterable[str], forms: Sequence[str] = ("strip",)) -> bool:
+    """Whether a reference, a regular expression, is found in `text` in normal form. Pure. Errors: as `Extractor`."""
+    found = normal(text, forms)
+    return any(Extractor(reference).find(found) is not None for reference in references)
 
 
 # -- extraction --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ class Match(Enum):
     none = "none"  # only record what was generated
     exact = "exact"  # equals a reference, both in normal form
     prefix = "prefix"  # begins with a reference, both in normal form, and no word goes on behind it
+    contains = "contains"  # a reference occurs in it, both in normal form
+    number = "number"  # its last number equals the reference's by value
+    f1 = "f1"  # the words in common with a reference, as SQuAD's F1; task.normal_form says what words are
+    regex = "regex"  # a reference is a regular expression that is found in it
     json = "json"  # is JSON, and has the reference's fields
 
 
@@ -58,6 +62,9 @@ class TaskConfig:
     id: str | None = None  # the column of the row's id; None: "id" where a row has one, else the number of its line
     limit: int | None = None  # the first rows only
     prompt: str | None = None  # "{question}\nAnswer:"; None: the row's own prompt, messages or input_ids
+    examples: str | None = None  # a file of rows that are shown, with their references, before each prompt
+    shots: int = 0  # how many of them
+    group_by: str | None = None  # a column, by whose values metrics are told, too
     chat: bool = False  # send the prompt as a user's message, through the model's chat template
     target: str | None = "answer"  # the column of the reference(s), of the right choice, or of the text to be scored
     # -- generate
@@ -91,6 +98,11 @@ def check(config: TaskConfig) -> list[str]:
         "task.target must name the reference's column, or set task.match=none": config.target is None and no_reference,
         f"task.samples is for kind=generate; kind={config.kind.value} draws nothing": config.samples != 1
         and not generates,
+        "task.shots needs task.examples=FILE.jsonl and a template: task.prompt": bool(config.shots)
+        and not (config.examples and config.prompt),
+        f"task.shots and task.group_by are not for kind={config.kind.value}": config.kind is TaskKind.perplexity
+        and bool(config.shots or config.group_by),
+        "task.examples is shown by task.shots=N": config.examples is not None and not config.shots,
         "task.vote is for several samples that are compared: set task.samples and task.match": config.vote
         and (config.samples < 2 or config.match is Match.none),
         "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": requests,
@@ -107,6 +119,7 @@ def check(config: TaskConfig) -> list[str]:
 def _bounds(config: TaskConfig) -> dict[str, bool]:
     """Problem -> whether it is one, of numbers and of names. Pure."""
     counts = {name: getattr(config, name) for name in ("limit", "samples", "max_new_tokens")}
+    counts |= {"shots": config.shots or None}
     unknown = [name for name in config.normal_form if name not in NORMAL_FORMS]
     return {
         f"task.samples must be at most {MAX_SAMPLES:,}, got {config.samples:,}": config.samples > MAX_SAMPLES,

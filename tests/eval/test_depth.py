@@ -1,0 +1,94 @@
+"""What tasks score beyond equality: containing, numbers, words, patterns; examples before prompts; groups of rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from fengine.errors import ConfigError, InputFileError
+from fengine.eval.tasks import scoring
+from fengine.eval.tasks.kinds import open_task
+from fengine.eval.tasks.task import Answer
+from fengine.eval.tasks.task_config import Format, Match, TaskConfig, TaskKind, check
+
+WORDS = ("case", "punctuation", "articles", "blanks")
+
+
+@pytest.mark.parametrize(
+    ("match", "text", "reference", "score"),
+    [
+        ("contains", "So it is Paris, I think", "Paris", True),
+        ("contains", "So it is paris", "Paris", False),
+        ("number", "7 apples and 5 make 1,012.", "1012", True),
+        ("number", "it is -3.50 degrees", "-3.5", True),
+        ("number", "12 and 13", "12", False),  # the last one counts
+        ("number", "none", "0", False),
+        ("number", "x1", "1", False),
+        ("number", "1e3", "1000", True),
+        ("regex", "in the year 1999", r"\b19\d\d\b", True),
+        ("regex", "in the year 2001", r"\b19\d\d\b", False),
+        ("f1", "the cat sat", "a cat sat down", 0.8),  # 2 words in common of 2 and 3
+        ("f1", "dog", "cat", 0.0),
+        ("f1", "The", "a", 1.0),  # nothing is left of either
+    ],
+)
+def test_matches(match: str, text: str, reference: str, score: Any) -> None:
+    forms = WORDS if match == "f1" else ("strip",)
+    config = TaskConfig("t", prompts=("x",), format=Format.prompts, match=Match(match), normal_form=forms)
+    task: Any = open_task(config, Path())
+    row = next(iter(task.rows()))
+    row.data["answer"] = reference
+    (found,) = task.score(row, [Answer(text, [1], [0.0], {"type": "stop"}, None)]).values()
+    assert found == pytest.approx(score) and isinstance(found, bool) == (match != "f1")
+
+
+def test_of_several_references_the_best_counts() -> None:
+    assert scoring.token_f1("a b", ["c", "a b"]) == 1.0 and scoring.number_match("5", ["4", "5.0"])
+    assert scoring.contains_match("xyz", ["q", "y"]) and scoring.regex_match("xyz", ["q", "^x"])
+
+
+def rows(path: Path, *values: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path.name
+
+
+def test_examples_stand_before_each_prompt(tmp_path: Path) -> None:
+    data = rows(tmp_path / "d.jsonl", {"q": "3+4", "answer": "7"})
+    shown = rows(tmp_path / "e.jsonl", *({"q": f"{i}+1", "answer": [str(i + 1), "x"]} for i in range(3)))
+    config = TaskConfig("t", data=data, prompt="Q: {q}\nA:", examples=shown, shots=2)
+    task: Any = open_task(config, tmp_path)
+    (ask,) = task.asks(next(iter(task.rows())))
+    assert ask.prompt == "Q: 0+1\nA: 1\n\nQ: 1+1\nA: 2\n\nQ: 3+4\nA:"
+    with pytest.raises(InputFileError, match="has 3 rows, task.shots is 4"):
+        _ = open_task(TaskConfig("t", data=data, prompt="{q}", examples=shown, shots=4), tmp_path).shown  # type: ignore[attr-defined]
+
+
+def test_groups_have_metrics_of_their_own(tmp_path: Path) -> None:
+    data = rows(tmp_path / "d.jsonl", *({"prompt": "x", "answer": "a", "topic": t} for t in ("m", "m", "n")))
+    task: Any = open_task(TaskConfig("t", data=data, group_by="topic"), tmp_path)
+    answers = [Answer(text, [1], [0.0], {"type": "stop"}, None) for text in "aba"]
+    scores = [task.score(row, [answer]) for row, answer in zip(task.rows(), answers, strict=True)]
+    metrics = {name: metric.value for name, metric in task.metrics(scores).items()}
+    assert metrics == {"exact_match": pytest.approx(2 / 3), "exact_match [m]": 0.5, "exact_match [n]": 1.0}
+    with pytest.raises(InputFileError, match="has no column 'theme'"):
+        wrong: Any = open_task(TaskConfig("t", data=data, group_by="theme"), tmp_path)
+        wrong.score(next(iter(wrong.rows())), answers[:1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"shots": 2}, "task.examples"),
+        ({"examples": "e.jsonl"}, "task.shots=N"),
+        ({"shots": 2, "examples": "e.jsonl"}, "a template"),
+        ({"shots": -1, "examples": "e.jsonl", "prompt": "x"}, "task.shots must be at least 1"),
+        ({"kind": TaskKind.perplexity, "group_by": "x"}, "kind=perplexity"),
+    ],
+)
+def test_what_does_not_go_together(fields: dict[str, Any], said: str) -> None:
+    assert any(said in problem for problem in check(TaskConfig("t", data="d.jsonl", **fields)))
+    with pytest.raises(ConfigError):
+        open_task(TaskConfig("t", data="d.jsonl", **fields), Path())
