@@ -20,6 +20,7 @@ from measure import environment, summary
 from torch import Tensor
 
 from fengine.ops import experts as op
+from fengine.ops import quantized
 from fengine.ops.experts_schedules import REFERENCE, Schedule, Tiles
 from fengine.ops.linear import Dense, linear
 
@@ -37,11 +38,13 @@ class Shape(NamedTuple):
     d: int
     f: int
     layers: int
+    mxfp4: bool = False
 
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(128, 8, 2048, 768, 4),
     "gpt-oss-20b": Shape(32, 4, 2880, 2880, 4),
+    "gpt-oss-20b-mxfp4": Shape(32, 4, 2880, 2880, 4, True),
     "mixtral-8x7b": Shape(8, 2, 4096, 14336, 2),
 }
 
@@ -61,8 +64,18 @@ def random_weights(shape: Shape) -> list[tuple[Tensor, op.Weights]]:
     def random(*size: int) -> Tensor:
         return torch.randn(*size, device="cuda", dtype=BF16) / size[-1] ** 0.5
 
-    e, _, d, f, count = shape
-    return [(random(e, d), op.Weights(random(e, 2 * f, d), random(e, d, f))) for _ in range(count)]
+    def leaf(n: int, k: int, gated: bool) -> Dense | quantized.Quantized:
+        if not shape.mxfp4:
+            return Dense(random(e, n, k), n)
+        packed = quantized.pack_experts(quantized.encoded(random(e * n, k), "fp4", 32), e, gated, BF16)
+        if packed is None:
+            raise SystemExit("this GPU reads no experts in four bits")
+        return packed
+
+    e, _, d, f, count = shape[:5]
+    return [
+        (random(e, d), op.weights_of(leaf(2 * f, d, True), leaf(d, f, False), None, None, None)) for _ in range(count)
+    ]
 
 
 def under(s: Schedule | None, shape: Shape) -> Callable[[Layer], Tensor]:
@@ -82,6 +95,7 @@ def torch_block(shape: Shape) -> Callable[[Layer], Tensor]:
     """The same block of torch's own parts: sorted rows, two grouped products, an addition by index."""
 
     def compute(layer: Layer) -> Tensor:
+        weights = layer.weights.whole((len(layer.x_TD), shape.experts, shape.top_k, shape.f, shape.d))
         logits_TE = torch.mm(layer.x_TD, layer.router_ED.T, out_dtype=torch.float32)
         value_TA, id_TA = logits_TE.topk(shape.top_k, -1)
         order_P = id_TA.flatten().argsort(stable=True)
@@ -89,10 +103,10 @@ def torch_block(shape: Shape) -> Callable[[Layer], Tensor]:
             id_TA.flatten()[order_P], torch.arange(shape.experts, device="cuda"), right=True, out_int32=True
         )
         rows_PD = layer.x_TD[order_P // shape.top_k]
-        both_P2F = grouped_mm(rows_PD, layer.weights.gate_up.transpose(1, 2), offs=ends_E)
+        both_P2F = grouped_mm(rows_PD, weights.gate_up.transpose(1, 2), offs=ends_E)
         gate_PF, up_PF = both_P2F.chunk(2, -1)
         h_PF = torch.nn.functional.silu(gate_PF) * up_PF
-        y_PD = grouped_mm(h_PF, layer.weights.down.transpose(1, 2), offs=ends_E)
+        y_PD = grouped_mm(h_PF, weights.down.transpose(1, 2), offs=ends_E)
         y_PD = y_PD * value_TA.softmax(-1).flatten()[order_P, None].to(BF16)
         return torch.zeros_like(layer.x_TD).index_add_(0, order_P // shape.top_k, y_PD)
 
@@ -137,7 +151,7 @@ def floor_us(shape: Shape, tokens: int, experts: float) -> dict[str, float]:
     """What the bytes of the weights that are read, and the products, take at least."""
     size = 3 * shape.d * shape.f
     return {
-        "bytes": (experts * size + shape.experts * shape.d) * 2 / BYTES_PER_S * 1e6,
+        "bytes": (experts * size * (17 / 32 if shape.mxfp4 else 2) + shape.experts * shape.d * 2) / BYTES_PER_S * 1e6,
         "products": 2 * tokens * shape.top_k * size / FLOPS * 1e6,
     }
 

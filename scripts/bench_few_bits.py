@@ -5,8 +5,8 @@
 
 GPU: every schedule below is compared bit for bit with the decoded matrix under linear.py's reference, then timed by
 replays of a CUDA graph over matrices that together exceed the cache; beside it the bfloat16 product and the scratch
-path. Tiles of 64 outputs and more take wgmma with the weights as its 64-row side, smaller ones mma.sync. CPU: an engine
-of random weights in each form, in turns. Ends with status 1 if bits differ.
+path. int4 and fp4 take the kernel of quantized_hopper.py, the others that of quantized_kernels.py. CPU: an engine of
+random weights in each form, in turns. Ends with status 1 if bits differ.
 """
 
 import argparse
@@ -27,7 +27,9 @@ from torch import Tensor
 
 from fengine import Engine
 from fengine.ops import linear, quantized, quantized_launch
+from fengine.ops.ahead import compiling
 from fengine.ops.linear_schedules import REFERENCE
+from fengine.ops.quantized_hopper import Tiles
 from fengine.ops.quantized_launch import Matrix, Schedule
 
 SHAPES = Path(__file__).resolve().parent / "shapes"
@@ -35,17 +37,33 @@ MATRICES = {  # name: (N, K)
     "llama-8b qkv": (6144, 4096), "llama-8b o": (4096, 4096), "llama-8b gate_up": (28672, 4096),
     "llama-8b down": (4096, 14336), "qwen-0.5b gate_up": (9728, 896), "qwen-0.5b down": (896, 4864),
 }  # fmt: skip
-KINDS = {"int4": 128, "fp8": 0, "int8": 0}  # group of columns
-ROWS = (1, 8, 16, 32, 64)
+KINDS = {"int4": 128, "fp8": 0}  # group of columns
+ROWS = (1, 16, 32, 64, 128, 256, 1024)
 CACHE = 100 << 20  # bytes that are surely no longer in it
 REPEATS = 7
 
 
-def candidates(m: int) -> list[Schedule]:
-    """Tiles worth a try for m rows. Pure."""
-    rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    few = [Schedule(rows, n, k, 4, s) for n, k, s in itertools.product((64, 128), (64, 128), (3, 4, 6))]
-    return few + [Schedule(rows, n, k, w, 4) for n, k, w in itertools.product((16, 32), (128, 256), (2, 4))]
+SHARED = 225 << 10  # bytes of shared memory for rings
+TILES = {  # largest m: rows, blocks of 64 outputs, chunks in a piece, programs, whether by mma.sync
+    8: ((8, 1, 8, 1, True), (8, 1, 8, 2, True), (8, 1, 4, 3, True), (8, 1, 4, 2, True), (8, 2, 4, 1, True)),
+    16: ((16, 1, 8, 1, True), (16, 1, 4, 2, True), (16, 1, 4, 3, True), (16, 2, 4, 1, True)),
+    32: ((32, 1, 4, 1, True), (32, 1, 4, 2, True), (32, 2, 2, 2, True), (32, 2, 4, 1, True), (32, 1, 4, 1, False)),
+    64: ((64, 1, 4, 1, True), (64, 1, 2, 2, True), (64, 2, 2, 1, True), (64, 1, 4, 1, False), (64, 2, 2, 1, False)),
+    1 << 30: ((128, 1, 2, 1, True), (128, 2, 2, 1, True), (128, 1, 2, 1, False), (128, 2, 2, 1, False),
+              (256, 2, 2, 1, False)),
+}  # fmt: skip
+
+
+def candidates(m: int, hopper: bool) -> list[Schedule] | list[Tiles]:
+    """Tiles worth a try for m rows, with rings as large as fit. Pure."""
+    if not hopper:
+        rows = 16 if m <= 16 else 32 if m <= 32 else 64
+        return [Schedule(rows, n, k, 4, s) for n, k, s in itertools.product((64, 128), (64, 128), (3, 4, 6))]
+    found = []
+    for rows, blocks, chunks, programs, sync in next(tiles for most, tiles in TILES.items() if m <= most):
+        room, piece = SHARED // programs - rows * 192, chunks * (rows * 128 + blocks * 2304)
+        found.append(Tiles(rows, blocks, chunks, min(8, room // piece), programs, sync))
+    return found
 
 
 def timed(call: Any, count: int) -> float:
@@ -85,7 +103,7 @@ class Case(NamedTuple):
         w_NK = quantized_launch.decode(self.few[0], self.x_MK.shape[1], self.x_MK.dtype)
         return linear.run(self.x_MK, w_NK, self.few[0].n, None, None, REFERENCE)
 
-    def under(self, s: Schedule, i: int) -> Tensor:
+    def under(self, s: Schedule | Tiles, i: int) -> Tensor:
         return quantized_launch.run(self.x_MK, self.few[i], None, None, s)
 
 
@@ -97,16 +115,16 @@ def made(n: int, k: int, kind: str) -> tuple[list[Tensor], list[Matrix]]:
     return dense, [Matrix(*quantized.packed_rows(one, torch.bfloat16)[:7]) for one in codes]
 
 
-def tried(case: Case, label: str) -> tuple[dict[Schedule, float], int]:
+def tried(case: Case, label: str) -> tuple[dict[Schedule | Tiles, float], int]:
     """(µs of the schedules that compile and give the reference's bits, how many do not give them)."""
     want, times, wrong = case.reference(), {}, 0
-    for s in candidates(len(case.x_MK)):
+    for s in candidates(len(case.x_MK), case.few[0].packed.dim() == 4):
         try:
             equal = torch.equal(case.under(s, 0), want)
             if equal:
                 times[s] = timed(partial(case.under, s), len(case.few))
         except Exception as error:  # too much shared memory, or a compiler that does not know the tile
-            print(f"{label} {tuple(s)}: {type(error).__name__}", file=sys.stderr)
+            print(f"{label} {tuple(s)}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
             continue
         if not equal:
             wrong += 1
@@ -114,23 +132,30 @@ def tried(case: Case, label: str) -> tuple[dict[Schedule, float], int]:
     return times, wrong
 
 
-def on_gpu(names: list[str], kinds: list[str]) -> tuple[list[dict[str, Any]], int]:
+def on_gpu(names: list[str], kinds: list[str], sizes: list[int]) -> tuple[list[dict[str, Any]], int]:
     """(rows of the table, schedules whose bits differ)."""
     rows, wrong = [], 0
     for name, kind in itertools.product(names, kinds):
         n, k = MATRICES[name]
         dense, few = made(n, k, kind)
         floor = (few[0].packed.nbytes + few[0].scale.nbytes) / 4.3e6
-        for m in ROWS:
-            case = Case(torch.randn(m, k, device="cuda", dtype=torch.bfloat16), dense, few)
+        cases = [Case(torch.randn(m, k, device="cuda", dtype=torch.bfloat16), dense, few) for m in sizes]
+        with compiling():
+            for case in cases:
+                for call in (case.reference, partial(case.whole, 0), partial(case.scratch, 0)):
+                    call()
+                for s in candidates(len(case.x_MK), few[0].packed.dim() == 4):
+                    case.under(s, 0)
+        for case in cases:
+            m = len(case.x_MK)
             label = f"{name:18} {kind} {m:3}"
             whole, scratch = timed(case.whole, len(few)), timed(case.scratch, len(few))
             times, differ = tried(case, label)
             wrong += differ
-            best = [(tuple(s), times[s]) for s in sorted(times, key=times.__getitem__)[:3]]
+            best = [(tuple(s), times[s]) for s in sorted(times, key=times.__getitem__)]
             rows.append({"matrix": name, "kind": kind, "m": m, "bf16_us": whole, "scratch_us": scratch,
                          "bytes_us": floor, "best": best})  # fmt: skip
-            shown = "  ".join(f"{s} {us:.1f}" for s, us in best)
+            shown = "  ".join(f"{s} {us:.1f}" for s, us in best[:3])
             print(f"{label} bf16 {whole:6.1f} scratch {scratch:6.1f} bytes {floor:5.1f} | {shown}", flush=True)
     return rows, wrong
 
@@ -171,13 +196,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--matrices", nargs="+", choices=MATRICES, default=list(MATRICES))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of scripts/shapes, on a CPU")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     rows, wrong = (
-        (on_cpu(args.shape, args.tokens, args.rounds), 0) if args.device == "cpu" else on_gpu(args.matrices, args.kinds)
+        (on_cpu(args.shape, args.tokens, args.rounds), 0)
+        if args.device == "cpu"
+        else on_gpu(args.matrices, args.kinds, args.rows)
     )
     if args.out:
         args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=2))

@@ -53,7 +53,10 @@ def floor(config: dict[str, Any], work: Work) -> Floor:
     """Of all requests of `work`, in bf16. Pure."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads, width = config["num_key_value_heads"], config.get("head_dim") or hidden // heads
-    experts, chosen = config.get("num_experts", 1), config.get("num_experts_per_tok", 1)
+    experts, chosen = (
+        config.get("num_experts") or config.get("num_local_experts", 1),
+        config.get("num_experts_per_tok", 1),
+    )
     expert = 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"])
     shared = layers * (2 * heads + 2 * kv_heads) * width * hidden + hidden * config["vocab_size"]
     weights = shared + layers * chosen * expert

@@ -28,6 +28,24 @@ def tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
+def from_fragments(words: Tensor, scales: Tensor, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(codes [R, K], scales [R, G], zeros) of the layout of ops/fragments.py, one weight after another."""
+    blocks, chunks = words.shape[:2]
+    word, scale = words.numpy().view(np.uint32), scales.numpy().view(np.uint32)
+    row, col = np.arange(blocks * 64)[:, None], np.arange(chunks * 64)[None, :]
+    block, warp, eight, line = row // 64, row // 16 % 4, row // 8 % 2, row % 8
+    chunk, half, step, k3 = col // 64, col // 32 % 2, col // 16 % 2, col // 8 % 2
+    at = line % 2 * 16 + col // 2 % 4 * 4 + step * 2 + half
+    code = word[block, chunk, warp * 4 + line // 2, at] >> (16 * (col % 2) + 8 * eight + 4 * k3) & 15
+    at = warp * 8 + line
+    if group == 32:
+        found = scale[block, chunk * 32 + at] >> (16 * eight + 8 * half) & 255
+        exponent = np.ascontiguousarray(found[:, ::32]).astype(np.int32)
+        return code, ((exponent - 126) << 23).view(np.float32), np.zeros_like(exponent)
+    found = np.ascontiguousarray(scale[block, col // group * 64 + eight * 32 + at][:, ::group])
+    return code, (found & 0xFFFFE000).astype(np.uint32).view(np.float32), found & 255
+
+
 class Maker:
     """Random codes and scales. `dtype`: of scales, and of what is not quantized."""
 

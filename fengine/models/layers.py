@@ -220,8 +220,8 @@ def experts_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x
     if "wshared_down" in layer:
         product_TF = linear.gated_linear(x_TD, layer["wshared_gate_up"], None, adapters, spec.exact)
         shared_TD = linear.linear(product_TF, layer["wshared_down"], None, adapters, exact=spec.exact)
-    weights = experts.Weights(
-        layer["wexperts_gate_up"].packed, layer["wexperts_down"].packed, layer.get("bexperts_gate_up_EF"),
+    weights = experts.weights_of(
+        layer["wexperts_gate_up"], layer["wexperts_down"], layer.get("bexperts_gate_up_EF"),
         layer.get("bexperts_down_ED"), layer.get("correction_E"),
     )  # fmt: skip
     routing = experts.Routing(found.top_k, found.renormalise, found.sigmoid, found.scale)

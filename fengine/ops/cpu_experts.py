@@ -7,10 +7,13 @@ from fengine.ops.cpu_library import KIND, no_room, plain, readable, schedule
 
 def experts(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, shared: Tensor | None, gate: Tensor | None,
-    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, top_k: int, renormalise: bool,
-    sigmoid: bool, scale: float, limit: float,
+    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: None,
+    down_scale: None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """x [T, D], logits [T, E] -> [T, D]; gate_up [E, ceil(2F/32), D, 32], down [E, ceil(D/32), F, 32]."""
+    """x [T, D], logits [T, E] -> [T, D]; gate_up [E, ceil(2F/32), D, 32], down [E, ceil(D/32), F, 32].
+
+    Experts in few bits are dequantized when they are loaded: there are no scales.
+    """
     x, logits = plain(x, "experts' x"), plain(logits, "experts' logits")
     gate_up, down = readable(gate_up, "experts' gate_up"), readable(down, "experts' down")
     shared = None if shared is None else plain(shared, "experts' shared")

@@ -25,11 +25,12 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from fengine.ops import cpu_experts, experts_hopper, silu_mul
+from fengine.ops import cpu_experts, experts_hopper, quantized_hopper, silu_mul
 from fengine.ops import linear as linear_op
 from fengine.ops.experts_launch import Call, Routing, Weights, run
-from fengine.ops.experts_schedules import REFERENCE, Schedule, schedules
+from fengine.ops.experts_schedules import REFERENCE, FewBits, Schedule, schedules
 from fengine.ops.proof import captured, proofs
+from fengine.ops.quantized import Quantized
 from fengine.ops.registration import plain, register, wide
 
 ALPHA = 1.702  # of the clamped gate
@@ -78,7 +79,7 @@ def _gated_reference(x_ET2F: Tensor, limit: float) -> Tensor:
     return ((up + 1) * (gate * (ALPHA * gate).sigmoid())).to(x_ET2F.dtype)
 
 
-def proved(call: Call, s: Schedule) -> bool:
+def proved(call: Call, s: Schedule | FewBits) -> bool:
     """Whether `s` gives the bits of REFERENCE on this device; compared once for these sizes of the experts.
 
     The kernels are ours and do not change with the number of tokens: one number stands for all.
@@ -86,8 +87,8 @@ def proved(call: Call, s: Schedule) -> bool:
     if s == REFERENCE or not call.x_TD.is_cuda:
         return True
     known = proofs(call.x_TD.device.index)
-    there = [x is not None for x in (*call.weights[2:], call.shared_TD, call.gate_T1)]
-    key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {there} {call.limit > 0} {s}"
+    there = [x is not None for x in (*call.weights[2:-1], call.shared_TD, call.gate_T1)]
+    key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {there} {call.limit > 0} {call.weights.group} {s}"
     if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
         return known.known.get(key, False)
 
@@ -95,7 +96,7 @@ def proved(call: Call, s: Schedule) -> bool:
         try:
             return _compare(call, s)
         except Exception:
-            if s.kind != "grouped":  # whatever a compiler says, the schedule is not for this machine
+            if isinstance(s, FewBits) or s.kind != "grouped":  # whatever a compiler says, it is not for this machine
                 return False
             raise
 
@@ -105,7 +106,7 @@ def proved(call: Call, s: Schedule) -> bool:
 COMPARED = 1 << 16  # elements at least
 
 
-def _compare(call: Call, s: Schedule) -> bool:
+def _compare(call: Call, s: Schedule | FewBits) -> bool:
     """Random tokens under both schedules: by themselves, and inside a captured graph."""
     t, e, _, _, d = call.sizes
     draws, device = max(1, COMPARED // (t * d)), call.x_TD.device
@@ -113,7 +114,7 @@ def _compare(call: Call, s: Schedule) -> bool:
     x_XTD = torch.randn(draws, t, d, device=device, generator=generator).to(call.x_TD.dtype)
     logits_XTE = torch.randn(draws, t, e, device=device, generator=generator)
 
-    def results(s: Schedule) -> Tensor:
+    def results(s: Schedule | FewBits) -> Tensor:
         pairs = zip(x_XTD, logits_XTE, strict=True)
         return torch.stack([run(call._replace(x_TD=plain(x), logits_TE=plain(z)), s) for x, z in pairs])
 
@@ -126,16 +127,17 @@ def _compare(call: Call, s: Schedule) -> bool:
 
 def launch(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, shared: Tensor | None, gate: Tensor | None,
-    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, top_k: int, renormalise: bool,
-    sigmoid: bool, scale: float, limit: float,
+    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: Tensor | None,
+    down_scale: Tensor | None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
 ) -> Tensor:  # fmt: skip
     x, logits = plain(x), plain(logits)
     shared, gate = (None if t is None else plain(t) for t in (shared, gate))
     if x.shape[0] == 0:
         return torch.empty_like(x)
-    weights = Weights(gate_up, down, gate_up_bias, down_bias, correction)
+    weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, gate_up_scale, down_scale, group)
     call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit)
-    candidates = schedules(*call.sizes, x.dtype, experts_hopper.usable(x, gate_up, down))
+    few_bits = gate_up_scale is not None and down_scale is not None and quantized_hopper.serves(x.device)
+    candidates = schedules(*call.sizes, x.dtype, experts_hopper.usable(x, gate_up, down), few_bits)
     return run(call, next((s for s in candidates if proved(call, s)), REFERENCE))
 
 
@@ -145,10 +147,19 @@ def fake(x: Tensor, *_: Any) -> Tensor:
 
 _op = register(
     "experts(Tensor x, Tensor logits, Tensor gate_up, Tensor down, Tensor? shared, Tensor? gate, Tensor? correction, "
-    "Tensor? gate_up_bias, Tensor? down_bias, int top_k, bool renormalise, bool sigmoid, float scale, float limit)"
-    " -> Tensor",
+    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_scale, Tensor? down_scale, int group, int top_k, "
+    "bool renormalise, bool sigmoid, float scale, float limit) -> Tensor",
     launch, fake, cpu_experts.experts,
 )  # fmt: skip
+
+
+def weights_of(gate_up: linear_op.Dense | Quantized, down: linear_op.Dense | Quantized, gate_up_bias: Tensor | None,
+               down_bias: Tensor | None, correction: Tensor | None) -> Weights:  # fmt: skip
+    """The weights of two leaves, each whole or in few bits. Pure."""
+    few = [leaf if isinstance(leaf, Quantized) else None for leaf in (gate_up, down)]
+    scales = [None if leaf is None else leaf.scale for leaf in few]
+    group = max(0 if leaf is None else leaf.group for leaf in few)
+    return Weights(gate_up.packed, down.packed, gate_up_bias, down_bias, correction, scales[0], scales[1], group)
 
 
 def experts(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routing, shared_TD: Tensor | None = None,
@@ -160,7 +171,7 @@ def experts(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routing,
     """
     return _op(
         x_TD, logits_TE, weights.gate_up, weights.down, shared_TD, gate_T1, weights.correction, weights.gate_up_bias,
-        weights.down_bias, *routing, limit
+        weights.down_bias, weights.gate_up_scale, weights.down_scale, weights.group, *routing, limit
     )  # fmt: skip
 
 

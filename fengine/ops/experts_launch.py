@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import experts_hopper
+from fengine.ops import experts_hopper, fragments, quantized_hopper
 from fengine.ops import experts_kernels as kernels
 from fengine.ops import experts_routing as routing
 from fengine.ops.ahead import launcher
-from fengine.ops.experts_schedules import Schedule, Tiles, tiles_at_most
+from fengine.ops.experts_schedules import FewBits, Schedule, Tiles, tiles_at_most
+from fengine.ops.fragments import Fragments
 from fengine.ops.registration import MIDDLE, dependent_launch, shared_memory, triton
 
 
@@ -23,13 +24,32 @@ class Routing(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Experts' weights as linear's `pack(w).packed`. Biases are [E, 2F] and [E, D]; correction is float32 [E]."""
+    """Experts' weights as linear's `pack(w).packed`, or in few bits as `Fragments` in groups of so many columns.
+
+    Biases are [E, 2F] and [E, D]; correction is float32 [E].
+    """
 
     gate_up: Tensor
     down: Tensor
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     correction: Tensor | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+    group: int = 0
+
+    def whole(self, sizes: tuple[int, int, int, int, int]) -> "Weights":
+        """The matrices dequantized to scratch. Pure."""
+        _, e, _, f, d = sizes
+
+        def matrices(w: Tensor, scale: Tensor | None, n: int, gated: bool) -> Tensor:
+            if scale is None:
+                return w
+            return fragments.unpack(Fragments(w, scale), n, self.group, gated).view(e, n, -1)
+
+        gate_up = matrices(self.gate_up, self.gate_up_scale, 2 * f, True)
+        down = matrices(self.down, self.down_scale, d, False)
+        return self._replace(gate_up=gate_up, down=down, gate_up_scale=None, down_scale=None)
 
 
 class Call(NamedTuple):
@@ -47,11 +67,15 @@ class Call(NamedTuple):
     def sizes(self) -> tuple[int, int, int, int, int]:
         """(T, E, A, F, D)"""
         t, e = self.logits_TE.shape
-        return t, e, self.routing.top_k, self.weights.down.shape[2], self.x_TD.shape[1]
+        down, few = self.weights.down, self.weights.down_scale is not None
+        return t, e, self.routing.top_k, down.shape[1] * 64 if few else down.shape[2], self.x_TD.shape[1]
 
 
-def run(call: Call, s: Schedule) -> Tensor:
+def run(call: Call, s: Schedule | FewBits) -> Tensor:
     """Computes the result under schedule `s`. Pure."""
+    if isinstance(s, FewBits):
+        return many(call, s)
+    call = call._replace(weights=call.weights.whole(call.sizes))
     return few(call, s) if s.kind == "few" else many(call, s)
 
 
@@ -74,12 +98,12 @@ def few(call: Call, s: Schedule) -> Tensor:
     return y_TD
 
 
-def many(call: Call, s: Schedule) -> Tensor:
+def many(call: Call, s: Schedule | FewBits) -> Tensor:
     """Lists of each expert's pairs, and products over them. Pure."""
     t, e, a, f, d = call.sizes
     x_TD, w, r, pdl = call.x_TD, call.weights, call.routing, dependent_launch(call.x_TD.device.index)
     id_P, weight_P = x_TD.new_empty(t * a, dtype=torch.int32), x_TD.new_empty(t * a, dtype=torch.float32)
-    at_once = s.kind == "hopper"  # so many pairs that the lists take longer than adding to a count
+    at_once = isinstance(s, FewBits) or s.kind == "hopper"  # adding to a count is faster than lists
     rows_ET, index_P = id_P.new_empty(e, t), torch.empty_like(id_P)
     count_E = id_P.new_zeros(e) if at_once else id_P.new_empty(e)
     launcher(routing.route_kernel, (t,))(
@@ -94,6 +118,7 @@ def many(call: Call, s: Schedule) -> Tensor:
             id_P, rows_ET, count_E, t, a, 1024 if t * a <= 8192 else 4096, num_warps=4, **pdl
         )
         h_PF, parts = x_TD.new_empty(t * a, f), x_TD.new_empty(t * a, d)
+        assert isinstance(s, Schedule)
         _grouped(call, s.gate, x_TD, w.gate_up, w.gate_up_bias, rows_ET, count_E, None, h_PF)
         _grouped(call, s.down, h_PF, w.down, w.down_bias, rows_ET, count_E, weight_P, parts)
     y_TD = torch.empty_like(x_TD)
@@ -118,17 +143,25 @@ def _grouped(call: Call, tiles: Tiles, x: Tensor, w: Tensor, bias: Tensor | None
     )  # fmt: skip
 
 
-def _sorted(call: Call, s: Schedule, weight_P: Tensor, rows_ET: Tensor, count_E: Tensor, base_E: Tensor) -> Tensor:
+def _sorted(call: Call, s: Schedule | FewBits, weight_P: Tensor, rows_ET: Tensor, count_E: Tensor,
+            base_E: Tensor) -> Tensor:  # fmt: skip
     """Parts of the pairs: each expert's together, from base_E. Modifies: base_E."""
     t, e, a, f, d = call.sizes
     x_TD, w = call.x_TD, call.weights
-    tiles = tiles_at_most(t * a, e, experts_hopper.BM)
+    rows = s.block_m if isinstance(s, FewBits) else experts_hopper.BM
+    tiles = tiles_at_most(t * a, e, rows)
     tile_X2 = count_E.new_empty(tiles, 2)
-    h_XF, parts_XD = (x_TD.new_empty(tiles * experts_hopper.BM, width) for width in (f, d))
+    h_XF, parts_XD = (x_TD.new_empty(tiles * rows, width) for width in (f, d))
     launcher(routing.tiles_kernel, (tiles,))(
-        count_E, tile_X2, base_E, e, experts_hopper.BM, _power(e), num_warps=1,
-        **dependent_launch(x_TD.device.index)
+        count_E, tile_X2, base_E, e, rows, _power(e), num_warps=1, **dependent_launch(x_TD.device.index)
     )  # fmt: skip
+    if isinstance(s, FewBits):
+        assert w.gate_up_scale is not None and w.down_scale is not None
+        lists = quantized_hopper.Lists(rows_ET, count_E, tile_X2, weight_P, a)
+        gate_up, down = Fragments(w.gate_up, w.gate_up_scale), Fragments(w.down, w.down_scale)
+        quantized_hopper.launch(x_TD, gate_up, w.group, w.gate_up_bias, h_XF, s, lists, True, call.limit)
+        quantized_hopper.launch(h_XF, down, w.group, w.down_bias, parts_XD, s, lists)
+        return parts_XD
     lists = (rows_ET, count_E, tile_X2, weight_P)
     for x, weight, bias, y, tile in ((x_TD, w.gate_up, w.gate_up_bias, h_XF, s.gate),
                                      (h_XF, w.down, w.down_bias, parts_XD, s.down)):  # fmt: skip

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fengine.ops.linear_schedules import cdiv
+from fengine.ops.quantized_hopper import Tiles as FewBits
 
 
 class Tiles(NamedTuple):
@@ -36,6 +37,12 @@ GROUPED = (  # largest number of rows that an expert has on average
     (40, Schedule("grouped", Tiles(64, 64, 64, True, 4, 4), Tiles(64, 128, 64, False, 4, 4))),
 )
 MANY = Schedule("grouped", Tiles(128, 128, 64, False, 8, 3), Tiles(128, 128, 64, False, 4, 3))
+FEW_BITS = (  # largest number of rows that an expert has on average, and tiles of quantized_hopper.py
+    (6, FewBits(8, 1, 4, 5, 3, True)),
+    (20, FewBits(32, 2, 3, 3, 2, True)),
+    (80, FewBits(64, 2, 3, 5, 1, False)),
+    (1 << 30, FewBits(128, 2, 3, 3, 1, False)),
+)
 HOPPER = Schedule("hopper", Tiles(128, 128, 64, False, 4, 4), Tiles(128, 128, 64, False, 4, 5))
 
 
@@ -51,14 +58,16 @@ def even(tiles: Tiles, k: int) -> Tiles:
     return tiles._replace(block_k=64, stages=tiles.stages * tiles.block_k // 64)
 
 
-def schedules(tokens: int, experts: int, top_k: int, f: int, d: int, dtype: torch.dtype,
-              hopper: bool) -> list[Schedule]:  # fmt: skip
-    """Schedules for so many tokens, fastest first. `hopper`: on a device that runs experts_hopper.py. Pure."""
+def schedules(tokens: int, experts: int, top_k: int, f: int, d: int, dtype: torch.dtype, hopper: bool,
+              few_bits: bool = False) -> list[Schedule | FewBits]:  # fmt: skip
+    """Schedules for so many tokens, fastest first. `hopper`: on a device that runs experts_hopper.py; `few_bits`: for
+    weights that quantized_hopper.py reads there. Pure."""
     if dtype == torch.float32:
         return [FLOAT32]
     pairs = tokens * top_k
     rows = cdiv(pairs, experts)
-    few = [FEW] if pairs <= FEW_PAIRS else []
+    few: list[Schedule] = [FEW] if pairs <= FEW_PAIRS else []
     many = [HOPPER] if hopper and rows > GROUPED[-1][0] else []
     ours = [s for most, s in GROUPED if rows <= most][:1] or [MANY]
-    return [s._replace(gate=even(s.gate, d), down=even(s.down, f)) for s in (*few, *many, *ours)]
+    whole = [s._replace(gate=even(s.gate, d), down=even(s.down, f)) for s in (*few, *many, *ours)]
+    return [*[s for most, s in FEW_BITS if few_bits and rows <= most][:1], *whole]

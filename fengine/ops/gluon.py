@@ -12,9 +12,12 @@ gl: Any
 TensorDescriptor: Any
 fence_async_shared: Any
 mbarrier: Any
+mma_v2: Any
 async_copy: Any
 async_load: Any
 async_store: Any
+gdc_launch_dependents: Any
+gdc_wait: Any
 store_wait: Any
 HAS_REINTERPRET: Any
 warpgroup_mma: Any
@@ -22,7 +25,7 @@ warpgroup_mma_wait: Any
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -31,6 +34,7 @@ try:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its older names
     async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -39,8 +43,8 @@ try:
 except (ImportError, AttributeError):
     TensorDescriptor = None
     gluon = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
-    gl = SimpleNamespace(constexpr=object)
+    gl = SimpleNamespace(constexpr=lambda value: value)
     fence_async_shared = mbarrier = async_copy = async_load = async_store = store_wait = warpgroup_mma = (
         warpgroup_mma_wait
     ) = None
-    HAS_REINTERPRET = None
+    HAS_REINTERPRET = gdc_launch_dependents = gdc_wait = mma_v2 = None

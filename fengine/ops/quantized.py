@@ -13,6 +13,7 @@ Packed on CUDA: the codes of two columns in a byte, the even one low, or one in 
 [G, N]. On the CPU 32 outputs side by side, their 4-bit codes in eights of columns: see cpu_quantized.py.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fengine.ops import cpu_quantized, linear, quantized_launch
+from fengine.ops import cpu_quantized, fragments, linear, quantized_hopper, quantized_launch
 from fengine.ops.cpu import LANES
 from fengine.ops.registration import register
 
@@ -72,10 +73,13 @@ def dequantized(codes: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def encoded(w_NK: Tensor, kind: str, group: int, shrink: float = 1.0) -> Codes:
-    """The nearest fp8, int4 or int8 codes, under scales symmetric about zero over `group` columns (0: all). Pure.
+    """The nearest fp8, fp4, int4 or int8 codes, under scales symmetric about zero over `group` columns (0: all). Pure.
 
-    Scales of integers have w's dtype, those of fp8 are float32; with `shrink` < 1 the largest values are clamped.
+    Scales of integers have w's dtype, those of fp8 are float32, those of fp4 powers of two (OCP's microscaling); with
+    `shrink` < 1 the largest values are clamped.
     """
+    if kind == "fp4":
+        return _microscaled(w_NK, group)
     k, scale_dtype = w_NK.shape[1], torch.float32 if kind in FLOATS else w_NK.dtype
     w_NGC = rearrange(w_NK.float(), "n (g c) -> n g c", c=group or k)
     half = {"int4": 7.5, "int8": 127.5}.get(kind, LARGEST)
@@ -88,6 +92,16 @@ def encoded(w_NK: Tensor, kind: str, group: int, shrink: float = 1.0) -> Codes:
     zero = 8 if kind == "int4" else 128
     code_NK = (scaled_NK.round() + zero).clamp(0, 2 * zero - 1).to(torch.uint8)
     return Codes(kind, code_NK, scale_NG, torch.full_like(scale_NG, zero, dtype=torch.uint8), group or k)
+
+
+def _microscaled(w_NK: Tensor, group: int) -> Codes:
+    w_NGC = rearrange(w_NK.float(), "n (g c) -> n g c", c=group)
+    exponent_NG = w_NGC.abs().amax(-1).clamp(min=2.0**-120).log2().floor() - 2  # the largest code is 6 = 1.5 * 2^2
+    scaled_NGC = w_NGC * torch.exp2(-exponent_NG)[..., None]
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)], device=w_NK.device)
+    size_NGC = torch.bucketize(scaled_NGC.abs(), middles, out_int32=True).to(torch.uint8)
+    code_NGC = size_NGC | (scaled_NGC < 0).to(torch.uint8) << 3
+    return Codes("fp4", code_NGC.flatten(1), torch.exp2(exponent_NG).bfloat16(), None, group)
 
 
 def joined(parts: list[Codes]) -> Codes | None:
@@ -170,6 +184,22 @@ def _fours(code_NK: Tensor) -> Tensor:
     return (byte[0] | byte[1] << 4).view(torch.int32)
 
 
+def pack_experts(codes: Codes, experts: int, gated: bool, dtype: torch.dtype) -> Quantized | None:
+    """The layout of matrices below each other, one an expert, of gate above up if `gated`. None: to be whole. Pure."""
+    n, k = len(codes.code_NK) // experts, codes.code_NK.shape[1]
+    if not quantized_hopper.serves(codes.code_NK.device) or codes.index_K is not None or n // (1 + gated) % 64:
+        return None
+    if not fragments.fit(codes.kind, k, codes.group, codes.scale_NG, dtype):
+        return None
+    parts = codes.code_NK, codes.scale_NG, codes.zero_NG
+    code_RK, scale_RG, zero_RG = (
+        fragments.alternated(part, experts) if gated and part is not None else part for part in parts
+    )
+    assert code_RK is not None and scale_RG is not None
+    f = fragments.pack(codes.kind, code_RK, scale_RG, zero_RG)
+    return Quantized(f.words, f.scales, None, None, n, codes.group, codes.kind, dtype)
+
+
 def row_bytes(codes: Codes) -> Tensor:
     """The codes of each row in bytes, of 4 bits two in each, padded with zeros to whole words. Pure."""
     if codes.kind not in FOUR_BITS:
@@ -179,7 +209,15 @@ def row_bytes(codes: Codes) -> Tensor:
 
 
 def packed_rows(codes: Codes, dtype: torch.dtype) -> Quantized:
-    """The layout of CUDA. Pure."""
+    """The layout of CUDA: fragments where they hold the matrix, else rows. Pure."""
+    kind, n, k = codes.kind, *codes.code_NK.shape
+    if (
+        quantized_hopper.serves(codes.code_NK.device)
+        and codes.index_K is None
+        and fragments.fit(kind, k, codes.group, codes.scale_NG, dtype)
+    ):
+        f = fragments.pack(kind, codes.code_NK, codes.scale_NG, codes.zero_NG)
+        return Quantized(f.words, f.scales, None, None, n, codes.group, kind, dtype)
     zero = None if codes.zero_NG is None else codes.zero_NG.T.contiguous()
-    scale, n = codes.scale_NG.T.contiguous(), len(codes.code_NK)
-    return Quantized(row_bytes(codes), scale, zero, codes.index_K, n, codes.group, codes.kind, dtype)
+    scale = codes.scale_NG.T.contiguous()
+    return Quantized(row_bytes(codes), scale, zero, codes.index_K, n, codes.group, kind, dtype)

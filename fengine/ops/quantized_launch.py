@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import linear
+from fengine.ops import fragments, linear, quantized_hopper
 from fengine.ops.ahead import launcher
+from fengine.ops.fragments import Fragments
 from fengine.ops.linear_schedules import REFERENCE, cdiv
 from fengine.ops.proof import captured, proofs
+from fengine.ops.quantized_hopper import Tiles
 from fengine.ops.quantized_kernels import decode_kernel, product_kernel
 from fengine.ops.registration import EARLY, dependent_launch, plain
 
@@ -16,7 +18,8 @@ FEW = 64  # rows up to which a product decodes its weights itself
 
 
 class Matrix(NamedTuple):
-    """The tensors and facts of a `Quantized` leaf on CUDA."""
+    """The tensors and facts of a `Quantized` leaf on CUDA; packed and scale are `Fragments` where packed has 4
+    dimensions."""
 
     packed: Tensor
     scale: Tensor
@@ -37,19 +40,39 @@ class Schedule(NamedTuple):
     stages: int
 
 
-def schedules(m: int, n: int, k: int, dtype: torch.dtype) -> list[Schedule]:
+# Found on an H200. The first entry with m <= largest M and n >= least N is taken; of more rows scratch is faster.
+FRAGMENTS = (
+    (8, 16384, Tiles(8, 1, 4, 5, 3, True)),
+    (8, 0, Tiles(8, 1, 8, 8, 1, True)),
+    (16, 16384, Tiles(16, 1, 4, 4, 3, True)),
+    (16, 0, Tiles(16, 1, 8, 6, 1, True)),
+    (32, 16384, Tiles(32, 1, 4, 4, 2, True)),
+    (32, 0, Tiles(32, 1, 4, 8, 1, True)),
+    (64, 16384, Tiles(64, 2, 2, 8, 1, False)),
+    (64, 0, Tiles(64, 1, 4, 5, 1, False)),
+    (128, 16384, Tiles(128, 2, 2, 4, 1, False)),
+    (128, 0, Tiles(128, 1, 2, 5, 1, False)),
+    (1024, 16384, Tiles(256, 2, 2, 2, 1, False)),
+    (256, 0, Tiles(128, 1, 2, 5, 1, False)),
+    (512, 0, Tiles(128, 2, 2, 4, 1, False)),
+    (1024, 0, Tiles(256, 2, 2, 2, 1, False)),
+)
+
+
+def schedules(m: int, n: int, k: int, dtype: torch.dtype, fragments: bool) -> list[Schedule] | list[Tiles]:
     """Schedules for m rows, in the order in which they are tried; none where scratch is faster. Pure."""
+    if fragments:
+        return [s for largest_m, least_n, s in FRAGMENTS if m <= largest_m and n >= least_n][:1]
     if m > FEW or dtype == torch.float32:
         return []
-    rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    return (
-        [Schedule(rows, 64, 128, 4, 4)] if n >= 2048 else [Schedule(rows, 16, 256, 4, 4), Schedule(rows, 64, 128, 4, 4)]
-    )
+    return [Schedule(16 if m <= 16 else 32 if m <= 32 else 64, 64, 128, 4, 4)]
 
 
 def decode(matrix: Matrix, k: int, dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] in `dtype`: scratch of one product. Pure."""
     packed, scale, zero, index, n, group, kind = matrix
+    if packed.dim() == 4:
+        return fragments.unpack(Fragments(packed, scale), n, group, dtype=dtype)
     w_NK = torch.empty(n, k, dtype=dtype, device=packed.device)
     launcher(decode_kernel, (cdiv(n, 32), cdiv(k, 128)))(
         packed, scale, zero, index, w_NK, n, k, packed.shape[1], group, 32, 128, kind, index is not None, num_warps=4
@@ -57,11 +80,16 @@ def decode(matrix: Matrix, k: int, dtype: torch.dtype) -> Tensor:
     return w_NK
 
 
-def run(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Schedule) -> Tensor:
+def run(
+    x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Schedule | Tiles
+) -> Tensor:
     """The product that decodes in registers, under `s`. Pure."""
     packed, scale, zero, index, n, group, kind = matrix
     m, k = x_TK.shape
     y_TN = torch.empty(m, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    if isinstance(s, Tiles):
+        quantized_hopper.launch(x_TK, Fragments(packed, scale), group, bias_N, y_TN, s)
+        return y_TN
     one_group = index is None and group % s.block_k == 0
     launcher(product_kernel, (cdiv(n, s.block_n), cdiv(m, s.block_m)))(
         x_TK, packed, scale, zero, index, bias_N, y_TN, m, n, k, packed.shape[1], group, s.block_m, s.block_n,
@@ -71,7 +99,8 @@ def run(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dt
     return y_TN
 
 
-def proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None, s: Schedule) -> bool:
+def proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None,
+           s: Schedule | Tiles) -> bool:  # fmt: skip
     """Whether `s` gives the bits of the decoded matrix under linear.py's reference; compared once for these sizes."""
     if not x_TK.is_cuda:  # in Triton's interpreter
         return True
@@ -104,7 +133,7 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """Decodes in registers where that is proved, else to scratch. On CUDA `dtype` is x's."""
     x, matrix = plain(x), Matrix(packed, scale, zero, index, n, group, kind)
-    for s in schedules(x.shape[0], n, x.shape[1], x.dtype) if len(x) else ():
+    for s in schedules(x.shape[0], n, x.shape[1], x.dtype, packed.dim() == 4) if len(x) else ():
         if proved(x, matrix, bias, out_dtype, s):
             return run(x, matrix, bias, out_dtype, s)
     return linear.launch(x, decode(matrix, x.shape[1], x.dtype), n, bias, out_dtype)

@@ -266,7 +266,7 @@ def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement
     """Joins a rank's parts of a leaf on the device; matrices in the device's layout. The storage can be given back."""
     dtype, group = placement.of(weight), placement.group
     cut = group if weight.shard else None
-    if (leaf := _in_few_bits(weight, stored, placement)) is not None:
+    if (leaf := _in_few_bits(weight, stored, placement, cut is not None)) is not None:
         return leaf if cut is None else columns(weight, leaf, cut)
     parts = [whole(part, placement.device, dtype) for part in stored]
     joined = torch.cat(parts) if len(parts) > 1 else parts[0] if cut is None else parts[0].clone()
@@ -277,10 +277,15 @@ def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement
     return dense if cut is None else columns(weight, dense, cut)
 
 
-def _in_few_bits(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement) -> linear.Leaf | None:
+def _in_few_bits(
+    weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement, cut: bool
+) -> linear.Leaf | quantized.Quantized | None:
     """The leaf of parts that are all in few bits and can be joined so; None: they are to be whole. Pure."""
     parts = [part.to(placement.device) for part in stored if isinstance(part, Codes)]
-    codes = quantized.joined(parts) if len(parts) == len(stored) and not weight.stack else None
+    codes = quantized.joined(parts) if len(parts) == len(stored) else None
+    if codes is not None and len(weight.shape) == 3:
+        gated, dtype = weight.path[-1] == "wexperts_gate_up", placement.of(weight)
+        return None if cut else quantized.pack_experts(codes, weight.shape[0], gated, dtype)
     if codes is not None and codes.kind == "w8a8":
         return w8a8.pack(codes)
     return None if codes is None else quantized.pack(codes, placement.of(weight))
@@ -312,8 +317,10 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
         std /= (2 * spec.num_layers) ** 0.5
     tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
     scheme = spec.quantization and weight.matrix and spec.quantization.of(module_of(weight.sources[0]))
-    if scheme and not weight.stack and weight.path != ("embed",):
+    if scheme and weight.path != ("embed",) and (len(shape) == 2 or placement.group is None):
         codes = encoded_by(tensor, scheme, placement.device)
+        if len(shape) == 3:
+            return place(weight, [codes], placement)
         ends = list(accumulate(source.shape[0] for source in weight.sources))
         parts = [rows_of(codes, slice(a, b)) for a, b in zip([0, *ends], ends, strict=False)]
         return place(weight, _own_parts(weight, parts, placement.group), placement)

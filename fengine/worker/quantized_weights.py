@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from fengine.errors import CorruptCheckpointError
-from fengine.models.sources import HeadOrder, Source
+from fengine.models.sources import ExpertOrder, HeadOrder, Source
 from fengine.models.spec import Quantization, Scheme
 from fengine.models.weights import Weight
-from fengine.ops.quantized import Codes, dequantized, encoded
+from fengine.ops.quantized import FOUR_BITS, Codes, dequantized, encoded
 from fengine.worker.safetensors_file import DTYPES, TensorEntry
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where column j of 8 stands in a word
@@ -135,9 +136,9 @@ def check_unread(name: str, tensor: Tensor) -> None:
 Read = Callable[[str], Tensor]
 
 
-def read_codes(source: Source, scheme: Scheme, read: Read, there: dict[str, TensorEntry]) -> Codes | Tensor:
-    """The codes of a matrix [N, K] in the checkpoint's order; experts of MXFP4 come whole. Errors: as `read`, and
-    CorruptCheckpointError."""
+def read_codes(source: Source, scheme: Scheme, read: Read, there: dict[str, TensorEntry]) -> Codes:
+    """The codes of a matrix [N, K] in the checkpoint's order, of MXFP4 those of all experts below each other. Errors:
+    as `read`, and CorruptCheckpointError."""
     module, (n, k) = module_of(source), source.shape[-2:]
     if scheme.layout == "mxfp4":
         return _blocks(source, read)
@@ -232,28 +233,35 @@ def _powers(exponent: Tensor) -> Tensor:
     return exponent.view(torch.float8_e8m0fnu).to(torch.bfloat16)
 
 
-def _blocks(source: Source, read: Read) -> Tensor:
-    """gpt-oss's experts [E, K, N] in bfloat16, from blocks [E, N, K/32, 16] and scales [E, N, K/32]."""
+def _blocks(source: Source, read: Read) -> Codes:
+    """gpt-oss's experts [E N, K], from blocks [E, N, K/32, 16] and scales [E, N, K/32]."""
     e, k, n = source.shape
     codes = _unpacked(read(f"{source.name}_blocks"), 4).view(e * n, k)
     scale = _powers(read(f"{source.name}_scales")).view(e * n, k // 32)
     if not torch.isfinite(scale).all():
         raise CorruptCheckpointError(f"the scales of {source.name!r} are not finite.")
-    return dequantized(Codes("fp4", codes, scale, None, 32), torch.bfloat16).view(e, n, k).transpose(1, 2)
+    return Codes("fp4", codes, scale, None, 32)
 
 
 def in_our_order(source: Source, part: Tensor | Codes) -> Tensor | Codes:
     """In our order of rows. Pure."""
     if isinstance(part, Tensor):
         return source.ours(part)
-    return part.rows(source.order.index(len(part.code_NK))) if isinstance(source.order, HeadOrder) else part
+    if isinstance(source.order, HeadOrder):
+        return part.rows(source.order.index(len(part.code_NK)))
+    if isinstance(source.order, ExpertOrder) and source.order.paired:
+        return part.rows(rearrange(torch.arange(len(part.code_NK)), "(e f two) -> (e two f)", e=source.shape[0], two=2))
+    return part
 
 
 def encoded_by(tensor: Tensor, scheme: Scheme | None, device: torch.device) -> Tensor | Codes:
-    """In few bits if the scheme says so, computed on the device; fp4 is only ever read. Pure."""
-    if scheme is None or tensor.dim() != 2 or scheme.code == "fp4":
+    """In few bits if the scheme says so, computed on the device; experts in four bits only. Pure."""
+    if scheme is None or tensor.dim() < 2 or (tensor.dim() == 3 and scheme.code not in FOUR_BITS):
         return tensor
-    return encoded(tensor.to(device), scheme.code, (scheme.block or (1, 0))[1])
+    group = 32 if scheme.code == "fp4" else (scheme.block or (1, 0))[1]
+    if tensor.shape[-1] % (group or 1):
+        return tensor
+    return encoded(tensor.to(device).flatten(0, -2), scheme.code, group)
 
 
 def whole(part: Tensor | Codes, device: torch.device, dtype: torch.dtype) -> Tensor:

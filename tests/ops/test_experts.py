@@ -48,7 +48,7 @@ def packed(w: Weights) -> Weights:
 
 
 def as_double(w: Weights) -> Weights:
-    return w._replace(**{name: x.double() for name, x in w._asdict().items() if x is not None})
+    return w._replace(**{name: x.double() for name, x in w._asdict().items() if isinstance(x, Tensor)})
 
 
 @pytest.mark.parametrize("dtype", KINDS)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fengine.ops import experts as op
-from fengine.ops import experts_hopper, experts_routing, linear, silu_mul
-from fengine.ops.experts_schedules import FEW, FLOAT32, GROUPED, HOPPER, MANY, REFERENCE, Schedule
+from fengine.ops import experts_hopper, experts_routing, linear, quantized, quantized_hopper, silu_mul
+from fengine.ops.experts_schedules import FEW, FEW_BITS, FLOAT32, GROUPED, HOPPER, MANY, REFERENCE, Schedule
 from fengine.ops.proof import captured
 from fengine.ops.registration import triton
 
@@ -158,6 +158,45 @@ def ungrouped(call: op.Call) -> tuple[Tensor, Tensor, Tensor]:
         two = [product(h[:, k], down[:, k], torch.float32) for k in (slice(f // 2), slice(f // 2, f))]
         halves[expert, token] = ((two[0] + two[1]) * weight).bfloat16().float()
     return id_TA, parts, halves
+
+
+def in_few_bits(call: op.Call, kind: str, group: int) -> tuple[op.Call, op.Call]:
+    """(the call in few bits, the same dequantized)"""
+    w, dense, few = call.weights, [], []
+    for matrix, gated in ((w.gate_up, True), (w.down, False)):
+        codes = quantized.encoded(matrix.flatten(0, 1), kind, group)
+        dense.append(linear.Dense(quantized.dequantized(codes, torch.bfloat16).view(matrix.shape), matrix.shape[1]))
+        few.append(quantized.pack_experts(codes, len(matrix), gated, torch.bfloat16) or dense[-1])
+    return tuple(call._replace(weights=op.weights_of(one[0], one[1], *w[2:5])) for one in (few, dense))
+
+
+@interpreted
+def test_weights_in_few_bits_are_dequantized_where_no_kernel_reads_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantized_hopper, "serves", lambda device: True)
+    call, whole = in_few_bits(case(3, 3, 64, 128, torch.bfloat16, op.Routing(2), True, 7.0), "fp4", 32)
+    assert call.weights.group == 32
+    assert call.sizes == whole.sizes
+    got = call.weights.whole(call.sizes)
+    assert torch.equal(got.gate_up, whole.weights.gate_up)
+    assert torch.equal(got.down, whole.weights.down)
+    assert op.run(call, FEW).equal(op.run(whole, FEW))
+
+
+@gpu
+@pytest.mark.parametrize(("kind", "group"), [("fp4", 32), ("int4", 64)])
+@pytest.mark.parametrize("full", [False, True])
+def test_weights_in_few_bits_give_the_bits_of_the_dequantized_ones(kind: str, group: int, full: bool):
+    e, a, f, d = 16, 4, 192, 512
+    call = case(700, e, f, d, torch.bfloat16, op.Routing(a), full, 7.0 if full else 0.0)
+    call, whole = in_few_bits(call, kind, group)
+    bits = op.run(whole, REFERENCE)
+    assert op.run(call, REFERENCE).equal(bits)
+    for rows in (slice(0, 1), slice(3, 20), slice(0, 129), slice(0, 700), torch.randperm(700)):
+        part = some(call, rows)
+        assert op.experts(*part).equal(bits[rows])
+        for _, s in FEW_BITS if call.weights.group else ():
+            assert op.run(part, s).equal(bits[rows]), s
+            assert op.proved(part, s), s
 
 
 @gpu

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantized_checkpoints import from_fragments
 from torch import Tensor
 
-from fengine.ops import cpu_library, cpu_quantized, linear, quantized, quantized_launch
+from fengine.ops import cpu_library, cpu_quantized, fragments, linear, quantized, quantized_launch
 from fengine.ops.quantized import Codes
 from fengine.ops.registration import triton
 
@@ -110,6 +111,50 @@ def as_on_cuda(codes: Codes) -> quantized_launch.Matrix:
     return quantized_launch.Matrix(*leaf[:7])
 
 
+def fragment_codes(kind: str, n: int, k: int, group: int) -> Codes:
+    """Codes that fragments hold: fp4 has powers of two for scales."""
+    codes = random_codes(kind, n, k, group, False)
+    if kind == "int4":
+        return codes
+    return codes._replace(scale_NG=torch.exp2(torch.randint(-90, 2, codes.scale_NG.shape).float()).bfloat16())
+
+
+FRAGMENTS = (("int4", 130, 256, 128), ("int4", 64, 192, 64), ("fp4", 100, 192, 32), ("fp4", 128, 64, 32))
+
+
+def test_fragments_hold_every_code_scale_and_zero() -> None:
+    for kind, n, k, group in FRAGMENTS:
+        codes = fragment_codes(kind, n, k, group)
+        assert fragments.fit(kind, k, group, codes.scale_NG, torch.bfloat16)
+        code, scale, zero = from_fragments(
+            *fragments.pack(codes.kind, codes.code_NK, codes.scale_NG, codes.zero_NG), group
+        )
+        assert torch.equal(torch.from_numpy(code[:n]).to(torch.uint8), codes.code_NK)
+        assert torch.equal(torch.from_numpy(scale[:n]), codes.scale_NG.float())
+        assert codes.zero_NG is None or torch.equal(torch.from_numpy(zero[:n]).to(torch.uint8), codes.zero_NG)
+    scale = torch.ones(64, 2)
+    assert not fragments.fit("int4", 256, 128, scale * 0.1, torch.bfloat16)  # more than 11 bits
+    assert not fragments.fit("int4", 256, 128, scale, torch.float16)
+    assert not fragments.fit("int4", 160, 32, scale, torch.bfloat16)
+    assert not fragments.fit("fp4", 64, 32, scale * 4, torch.bfloat16)
+    assert not fragments.fit("fp4", 64, 32, scale * 1.5, torch.bfloat16)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+def test_triton_fragments_are_unpacked() -> None:
+    for kind, n, k, group in FRAGMENTS:
+        codes = fragment_codes(kind, n, k, group)
+        want = quantized.dequantized(codes, torch.float32)
+        got = fragments.unpack(
+            fragments.pack(codes.kind, codes.code_NK, codes.scale_NG, codes.zero_NG), n, group, dtype=torch.float32
+        )
+        assert torch.equal(got, want), kind
+    codes = fragment_codes("fp4", 256, 64, 32)  # two matrices of gate above up
+    f = fragments.pack("fp4", fragments.alternated(codes.code_NK, 2), fragments.alternated(codes.scale_NG, 2), None)
+    got = fragments.unpack(f, 128, 32, True, torch.float32)
+    assert torch.equal(got, quantized.dequantized(codes, torch.float32))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_kernels_decode_and_multiply(kind: str) -> None:
@@ -121,6 +166,22 @@ def test_triton_kernels_decode_and_multiply(kind: str) -> None:
         for s in (quantized_launch.Schedule(16, 16, 64, 4, 2), quantized_launch.Schedule(16, 64, 128, 4, 2)):
             got = quantized_launch.run(x, matrix, bias, torch.float32, s)
             torch.testing.assert_close(got, x.float() @ w_NK.float().T + bias.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "group"), [("int4", 128), ("int4", 64), ("fp4", 32)])
+def test_on_a_device_fragments_give_the_bits_of_the_dequantized_matrix(kind: str, group: int) -> None:
+    for n, k in ((96, 256), (1000, 1152), (4096, 1024), (2880, 2880 - 2880 % group)):
+        codes = fragment_codes(kind, n, k, group).to(torch.device("cuda"))
+        few, dense = quantized.pack(codes, torch.bfloat16), linear.pack(quantized.dequantized(codes, torch.bfloat16))
+        assert isinstance(few, quantized.Quantized)
+        bias = torch.randn(n, device="cuda").bfloat16()
+        for m in (1, 7, 16, 33, 64, 100, 200, 300, 700, 1500):
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            assert torch.equal(linear.linear(x, few, bias), linear.linear(x, dense, bias)), (n, k, m)
+            if few.packed.dim() == 4:
+                for s in quantized_launch.schedules(m, n, k, torch.bfloat16, True):
+                    assert quantized_launch.proved(x, quantized_launch.Matrix(*few[:7]), bias, None, s), s
 
 
 @pytest.mark.gpu
@@ -136,5 +197,5 @@ def test_on_a_device_the_bits_are_those_of_the_dequantized_matrix(kind: str) -> 
             x = torch.randn(m, k, device="cuda").to(dtype)
             got, want = linear.linear(x, few), linear.linear(x, dense)
             assert torch.equal(got, want), (n, k, m, dtype)
-            for s in quantized_launch.schedules(m, n, k, dtype):
+            for s in quantized_launch.schedules(m, n, k, dtype, few.packed.dim() == 4):
                 assert quantized_launch.proved(x, quantized_launch.Matrix(*few[:7]), None, None, s), s

@@ -28,7 +28,7 @@ from fengine.errors import (
 from fengine.models.kv_state import Params, init_kv, row_batch
 from fengine.models.quantization import chosen, read_quantization
 from fengine.models.spec import ModelSpec
-from fengine.ops import w8a8
+from fengine.ops import fragments, linear, quantized_hopper, w8a8
 from fengine.ops.quantized import Quantized, encoded
 from fengine.ops.w8a8 import W8A8
 from fengine.worker.loader import load_params, read_config, spec_from_config
@@ -217,6 +217,15 @@ def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": told}
     (target / "config.json").write_text(json.dumps(config))
     same_model(target, plain)
+    for path, got in [(path, got) for path, got in load(plain)[0]["layers"][0].items() if path.startswith("wexperts")]:
+        with pytest.MonkeyPatch.context() as patch:  # as a GPU would hold them
+            patch.setattr(quantized_hopper, "serves", lambda device: True)
+            leaf = load(target)[0]["layers"][0][path]
+        code, scale, _ = made.from_fragments(leaf.packed, leaf.scale, 32)
+        matrix = torch.from_numpy(made.E2M1[code] * scale.repeat(32, 1)).bfloat16()
+        want = linear.unpack(got).flatten(0, 1)
+        order = fragments.alternated(want, len(got.packed)) if path.endswith("gate_up") else want
+        assert torch.equal(matrix, order)
 
 
 def test_fp8_at_load_rounds_each_row_to_its_own_scale(tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+"""Products of weights in four bits on NVIDIA Hopper: decoded in registers, where the tensor cores take them.
+
+The layout (fragments.py) gives every thread the words whose weights are its own operand, 16 bytes at a time. Copying
+warps fill a ring in shared memory with codes (TMA) and scales (cp.async), which do not wait for the kernel in front,
+and with x, which does; groups of four warps decode 64 outputs each. Few rows take mma.sync, whose warps wait for nobody
+and decode while their products run; many take wgmma, with the weights as its 64-row side.
+
+The same tree as linear.py's, of weights rounded as quantized.py says: int4 by an exact product with the scale's last
+bits and one fused multiply-add, fp4 by one exact product. Used where that was proved. A tile is of one matrix, or of
+one of many experts as in experts_hopper.py.
+"""
+# pyright: reportInvalidTypeForm=false
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.ops.ahead import launcher
+from fengine.ops.fragments import Fragments
+from fengine.ops.fragments_copy import copy_weights, copy_x, find
+from fengine.ops.fragments_decode import decoded, scales_of
+from fengine.ops.gluon import (
+    TensorDescriptor,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fengine.ops.registration import EARLY, dependent_launch, multiprocessors
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: rows of x, blocks of 64 outputs (1 or 2), chunks of 64 columns in a piece, pieces in the
+    ring, programs that share a multiprocessor; `sync`: by mma.sync, else by wgmma."""
+
+    block_m: int
+    blocks: int
+    chunks: int
+    stages: int
+    programs: int
+    sync: bool
+
+
+class Lists(NamedTuple):
+    """Who goes where among experts: see experts_routing.py. Tiles have as many rows as those of the product."""
+
+    rows_ET: Tensor
+    count_E: Tensor
+    tile_X2: Tensor
+    weight_P: Tensor
+    top_k: int
+
+
+def serves(device: torch.device) -> bool:
+    """Whether the kernel is written for this device."""
+    return (
+        TensorDescriptor is not None
+        and device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device)[0] == 9
+    )
+
+
+def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, s: Tiles, lists: Lists | None = None,
+           gated: bool = False, limit: float = 0.0) -> None:  # fmt: skip
+    """y = x @ w.T + bias. With lists: of each tile's expert, gated, of tokens x [T, K], or of rows x [X, K], times
+    their weights. Modifies: y."""
+    experts = 1 if lists is None else len(lists.count_E)
+    blocks, chunks, (m, n), words = w.words.shape[0] // experts, w.words.shape[1], y.shape, w.scales.shape[1]
+    per_piece = (32 if group == 32 else 4096 // group) * s.chunks
+
+    def describe(t: Tensor, *block: int) -> Any:
+        kind = gl.int32 if t.dtype == torch.int32 else gl.bfloat16
+        return TensorDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))
+
+    rows = -(-m // s.block_m)
+    tiles = rows * -(-blocks // s.blocks)
+    loaders = 2 if gated and s.block_m >= 64 else 1
+    warps = 4 * s.blocks
+    registers = {} if s.programs == 1 else {"maxnreg": 65536 // (32 * (warps + 4) * s.programs) // 8 * 8}
+    sums = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8]) if s.sync else gl.NVMMADistributedLayout(
+        [3, 0], [warps, 1], [16, s.block_m, 16]
+    )  # fmt: skip
+    own = (None, None, None, None, 1) if lists is None else lists
+    launcher(few_bits_kernel, (min(tiles, multiprocessors(x.device.index) * s.programs),))(
+        x if gated else describe(x, s.block_m, 64), describe(w.words.view(-1, 32), 16 * (s.chunks if warps == 4 else 1),
+        32), w.scales, y, bias, *own[:4], tiles, rows, m, 1 if lists is None else lists.rows_ET.shape[1], experts, n,
+        x.shape[1], blocks, chunks, words, limit, own[4], group == 32, group, per_piece,
+        1 << (per_piece - 1).bit_length(), s.chunks, s.block_m, s.blocks, lists is not None, gated, bias is not None,
+        limit > 0, gl.bfloat16, sums, s.sync, loaders, s.stages, num_warps=warps,
+        launch_pdl=bool(dependent_launch(x.device.index, EARLY)["PDL"]), **registers
+    )  # fmt: skip
+
+
+@gluon.jit
+def gated(acc, limit, DTYPE: gl.constexpr, LIMITED: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr):
+    """silu(gate) * up, or its clamped kind, of sums whose rows alternate in eights. As experts_kernels.py."""
+    gate, up = acc.to(DTYPE).reshape((4 * PARTS, 2, 8, BM)).permute((0, 2, 3, 1)).split()
+    if LIMITED:
+        g = gl.minimum(gate.to(gl.float32), limit)
+        u = gl.minimum(gl.maximum(up.to(gl.float32), -limit), limit)
+        y = ((u + 1.0) * (g / (1.0 + gl.exp(-1.702 * g)))).to(DTYPE)
+    else:
+        wide = gate.to(gl.float32)
+        silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
+        y = (silu * up.to(gl.float32)).to(DTYPE)
+    return y.reshape((32 * PARTS, BM))
+
+
+@gluon.jit
+def add_chunk(w, x_tile, acc, SUMS: gl.constexpr, SYNC: gl.constexpr):
+    """acc + w @ x.T; by wgmma it is under way, and the product before it has ended."""
+    if SYNC:
+        return mma_v2(w, x_tile.permute((1, 0)).load(gl.DotOperandLayout(1, SUMS, 2)), acc)
+    else:
+        acc = warpgroup_mma(w, x_tile.permute((1, 0)), acc, is_async=True)
+        return warpgroup_mma_wait(1, deps=[acc])
+
+
+@gluon.jit
+def multiply(y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, weight_ptr, TILES, MT,
+             M, T, E, N, blocks, chunks, limit, FP: gl.constexpr, GROUP: gl.constexpr, PIECE: gl.constexpr,
+             KS: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr,
+             BIAS: gl.constexpr, LIMITED: gl.constexpr, SUMS: gl.constexpr, SYNC: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    """Groups of four warps: 64 outputs of every tile each, for its BM rows of x."""
+    DTYPE: gl.constexpr = x_ring.dtype
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4 * PARTS, 1], [1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 2, 4], [4 * PARTS, 1, 1], [2, 1, 0])
+    WIDTH: gl.constexpr = 64 * PARTS // (1 + GATHER)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4 * (1 + GATHER) // PARTS, 8 * PARTS // (1 + GATHER)],
+                                           [4 * PARTS, 1], [1, 0])  # fmt: skip
+    PER: gl.constexpr = (GROUP + 63) // 64  # chunks that share scales
+    UNIT: gl.constexpr = 2 - FP  # of 32 words
+    if GROUPED:
+        gdc_wait()
+    n = 0
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        expert, block, first, line = find(tile, tile_ptr, gl.cdiv(blocks, PARTS), MT, BM, GROUPED)
+        if expert < E:
+            acc = gl.zeros([64 * PARTS, BM], gl.float32, SUMS)
+            for piece in range(0, gl.cdiv(chunks, KS)):
+                slot = n % STAGES
+                mbarrier.wait(full.index(slot), (n // STAGES) & 1)
+                if GATHER and not SYNC:  # rows that came by cp.async are now seen by wgmma
+                    fence_async_shared()
+                for c in gl.static_range(KS):
+                    if c % PER == 0:
+                        scales = scales_of(s_ring, slot * (PIECE // 32) + c // PER * UNIT, FP, WORDS)
+                    if PARTS == 1:
+                        words = w_ring.index(slot).slice(c * 16, 16).load(FLAT)
+                    else:
+                        words = w_ring.index(slot * KS + c).load(FLAT)
+                    words = gl.convert_layout(words.reshape((16 * PARTS, 2, 16)), WORDS, assert_trivial=True)
+                    w = decoded(words, scales, FP, SUMS, PARTS)
+                    acc = add_chunk(w, x_ring.index(slot * KS + c), acc, SUMS, SYNC)
+                    if c == 0 and not SYNC:
+                        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=piece > 0)
+                if SYNC:
+                    mbarrier.arrive(empty.index(slot))
+                n += 1
+            if not SYNC:
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(empty.index((n - 1) % STAGES))
+            i = gl.arange(0, 64 * PARTS, layout=gl.SliceLayout(1, SUMS))
+            if BIAS:
+                if GATHER:  # rows of gate and up alternate in eights
+                    own = block * WIDTH + i // 16 * 8 + i % 8
+                    bias = gl.load(bias_ptr + (expert * 2 + i // 8 % 2) * N + own, mask=own < N, other=0.0)
+                else:
+                    own = block * WIDTH + i
+                    bias = gl.load(bias_ptr + expert * N + own, mask=own < N, other=0.0)
+                acc += bias.to(gl.float32)[:, None]
+            if GATHER:
+                y = gated(acc, limit, DTYPE, LIMITED, BM, PARTS)
+            else:
+                if GROUPED:
+                    at = gl.minimum(first + gl.arange(0, BM, layout=gl.SliceLayout(0, SUMS)),
+                                    gl.load(count_ptr + expert) - 1)  # fmt: skip
+                    acc *= gl.load(weight_ptr + gl.load(rows_ptr + expert.to(gl.int64) * T + at))[None, :]
+                y = acc.to(y_ptr.dtype.element_ty)
+            y = gl.convert_layout(y.permute((1, 0)), LINES)
+            row = line + gl.arange(0, BM, layout=gl.SliceLayout(1, LINES))
+            col = block * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LINES))
+            inside = (row < M)[:, None] & (col < N)[None, :]
+            gl.store(y_ptr + row.to(gl.int64)[:, None] * N + col[None, :], y, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["TILES", "MT", "M", "T"])
+def few_bits_kernel(x, w_desc, scale_ptr, y_ptr, bias_ptr, rows_ptr, count_ptr, tile_ptr, weight_ptr, TILES, MT, M, T,
+                    E, N, K, blocks, chunks, words, limit, A: gl.constexpr, FP: gl.constexpr, GROUP: gl.constexpr,
+                    WORDS: gl.constexpr, PIECE: gl.constexpr, KS: gl.constexpr, BM: gl.constexpr,
+                    PARTS: gl.constexpr, GROUPED: gl.constexpr, GATHER: gl.constexpr, BIAS: gl.constexpr,
+                    LIMITED: gl.constexpr, DTYPE: gl.constexpr, SUMS: gl.constexpr, SYNC: gl.constexpr,
+                    LOADERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """y of tiles of PARTS * 64 outputs and BM rows, one after another. GROUPED: of experts; GATHER: the gated product
+    of rows that a list names, else one weighted. x: a pointer if GATHER, else a descriptor."""
+    gdc_launch_dependents()
+    X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, 64], DTYPE)
+    x_ring = gl.allocate_shared_memory(DTYPE, [STAGES * KS, BM, 64], X)
+    if PARTS == 1:
+        w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, KS * 16, 32], w_desc.layout)
+    else:
+        w_ring = gl.allocate_shared_memory(gl.int32, [STAGES * KS, PARTS * 16, 32], w_desc.layout)
+    copied = gl.allocate_shared_memory(gl.int32, [STAGES, PIECE * PARTS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_ring = copied._reinterpret(gl.int32, [STAGES * PIECE // 32, PARTS * 16, 2],
+                                 gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # fmt: skip
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=33 + (32 * LOADERS if GATHER else 1))  # a thread's cp.async arrives
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (multiply, (y_ptr, bias_ptr, w_ring, s_ring, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, weight_ptr,
+                        TILES, MT, M, T, E, N, blocks, chunks, limit, FP, GROUP, PIECE, KS, BM, PARTS, GROUPED, GATHER,
+                        BIAS, LIMITED, SUMS, SYNC, STAGES)),
+            (copy_weights, (w_desc, scale_ptr, w_ring, copied, full, empty, tile_ptr, TILES, MT, E, blocks, chunks,
+                            words, KS, WORDS, PIECE, BM, PARTS, GROUPED, STAGES)),
+            (copy_x, (x, x_ring, full, empty, tile_ptr, rows_ptr, count_ptr, TILES, MT, T, E, blocks, chunks, K, A, KS,
+                      BM, PARTS, GROUPED, GATHER, LOADERS, STAGES)),
+        ],
+        [1, LOADERS], [40, 72],
+    )  # fmt: skip
