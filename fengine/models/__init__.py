@@ -67,7 +67,7 @@ FAMILIES: Mapping[str, Family | VisionFamily] = MappingProxyType(  # by the name
         "OLMoE": olmoe.FAMILY,
         "Granite-MoE": granite.MOE,
         "GLM-4.5, GLM-4.5-Air, GLM-4.6": glm4_moe.FAMILY,
-        "gpt-oss (in bfloat16)": gpt_oss.FAMILY,
+        "gpt-oss (bfloat16, MXFP4)": gpt_oss.FAMILY,
         "BERT, bge, e5, MiniLM": bert.FAMILY,
         "RoBERTa": bert.ROBERTA,
         "XLM-R, multilingual e5, bge-m3, bge-reranker": bert.XLM_R,
