@@ -34,7 +34,7 @@ def alive(pid: int) -> bool:
 def once(engine: Engine, delay: float, victim: int) -> dict[str, Any]:
     """Kills one of the engine's ranks while it generates."""
     ranks: Any = engine._parts.ranks
-    pids = [child.process.pid for child in ranks._ranks.values()]
+    pids = engine.get_all_child_pids()
     killed: list[float] = []
 
     def kill() -> None:

@@ -103,8 +103,9 @@ def stats(engine: HasContext) -> dict[str, Any]:
 
 
 def get_all_child_pids(engine: HasContext) -> list[int]:
-    """Child processes of this engine: there are none, everything runs in threads of this process."""
-    return []
+    """The processes of its other ranks, or of its replicas; all else runs in threads of this one."""
+    ranks = engine._parts.ranks
+    return [] if ranks is None else ranks.pids
 
 
 # -- profiling ---------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def internal_state(parts: Parts, core_stats: dict[str, Any]) -> dict[str, Any]:
     busy, tokens = time.perf_counter() - parts.ready_at, stats["output_tokens"]
     accepted = tokens / max(tokens - stats["correct_draft_tokens"], 1)  # for each draw of a row in a step
     return {
-        "world_size": 1,
+        "world_size": parts.config.parallel.tp_size,
         "effective_max_running_requests_per_dp": parts.config.scheduler.max_running_requests,
         "last_gen_throughput": tokens / busy,  # output tokens per second since the start
         "memory_usage": memory_usage(parts, core_stats["refusals"]),

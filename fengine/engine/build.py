@@ -156,6 +156,7 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
         use_private_caches()
         with current_device(device):
             name, rank, size, folder = start["group"]
+            link.folder = folder
             group = group_of(name, rank, size, folder, device)
             loaded = load(config, features.tokenizer, group)
             link.say(loaded=True)

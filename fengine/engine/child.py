@@ -7,6 +7,7 @@ every second. It ends with its socket, wherever it waits: so with the first proc
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,6 +103,7 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.lock = sock, threading.Lock()
+        self.folder: str | None = None  # goes with the first process, should that not come to remove it
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for body in (self._listen, self._beat):
             threading.Thread(target=body, daemon=True).start()
@@ -115,6 +117,8 @@ class Link:
         with suppress(OSError):
             for line in lines(self.sock):
                 self.told.put(json.loads(line))
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)
 
     def _beat(self) -> None:

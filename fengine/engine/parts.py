@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,11 +14,21 @@ from fengine.config import EngineConfig
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.memory import Memory
 from fengine.engine.profiling import Profile
-from fengine.engine.ranks import Ranks
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.models.spec import ModelSpec
 from fengine.worker.pooling import Pooling
+
+
+class Processes(Protocol):
+    """Others than this one that belong to an engine."""
+
+    @property
+    def pids(self) -> list[int]: ...
+
+    def close(self) -> None:
+        """Ends them. Idempotent."""
+        ...
 
 
 @dataclass
@@ -45,7 +55,7 @@ class Parts:
     adapters: Any = None  # of LoRA, where it is enabled
     pooling: Pooling | None = None
     images: Any = None  # of a model that takes images: what reads those of a call
-    ranks: Ranks | None = None  # where several processes hold the model
+    ranks: Processes | None = None  # where others hold a part of the model, or a replica
     closed: bool = field(default=False)
     ready_at: float = field(default_factory=time.perf_counter)
 

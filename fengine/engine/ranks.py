@@ -52,7 +52,7 @@ class Ranks:
         devices = [device_of_rank(device, rank, self.size) for rank in range(self.size)]
         self.device = devices[0]
         self._held = ExitStack()
-        self.folder = tempfile.TemporaryDirectory(prefix="fengine-ranks-")
+        self.folder = tempfile.TemporaryDirectory(prefix="fengine-ranks-", ignore_cleanup_errors=True)
         self.group = group_of(f"fengine-{uuid.uuid4().hex}", 0, self.size, self.folder.name, self.device)
         self._joined: Joined | None = None
         self.fault: EngineDeadError | None = None
@@ -97,6 +97,11 @@ class Ranks:
     def _kill(self) -> None:
         for child in list(self._ranks.values()):
             child.kill()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks."""
+        return [child.process.pid for child in self._ranks.values()]
 
     def wait(self, what: str) -> None:
         """Until every rank has told it. Errors: EngineDeadError if one has ended."""

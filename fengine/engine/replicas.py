@@ -295,6 +295,11 @@ class Replicas:
         if self.end is not None:
             raise type(self.end)(str(self.end))
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the replicas."""
+        return [each.child.process.pid for each in self.replicas if each.child is not None]
+
     def check_process(self) -> None:
         """Errors: EngineClosedError in a forked child."""
         if os.getpid() != self._pid:
@@ -385,4 +390,5 @@ def open_replicas(config: EngineConfig, loaded: Loaded, started: float) -> Parts
         model_dir=loaded.model_dir, start_seconds=time.perf_counter() - started,
         compile_seconds=max(each["compile_seconds"] for each in facts), compiles_at_start=0, **remote,
         kv_dtype=getattr(torch, facts[0]["kv_dtype"]), kv_bytes=facts[0]["kv_bytes"], pooling=loaded.pooling,
+        ranks=core,
     )  # fmt: skip

@@ -59,8 +59,7 @@ def engine() -> Iterator[Engine]:
 
 
 def processes(engine: Engine) -> list[subprocess.Popen[bytes]]:
-    found = engine._parts.ranks
-    assert found is not None
+    found: Any = engine._parts.ranks
     return [child.process for child in found._ranks.values()]
 
 
@@ -116,8 +115,7 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name(engine: Engine) -> None:
 def test_a_rank_that_hangs_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "SILENCE", 3.0)
     heard = threading.Event()  # the limit counts from the next sign of life on
-    found = engine._parts.ranks
-    assert found is not None
+    found: Any = engine._parts.ranks
     monkeypatch.setattr(found._ranks[1], "_hear", lambda told: heard.set())
     heard.wait(20)
     message = dead(engine, lambda: processes(engine)[0].send_signal(signal.SIGSTOP))
@@ -135,12 +133,13 @@ def test_ranks_end_with_the_process_of_rank_0(tmp_path: Path) -> None:
     code = (
         "import fengine, time\n"
         "engine = fengine.Engine(model_path='box', tp_size=2)\n"
-        "print(*[c.process.pid for c in engine._parts.ranks._ranks.values()], flush=True)\n"
+        "print(*engine.get_all_child_pids(), engine._parts.ranks.folder.name, flush=True)\n"
         "time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    pid, folder = process.stdout.readline().split()
+    assert Path(folder).exists()
     process.kill()
     process.wait()
     deadline = time.monotonic() + 30
@@ -155,6 +154,7 @@ def test_ranks_end_with_the_process_of_rank_0(tmp_path: Path) -> None:
     else:
         assert not Path(f"/proc/{pid}").exists()
     process.stdout.close()
+    assert not Path(folder).exists()
 
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
