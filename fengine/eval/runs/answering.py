@@ -102,6 +102,7 @@ class Asker:
     ) -> tuple[Answer, list[dict[str, Any]]]:
         prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
         call: dict[str, Any] = {"sampling_params": sampling, **self._options, **prompt}
+        call |= {"image_data": list(ask.images)} if ask.images else {}
         if watcher is None:
             output = await self.engine.async_generate(**call)
         else:

@@ -27,6 +27,7 @@ SCHEMA = 1
 CODE = ("code_sha256: ", "versions.fengine: ")  # lines of `differences` about fengine's own sources
 SEED_PLAN = "the first 8 bytes of SHA-256 of the JSON [run seed, row id, sample index], big-endian, shifted right by 1"
 COMPUTING = ("torch", "triton", "tokenizers", "numpy")
+PIXELS = ("transformers", "pillow")
 # What a process's environment says to the libraries that compute. Values of other variables are nobody's business.
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "CC")
 PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TRITON_", "NVIDIA_TF32", "FENGINE_")
@@ -53,7 +54,7 @@ def identity(config: EvalConfig, task: Task, rows: RowIndex) -> dict[str, Any]:
         "input": rows.as_dict(),
         **({"examples_sha256": canonical(shown)} if shown else {}),
         "seeds": {"run_seed": config.seed, "plan": SEED_PLAN},
-        "versions": versions(),
+        "versions": versions(config.task.images is not None),
         "code_sha256": code_digest(),
         "model": model_digests(config.engine.model),
         **({"adapters": adapter_digests(config.engine.lora)} if config.engine.lora.paths else {}),
@@ -151,10 +152,10 @@ def cpu_name() -> str:
     return found or platform.processor() or platform.machine()
 
 
-def versions() -> dict[str, str | None]:
-    """Of fengine and the libraries that compute."""
-    there = machine.packages()
-    return {"fengine": fengine.__version__} | {name: there[name][1] if name in there else None for name in COMPUTING}
+def versions(images: bool = False) -> dict[str, str | None]:
+    """Of fengine and the libraries that compute, or that make the pixels of `images`."""
+    there, names = machine.packages(), (*COMPUTING, *(PIXELS if images else ()))
+    return {"fengine": fengine.__version__} | {name: there[name][1] if name in there else None for name in names}
 
 
 def origin(point: Point, base: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
 from fengine.eval.tasks.columns import column, filled, grouped, problem, refuse_bare
+from fengine.eval.tasks.pictures import images_of, with_digests
 from fengine.eval.tasks.sources import RESULT_COLUMNS, data_path, read_rows
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, check
@@ -55,7 +56,17 @@ class _Task:
 
     def rows(self) -> Iterator[Row | BadRow]:
         """Errors: those of `rows.read_rows`."""
-        return read_rows(self.config, self.base)
+        rows, images = read_rows(self.config, self.base), self.config.images
+        return rows if images is None else (with_digests(row, images, self._folder) for row in rows)
+
+    @property
+    def _folder(self) -> Path:
+        """What paths of images are under."""
+        return self.base if self.data is None else self.data.parent
+
+    def images_of(self, row: Row) -> tuple[str, ...]:
+        """Of the row. Pure."""
+        return () if self.config.images is None else images_of(row, self.config.images, self._folder)
 
     def prompt_of(self, row: Row) -> str | list[int]:
         """The row's prompt as text or ids. Pure. Errors: InputFileError."""
@@ -84,7 +95,11 @@ class _Task:
         return items
 
     def _sent(self, row: Row, prompt: str) -> str | list[int]:
-        return self._rendered(row, [{"role": "user", "content": prompt}]) if self.config.chat else prompt
+        if not self.config.chat:
+            return prompt
+        images = [{"type": "image"} for _ in self.images_of(row)]
+        content: Any = [*images, {"type": "text", "text": prompt}] if images else prompt
+        return self._rendered(row, [{"role": "user", "content": content}])
 
     def _rendered(self, row: Row, messages: list[dict[str, Any]]) -> list[int]:
         if self.render is None:
@@ -148,7 +163,9 @@ class GenerateTask(_Task):
             refuse_bare(row)
         if config.match is not Match.none:
             self._references(row)
-        return [Ask(self.prompt_of(row), {**sampling, **asked}, "generate")] * config.samples
+        return [
+            Ask(self.prompt_of(row), {**sampling, **asked}, "generate", images=self.images_of(row))
+        ] * config.samples
 
     def score(self, row: Row, answers: list[Answer]) -> Scores:
         each = [self._score_one(row, answer.text) for answer in answers]

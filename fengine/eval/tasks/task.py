@@ -38,7 +38,8 @@ class BadRow:
 class Ask:
     """One thing to ask the engine.
 
-    "generate": decode after `prompt` under `sampling`, the values that differ from the run's own.
+    "generate": decode after `prompt` under `sampling`, the values that differ from the run's own. `images` stand at the
+        placeholders of the prompt: paths or data URLs.
     "loglikelihood": the logprobs of the tokens of `continuation` after `prompt`; two texts are encoded as the joined
         text, and the tokens that the prompt alone does not begin with are scored. `sampling` is not used.
     "rolling": the logprobs of every token of `continuation`, which is a whole document, after an empty prompt; one
@@ -49,6 +50,7 @@ class Ask:
     sampling: dict[str, Any]
     kind: Kind
     continuation: str | list[int] | None = None
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

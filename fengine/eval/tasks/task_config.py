@@ -65,6 +65,7 @@ class TaskConfig:
     examples: str | None = None  # a file of rows that are shown, with their references, before each prompt
     shots: int = 0  # how many of them
     group_by: str | None = None  # a column, by whose values metrics are told, too
+    images: str | None = None  # the column of a row's images: a path under that of the data, a data URL, or a list
     chat: bool = False  # send the prompt as a user's message, through the model's chat template
     target: str | None = "answer"  # the column of the reference(s), of the right choice, or of the text to be scored
     # -- generate
@@ -93,6 +94,7 @@ def check(config: TaskConfig) -> list[str]:
     no_reference = not generates or config.match is not Match.none
     requests = config.kind is TaskKind.choice and config.format is Format.openai
     problems = {
+        "task.images is for kind=generate": config.images is not None and not generates,
         "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
         "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
         "task.target must name the reference's column, or set task.match=none": config.target is None and no_reference,

@@ -1,0 +1,56 @@
+"""Rows with images: paths beside the data, hashes in the manifest, the same answers as the engine's call."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_vision
+from tiny_vision import picture
+
+from fengine import Engine
+from fengine.eval.evaluate import evaluate
+from fengine.eval.runs.index import index_rows
+from fengine.eval.tasks.kinds import open_task
+from fengine.eval.tasks.task import BadRow
+from fengine.eval.tasks.task_config import Match, TaskConfig, TaskKind, check
+
+TEXT = "user: <image>\nwhat is it?\nassistant: "
+CONFIG = TaskConfig("pictures", data="rows.jsonl", images="seen", match=Match.none, target=None, max_new_tokens=5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "of rows").mkdir()
+    for i in (1, 2):
+        picture(i).save(tmp_path / "of rows" / f"{i}.png")
+    rows = [{"prompt": TEXT, "seen": "of rows/1.png"}, {"prompt": "hi"}, {"prompt": TEXT, "seen": ["of rows/2.png"]},
+            {"prompt": TEXT, "seen": "none.png"}]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_answers_are_those_of_the_engines_call(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = tiny_vision.write_with_text(tmp_path_factory.mktemp("llava"))
+    with Engine(model_path=str(model), device="cpu", max_total_tokens=4096) as engine:
+        for chat in (False, True):
+            config = replace(CONFIG, prompt="what is it?", chat=True) if chat else CONFIG
+            out = folder / f"run {chat}"
+            assert evaluate(open_task(config, folder, engine.tokenizer.encode_chat), engine, out)["failed"] == 1
+            found = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+            for row, seed in ((0, 1), (2, 2)):
+                want = engine.generate(TEXT, {"max_new_tokens": 5, "temperature": 0.0}, image_data=picture(seed))
+                assert found[row]["answers"][0]["text"] == want["text"]
+            assert "none.png" in found[3]["error"]["message"]
+
+
+def test_a_run_knows_of_images_that_change(folder: Path) -> None:
+    task = open_task(CONFIG, folder)
+    before = index_rows(task)
+    assert isinstance(list(task.rows())[3], BadRow) and index_rows(task).keys == before.keys
+    picture(3).save(folder / "of rows" / "2.png")
+    assert [a == b for a, b in zip(before.keys, index_rows(task).keys, strict=True)] == [True, True, False, True]
+
+
+def test_images_are_for_generation() -> None:
+    assert check(replace(CONFIG, kind=TaskKind.choice, target="answer")) == ["task.images is for kind=generate"]
