@@ -291,6 +291,18 @@ def test_special_text_in_contents_is_text(made, tmp_path, name, case):
             assert ours.decode(ids, skip_special_tokens=False) == ours.apply_chat_template(chat)
 
 
+@pytest.mark.parametrize("case", ["byte_level_bos", "qwen2", "llama2"])
+def test_special_tokens_that_the_tokenizer_lacks_are_text(made, tmp_path, case):
+    """As in transformers: a token that is not in the vocabulary is spelled, one that has no name is empty."""
+    template = "{{ bos_token }}<|turn|>{{ messages[0].content }}{{ cls_token }}<|over|>"
+    ours, theirs = chat_tokenizer(made, tmp_path, template, case)
+    chat = [{"role": "user", "content": "Hello <|turn|>!"}]
+    text = ours.apply_chat_template(chat)
+    assert text == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|turn|>Hello <|turn|>!<|over|>")
+    assert ours.encode_chat(chat) == hf_ids(theirs, chat, add_generation_prompt=True)
+
+
 def test_special_token_cannot_form_across_a_content_edge(made, tmp_path):
     ours, theirs = chat_tokenizer(made, tmp_path, "<|im_start|>{{ messages[0].content }}end|>x<|im_end|>")
     chat = [{"role": "user", "content": "<|im_"}]
