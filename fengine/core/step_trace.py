@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fengine.core.request import Request
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
 
@@ -69,9 +70,8 @@ class StepTrace:
     def scheduled(self, output: SchedulerOutput) -> None:
         counters, held = self._scheduler.counters(), self._scheduler.held_pages()
         requests = self._scheduler.requests_of(output)
-        rid_of = {request.row: request.rid for request in requests}
         drafted = {draft.index: len(draft.token_ids) for draft in output.drafts}
-        new_pages = self._new_pages(output, rid_of)
+        new_pages = self._new_pages(output, {request.row: request for request in requests})
         first_new = {new.rid: new.first for new in new_pages}
         kept = {rid: min(first_new.get(rid, count), count) for rid, count in held.items()}
         self._scheduled[output.step] = {
@@ -97,11 +97,12 @@ class StepTrace:
         }
         self._held = held
 
-    def _new_pages(self, output: SchedulerOutput, rid_of: dict[int | None, str]) -> tuple[NewPages, ...]:
+    def _new_pages(self, output: SchedulerOutput, request_of: dict[int | None, Request]) -> tuple[NewPages, ...]:
         hits = {row: start // self._page_size for row, start in zip(output.rows, output.starts, strict=True)}
         return tuple(
-            NewPages(rid_of[new.row], new.first, 0 if new.first else hits[new.row], tuple(new.pages))
+            NewPages(request.rid, new.first, 0 if new.first else hits[new.row], tuple(request.pages[new.first :]))
             for new in output.new_pages
+            for request in (request_of[new.row],)
         )
 
     def launched(self, output: SchedulerOutput) -> None:

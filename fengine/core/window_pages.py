@@ -75,10 +75,8 @@ class WindowPages(PagePool):
         return min(self.num_available, self.num_windows)
 
     def gauges(self) -> dict[str, int]:
-        most, had = self.windows.num_pages - 1, self.num_windows
-        if self.windows.alone:
-            return {"pages": most, "free_pages": len(self._unused), "used_pages": most - had}
-        return super().gauges() | {"window_pages": most, "used_window_pages": most - had}
+        most = self.windows.num_pages - 1
+        return super().gauges() | {"window_pages": most, "used_window_pages": most - self.num_windows}
 
     def in_tables(self, new_pages: list[AddedPages]) -> list[AddedPages]:
         windows = [tuple(self.window_of[page] for page in added.pages) for added in new_pages]

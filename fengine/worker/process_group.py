@@ -186,6 +186,7 @@ def ranked_rows(group: Group) -> SampleFn:
 def checksum(step: StepInput) -> int:
     """Of what the forward pass computes from. Pure."""
     digest = 0
-    for name in ("token_T", "slot_T", "q_start_B", "kv_len_R", "logit_index_R"):
+    names = ("token_T", "slot_T", "window_slot_U", "q_start_B", "kv_len_R", "logit_index_R")
+    for name in filter(step.arrays.__contains__, names):
         digest = zlib.crc32(step.arrays[name].tobytes(), digest)
     return digest

@@ -40,9 +40,9 @@ def test_records_tell_every_token_once() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pool", [256, 92])
-def test_pages_told_balance_with_the_pool(pool: int, overlap: bool) -> None:
-    with checksum_engine(pool=pool, overlap=overlap) as engine:
+@pytest.mark.parametrize(("pool", "windows"), [(256, (0,)), (92, (0,)), (256, (8,)), (92, (0, 8))])
+def test_pages_told_balance_with_the_pool(pool: int, windows: tuple[int, ...], overlap: bool) -> None:
+    with checksum_engine(pool=pool, overlap=overlap, windows=windows) as engine:
         records = told(engine, [[i, *PROMPT[i:]] for i in range(6)], tokens=40)
         preempted = sum(len(r.preempted) for r in records)
         assert engine.stats()["preemptions"] == preempted and (preempted > 0) == (pool == 92)
