@@ -244,6 +244,8 @@ def parse() -> argparse.Namespace:
     p.add_argument("--requests", type=int, help="per model")
     p.add_argument("--longest", type=int, help="tokens of the longest prompt")
     p.add_argument("--layouts", action="append", help="only layouts whose name holds this")
+    p.add_argument("--quantization", help="of the engines, such as fp8 or w8a8_fp8")
+    p.add_argument("--kv-cache-dtype", help="of the engines, such as fp8_e4m3")
     p.add_argument("--tp", help="numbers of processes (on GPUs of their own) that share the model, such as 2,4")
     p.add_argument("--budget", type=float, help="seconds per model; what would not end in them is left out")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -269,6 +271,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             size = args.requests or count, args.longest or longest
             case = make_case(model, args.device, *size, Path(folder))
+            few = {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+            case.options |= {name: value for name, value in few.items() if value}
             case.ranks = tuple(int(count) for count in (args.tp or "").split(",") if count not in ("", "1"))
             work = Proof(case, args.layouts, args.budget)
             facts[model] = work.run()

@@ -21,33 +21,31 @@ def e4m3(x):
     return tl.where(size <= 464.0, tl.where(size < 0.015625, small, normal), 127) | sign
 
 
-def _assembler(shift: int, power: int) -> str:
-    """Four codes in the bytes of $2 to pairs of 16-bit numbers in $0 and $1, which are then times 2^x by `power`."""
+def _assembler() -> str:
+    """Four codes in the bytes of $2 to pairs of bfloat16 in $0 and $1, which are 2^120 times smaller until the end."""
     halves = (
-        f"prmt.b32 t, $2, 0, {pick}; and.b32 s, t, 0x80008000; and.b32 t, t, 0x7f007f00; shr.b32 t, t, {shift}; "
-        f"or.b32 t, t, s; fma.rn.{'bf' if shift == 4 else 'f'}16x2 ${out}, t, p, z; "
+        f"prmt.b32 t, $2, 0, {pick}; and.b32 s, t, 0x80008000; and.b32 t, t, 0x7f007f00; shr.b32 t, t, 4; "
+        f"or.b32 t, t, s; fma.rn.bf16x2 ${out}, t, p, z; "
         for out, pick in enumerate(("0x1404", "0x3424"))
     )
-    begin = f"{{ .reg .b32 t, s, p, z; mov.b32 p, {power << 16 | power}; mov.b32 z, 0x80008000; "
+    begin = "{ .reg .b32 t, s, p, z; mov.b32 p, 0x7b807b80; mov.b32 z, 0x80008000; "  # 2^120 and -0, twice
     return begin + "".join(halves) + "}"
 
 
-TO_BF16, TO_F16 = (tl.constexpr(_assembler(*how)) for how in ((4, 0x7B80), (1, 0x5C00)))  # times 2^120 and 2^8
+TO_BF16 = tl.constexpr(_assembler())
 
 
 @triton.jit
 def from_e4m3(code, DTYPE: tl.constexpr):
-    """Codes (uint8) as numbers of DTYPE, exact but for NaN.
+    """Codes (uint8) as numbers of DTYPE, on a device bfloat16: exact but for NaN.
 
     In assembler that the compiler does not look into: where an operand of mma.sync was loaded as bytes, it would give
     each instruction other columns, and sums other bits.
     """
-    if INTERPRETED or DTYPE == tl.float32:
+    if INTERPRETED:
         x = code.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    elif DTYPE == tl.bfloat16:
-        x = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=False, pack=4)
     else:
-        x = tl.inline_asm_elementwise(TO_F16, "=r,=r,r", [code], dtype=tl.float16, is_pure=False, pack=4)
+        x = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [code], dtype=DTYPE, is_pure=False, pack=4)
     return x
 
 

@@ -55,6 +55,14 @@ def test_the_bits_are_those_of_the_declared_tree(n: int, k: int, group: int, mon
     assert linear.linear(x, leaf, out_dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+def test_a_part_of_the_outputs_has_the_bits_of_all() -> None:
+    """Ranks hold some outputs of each matrix."""
+    for n, k, group in ((64, 300, 0), (96, 256, 128)):
+        codes, x = made(n, k, group), rows(3, k)
+        parts = [linear.linear(x, w8a8.pack(codes.rows(part))) for part in (slice(0, n // 2), slice(n // 2, n))]
+        assert torch.equal(torch.cat(parts, 1), linear.linear(x, w8a8.pack(codes)))
+
+
 def test_what_is_not_finite_stays_so() -> None:
     leaf, x = w8a8.pack(made(33, 64, 0)), rows(3, 64)
     x[1, 5] = torch.nan
