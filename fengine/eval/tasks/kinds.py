@@ -75,7 +75,8 @@ class _Task:
             return self._sent(row, self.shown + filled(template, row))
         given = [name for name in ("prompt", "messages", "input_ids") if data.get(name) is not None]
         if len(given) != 1:
-            what = " and ".join(given) if given else "none of prompt, messages, input_ids"
+            there = f" (it has {', '.join(map(repr, list(data)[:12])) or 'no column'})"
+            what = " and ".join(given) if given else f"none of prompt, messages, input_ids{there}"
             raise problem(row, f"holds {what}; give exactly one, or set task.prompt to a template")
         return self._given(row, given[0], data[given[0]])
 
