@@ -370,9 +370,9 @@ def test_a_draw_at_a_wrong_position_is_caught(reference: dict[float, Answers], m
     arrays = InputBatch._arrays
 
     def careless(batch: Any, output: Any) -> Any:
-        slot_R, found = arrays(batch, output)
+        found = arrays(batch, output)
         wrong = found["pos_R"] - (found["pos_R"] != found["kv_len_R"].max())
-        return slot_R, found | {"pos_R": wrong} if output.drafts else found
+        return found | {"pos_R": wrong} if output.drafts else found
 
     monkeypatch.setattr(InputBatch, "_arrays", careless)
     with pytest.raises(AssertionError):

@@ -31,7 +31,7 @@ def config(*words: str):  # noqa: ANN201
         ("tp=2", "unknown key tp; fengine's word for it is parallel.tp_size"),
         ("gpu_memory_utilization=0.5", "cache.mem_fraction_static"),
         ("enforce_eager=true", "compile.cuda_graph=false"),
-        ("dp_size=2", "not built: several GPUs"),
+        ("dp_size=2", "parallel.dp_size"),
         ("trust_remote_code=true", "never run"),
         ("model.max_tokens=3", "sampling.max_new_tokens"),
         ("quantization=fp8", "model.quantization"),
