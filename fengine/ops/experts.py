@@ -137,7 +137,7 @@ def launch(
     weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, gate_up_scale, down_scale, group)
     call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit)
     few_bits = gate_up_scale is not None and down_scale is not None and quantized_hopper.serves(x.device)
-    candidates = schedules(*call.sizes, x.dtype, experts_hopper.usable(x, gate_up, down), few_bits)
+    candidates = schedules(*call.sizes, x.dtype, experts_hopper.usable(x, gate_up, down), group if few_bits else 0)
     return run(call, next((s for s in candidates if proved(call, s)), REFERENCE))
 
 

@@ -58,10 +58,16 @@ def even(tiles: Tiles, k: int) -> Tiles:
     return tiles._replace(block_k=64, stages=tiles.stages * tiles.block_k // 64)
 
 
+def of_whole_groups(tiles: FewBits, group: int) -> FewBits:
+    """`tiles`, in pieces of an even number of chunks where a group is two of them. Pure."""
+    odd = tiles.chunks * 64 % group
+    return tiles._replace(chunks=2, stages=tiles.stages * tiles.chunks // 2) if odd else tiles
+
+
 def schedules(tokens: int, experts: int, top_k: int, f: int, d: int, dtype: torch.dtype, hopper: bool,
-              few_bits: bool = False) -> list[Schedule | FewBits]:  # fmt: skip
-    """Schedules for so many tokens, fastest first. `hopper`: on a device that runs experts_hopper.py; `few_bits`: for
-    weights that quantized_hopper.py reads there. Pure."""
+              group: int = 0) -> list[Schedule | FewBits]:  # fmt: skip
+    """Schedules for so many tokens, fastest first. `hopper`: on a device that runs experts_hopper.py; `group`: columns
+    that share a scale, of weights that quantized_hopper.py reads there, or 0. Pure."""
     if dtype == torch.float32:
         return [FLOAT32]
     pairs = tokens * top_k
@@ -70,4 +76,5 @@ def schedules(tokens: int, experts: int, top_k: int, f: int, d: int, dtype: torc
     many = [HOPPER] if hopper and rows > GROUPED[-1][0] else []
     ours = [s for most, s in GROUPED if rows <= most][:1] or [MANY]
     whole = [s._replace(gate=even(s.gate, d), down=even(s.down, f)) for s in (*few, *many, *ours)]
-    return [*[s for most, s in FEW_BITS if few_bits and rows <= most][:1], *whole]
+    few_bits = [of_whole_groups(s, group) for most, s in FEW_BITS if group and rows <= most]
+    return [*few_bits[:1], *whole]

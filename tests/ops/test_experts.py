@@ -1,5 +1,6 @@
 """The mixture of experts on the CPU: against the math, against transformers, and bits that know no neighbours."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,14 +142,19 @@ def test_what_it_does_not_take():
 def test_schedules_follow_the_rows_of_an_expert():
     def kinds(t: int, hopper: bool, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, int]]:
         found = experts_schedules.schedules(t, 128, 8, 768, 2048, dtype, hopper)
-        return [(s.kind, s.gate.block_m) for s in found]
+        return [(s.kind, s.gate.block_m) for s in found if isinstance(s, experts_schedules.Schedule)]
 
     assert kinds(1, True)[0] == ("few", 16) and kinds(1, True)[1:] == [("grouped", 16)]
     assert kinds(32, True) == [("grouped", 16)] and kinds(512, True) == [("grouped", 64)]
     assert kinds(8192, True)[0] == ("hopper", 128) and kinds(8192, False) == [("grouped", 128)]
     assert kinds(8192, True, torch.float32) == [("grouped", 16)]
     odd = experts_schedules.schedules(1, 32, 4, 2880, 2880, torch.bfloat16, True)[0]
+    assert isinstance(odd, experts_schedules.Schedule)
     assert 2880 % odd.gate.block_k == 0 == 2880 % odd.down.block_k
+    for tokens, group in itertools.product((1, 32, 128, 512, 8192), (32, 64, 128)):
+        first = experts_schedules.schedules(tokens, 32, 4, 2880, 2880, torch.bfloat16, True, group)[0]
+        assert isinstance(first, experts_schedules.FewBits)
+        assert first.chunks * 64 % group == 0  # a piece has whole groups
     assert experts_schedules.tiles_at_most(8, 128, 16) == 8 and experts_schedules.tiles_at_most(4096, 128, 64) == 192
 
 

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from fengine.ops import experts as op
 from fengine.ops import experts_hopper, experts_routing, linear, quantized, quantized_hopper, silu_mul
-from fengine.ops.experts_schedules import FEW, FEW_BITS, FLOAT32, GROUPED, HOPPER, MANY, REFERENCE, Schedule
+from fengine.ops.experts_schedules import (
+    FEW,
+    FEW_BITS,
+    FLOAT32,
+    GROUPED,
+    HOPPER,
+    MANY,
+    REFERENCE,
+    Schedule,
+    of_whole_groups,
+)
 from fengine.ops.proof import captured
 from fengine.ops.registration import triton
 
@@ -167,7 +177,8 @@ def in_few_bits(call: op.Call, kind: str, group: int) -> tuple[op.Call, op.Call]
         codes = quantized.encoded(matrix.flatten(0, 1), kind, group)
         dense.append(linear.Dense(quantized.dequantized(codes, torch.bfloat16).view(matrix.shape), matrix.shape[1]))
         few.append(quantized.pack_experts(codes, len(matrix), gated, torch.bfloat16) or dense[-1])
-    return tuple(call._replace(weights=op.weights_of(one[0], one[1], *w[2:5])) for one in (few, dense))
+    here = call._replace(weights=op.weights_of(few[0], few[1], *w[2:5]))
+    return here, call._replace(weights=op.weights_of(dense[0], dense[1], *w[2:5]))
 
 
 @interpreted
@@ -183,10 +194,10 @@ def test_weights_in_few_bits_are_dequantized_where_no_kernel_reads_them(monkeypa
 
 
 @gpu
-@pytest.mark.parametrize(("kind", "group"), [("fp4", 32), ("int4", 64)])
+@pytest.mark.parametrize(("kind", "group"), [("fp4", 32), ("int4", 64), ("int4", 128)])
 @pytest.mark.parametrize("full", [False, True])
 def test_weights_in_few_bits_give_the_bits_of_the_dequantized_ones(kind: str, group: int, full: bool):
-    e, a, f, d = 16, 4, 192, 512
+    e, a, f, d = 16, 4, 256, 512
     call = case(700, e, f, d, torch.bfloat16, op.Routing(a), full, 7.0 if full else 0.0)
     call, whole = in_few_bits(call, kind, group)
     bits = op.run(whole, REFERENCE)
@@ -194,7 +205,7 @@ def test_weights_in_few_bits_give_the_bits_of_the_dequantized_ones(kind: str, gr
     for rows in (slice(0, 1), slice(3, 20), slice(0, 129), slice(0, 700), torch.randperm(700)):
         part = some(call, rows)
         assert op.experts(*part).equal(bits[rows])
-        for _, s in FEW_BITS if call.weights.group else ():
+        for s in [of_whole_groups(s, group) for _, s in FEW_BITS] if call.weights.group else ():
             assert op.run(part, s).equal(bits[rows]), s
             assert op.proved(part, s), s
 
