@@ -40,7 +40,7 @@ SEEN = (
 )  # parameters that a scheduler heeds, with LOCKSTEP and WHOLE
 NOW = ("num_scored", "num_seen", "num_cached")  # what steps change in a request beside the scheduler
 BITS = 48  # of a hash
-SPECULATION = ("most", "step_tokens", "full", "waits", "hope", "toll")
+SPECULATION = ("most", "step_tokens", "full", "waits", "mixed", "hope", "toll")
 
 
 class Hashes:

@@ -53,8 +53,9 @@ class Speculation:
     vocab_size: int
     full: int = 1 << 30  # batches of so many rows have no drafts: they cannot pay
     waits: bool = False  # a model proposes, which needs every token: rows wait for theirs where it is tried
+    mixed: bool = False  # what it does not propose, or is not asked for, others do, who need not every token
     hope: float = 0.0  # what a new request gains by a try of it, in tokens
-    toll: float = 0.0  # what a try costs every row of the batch
+    toll: float = 0.0  # what a try costs every row beside others, those with nothing to gain too
     kv_bytes: int = 0  # that a token of the pool takes beside the model's own
     open: Callable[[Any, Any], None] = lambda kv, input_batch: None  # told of the model's KV state, and of its rows
     feature_layers: tuple[int, ...] = ()  # of the model, whose streams are wanted beside the KV
@@ -77,7 +78,7 @@ def pays(rows: Rows, speculation: Speculation) -> bool:
         return False
     records = ((request.drafting, request.num_computed) for request in rows.decoding)
     gain = sum(drafting.gain for drafting, start in records if drafting is not None and start >= drafting.try_from)
-    return gain > count * speculation.toll
+    return gain > count * (speculation.toll if count > 1 else 0.0)
 
 
 def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
@@ -85,7 +86,10 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
     count = len(batch.requests)
     if count >= speculation.full or (left := speculation.step_tokens - sum(batch.counts)) < 1:
         return
-    asks = _asks(batch, speculation, pays(rows, speculation))
+    tried = pays(rows, speculation)
+    if speculation.waits and not tried and not speculation.mixed:
+        return
+    asks = _asks(batch, speculation, tried)
     proposals = speculation.propose(asks) if asks else []
     wanting = sum(map(bool, proposals))
     if not wanting:

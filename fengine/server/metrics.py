@@ -28,6 +28,8 @@ COUNTERS = {
     "generation_tokens_total": ("output_tokens", "Tokens drawn."),
     "num_preemptions_total": ("preemptions", "Requests sent back to the queue for want of pages."),
     "steps_total": ("steps", "Steps of the engine."),
+    "spec_decode_num_draft_tokens_total": ("draft_tokens", "Guessed tokens that steps have computed."),
+    "spec_decode_num_accepted_tokens_total": ("correct_draft_tokens", "Guessed tokens that were drawn, and kept."),
 }
 HISTOGRAMS = {  # name: (buckets, help)
     "time_to_first_token_seconds": (SECONDS, "From arrival to the first token."),

@@ -1,5 +1,6 @@
 """Who proposes drafts, as a configuration says: n-grams, a model, or a model where n-grams have nothing."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,19 @@ from fengine.speculative.chain import Head
 from fengine.speculative.draft import DraftModel
 from fengine.speculative.eagle import EagleHead
 from fengine.speculative.ngram import ngram_proposer
-from fengine.speculative.pace import WAIT, Pace
+from fengine.speculative.pace import Pace
 from fengine.speculative.small_model import SmallModel
 from fengine.worker.device import device_of
 from fengine.worker.hub import resolve_model
 from fengine.worker.kv_pool import kv_bytes_per_token
 from fengine.worker.loader import read_config
 
+logger = logging.getLogger("fengine")
 LONG_COPY = 4  # tokens: what follows a shorter one a model knows better
 VERIFY = {"cuda": 0.04, "cpu": 0.2}  # what one more token adds to a short step, in steps of one token
 EXPERTS = 0.5  # so does one that reads experts of its own
 EXPERT_ROWS = 8  # beyond it rows of experts have no drafts
+TOLL = 0.2  # of a step: host and draft, for which the device waits, of 32 rows on one H200
 LEAST_GUESS = 0.02  # of a step, however small the draft is
 
 
@@ -86,6 +89,13 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
     head, layers = _head(config, target, params)
     kv_dtype = params["final_norm_D"].dtype  # on a CPU float32
     verify, guess = _prices(config, head, target, params)
+    hope = Pace(most, verify + guess)
+    if not hope.size:
+        logger.warning(
+            "speculation.draft_model makes no guess: one takes %.2f of a step here, more than it can bring; with "
+            "speculative_adaptive=False it guesses all the same", verify + guess,
+        )  # fmt: skip
+        return Speculation(ngram, most, tokens, target.vocab_size) if drafts.ngram_first else None
     rows = max(min(tokens // 2, EXPERT_ROWS if target.experts else tokens), 1)
     model = DraftModel(
         head, kv_dtype, config.cache.page_size or 16, most, verify + guess, rows,
@@ -93,7 +103,7 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
     )  # fmt: skip
     return Speculation(
         _with_ngrams(drafts, model) if drafts.ngram_first else model, most, tokens, target.vocab_size, rows + 1,
-        waits=True, hope=Pace(most, verify + guess).gain, toll=(WAIT + guess) * drafts.adaptive, open=model.open,
+        waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=(TOLL + guess) * drafts.adaptive, open=model.open,
         feature_layers=layers,
         kv_bytes=kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """A draft model changes no bit, whatever it guesses; and it is right as often as its logits are the target's."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fengine import Engine
+from fengine.core.recording import RecordedScheduler, replay
+from fengine.engine import build
 from fengine.errors import ConfigError, UnsupportedFeatureError
-from fengine.speculative import draft
+from fengine.speculative import draft, proposers
 
 IDS = [[5, 9, 7, 60, 3], [8] * 19, [11, 12], [100, 3, 90] * 9, [44]]
 Folder = pytest.TempPathFactory
@@ -55,11 +58,12 @@ def answers(path: str, draft_model: str | None, **settings: Any) -> tuple[list[A
         "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft_model,
         "speculative_adaptive": False,
     }  # fmt: skip
+    guess |= settings
     params: list[dict[str, Any]] = [
         {"temperature": 0.8 * (i % 3), "max_new_tokens": 40, "top_p": 0.95, "ignore_eos": True} for i in range(len(IDS))
     ]
     params[1]["stop_token_ids"], params[2]["repetition_penalty"] = [17, 40], 1.2
-    with Engine(model_path=path, skip_tokenizer_init=True, page_size=8, **guess, **settings) as engine:
+    with Engine(model_path=path, skip_tokenizer_init=True, page_size=8, **guess) as engine:
         found: list[Any] = []
         for _ in range(2):
             found += engine.generate(input_ids=IDS, sampling_params=params, return_logprob=True)
@@ -101,6 +105,24 @@ def test_no_schedule_changes_a_bit(settings: dict[str, Any], target: str, strang
         found, stats = answers(target, guess, speculative_num_steps=4, **settings)
         assert found == want and stats["draft_tokens"] > 0
         assert (stats["preemptions"] > 0) == ("max_total_tokens" in settings)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_rests_where_its_guesses_do_not_pay(
+    overlap: bool, target: str, stranger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a guess were cheap: a good draft guesses nearly all, a bad one hardly tries. Recordings are replayed."""
+    monkeypatch.setattr(proposers, "_prices", lambda *_: (0.05, 0.05))
+    want = answers(target, None)[0]
+    tried = {}
+    for guess in (target, stranger):
+        record = partial(RecordedScheduler, tmp_path / "steps.jsonl")
+        monkeypatch.setattr(build, "Scheduler", record)
+        more = {"speculative_adaptive": True, "disable_overlap_schedule": not overlap}
+        found, stats = answers(target, guess, speculative_num_steps=4, **more)
+        assert found == want and replay(tmp_path / "steps.jsonl")[0] == len(found)
+        tried[guess] = stats["draft_tokens"], stats["correct_draft_tokens"]
+    assert tried[target][0] == tried[target][1] > 200 and 0 < tried[stranger][0] < tried[target][0] / 2
 
 
 def test_a_long_prompt_is_caught_up_with_in_pieces(

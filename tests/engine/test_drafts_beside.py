@@ -165,7 +165,7 @@ def test_ngrams_first_and_the_model_where_they_find_nothing(plain: Engine) -> No
             asked.append(len(asks))
             return speculation.propose(asks)
 
-        both = replace(speculation, propose=first_of(ngram_proposer(4, 12), model))
+        both = replace(speculation, propose=first_of(ngram_proposer(4, 12), model), mixed=True)
         in_loop(llm._parts.core, lambda: setattr(scheduler, "speculation", both))
         for _ in range(2):
             got: Any = llm.generate(prompts, params, return_logprob=True)
@@ -196,3 +196,12 @@ def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
     head = eagle_heads.write(tmp_path, config | {"hidden_size": 128})
     with pytest.raises(ConfigError, match="hidden_size 128, not 256"):
         Engine(**BOX, speculative_algorithm="EAGLE3", speculative_draft_model_path=head)
+
+
+def test_a_draft_that_cannot_pay_is_not_made_and_that_is_said(plain: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """The target as its own draft: a guess takes a whole step."""
+    with Engine(**BOX | SELF | {"speculative_adaptive": True}) as llm:
+        params: Any = {"temperature": 0.5, "max_new_tokens": 12, "sampling_seed": 1}
+        output: Any = llm.generate(PROMPTS[0], params, return_logprob=True)
+        assert logprobs(output) == logprobs(plain.generate(PROMPTS[0], params, return_logprob=True))
+        assert llm.stats()["draft_tokens"] == 0 and "makes no guess" in caplog.text
