@@ -3,34 +3,32 @@
     this process     prompts -> ids -> which replica                      tokens -> text -> caller
     a replica        ids -> scheduler -> steps -> tokens, logprobs        (`api/replica.py`: an engine of one)
 
-A request goes to the replica that knows most of its prompt's beginning among those that are about as busy as the least
-busy one. Its seed is resolved before, so which one that is changes no bit. What replicas know is guessed from the
-prompts and outputs that they had. A replica that dies fails its requests by name; the others go on.
+A request's seed is resolved before it is routed (`routing.py`), so where it goes changes no bit. A replica that dies
+fails its requests by name; the others go on.
 """
 
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from fengine.config import EngineConfig
 from fengine.core.plain import to_plain
-from fengine.core.request import Request
 from fengine.engine.child import Child
 from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
 from fengine.engine.parts import Parts
 from fengine.engine.progress import NOTHING, error_of, take
+from fengine.engine.remote import Remote, joined
 from fengine.engine.request_state import RequestState
+from fengine.engine.routing import BLOCK, Replica, chosen, prefix_keys
 from fengine.engine.threads import REAL
-from fengine.engine.weights.updates import UpdateResult
 from fengine.errors import (
     ConfigError,
     EngineClosedError,
@@ -40,8 +38,6 @@ from fengine.errors import (
 )
 from fengine.worker.process_group import device_of_rank
 
-BLOCK = 64  # tokens by which prompts are compared
-SLACK = 4  # open requests, and a quarter of those of the least busy replica, that a known prompt may cost
 KEPT = (
     "pause",
     "label_weights",
@@ -49,48 +45,6 @@ KEPT = (
     "update_from_disk",
     "use_whitespace",
 )  # what a restarted replica is told again
-METHODS = {  # of parts of an engine, asked of every replica
-    "weights": ("read", "nbytes"),
-    "updates": ("update_from_disk", "begin", "end"),
-    "memory": ("release", "resume", "keep_weights"),
-}
-
-
-class Replica:
-    """One of them, as this process sees it. Modifies: itself."""
-
-    def __init__(self, rank: int, blocks: int) -> None:
-        """`blocks`: of prompts that it is taken to know."""
-        self.rank, self.blocks = rank, blocks
-        self.child: Child | None = None
-        self.facts: dict[str, Any] | None = None  # what it told when it was ready; None: it is not
-        self.open: dict[str, RequestState] = {}
-        self.known: OrderedDict[Hashable, None] = OrderedDict()
-
-    def hit(self, keys: Iterable[Hashable]) -> int:
-        """How many blocks of a prompt it knows."""
-        found = 0
-        for key in keys:
-            if key not in self.known:
-                break
-            found += 1
-        return found
-
-    def learn(self, keys: Iterable[Hashable]) -> None:
-        for key in keys:
-            self.known[key] = None
-            self.known.move_to_end(key)
-        while len(self.known) > self.blocks:
-            self.known.popitem(last=False)
-
-
-def prefix_keys(request: Request) -> list[Hashable]:
-    """One for each whole block, of all tokens up to its end. Pure."""
-    key, ids, found = hash(request.cache_salt), request.token_ids, list[Hashable]()
-    for end in range(BLOCK, len(ids) + 1, BLOCK):
-        key = hash((key, *ids[end - BLOCK : end]))
-        found.append(key)
-    return found
 
 
 class Replicas:
@@ -123,12 +77,7 @@ class Replicas:
         own = replace(config, model=replace(config.model, device=device), parallel=replace(parallel, dp_size=1))
         start = {"replica": replica.rank, "config": to_plain(own, NOTHING)}
 
-        def hear(told: dict[str, Any]) -> None:
-            self._hear(replica, told)
-
-        def ended(how: str) -> None:
-            self._died(replica, how)
-
+        hear, ended = partial(self._hear, replica), partial(self._died, replica)
         replica.child = Child(start, torch.get_num_threads() // self.size, hear, ended)
 
     # -- what replicas say ---------------------------------------------------------------------------------------------
@@ -162,6 +111,7 @@ class Replicas:
                 if state.request.finish is None and state.error is None:
                     continue
                 del replica.open[each[0]]
+                replica.finished += 1
                 replica.learn(prefix_keys(state.request))
                 if state.error is None:
                     finished.append(state.request)
@@ -199,9 +149,12 @@ class Replicas:
         sent: dict[int, list[Any]] = {}
         with self._lock:
             self._check()
-            chosen = [self._route(states[i].request.dp_rank, keys) for i, keys in self._keys(states)]
+            able = {rank: self._able(rank) for rank in {state.request.dp_rank for state in states}}
             self.requests.enter(states)
-            for state, replica, told in zip(states, chosen, plain, strict=True):
+            for state, told in zip(states, plain, strict=True):
+                keys = prefix_keys(state.request) if self.config.cache.prefix_cache else []
+                replica = chosen(able[state.request.dp_rank], keys)
+                replica.learn(keys)
                 replica.open[state.request.rid] = state
                 if state.live:
                     self.requests.live[state.request.rid] = state
@@ -209,21 +162,13 @@ class Replicas:
             for rank, requests in sent.items():
                 self._send(self.replicas[rank], {"add": requests})
 
-    def _keys(self, states: Sequence[RequestState]) -> Iterable[tuple[int, list[Hashable]]]:
-        cached = self.config.cache.prefix_cache
-        return ((i, prefix_keys(state.request) if cached else []) for i, state in enumerate(states))
-
-    def _route(self, pinned: int | None, keys: list[Hashable]) -> Replica:
-        """Errors: EngineDeadError if it is dead."""
-        alive = [each for each in self.replicas if each.facts is not None and pinned in (None, each.rank)]
-        if not alive:
+    def _able(self, pinned: int | None) -> list[Replica]:
+        """Those that can take a request. Errors: EngineDeadError if there are none."""
+        able = [each for each in self.replicas if each.facts is not None and pinned in (None, each.rank)]
+        if not able:
             which = f"replica {pinned}" if pinned is not None else "every replica"
             raise EngineDeadError(f"{which} of {self.size} has ended, or is being started again")
-        least = min(len(each.open) for each in alive)
-        near = [each for each in alive if len(each.open) <= least + SLACK + least // 4]
-        best = max(near, key=lambda each: (each.hit(keys), -len(each.open), -each.rank))
-        best.learn(keys)
-        return best
+        return able
 
     def _send(self, replica: Replica, value: Any) -> None:
         if replica.child is not None:
@@ -331,45 +276,6 @@ class Replicas:
         )
 
 
-def joined(values: Sequence[Any]) -> Any:
-    """One answer of those of all replicas: counters are added, flags hold if all do. Pure."""
-    first = values[0] if values else None
-    if isinstance(first, dict):
-        return {key: _added(key, [value[key] for value in values]) for key in first}
-    if isinstance(first, bool):
-        return all(values)
-    if isinstance(first, list) and len(first) == 2 and isinstance(first[0], bool):
-        return UpdateResult(*next((value for value in values if not value[0]), first))
-    return first
-
-
-def _added(key: str, values: Sequence[Any]) -> Any:
-    if isinstance(values[0], bool):
-        return any(values)
-    if isinstance(values[0], (int, float)):
-        return sum(values)
-    return {name: why for value in values for name, why in value.items()} if isinstance(values[0], dict) else values[0]
-
-
-class Remote:
-    """A part of the replicas' engines: METHODS are asked of all."""
-
-    def __init__(self, core: Replicas, part: str) -> None:
-        self._core, self._part = core, part
-        told = (core.replicas[0].facts or {}).get("weights", [])
-        self.places = {
-            name: SimpleNamespace(shape=shape, leaf=SimpleNamespace(dtype=kind)) for name, shape, kind in told
-        }
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in METHODS.get(self._part, ()):
-            raise UnsupportedFeatureError(f"{name} with parallel.dp_size={self._core.size} is not built; use dp_size=1")
-        return lambda *given, **arguments: self._core.ask(self._part, name, given, arguments)
-
-    def close(self) -> None:
-        """With its replicas."""
-
-
 def open_replicas(config: EngineConfig, loaded: Loaded, started: float) -> Parts:
     """An engine of replicas. `loaded`: their model without weights. Errors: as `build`; UnsupportedFeatureError."""
     for what, on in {"LoRA adapters": config.lora.on, "images": loaded.spec.vision is not None}.items():
@@ -381,7 +287,7 @@ def open_replicas(config: EngineConfig, loaded: Loaded, started: float) -> Parts
         raise ConfigError("scheduler.record is of one engine's steps; use parallel.dp_size=1")
     core = Replicas(config, 1 << 16)
     facts = [each.facts or {} for each in core.replicas]
-    remote = {part: cast(Any, Remote(core, part)) for part in ("weights", "updates", "memory", "profile")}
+    remote = {part: cast(Any, Remote(core, part, facts[0])) for part in ("weights", "updates", "memory", "profile")}
     for each in core.replicas:
         each.blocks = facts[0]["pool_tokens"] // BLOCK + 1
     return Parts(

@@ -9,7 +9,8 @@ import pytest
 from test_ranks import PARAMS, PROMPTS, SETTINGS, results
 
 from fengine import Engine
-from fengine.engine.replicas import Replica, Replicas
+from fengine.engine.replicas import Replicas
+from fengine.engine.routing import Replica
 from fengine.errors import (
     ContextLengthError,
     EngineClosedError,
@@ -75,6 +76,16 @@ def test_a_prompt_goes_where_its_beginning_is_known(two: Engine) -> None:
         for _ in range(2):  # alone, replica 0 would be the first choice
             assert two.generate(LONG + "9 8", {"max_new_tokens": 1})["meta_info"]["cached_tokens"] >= 64
         assert replicas(two)[rank].hit(list(replicas(two)[rank].known)) and not replicas(two)[1 - rank].known
+
+
+def test_a_batch_is_shared(two: Engine) -> None:
+    """Equal prompts that nobody knows, too; a prompt that one replica knows moves it by a few."""
+    two.flush_cache()
+    for prompts in ([f"{i} and some more" for i in range(40)], [LONG] * 40):
+        before = [each.finished for each in replicas(two)]
+        two.generate(prompts, {"max_new_tokens": 1})
+        counts = [each.finished - had for each, had in zip(replicas(two), before, strict=True)]
+        assert sum(counts) == 40 and min(counts) >= 14, counts
 
 
 def test_pinned_requests(two: Engine) -> None:

@@ -1,0 +1,61 @@
+"""`Replica`: one of several as the first process sees it; and which of them a request goes to.
+
+A request goes to the replica that knows most of its prompt's beginning among those that are about as busy as the least
+busy one. What replicas know is guessed from the prompts and outputs that they had.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from fengine.core.request import Request
+from fengine.engine.child import Child
+from fengine.engine.request_state import RequestState
+
+BLOCK = 64  # tokens by which prompts are compared
+SLACK = 4  # open requests, and a quarter of those of the least busy replica, that a known prompt may cost
+
+
+class Replica:
+    """One of them, as this process sees it. Modifies: itself."""
+
+    def __init__(self, rank: int, blocks: int) -> None:
+        """`blocks`: of prompts that it is taken to know."""
+        self.rank, self.blocks = rank, blocks
+        self.child: Child | None = None
+        self.facts: dict[str, Any] | None = None  # what it told when it was ready; None: it is not
+        self.open: dict[str, RequestState] = {}
+        self.finished = 0  # requests
+        self.known: OrderedDict[Hashable, None] = OrderedDict()
+
+    def hit(self, keys: Iterable[Hashable]) -> int:
+        """How many blocks of a prompt it knows."""
+        found = 0
+        for key in keys:
+            if key not in self.known:
+                break
+            found += 1
+        return found
+
+    def learn(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            self.known[key] = None
+            self.known.move_to_end(key)
+        while len(self.known) > self.blocks:
+            self.known.popitem(last=False)
+
+
+def prefix_keys(request: Request) -> list[Hashable]:
+    """One for each whole block, of all tokens up to its end. Pure."""
+    key, ids, found = hash(request.cache_salt), request.token_ids, list[Hashable]()
+    for end in range(BLOCK, len(ids) + 1, BLOCK):
+        key = hash((key, *ids[end - BLOCK : end]))
+        found.append(key)
+    return found
+
+
+def chosen(replicas: Sequence[Replica], keys: Sequence[Hashable]) -> Replica:
+    """Of those that can take a request, the one for a prompt of such blocks. Pure."""
+    least = min(len(each.open) for each in replicas)
+    near = [each for each in replicas if len(each.open) <= least + SLACK + least // 4]
+    return max(near, key=lambda each: (each.hit(keys), -len(each.open), -each.rank))
