@@ -12,7 +12,7 @@ import numpy as np
 from fengine.errors import InvalidRequestError
 
 CHILD = Path(__file__).with_name("decode_child.py")
-PATIENCE = 60.0  # seconds that one image may take
+PATIENCE = 20.0  # seconds that one image may take
 
 
 class Decoder:

@@ -115,10 +115,8 @@ def _message(message: Any, where: str) -> list[Any]:
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         at = f"{where}.content[{i}]"
-        if is_image(block):
-            parts.append(block)
-        elif kind == "text":
-            parts.append({"type": "text", "text": _texts([block], at)})
+        if kind == "text" or is_image(block):
+            parts.append({"type": "text", "text": _texts([block], at)} if kind == "text" else block)
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -133,9 +131,13 @@ def _message(message: Any, where: str) -> list[Any]:
     if calls:
         told["tool_calls"] = calls
     if parts or calls or not results:
-        pictured = any(map(is_image, parts))
-        results.append(told | {"content": parts if pictured else "\n".join(part["text"] for part in parts)})
+        results.append(told | {"content": _content(parts)})
     return results
+
+
+def _content(parts: list[dict[str, Any]]) -> Any:
+    """The parts if there are images, else their texts. Pure."""
+    return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------

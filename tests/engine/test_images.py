@@ -76,6 +76,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "no cache": {"disable_radix_cache": True},
     "preempted": {"max_total_tokens": 100, "page_size": 4, "disable_radix_cache": True},
     "pages of one token": {"page_size": 1},
+    "guessed ahead": {"speculative_algorithm": "NGRAM"},
     "overlapped": {"disable_overlap_schedule": False},
 }
 
