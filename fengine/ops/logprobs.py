@@ -12,7 +12,8 @@ from torch import Tensor
 from fengine.ops.ahead import launcher
 from fengine.ops.edit_logits import BAN
 from fengine.ops.registration import dependent_launch, plain, register, tl, triton
-from fengine.ops.sampling import BLOCK, block_kernel, join
+from fengine.ops.sampling import BLOCK
+from fengine.ops.sampling_kernels import block_kernel, join
 
 IDS = 256  # of one program
 TOP_ROWS = 16  # rows whose ids are ordered at once: the keys of a row of 128k ids take 1 MiB

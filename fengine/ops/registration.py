@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fengine.ops import cpu
+from fengine.ops import cpu, cpu_logits
 
 triton: Any
 tl: Any
@@ -34,13 +34,14 @@ LIBRARY = torch.library.Library("fengine", "DEF")
 def register(
     schema: str, cuda: Callable[..., Any], fake: Callable[..., Any], on_cpu: Callable[..., Any] | None = None
 ) -> Any:
-    """Defines `fengine::<schema>` with an exact fake; returns the op. `on_cpu` None: cpu.py's function of its name.
+    """Defines `fengine::<schema>` with an exact fake; returns the op.
 
+    `on_cpu` None: the function of its name in cpu.py or cpu_logits.py.
     `Library.define` rather than `custom_op`: half the dispatch time, and a decode step of a small model is ~40 calls.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, on_cpu or getattr(cpu, name), "CPU")
+    LIBRARY.impl(name, on_cpu or getattr(cpu, name, None) or getattr(cpu_logits, name), "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"fengine::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fengine, name).default

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
-from fengine.ops import cpu, cpu_library, sampling
+from fengine.ops import cpu, cpu_library, cpu_logits, sampling
 from fengine.ops.linear import pack as pack_leaf
 
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
@@ -334,7 +334,7 @@ def test_attention_without_rows_or_tokens() -> None:
 def draw(logits: Tensor, temperature: float = 1.0, top_k: int = 1 << 30, top_p: float = 1.0, min_p: float = 0.0,
          seed: Tensor | None = None, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = len(logits)
-    return cpu.draw(
+    return cpu_logits.draw(
         logits, torch.full((rows,), temperature), torch.full((rows,), top_k, dtype=torch.int32),
         torch.full((rows,), top_p), torch.full((rows,), min_p), torch.arange(rows) if seed is None else seed,
         torch.zeros(rows, dtype=torch.int32) if pos is None else pos,
@@ -362,12 +362,12 @@ def test_draw_is_the_reference(threads: int, vocab: int, spread: float) -> None:
         torch.tensor([1.0, 0.9, 0.5, 0.999, 1e-6] * 5)[:rows], torch.tensor([0.0, 0.0, 0.05, 1.0] * 6),
         torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 2**31 - 1, (rows,), dtype=torch.int32),
     )  # fmt: skip
-    token, logprob = cpu.draw(*arguments)
+    token, logprob = cpu_logits.draw(*arguments)
     expected, expected_logprob = sampling.reference(*arguments)
     assert torch.equal(token, expected)
     torch.testing.assert_close(logprob, expected_logprob, rtol=2e-6, atol=2e-6)
     for r in range(rows):
-        alone = cpu.draw(*(a[r : r + 1] for a in arguments))
+        alone = cpu_logits.draw(*(a[r : r + 1] for a in arguments))
         assert torch.equal(alone[0], token[r : r + 1]) and same_bits(alone[1], logprob[r : r + 1])
 
 
@@ -417,7 +417,7 @@ def test_draw_frequencies_follow_the_distribution(options: dict, kept: int | Non
 
 LOADED = """
 import re, torch
-from fengine.ops import cpu, cpu_library
+from fengine.ops import cpu, cpu_library, cpu_logits
 def state():
     names = {line.split()[-1] for line in open("/proc/self/maps")}
     threads = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("Threads"))
@@ -489,8 +489,8 @@ def test_too_little_memory_is_an_error_and_not_the_end(threads: int) -> None:
         "attention": partial(cpu.attention, q, k, k, ints([0, 1]), ints([1]), ints([[0]]), 1.0),
         "attention in parts": partial(cpu.attention, q, k, k, ints([0, 1]), ints([513]), ints([list(range(513))]), 1.0),
         "draw": partial(draw, logits),
-        "logprobs": partial(cpu.logprobs, logits, torch.ones(1), ints([[0]])),
-        "top_ids": partial(cpu.top_ids, logits, 24_000_000),
+        "logprobs": partial(cpu_logits.logprobs, logits, torch.ones(1), ints([[0]])),
+        "top_ids": partial(cpu_logits.top_ids, logits, 24_000_000),
     }  # fmt: skip
     scores = torch.randn(9, 50)
     want = draw(scores)[0]  # the threads are there now

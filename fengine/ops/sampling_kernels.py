@@ -1,0 +1,227 @@
+"""The four kernels of `sampling.py`, on CUDA: blocks of a row, coarse thresholds, candidates, the draw of each row."""
+# pyright: reportInvalidTypeForm=false
+
+from fengine.ops.registration import begin, tl, triton, wait
+
+
+@triton.jit
+def scaled(logits_ptr, id, V, temperature):
+    """z of the ids; -inf behind V. Zero has one sign, so that equal values have equal bits."""
+    z = tl.div_rn(tl.load(logits_ptr + id, mask=id < V, other=float("-inf")), temperature)
+    return tl.where(z == 0.0, 0.0, z)
+
+
+@triton.jit
+def gumbel(id, seed, position):
+    """-log(-log1p(-u)) for u = (x + 0.5) 2^-32, with no loss near u = 0 (a series) or u = 1 (the complement of x)."""
+    x, _, _, _ = tl.philox(seed, id, position, 0, 0)
+    u = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((x ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * (1 / 7 + u * (1 / 8)))))))
+    return -tl.log(tl.where(u < 0.125, u * series, -tl.log(rest)))
+
+
+@triton.jit
+def ordered(z):
+    """Unsigned integers in the order of the floats z."""
+    bits = z.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def masses(z, log_sum):
+    """Probabilities as integers of 2^-40."""
+    return (tl.exp(z - log_sum) * 1099511627776.0 + 0.5).to(tl.int64)
+
+
+@triton.jit
+def wanted_mass(top_p):
+    """The mass that the nucleus must reach."""
+    return tl.ceil(top_p * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def best_of(score, id):
+    """(largest score, lowest id that has it)."""
+    top = tl.max(score, 0)
+    return top, tl.min(tl.where(score == top, id, 2147483647), 0)
+
+
+@triton.jit
+def join(max_ptr, sum_ptr, row, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr):
+    """(max of z, log of the sum of exp z, whether all logits are finite) of a row, from its blocks."""
+    block = tl.arange(0, BLOCKS_P)
+    tops = tl.load(max_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+    sums = tl.load(sum_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
+    top = tl.max(tops, 0)
+    total = tl.sum(sums * tl.exp(tops - top), 0)
+    return top, top + tl.log(total), total < float("inf")
+
+
+@triton.jit
+def is_filtered(top_k, top_p, min_p, V):
+    return (top_k > 1) & ((top_k < V) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@triton.jit
+def block_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, pos_ptr, max_ptr, sum_ptr,
+                 score_ptr, id_ptr, count_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """One block of one row: max and sum of exp (NaN if a logit is not finite); best id, noise only if unfiltered."""
+    begin(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    id = block * BLOCK + tl.arange(0, BLOCK)
+    z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
+    top = tl.max(z, 0)
+    total = tl.sum(tl.exp(z - top), 0)
+    finite = tl.min(tl.where((id >= V) | (tl.abs(z) < float("inf")), 1, 0), 0)
+    top_k = tl.load(top_k_ptr + row)
+    filtered = is_filtered(top_k, tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), V)
+    if (top_k > 1) & (filtered == 0):
+        z += gumbel(id, tl.load(seed_ptr + row), tl.load(pos_ptr + row))
+    score, best = best_of(z, id)
+    at = row * BLOCKS + block
+    tl.store(max_ptr + at, top)
+    tl.store(sum_ptr + at, tl.where(finite == 1, total, float("nan")))
+    tl.store(score_ptr + at, score)
+    tl.store(id_ptr + at, best)
+    if block == 0:
+        tl.store(count_ptr + row, 0)
+
+
+@triton.jit
+def level(top, j):
+    """The j-th coarse threshold of z: 0.5 * 1.35^j below the top."""
+    return tl.fma(tl.exp2(j.to(tl.float32) * 0.4329594), -0.5, top)
+
+
+@triton.jit
+def level_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, sum_ptr, level_ptr, V,
+                 BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """For a filtered row: how many ids of a block reach each coarse threshold, and their mass: count << 44 | mass."""
+    begin(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    if is_filtered(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row), V):
+        top, log_sum, _ = join(max_ptr, sum_ptr, row, BLOCKS, BLOCKS_P)
+        id = block * BLOCK + tl.arange(0, BLOCK)
+        z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
+        both = masses(z, log_sum) + (tl.full((), 1, tl.int64) << 44)
+        for j in range(LEVELS):
+            reached = (id < V) & (z >= level(top, tl.full((), 0, tl.int32) + j))
+            tl.store(level_ptr + (row * LEVELS + j) * BLOCKS + block, tl.sum(tl.where(reached, both, 0), 0))
+
+
+@triton.jit
+def candidate_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, sum_ptr, level_ptr,
+                     count_ptr, candidate_ptr, V, BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, LEVELS: tl.constexpr,
+                     MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """For a filtered row: lists the ids that reach the highest coarse threshold below which nothing can be kept."""
+    begin(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    if is_filtered(top_k, top_p, min_p, V):
+        top, log_sum, _ = join(max_ptr, sum_ptr, row, BLOCKS, BLOCKS_P)
+        j = tl.arange(0, LEVELS)
+        column = tl.arange(0, BLOCKS_P)
+        parts = tl.load(level_ptr + (row * LEVELS + j)[:, None] * BLOCKS + column[None, :],
+                        mask=(column < BLOCKS)[None, :], other=0)  # fmt: skip
+        both = tl.sum(parts, 1)
+        count = tl.where(top_k < V, top_k, 0)
+        mass = tl.where(top_p < 1.0, wanted_mass(top_p), 0)
+        enough = ((both >> 44) >= count) & ((both & 17592186044415) >= mass)
+        cut = tl.max(tl.where(enough, level(top, j), float("-inf")), 0)
+        cut = tl.where((top_k < V) | (top_p < 1.0), cut, float("-inf"))
+        id = block * BLOCK + tl.arange(0, BLOCK)
+        z = scaled(logits_ptr + row.to(tl.int64) * V, id, V, tl.load(temperature_ptr + row))
+        chosen = (id < V) & (z >= cut) & (tl.exp(z - log_sum) >= min_p * tl.exp(top - log_sum))
+        here = chosen.to(tl.int32)
+        # The order of the list depends on which block comes first; whatever reads it does not care.
+        at = tl.atomic_add(count_ptr + row, tl.sum(here, 0)) + tl.cumsum(here, 0) - 1
+        tl.store(candidate_ptr + row * MOST + at, id, mask=chosen & (at < MOST))
+
+
+@triton.jit
+def listed(candidate_ptr, start, held, limit, BLOCK: tl.constexpr):
+    """Entries start .. start + BLOCK of the list of `held` ids, or of all ids if that is 0; 2^31 - 1 behind `limit`."""
+    i = start + tl.arange(0, BLOCK)
+    return tl.where(i < limit, tl.load(candidate_ptr + i, mask=i < held, other=i), 2147483647)
+
+
+@triton.jit
+def threshold(logits_ptr, candidate_ptr, held, limit, V, temperature, log_sum, wanted, MASS: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """The largest key t with (count or mass of the ids with key >= t) >= wanted, 0 if none: two bits of t a pass."""
+    t = tl.full((), 0, tl.uint32)
+    one = tl.full((), 1 << 30, tl.uint32)
+    for _ in range(16):
+        sum1 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
+        sum2 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
+        sum3 = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
+        for start in range(0, limit, BLOCK):
+            id = listed(candidate_ptr, start, held, limit, BLOCK)
+            z = scaled(logits_ptr, id, V, temperature)
+            key = tl.where(id < V, ordered(z), 0)
+            weight = masses(z, log_sum) if MASS else tl.where(id < V, 1, 0)
+            sum1 += tl.where(key >= t + one, weight, 0)
+            sum2 += tl.where(key >= t + 2 * one, weight, 0)
+            sum3 += tl.where(key >= t + 3 * one, weight, 0)
+        digit = tl.where(tl.sum(sum1, 0) >= wanted, one, 0) + tl.where(tl.sum(sum2, 0) >= wanted, one, 0)
+        t += digit + tl.where(tl.sum(sum3, 0) >= wanted, one, 0)
+        one = one >> 2
+    return t
+
+
+@triton.jit
+def row_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, pos_ptr, max_ptr, sum_ptr,
+               score_ptr, id_ptr, count_ptr, candidate_ptr, token_ptr, logprob_ptr, V, BLOCKS: tl.constexpr,
+               BLOCKS_P: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Joins the blocks of one row; a filtered row finds its thresholds among its candidates and draws again."""
+    begin(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * V
+    candidate_ptr += row * MOST
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    top, log_sum, finite = join(max_ptr, sum_ptr, row, BLOCKS, BLOCKS_P)
+    block = tl.arange(0, BLOCKS_P)
+    score, token = best_of(tl.load(score_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf")),
+                           tl.load(id_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=2147483647))  # fmt: skip
+    if finite & is_filtered(top_k, top_p, min_p, V):
+        count = tl.load(count_ptr + row)
+        held = tl.where(count <= MOST, count, 0)
+        limit = tl.where(count <= MOST, count, V)
+        low = tl.full((), 0, tl.uint32)
+        if top_k < V:
+            low = threshold(logits_ptr, candidate_ptr, held, limit, V, temperature, log_sum, top_k, False, BLOCK)
+        if top_p < 1.0:
+            wanted = wanted_mass(top_p)
+            found = threshold(logits_ptr, candidate_ptr, held, limit, V, temperature, log_sum, wanted, True, BLOCK)
+            low = tl.maximum(low, found)
+        least = min_p * tl.exp(top - log_sum)
+        seed = tl.load(seed_ptr + row)
+        position = tl.load(pos_ptr + row)
+        score = tl.full((), float("-inf"), tl.float32)
+        token = tl.full((), 2147483647, tl.int32)
+        for start in range(0, limit, BLOCK):
+            id = listed(candidate_ptr, start, held, limit, BLOCK)
+            z = scaled(logits_ptr, id, V, temperature)
+            kept = (id < V) & (ordered(z) >= low) & (tl.exp(z - log_sum) >= least)
+            here, best = best_of(tl.where(kept, z + gumbel(id, seed, position), float("-inf")), id)
+            token = tl.where((here > score) | ((here == score) & (best < token)), best, token)
+            score = tl.maximum(score, here)
+    token = tl.where(finite, token, 0)
+    z = tl.div_rn(tl.load(logits_ptr + token), temperature)
+    tl.store(token_ptr + row, token)
+    tl.store(logprob_ptr + row, tl.where(finite, z - log_sum, float("nan")))
