@@ -11,7 +11,11 @@ LEAST = {  # the least values
     "drain_seconds": 0,
 }  # fmt: skip
 POSITIVE = ("read_seconds", "write_seconds", "keep_alive_seconds")
-CHOICES = {"sampling_defaults": ("model", "openai"), "log": ("text", "json", "none")}
+CHOICES = {
+    "sampling_defaults": ("model", "openai"),
+    "log": ("text", "json", "none"),
+    "log_level": ("debug", "info", "warning", "error"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class ServerConfig:
     any_model_name: bool = False
     allow_origins: list[str] = field(default_factory=list)
     log: str = "text"
+    log_level: str = "info"
     access_log: bool = False
     status_seconds: float = 10.0
     sampling_defaults: str = "model"

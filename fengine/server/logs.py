@@ -24,8 +24,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(told)
 
 
-def log_to_stderr(form: str) -> None:
-    """Lets what the package logs be seen. `form`: text, json or none.
+def log_to_stderr(form: str, level: str = "info") -> None:
+    """Lets what the package logs be seen. `form`: text, json or none; `level`: the least that is.
 
     Modifies: the logger `fengine`, unless the process has given it handlers of its own.
     """
@@ -35,7 +35,7 @@ def log_to_stderr(form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     package.addHandler(handler)
-    package.setLevel(logging.INFO)
+    package.setLevel(level.upper())
 
 
 def status_line(stats: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> str:

@@ -668,3 +668,17 @@ def test_what_is_logged_is_text_json_or_nothing(monkeypatch: pytest.MonkeyPatch,
             assert form != "json" or json.loads(told)["message"] == 'say "a"'
     finally:
         package.setLevel(level)
+
+
+def test_the_log_has_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    package = logging.getLogger("fengine")
+    before = package.handlers, package.level
+    try:
+        package.handlers = []
+        log_to_stderr("json", "warning")
+        logging.getLogger("fengine.server").info("not seen")
+        logging.getLogger("fengine.server").warning("seen")
+        assert json.loads(capsys.readouterr().err)["message"] == "seen"
+    finally:
+        package.handlers = before[0]
+        package.setLevel(before[1])

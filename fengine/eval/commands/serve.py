@@ -58,7 +58,7 @@ def _work(command: Namespace) -> int:
 def run(config: ServeRun) -> int:
     """Takes the address first, so that a wrong one is told before a model is loaded."""
     server, seeded = server_module(), replace(config.engine, random_seed=config.seed)
-    log_to_stderr(config.serve.log)
+    log_to_stderr(config.serve.log, config.serve.log_level)
     with server.listen(config.serve) as bound:
         logger.info("loading %s", config.engine.model.path)
         with open_engine(seeded) as engine:
