@@ -56,6 +56,10 @@ TESTS: dict[str, tuple[str, ...]] = {  # test files by pattern of what they are 
     "engine/stepper.py": (*LOOP, "engine/test_extended"),
     "api/sessions.py": ("engine/test_sessions", "engine/test_simulation"),
     "speculative/ngram.py": ("engine/test_speculation", "unit/test_scheduler"),
+    "speculative/pace.py": ("unit/test_pace", "engine/test_draft"),
+    "speculative/draft.py": ("engine/test_draft", "engine/test_eagle", "engine/test_drafts_with_all"),
+    "speculative/chain.py": ("engine/test_draft", "engine/test_eagle", "engine/test_drafts_with_all"),
+    "speculative/proposers.py": ("engine/test_draft", "engine/test_eagle", "engine/test_drafts_beside"),
     "eval/runs/journal.py": ("eval/test_journal", "eval/test_rerun", "eval/test_run"),
 }  # fmt: skip
 SIMULATION = ("slow/test_simulation_many",)
