@@ -12,6 +12,7 @@ from fengine.core.scheduler_output import NewRow, SchedulerOutput
 from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
+from fengine.worker.device import current_device
 from fengine.worker.step_input import Arrays
 
 TABLE = "image_ED"  # in Params
@@ -38,9 +39,10 @@ def image_writer(
         """Modifies: the table's rows."""
         table_ED = params[TABLE]
         arrays: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in job.image.arrays.items()}
-        arrays = {name: x.to(table_ED.device) if x.is_floating_point() else x for name, x in arrays.items()}
-        rows_I = torch.tensor(job.rows, device=table_ED.device)
-        table_ED.index_copy_(0, rows_I, encode(params, spec, arrays).to(table_ED.dtype))
+        with torch.no_grad(), current_device(str(table_ED.device)):
+            arrays = {name: x.to(table_ED.device) if x.is_floating_point() else x for name, x in arrays.items()}
+            rows_I = torch.tensor(job.rows, device=table_ED.device)
+            table_ED.index_copy_(0, rows_I, encode(params, spec, arrays).to(table_ED.dtype))
 
     return write
 
