@@ -130,11 +130,12 @@ class Scheduler:
         for request in list(self._rows.prompting):
             if left and request.row is not None:
                 left -= self._schedule_prompt(batch, request, left)
-        if left and not batch.preempted:
+        if left and self._waiting and not batch.preempted:
             self._admission.admit(batch, left)
         if not batch.requests:
             return None
-        batch.encodes, self._admission.encodes = self._admission.encodes, []
+        if self._admission.encodes:
+            batch.encodes, self._admission.encodes = self._admission.encodes, []
         if self.speculation:
             schedule_drafts(batch, self._rows, self.speculation)
         self._steps_scheduled += 1
@@ -142,7 +143,8 @@ class Scheduler:
         self._in_flight.append(batch)
         before = self._in_flight[-2] if len(self._in_flight) > 1 else None
         output = batch.output(self.released(), before)
-        output.new_pages = self.pool.in_tables(output.new_pages)
+        if output.new_pages:
+            output.new_pages = self.pool.in_tables(output.new_pages)
         return output
 
     def released(self) -> list[int]:
