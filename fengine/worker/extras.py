@@ -48,8 +48,7 @@ class Extras:
         step.writes, self.writes = self.writes, []
         chunks = self._chunks(step, output) if any(self.asked[name] for name in BY_ROW) else []
         if self.asked["hidden states"]:
-            step.hidden, step.hidden_H = hidden_wanted(chunks)
-            step.pooled = [c.row for c in chunks if c.draws and c.new.params.pool is not None]
+            _ask_hidden(step, chunks)
         draws_R = np.array(output.samples + [True] * (step.rows - len(output.samples)))
         draws_R[step.pooled] = False
         step.draws, step.chunks = bool(draws_R.any()), [c for c in chunks if draws_R[c.row]]
@@ -97,3 +96,9 @@ class Extras:
         if len(new.token_ids) == at:
             new.token_ids.extend(kept)
         return kept
+
+
+def _ask_hidden(step: StepInput, chunks: Sequence[Chunk]) -> None:
+    """Modifies: step."""
+    step.hidden, step.hidden_H = hidden_wanted(chunks)
+    step.pooled = [chunk.row for chunk in chunks if chunk.draws and chunk.new.params.pool is not None]
