@@ -164,9 +164,11 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
             with process_group(group, device) as joined:
                 worker = make_worker(config, loaded, features, group, joined.least)
                 new_kv = pool_of(config, loaded.spec, worker)
-                Follower(
+                follower = Follower(
                     link, loaded, worker.runner, worker.input_batch, worker.kv, new_kv, group, joined
-                ).run()  # fmt: skip
+                )  # fmt: skip
+                del worker  # it names the first KV state, which may be released
+                follower.run()
 
 
 def pool_of(config: EngineConfig, spec: ModelSpec, worker: Worker) -> Callable[[], KVState]:
@@ -193,12 +195,12 @@ def assemble(
     runner = worker.runner if ranks is None else RankedRunner(worker.runner, ranks)
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk, ranks)
-    empty = pool_of(config, loaded.spec, worker)
+    empty, input_batch = pool_of(config, loaded.spec, worker), worker.input_batch
 
-    def new_kv() -> KVState:
+    def new_kv() -> KVState:  # names no worker, whose first KV state it would keep
         kv = empty()
         if speculation is not None:
-            speculation.open(kv, worker.input_batch)
+            speculation.open(kv, input_batch)
         return kv
 
     memory = Memory(core, worker.runner, weights, new_kv, page_size)

@@ -72,9 +72,9 @@ FAMILIES: Mapping[str, Family | VisionFamily] = MappingProxyType(  # by the name
         "RoBERTa": bert.ROBERTA,
         "XLM-R, multilingual e5, bge-m3, bge-reranker": bert.XLM_R,
         "ModernBERT, gte-modernbert": modernbert.FAMILY,
+        "LLaVA 1.5": vision_llava.FAMILY,
         "Idefics 3, SmolVLM": vision_idefics.FAMILY,
         "SmolVLM 2": vision_idefics.SMOLVLM,
-        "LLaVA 1.5": vision_llava.FAMILY,
         "Qwen2.5-VL": vision_qwen.FAMILY,
         "Qwen3-VL (dense)": vision_qwen.QWEN3,
     }
