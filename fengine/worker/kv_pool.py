@@ -66,24 +66,33 @@ def pool_size(
     page_size = config.cache.page_size or 16
     most = rows * (-(-context // page_size))  # more could never be used at once
     windows, asked = windows_of(config, spec, context, beside), config.cache.max_total_tokens
-    whole = (kv_bytes_per_token(spec, dtype) + beside) * page_size  # bytes of a page
-    own = kv_bytes_per_token(spec, dtype) * page_size * len(spec.window_layers) // spec.num_layers
-    memory = 0 if asked is not None else pool_memory(config, spec, rows, activations)
-    fit = asked // page_size if asked is not None else memory // whole
     need = 0 if windows is None else rows * windows.least + windows.step_tokens // page_size
-    if windows is not None and not windows.alone and asked is None:
-        fit = max(fit, CACHED * (memory - need * own) // (CACHED * (whole - own) + own))
-    if fit < 1 and asked is None:
-        raise OutOfMemoryError(
-            f"no memory is left for the KV pool: one page of {page_size} tokens needs {whole / 2**20:.1f} MiB. "
-            "Raise cache.mem_fraction_static, set cache.max_total_tokens, or use a smaller model or dtype."
-        )
-    pages = fit if asked is not None else min(fit, most)
-    held = 0 if windows is None else pages if windows.alone else min(pages, need + pages // CACHED)
-    if windows is not None and windows.alone and held >= windows.least:
+    if asked is not None:
+        pages = asked // page_size
+    else:
+        whole = (kv_bytes_per_token(spec, dtype) + beside) * page_size  # bytes of a page
+        own = kv_bytes_per_token(spec, dtype) * page_size * len(spec.window_layers) // spec.num_layers
+        grouped = windows is not None and not windows.alone
+        memory = pool_memory(config, spec, rows, activations)
+        pages = min(most, fitting(memory, whole, own, need) if grouped else memory // whole)
+        if pages < 1:
+            raise OutOfMemoryError(
+                f"no memory is left for the KV pool: one page of {page_size} tokens needs {whole / 2**20:.1f} MiB. "
+                "Raise cache.mem_fraction_static, set cache.max_total_tokens, or use a smaller model or dtype."
+            )
+    if windows is None:
+        return PoolSize(least(pages) + 1, None)
+    held = pages if windows.alone else min(pages, need + pages // CACHED)
+    if windows.alone and held >= windows.least:
         pages = max(held, min(most, IDS * held))
     pages, held = least(pages), least(held)
-    return PoolSize(pages + 1, None if windows is None or not held else windows._replace(num_pages=held + 1))
+    return PoolSize(pages + 1, windows._replace(num_pages=held + 1) if held else None)
+
+
+def fitting(memory: int, whole: int, own: int, need: int) -> int:
+    """How many pages of `whole` bytes fit, if windowed layers, whose part of a page is `own` bytes, have `need` pages
+    and a share for cached prefixes. Pure."""
+    return max(memory // whole, CACHED * (memory - need * own) // (CACHED * (whole - own) + own))
 
 
 def pool_memory(config: EngineConfig, spec: ModelSpec, rows: int, activations: int) -> int:

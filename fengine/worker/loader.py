@@ -318,16 +318,19 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
     scheme = spec.quantization and weight.matrix and spec.quantization.of(module_of(weight.sources[0]))
     if scheme and weight.path != ("embed",) and (len(shape) == 2 or placement.group is None):
-        codes = encoded_by(tensor, scheme, placement.device)
-        if len(shape) == 3:
-            return place(weight, [codes], placement)
-        ends = list(accumulate(source.shape[0] for source in weight.sources))
-        parts = [rows_of(codes, slice(a, b)) for a, b in zip([0, *ends], ends, strict=False)]
-        return place(weight, _own_parts(weight, parts, placement.group), placement)
+        return _random_codes(weight, encoded_by(tensor, scheme, placement.device), placement)
     if not weight.shard or placement.group is None:
         return linear.pack(tensor) if weight.matrix else tensor
     stored = list(tensor.split([source.shape[0] for source in weight.sources]))
     return place(weight, _own_parts(weight, stored, placement.group), placement)
+
+
+def _random_codes(weight: Weight, codes: Tensor | Codes, placement: Placement) -> Leaf:
+    if len(weight.shape) == 3:
+        return place(weight, [codes], placement)
+    ends = list(accumulate(source.shape[0] for source in weight.sources))
+    parts = [rows_of(codes, slice(a, b)) for a, b in zip([0, *ends], ends, strict=False)]
+    return place(weight, _own_parts(weight, parts, placement.group), placement)
 
 
 def _own_parts(weight: Weight, stored: Sequence[Tensor | Codes], group: Group | None) -> list[Tensor | Codes]:
