@@ -8,7 +8,7 @@ import sys
 from fengine.api.features import FEATURES
 from fengine.api.replica import serve
 from fengine.engine.build import follow
-from fengine.engine.child import Link
+from fengine.engine.parallel.child import Link
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides

@@ -10,9 +10,9 @@ from fengine.config import EngineConfig
 from fengine.core.plain import from_plain
 from fengine.core.request import Request
 from fengine.engine.build import build
-from fengine.engine.child import Link
+from fengine.engine.parallel.child import Link
+from fengine.engine.parallel.progress import NOTHING, Sent, handles, progress
 from fengine.engine.parts import Parts
-from fengine.engine.progress import NOTHING, Sent, handles, progress
 from fengine.engine.request_state import RequestState
 from fengine.errors import FengineError
 from fengine.structured_output.backend import Grammars, Source

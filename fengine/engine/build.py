@@ -21,15 +21,15 @@ from fengine.core.recording import RecordedScheduler
 from fengine.core.scheduler import Scheduler
 from fengine.core.speculation import Speculation
 from fengine.core.window_pages import WindowPages
-from fengine.engine.child import Link
 from fengine.engine.engine_core import EngineCore
-from fengine.engine.follower import NOTHING, Follower
 from fengine.engine.load import Loaded, load, read_spec
 from fengine.engine.memory import Memory
+from fengine.engine.parallel.child import Link
+from fengine.engine.parallel.follower import NOTHING, Follower
+from fengine.engine.parallel.ranks import RankedRunner, Ranks
+from fengine.engine.parallel.replicas import open_replicas
 from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
-from fengine.engine.ranks import RankedRunner, Ranks
-from fengine.engine.replicas import open_replicas
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import ConfigError, OutOfMemoryError

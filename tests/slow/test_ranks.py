@@ -18,7 +18,7 @@ import tiny_checkpoints
 import torch
 
 from fengine import Engine
-from fengine.engine import child, ranks
+from fengine.engine.parallel import child, ranks
 from fengine.errors import ConfigError, EngineDeadError, MemoryReleasedError, UnsupportedFeatureError
 from fengine.worker import process_group
 from fengine.worker.hub import BOX

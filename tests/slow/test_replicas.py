@@ -9,8 +9,8 @@ import pytest
 from test_ranks import PARAMS, PROMPTS, SETTINGS, results
 
 from fengine import Engine
-from fengine.engine.replicas import Replicas
-from fengine.engine.routing import Replica
+from fengine.engine.parallel.replicas import Replicas
+from fengine.engine.parallel.routing import Replica
 from fengine.errors import (
     ContextLengthError,
     EngineClosedError,

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from fengine.core.request import Request
-from fengine.engine.child import Child
+from fengine.engine.parallel.child import Child
 from fengine.engine.request_state import RequestState
 
 BLOCK = 64  # tokens by which prompts are compared

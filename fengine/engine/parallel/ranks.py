@@ -27,9 +27,9 @@ from torch import Tensor
 from fengine.config import EngineConfig
 from fengine.core.plain import to_plain
 from fengine.core.scheduler_output import NewRow, SchedulerOutput, StepOutput
-from fengine.engine.child import SILENCE, Child
 from fengine.engine.engine_core import EngineCore
-from fengine.engine.follower import NOTHING
+from fengine.engine.parallel.child import SILENCE, Child
+from fengine.engine.parallel.follower import NOTHING
 from fengine.engine.stepper import Runner
 from fengine.engine.weights.incoming import Origin
 from fengine.errors import EngineDeadError, InvariantError

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fengine.core.plain import Handles, from_plain
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.engine.child import Link
 from fengine.engine.load import Loaded
 from fengine.engine.memory import Memory
+from fengine.engine.parallel.child import Link
 from fengine.engine.stepper import Runner
 from fengine.engine.weights.incoming import Origin
 from fengine.engine.weights.live import LiveWeights

@@ -20,14 +20,14 @@ import torch
 
 from fengine.config import EngineConfig
 from fengine.core.plain import to_plain
-from fengine.engine.child import Child
 from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
+from fengine.engine.parallel.child import Child
+from fengine.engine.parallel.progress import NOTHING, error_of, take
+from fengine.engine.parallel.remote import Remote, joined
+from fengine.engine.parallel.routing import BLOCK, Replica, chosen, prefix_keys
 from fengine.engine.parts import Parts
-from fengine.engine.progress import NOTHING, error_of, take
-from fengine.engine.remote import Remote, joined
 from fengine.engine.request_state import RequestState
-from fengine.engine.routing import BLOCK, Replica, chosen, prefix_keys
 from fengine.engine.threads import REAL
 from fengine.errors import (
     ConfigError,
