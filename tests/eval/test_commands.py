@@ -85,7 +85,10 @@ def test_the_first_help_tells_of_every_command(capfd: pytest.CaptureFixture[str]
 def test_help_has_a_word_on_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["eval", "--help", "task=capitals"]) == run.OK
     lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.splitlines() if "  # " in line}
-    assert lines["match"].endswith("# none | exact | prefix | contains | number | f1 | regex | json") and "# auto | live" in lines["view"]
+    assert (
+        lines["match"].endswith("# none | exact | prefix | contains | number | f1 | regex | json")
+        and "# auto | live" in lines["view"]
+    )
     assert lines["temperature"].endswith("# Divides the logits; 0 is greedy.")
     assert lines["samples"].endswith("# answers for each row; scores are their means")
     assert all(len(line) <= 120 for line in lines.values()) and len(lines) > 50
