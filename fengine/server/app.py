@@ -40,14 +40,7 @@ def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     service = Service(engine, config)
 
     app = FastAPI(title="fengine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    paths = {path: one.access for one in ENDPOINTS for path in one.paths}
-    for one in ENDPOINTS:  # bodies are ours to read, so nothing is FastAPI's to solve
-        handler = partial(_planned if one.plan else _called, service, one)
-        for path in one.paths:
-            app.add_route(path, handler, methods=["GET" if one.fields is None else "POST"])
-    for path, handler, access in _pages(service):
-        app.add_route(path, handler, methods=["GET", "POST"] if path == "/ping" else ["GET"])
-        paths[path] = access
+    paths = _add_routes(app, service)
     for kind in (ApiError, HTTPException, ClientDisconnect, ClientGone, Exception):
         app.add_exception_handler(kind, _refuse)
     key, admin_key = config.api_key or os.environ.get(KEY_VARIABLE), config.admin_key or os.environ.get(ADMIN_VARIABLE)
@@ -61,6 +54,19 @@ def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
         )  # fmt: skip
     app.state.service = service
     return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> dict[str, Any]:
+    """Who may call each path. Modifies: app."""
+    paths = {path: one.access for one in ENDPOINTS for path in one.paths}
+    for one in ENDPOINTS:  # bodies are ours to read, so nothing is FastAPI's to solve
+        handler = partial(_planned if one.plan else _called, service, one)
+        for path in one.paths:
+            app.add_route(path, handler, methods=["GET" if one.fields is None else "POST"])
+    for path, handler, access in _pages(service):
+        app.add_route(path, handler, methods=["GET", "POST"] if path == "/ping" else ["GET"])
+        paths[path] = access
+    return paths
 
 
 async def _planned(service: Service, endpoint: Endpoint, request: Request) -> Response:

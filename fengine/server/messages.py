@@ -104,6 +104,12 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content or ""}
 
 
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool as those of chats. Pure."""
+    function = {"name": block.get("name"), "arguments": block.get("input")}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
 def _message(message: Any, where: str) -> list[Any]:
     """One message as those of a chat: results of tools are messages of their own. Errors: ApiError."""
     content = message.get("content") if isinstance(message, dict) else None
@@ -115,11 +121,12 @@ def _message(message: Any, where: str) -> list[Any]:
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         at = f"{where}.content[{i}]"
-        if kind == "text" or is_image(block):
-            parts.append({"type": "text", "text": _texts([block], at)} if kind == "text" else block)
+        if kind == "text":
+            parts.append({"type": "text", "text": _texts([block], at)})
+        elif is_image(block):
+            parts.append(block)
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append(_call(block))
         elif kind == "tool_result":
             results.append(_result(block, at))
         elif kind == "thinking":

@@ -83,10 +83,8 @@ class Joined(NamedTuple):
     release: Callable[[], None]  # from any thread: no exchange waits any more, and what it gives is void
 
 
-@contextmanager
-def process_group(group: Group, device: str) -> Iterator[Joined]:
-    """The ranks' process group, known to torch by its name: neither torch's default group nor any global is touched.
-    The ranks find one another by a file in the group's folder. Modifies: the group's mail, which is opened."""
+def _backends(group: Group, device: str) -> Any:
+    """Gloo for what lies on the CPU; NCCL beside it on CUDA."""
     files = distributed.FileStore(str(Path(group.folder) / f"store{group.size}"), group.size)
     files.set_timeout(timedelta(seconds=FIRST))
     made: Any = dist.ProcessGroup(files, group.rank, group.size)
@@ -101,6 +99,14 @@ def process_group(group: Group, device: str) -> Iterator[Joined]:
         options._timeout = LONGEST
         nccl = dist.ProcessGroupNCCL(distributed.PrefixStore("cuda", files), group.rank, group.size, options)
         made._register_backend(torch.device(device), kinds.NCCL, nccl)
+    return made
+
+
+@contextmanager
+def process_group(group: Group, device: str) -> Iterator[Joined]:
+    """The ranks' process group, known to torch by its name: neither torch's default group nor any global is touched.
+    The ranks find one another by a file in the group's folder. Modifies: the group's mail, which is opened."""
+    made = _backends(group, device)
     made._set_group_name(group.name)
     distributed.distributed_c10d._register_process_group(group.name, made)
 

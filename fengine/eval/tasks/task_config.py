@@ -100,14 +100,10 @@ def check(config: TaskConfig) -> list[str]:
         "task.target must name the reference's column, or set task.match=none": config.target is None and no_reference,
         f"task.samples is for kind=generate; kind={config.kind.value} draws nothing": config.samples != 1
         and not generates,
-        "task.shots needs task.examples=FILE.jsonl and a template: task.prompt": bool(config.shots)
-        and not (config.examples and config.prompt),
-        f"task.shots and task.group_by are not for kind={config.kind.value}": config.kind is TaskKind.perplexity
-        and bool(config.shots or config.group_by),
-        "task.examples is shown by task.shots=N": config.examples is not None and not config.shots,
         "task.vote is for several samples that are compared: set task.samples and task.match": config.vote
         and (config.samples < 2 or config.match is Match.none),
         "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": requests,
+        **_shots(config),
         **_bounds(config),
     }
     found = [problem for problem, holds in problems.items() if holds]
@@ -116,6 +112,18 @@ def check(config: TaskConfig) -> list[str]:
     except FengineError as error:
         found.append(f"task.extract: {error}")
     return found
+
+
+def _shots(config: TaskConfig) -> dict[str, bool]:
+    """Problem -> whether it is one, of examples and groups. Pure."""
+    shots = bool(config.shots)
+    return {
+        "task.shots needs task.examples=FILE.jsonl and a template: task.prompt": shots
+        and not (config.examples and config.prompt),
+        f"task.shots and task.group_by are not for kind={config.kind.value}": config.kind is TaskKind.perplexity
+        and bool(shots or config.group_by),
+        "task.examples is shown by task.shots=N": config.examples is not None and not shots,
+    }
 
 
 def _bounds(config: TaskConfig) -> dict[str, bool]:
