@@ -5,9 +5,10 @@ and `done` is False where it was not.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -153,11 +154,16 @@ def guessed(llm: Engine, case: Case) -> Outcome:
     return Outcome(case.reference + case.reference[few], got, told, stats["draft_tokens"] > 0)
 
 
+def bare(ids: Sequence[int]) -> tuple[int, ...]:
+    """Ids without repetitions: an engine repeats the place of a picture as often as it has embeddings. Pure."""
+    return tuple(id for id, _ in groupby(ids))
+
+
 def drafted(llm: Engine, case: Case) -> Outcome:
     """Guesses by whoever knows the answers, by one who never does, and random ones, 1 to 7 at a time; then those of the
     engine's own proposer."""
     few = sorted(zip(case.asks, case.reference, strict=True), key=lambda pair: len(pair[0].ids))[:12]
-    answers = {tuple(ask.ids): answer.tokens for ask, answer in few}
+    answers = {bare(ask.ids): answer.tokens for ask, answer in few}
     scheduler: Any = llm._parts.core.stepper.scheduler
     own, draw, got, asks = scheduler.speculation, random.Random(26), [], [ask for ask, _ in few]
 
@@ -166,7 +172,7 @@ def drafted(llm: Engine, case: Case) -> Outcome:
             found = []
             for one in drafts:
                 ids, at = one.request.token_ids, one.request.num_output + one.skip
-                right = answers[tuple(ids[: one.request.prompt_len])][at : at + most]
+                right = answers[bare(ids[: one.request.prompt_len])][at : at + most]
                 wrong = [(token + 1) % case.vocab for token in right]
                 found.append({"good": right, "wrong": wrong}.get(kind) or [draw.randrange(case.vocab)] * most)
             return found
