@@ -166,13 +166,16 @@ class EngineCore:
     def _watch(self) -> None:
         """Answers everybody when a thread has ended for whatever reason: also one that could not tell."""
         loop, text = self.threads[:2]
-        while loop.is_alive() and text.is_alive():
+        while loop.is_alive() and text.is_alive() and not isinstance(self.inbox.end, EngineDeadError):
             with suppress(queue.Empty):
                 self.ended.get(timeout=GLANCE).join()
+        if text.is_alive():
+            loop.join(2 * GLANCE)  # it may wait for ever for words of a rank that is dead
         self.inbox.close(EngineDeadError("the engine's loop failed: its thread has ended"))
         if not loop.is_alive():
             self.requests.end(self._reason())
-            self.requests.steps.put(None)
+        self.requests.steps.put(None)
+        if not loop.is_alive():
             text.join(GRACE if isinstance(self.inbox.end, EngineClosedError) else 2 * GLANCE)
         self._fail(self._reason())
 

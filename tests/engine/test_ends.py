@@ -206,6 +206,29 @@ def test_a_processor_that_never_returns_does_not_hold_up_the_shutdown(monkeypatc
         finish(engine)
 
 
+def test_an_engine_that_is_declared_dead_answers_while_its_loop_waits() -> None:
+    """As when a rank has died for whose words the loop waits."""
+    with checksum_engine() as engine:
+        inside, leave = threading.Event(), threading.Event()
+
+        def processor(logits: Any, params: Any) -> Any:
+            inside.set()
+            leave.wait(60)
+            return logits
+
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(engine.generate, input_ids=[1], custom_logit_processor=processor)
+            assert inside.wait(SOON)
+            engine._parts.core.inbox.close(EngineDeadError("rank 1 of 2 has ended"))
+            error = call.exception(SOON)
+            leave.set()
+        assert isinstance(error, EngineDeadError) and "rank 1 of 2" in str(error)
+        for thread in engine._parts.core.threads:
+            thread.join(SOON)
+            assert not thread.is_alive()
+        finish(engine)
+
+
 # -- engines that nobody holds, and forks ------------------------------------------------------------------------------
 
 
