@@ -184,7 +184,18 @@ def test_a_processor_may_shut_its_engine_down() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
-def test_a_processor_that_never_returns_does_not_hold_up_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+def declare_dead(engine: Engine) -> None:
+    """As when a rank has died for whose words the loop waits."""
+    engine._parts.core.inbox.close(EngineDeadError("rank 1 of 2 has ended"))
+
+
+@pytest.mark.parametrize(
+    "end, error, words",
+    [(Engine.shutdown, EngineClosedError, "shut down"), (declare_dead, EngineDeadError, "rank 1 of 2")],
+)
+def test_a_processor_that_never_returns_does_not_hold_up_the_end(
+    end: Callable[[Engine], None], error: type[FengineError], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_core, "GRACE", 0.5)
     with checksum_engine() as engine:
         inside, leave = threading.Event(), threading.Event()
@@ -197,32 +208,10 @@ def test_a_processor_that_never_returns_does_not_hold_up_the_shutdown(monkeypatc
         with ThreadPoolExecutor(2) as pool:
             call = pool.submit(engine.generate, input_ids=[1], custom_logit_processor=processor)
             assert inside.wait(SOON)
-            pool.submit(engine.shutdown).result(SOON)
-            assert isinstance(call.exception(SOON), EngineClosedError)
-        leave.set()
-        for thread in engine._parts.core.threads:
-            thread.join(SOON)
-            assert not thread.is_alive()
-        finish(engine)
-
-
-def test_an_engine_that_is_declared_dead_answers_while_its_loop_waits() -> None:
-    """As when a rank has died for whose words the loop waits."""
-    with checksum_engine() as engine:
-        inside, leave = threading.Event(), threading.Event()
-
-        def processor(logits: Any, params: Any) -> Any:
-            inside.set()
-            leave.wait(60)
-            return logits
-
-        with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(engine.generate, input_ids=[1], custom_logit_processor=processor)
-            assert inside.wait(SOON)
-            engine._parts.core.inbox.close(EngineDeadError("rank 1 of 2 has ended"))
-            error = call.exception(SOON)
+            pool.submit(end, engine).result(SOON)
+            found = call.exception(SOON)
             leave.set()
-        assert isinstance(error, EngineDeadError) and "rank 1 of 2" in str(error)
+        assert isinstance(found, error) and words in str(found)
         for thread in engine._parts.core.threads:
             thread.join(SOON)
             assert not thread.is_alive()

@@ -13,11 +13,12 @@ IMPORTED_AS = {"hydra-core": "hydra", "PyYAML": "yaml", "Jinja2": "jinja2", "ins
 WITH_TORCH = {"triton"}  # torch pins it where it computes on CUDA; without it the CPU computes
 UNIMPORTED = {
     "pytest_xdist",
+    "pytest_timeout",
     "ruff",
     "pyright",
     "hydra_joblib_launcher",
     "openai",
-}  # tools, a plugin of Hydra, a client in a subprocess
+}  # tools, plugins of pytest and Hydra, a client in a subprocess
 
 
 def declared(requirements: list[str]) -> set[str]:
