@@ -71,9 +71,9 @@ class Target:
         """(streams side by side [T, 3 D], hidden states [T, D])."""
         pages = list(range(1, self.kv.num_pages))
         batch = row_batch(ids, 0, pages, PAGE)
-        batch = batch._make(x.to(self.device) if isinstance(x, Tensor) else x for x in batch)
+        batch = {name: x.to(self.device) for name, x in batch.items()}
         self.kv, hidden_TD = self.model.forward(self.params, self.spec, self.kv, batch)
-        return self.kv.feature_PSX[0].flatten(0, 1)[batch.slot_T.long()].float(), hidden_TD.clone()
+        return self.kv.feature_PSX[0].flatten(0, 1)[batch["slot_T"].long()].float(), hidden_TD.clone()
 
     @torch.no_grad()
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from fengine.engine.engine_core import EngineCore
 from fengine.engine.load import Loaded
 from fengine.engine.parts import Parts
 from fengine.models import Model
-from fengine.models.kv_state import KVState, Params, StepBatch
+from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.layers import places
 from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 
@@ -73,17 +73,19 @@ def expected(
     return ids[len(prompt) :]
 
 
-def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
+def forward(params: Params, spec: ModelSpec, kv: KVState, batch: Tensors) -> tuple[KVState, Tensor]:
     """As `models.llama.forward`; hidden_TD holds each token's digest. Poisons the null page."""
     size, windows, tables = kv.page_size, [spec.kind(layer).window for layer in range(spec.num_layers)], []
     for pages_PSGK, window in zip(kv.k_PSGK, windows, strict=True):
         flat, (slot_T, table_RN) = pages_PSGK.view(-1), places({"kind": LayerKind(window)}, batch)
-        for token, position, slot in zip(batch.token_T.tolist(), batch.pos_T.tolist(), slot_T.tolist(), strict=True):
+        for token, position, slot in zip(
+            batch["token_T"].tolist(), batch["pos_T"].tolist(), slot_T.tolist(), strict=True
+        ):
             flat[slot] = mark(token, position)
         flat[:size] = -1.0
         tables.append((flat, table_RN.tolist(), window))
-    hidden_TD = torch.zeros(batch.token_T.shape[0], 1)
-    starts, lengths = batch.q_start_B.tolist(), batch.kv_len_R.tolist()
+    hidden_TD = torch.zeros(batch["token_T"].shape[0], 1)
+    starts, lengths = batch["q_start_B"].tolist(), batch["kv_len_R"].tolist()
     for row, length in enumerate(lengths):
         for j in range(starts[row], starts[row + 1]):
             end = length - (starts[row + 1] - 1 - j)
@@ -91,7 +93,7 @@ def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> t
                 int(flat[table[row][p // size] * size + p % size])
                 for flat, table, window in tables for p in range(max(end - window, 0) if window else 0, end)
             ])  # fmt: skip
-    params["calls"].append(batch.token_T.shape[0])
+    params["calls"].append(batch["token_T"].shape[0])
     return kv, hidden_TD
 
 

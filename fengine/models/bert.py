@@ -18,7 +18,7 @@ from fengine.errors import UnsupportedArchitectureError
 from fengine.models import layers
 from fengine.models.family import Family
 from fengine.models.fields import COMMON, OUTPUTS, READ, TRAINING
-from fengine.models.kv_state import Params, StepBatch
+from fengine.models.kv_state import Params, Tensors
 from fengine.models.reader import GELU_ALL, ConfigReader, decoder_spec
 from fengine.models.rope import NONE
 from fengine.models.sources import Source
@@ -75,13 +75,13 @@ def spec_from_hf(config: Config, padded: bool = False) -> ModelSpec:
 
 
 def layer(
-    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
     normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
 ) -> layers.LayerOut:  # fmt: skip
     """As the file says; the stream is what was normed."""
     delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
     normed_TD, _ = layers.add_norm(delta_TD, normed_TD, layer["mlp_norm_D"], spec)
-    delta_TD = layers.mlp(layer, spec, batch.adapters, normed_TD)
+    delta_TD = layers.mlp(layer, spec, layers.adapters_of(batch), normed_TD)
     normed_TD, _ = layers.add_norm(delta_TD, normed_TD, next_norm_D, spec)
     return normed_TD, normed_TD, k_PSGK, v_PSGK
 

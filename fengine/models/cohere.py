@@ -10,7 +10,7 @@ from torch import Tensor
 from fengine.models import layers
 from fengine.models.family import Family
 from fengine.models.fields import DECODER, READ, SPEED
-from fengine.models.kv_state import Params, StepBatch
+from fengine.models.kv_state import Params, Tensors
 from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE
 from fengine.models.spec import Config, ModelSpec
@@ -59,12 +59,12 @@ def spec2_from_hf(config: Config) -> ModelSpec:
 
 
 def layer(
-    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
     normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
 ) -> layers.LayerOut:  # fmt: skip
     """residual += attention(normed) + mlp(normed)."""
     delta_TD, k_PSGK, v_PSGK = layers.attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
-    mlp_TD = layers.gated_mlp(layer, spec, batch.adapters, normed_TD)
+    mlp_TD = layers.gated_mlp(layer, spec, layers.adapters_of(batch), normed_TD)
     normed_TD, residual_TD = layers.add_norm(mlp_TD, residual_TD + delta_TD, next_norm_D, spec)
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 

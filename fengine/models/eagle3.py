@@ -15,7 +15,7 @@ from torch import Tensor
 from fengine.errors import UnsupportedFeatureError
 from fengine.models import layers
 from fengine.models.fields import DECODER, READ, check_fields
-from fengine.models.kv_state import KVState, Params, StepBatch
+from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.reader import decoder_spec
 from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec
@@ -89,7 +89,7 @@ def fuse(params: Params, spec: ModelSpec, feature_TX: Tensor) -> Tensor:
 
 
 def forward(
-    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, stream_TD: Tensor, normed: bool
+    params: Params, spec: ModelSpec, kv: KVState, batch: Tensors, stream_TD: Tensor, normed: bool
 ) -> tuple[KVState, Tensor, Tensor]:
     """(KV state, normed_TD, stream_TD) behind the layer. `normed`: attention is added to the normed stream.
 
@@ -97,7 +97,7 @@ def forward(
     """
     layer: Any = params["layers"][0]
     embed_TD, _ = rms_norm.rows_rms_norm(
-        params["embed"].packed, batch.token_T, layer["input_norm_D"], spec.rms_eps, spec.norm_shift
+        params["embed"].packed, batch["token_T"], layer["input_norm_D"], spec.rms_eps, spec.norm_shift
     )
     hidden_TD = rms_norm.rms_norm(stream_TD, layer["hidden_norm_D"], spec.rms_eps)
     x_TX = torch.cat((embed_TD, hidden_TD), 1)

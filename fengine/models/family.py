@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fengine.models import layers
 from fengine.models.fields import Fields, check_fields, check_model_type
-from fengine.models.kv_state import KVState, Params, StepBatch
+from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec, embedding_spec
 from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
 
 SpecReader = Callable[[Config], ModelSpec]
-Forward = Callable[[Params, ModelSpec, KVState, StepBatch], tuple[KVState, Tensor]]
+Forward = Callable[[Params, ModelSpec, KVState, Tensors], tuple[KVState, Tensor]]
 Unembed = Callable[[Params, ModelSpec, Tensor], Tensor]
 Weights = Callable[[ModelSpec], list[Weight]]
 Rename = Callable[[ModelSpec, str], str]  # our name of a checkpoint's tensor; "": it is not read

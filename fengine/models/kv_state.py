@@ -11,7 +11,7 @@ The contract of purity: a step reads its arguments, may overwrite only the stora
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -22,6 +22,17 @@ from torch.utils._pytree import tree_leaves
 from fengine.errors import InvalidRequestError, StaleStateError
 from fengine.models.spec import ModelSpec
 
+# What a forward pass may know of requests, by name: those of BATCH, and where there is such a thing the others.
+#   token_T, pos_T, slot_T       of each token; slot = page * S + offset, where its k and v go
+#   q_start_B, kv_len_R          row r owns tokens q_start_B[r] : q_start_B[r+1], the last of its kv_len_R[r] tokens
+#   logit_index_R                index into T of each row's last token
+#   window_slot_U, window_table_RY   slot_T and page_table_RN of layers with a window that have pages of their own
+#   token_A, start_S             of LoRA: adapter slot s owns token_A[start_S[s] : start_S[s + 1]]; behind is padding
+#   image_row_I                  of each token its row of the table of images' embeddings; -1: it is a word
+#   rope_pos_3I                  where tokens stand on the three axes of rotary embedding; else at pos_T
+# All int32. Padding tokens lie behind q_start_B[-1] and write to slot 0, in the null page; padding rows have no tokens.
+Tensors = Mapping[str, Tensor]
+BATCH = ("token_T", "pos_T", "slot_T", "q_start_B", "kv_len_R", "page_table_RN", "logit_index_R")
 Params = dict[str, Any]  # nested dicts and lists; leaf keys carry the shape: params["layers"][3]["wqkv"]
 
 
@@ -72,36 +83,7 @@ class KVState(NamedTuple):
         return self.k_PSGK[0].shape[1]
 
 
-class AdapterBatch(NamedTuple):
-    """The tokens of rows with a LoRA adapter: slot s owns token_A[start_S[s] : start_S[s + 1]]. All int32."""
-
-    token_A: Tensor  # index into T; behind start_S[-1] it is padding
-    start_S: Tensor  # slots + 1 of them
-
-
-class StepBatch(NamedTuple):
-    """Everything a forward pass may know about requests. All int32; I is T where images may be.
-
-    Row r owns tokens q_start_B[r] : q_start_B[r+1]; they are the last of its kv_len_R[r] tokens, so token j of the row
-    stands at position pos_T = kv_len_R[r] - row_tokens + j. Padding tokens lie behind q_start_B[-1] and write to slot 0
-    (inside the null page); padding rows have no tokens and kv_len 0.
-    """
-
-    token_T: Tensor
-    pos_T: Tensor
-    slot_T: Tensor  # slot = page * S + offset, where k and v of the token go
-    q_start_B: Tensor
-    kv_len_R: Tensor  # tokens of the row after this step, cached ones included
-    page_table_RN: Tensor
-    logit_index_R: Tensor  # index into T of each row's last token
-    adapters: AdapterBatch | None = None  # None: no row has an adapter
-    image_row_I: Tensor | None = None  # of each token: its row of the table of images' embeddings; -1: it is a word
-    rope_pos_3I: Tensor | None = None  # where tokens stand on the three axes of rotary embedding; None: at pos_T
-    window_slot_U: Tensor | None = None  # slot_T of layers with a window; None: they share pages with the others
-    window_table_RY: Tensor | None = None  # and their page_table_RN
-
-
-def row_batch(token_ids: list[int], start: int, pages: list[int], page_size: int) -> StepBatch:
+def row_batch(token_ids: list[int], start: int, pages: list[int], page_size: int) -> Tensors:
     """A step of one row, for calling the pure functions by hand: tokens at positions start, start + 1, … in `pages`."""
 
     def ints(values: list[int]) -> Tensor:
@@ -109,10 +91,10 @@ def row_batch(token_ids: list[int], start: int, pages: list[int], page_size: int
 
     end = start + len(token_ids)
     slots = [pages[p // page_size] * page_size + p % page_size for p in range(start, end)]
-    return StepBatch(
-        ints(token_ids), ints(list(range(start, end))), ints(slots), ints([0, len(token_ids)]), ints([end]),
-        ints(pages)[None, :], ints([len(token_ids) - 1]),
-    )  # fmt: skip
+    count = len(token_ids)
+    found = (token_ids, list(range(start, end)), slots, [0, count], [end], pages, [count - 1])
+    batch = {name: ints(values) for name, values in zip(BATCH, found, strict=True)}
+    return {**batch, "page_table_RN": batch["page_table_RN"][None, :]}
 
 
 def row_sampling(position: int, seed: int = 0, temperature: float = 1.0, top_k: int = 1 << 30) -> dict[str, Tensor]:

@@ -13,32 +13,36 @@ import torch
 from torch import Tensor
 
 from fengine.errors import ModelLoadError
-from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
+from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.spec import ModelSpec
 from fengine.ops import attention, columns, experts, layer_norm, linear, qkv, rms_norm, rope, silu_mul, soft_cap
 
+# What layers read of a step.
+OF_LAYERS = "pos_T slot_T q_start_B kv_len_R page_table_RN window_slot_U window_table_RY token_A start_S".split()
+Adapters = tuple[Tensor, Tensor]  # token_A, start_S
 LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
-LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, StepBatch, Tensor, Tensor, Tensor | None], LayerOut]
+LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, Tensors, Tensor, Tensor, Tensor | None], LayerOut]
 
 
-def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatch], tuple[KVState, Tensor]]:
+def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, Tensors], tuple[KVState, Tensor]]:
     """The forward pass of a family with such layers."""
 
-    def forward(params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
+    def forward(params: Params, spec: ModelSpec, kv: KVState, batch: Tensors) -> tuple[KVState, Tensor]:
         """One step over T tokens: the new KV state and hidden_TD after the final norm, in the activations' dtype.
 
-        Modifies: the storage of `kv` (slots batch.slot_T), which is dead after the call.
+        Modifies: the storage of `kv` (slots slot_T), which is dead after the call.
         """
         layers, tables = params["layers"], {kind: params[kind] for kind in {x["kind"].rope for x in params["layers"]}}
-        if spec.rope_sections and batch.rope_pos_3I is not None:
+        if spec.rope_sections and "rope_pos_3I" in batch:
             tables = {
-                kind: axes_table(table, batch.rope_pos_3I, params["rope_axis_K"]) for kind, table in tables.items()
+                kind: axes_table(table, batch["rope_pos_3I"], params["rope_axis_K"]) for kind, table in tables.items()
             }
-            batch = batch._replace(pos_T=torch.arange(len(batch.pos_T), dtype=torch.int32, device=batch.pos_T.device))
+            pos_T = torch.arange(len(batch["pos_T"]), dtype=torch.int32, device=batch["pos_T"].device)
+            batch = {**batch, "pos_T": pos_T}
         norms = [layer.get("attn_norm_D") for layer in layers[1:]] + [params["final_norm_D"]]
         normed_TD, residual_TD = embed(params, spec, batch, layers[0].get("attn_norm_D"))
         k_layers, v_layers, features = [], [], []
-        images, batch = batch.image_row_I, batch._replace(image_row_I=None, rope_pos_3I=None)
+        images, batch = batch.get("image_row_I"), {name: batch[name] for name in OF_LAYERS if name in batch}
         for index, (layer, next_norm_D, k_PSGK, v_PSGK) in enumerate(
             zip(layers, norms, kv.k_PSGK, kv.v_PSGK, strict=True)
         ):
@@ -53,7 +57,7 @@ def decoder(layer_fn: LayerFn) -> Callable[[Params, ModelSpec, KVState, StepBatc
             k_layers.append(k_PSGK)
             v_layers.append(v_PSGK)
         for feature_PSX in kv.feature_PSX:
-            keep_features(feature_PSX, features, batch.slot_T)
+            keep_features(feature_PSX, features, batch["slot_T"])
         return kv._replace(k_PSGK=tuple(k_layers), v_PSGK=tuple(v_layers)), normed_TD
 
     return forward
@@ -78,22 +82,23 @@ def keep_features(feature_PSX: Tensor, features: list[Tensor], slot_T: Tensor) -
     feature_PSX.flatten(0, 1)[:, : feature_TX.shape[1]].index_copy_(0, slot_T.long(), feature_TX.to(feature_PSX.dtype))
 
 
-def embed(params: Params, spec: ModelSpec, batch: StepBatch, norm_D: Tensor | None) -> tuple[Tensor, Tensor]:
+def embed(params: Params, spec: ModelSpec, batch: Tensors, norm_D: Tensor | None) -> tuple[Tensor, Tensor]:
     """(normed, residual): the rows of the tokens, normed if there is a norm. Pure."""
     first_D = params["final_norm_D"] if norm_D is None else norm_D
     how = (first_D[: spec.hidden_size], spec.rms_eps, spec.norm_shift)
-    token_T = batch.token_T % spec.vocab_size if spec.token_types else batch.token_T
+    token_T = batch["token_T"] % spec.vocab_size if spec.token_types else batch["token_T"]
     normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, *how)
-    if batch.image_row_I is not None:
-        images_TD = image_rows(params, spec, batch.image_row_I, 0)
-        residual_TD = torch.where((batch.image_row_I >= 0)[:, None], images_TD, residual_TD)
+    image_row_I = batch.get("image_row_I")
+    if image_row_I is not None:
+        images_TD = image_rows(params, spec, image_row_I, 0)
+        residual_TD = torch.where((image_row_I >= 0)[:, None], images_TD, residual_TD)
     if spec.embed_scale != 1.0:
         residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
     if spec.token_types:
-        residual_TD = residual_TD + params["type_ND"][batch.token_T // spec.vocab_size]
+        residual_TD = residual_TD + params["type_ND"][batch["token_T"] // spec.vocab_size]
     if spec.positions:
-        residual_TD = residual_TD + params["position_ND"][batch.pos_T + spec.position_offset]
-    if spec.embed_scale != 1.0 or spec.layer_norm or batch.image_row_I is not None:
+        residual_TD = residual_TD + params["position_ND"][batch["pos_T"] + spec.position_offset]
+    if spec.embed_scale != 1.0 or spec.layer_norm or image_row_I is not None:
         normed_TD = norm(residual_TD, first_D, spec)
     if spec.embed_norm:
         return normed_TD, normed_TD
@@ -118,7 +123,7 @@ def add_norm(delta_TD: Tensor, residual_TD: Tensor, norm_D: Tensor | None, spec:
 
 
 def decoder_layer(
-    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
     normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
 ) -> LayerOut:  # fmt: skip
     """residual += attention(normed);  residual += down(act(gate) * up) of rms_norm(residual).
@@ -129,7 +134,7 @@ def decoder_layer(
     if (norm_D := layer.get("attn_post_norm_D")) is not None:
         delta_TD = norm(delta_TD, norm_D, spec)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, layer.get("mlp_norm_D"), spec)
-    delta_TD = mlp(layer, spec, batch.adapters, normed_TD)
+    delta_TD = mlp(layer, spec, adapters_of(batch), normed_TD)
     if (norm_D := layer.get("mlp_post_norm_D")) is not None:
         delta_TD = norm(delta_TD, norm_D, spec)
     normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm_D, spec)
@@ -137,13 +142,13 @@ def decoder_layer(
 
 
 def attend(
-    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch, x_TD: Tensor
+    layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors, x_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one layer: what it adds to the residual stream, and the written pages."""
-    slot_T, page_table_RN = places(layer, batch)
-    where = (rope_MK, batch.pos_T, slot_T, k_PSGK, v_PSGK, spec.num_heads)
+    (slot_T, page_table_RN), adapters = places(layer, batch), adapters_of(batch)
+    where = (rope_MK, batch["pos_T"], slot_T, k_PSGK, v_PSGK, spec.num_heads)
     if "q_norm_C" in layer or "q_norm_HK" in layer:
-        qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), batch.adapters, exact=spec.exact)
+        qkv_TC = linear.linear(x_TD, layer["wqkv"], layer.get("bqkv_C"), adapters, exact=spec.exact)
         q_THK, k_PSGK, v_PSGK = rope.rope_kv_write(norm_qk(layer, spec, qkv_TC), *where)
     else:
         turned = layer.get("q_turned_norm_K")
@@ -151,24 +156,29 @@ def attend(
         if turned is not None:
             q_norm_K = k_norm_K = torch.ones_like(turned)
         q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
-            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, batch.adapters,
+            x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, adapters,
             spec.exact, spec.norm_shift,
         )  # fmt: skip
         if turned is not None:  # turning keeps a norm, so only the weights stand behind it: both may go with q
             q_THK = q_THK * (turned * layer["k_turned_norm_K"])
     out_THK = attention.attention(
-        q_THK, k_PSGK, v_PSGK, batch.q_start_B, batch.kv_len_R, page_table_RN, spec.scale, spec.causal,
+        q_THK, k_PSGK, v_PSGK, batch["q_start_B"], batch["kv_len_R"], page_table_RN, spec.scale, spec.causal,
         layer["kind"].window, spec.attention_cap, layer.get("sinks_H"),
     )  # fmt: skip
-    delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), batch.adapters, exact=spec.exact)
+    delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), adapters, exact=spec.exact)
     return delta_TD, k_PSGK, v_PSGK
 
 
-def places(layer: Params, batch: StepBatch) -> tuple[Tensor, Tensor]:
+def adapters_of(batch: Tensors) -> Adapters | None:
+    """Whose tokens have LoRA adapters. Pure."""
+    return (batch["token_A"], batch["start_S"]) if "token_A" in batch else None
+
+
+def places(layer: Params, batch: Tensors) -> tuple[Tensor, Tensor]:
     """Slots and page tables of the group of pages to which the layer belongs. Pure."""
-    if not layer["kind"].window or batch.window_slot_U is None or batch.window_table_RY is None:
-        return batch.slot_T, batch.page_table_RN
-    return batch.window_slot_U, batch.window_table_RY
+    if not layer["kind"].window or "window_slot_U" not in batch:
+        return batch["slot_T"], batch["page_table_RN"]
+    return batch["window_slot_U"], batch["window_table_RY"]
 
 
 def norm_qk(layer: Params, spec: ModelSpec, qkv_TC: Tensor) -> Tensor:
@@ -193,7 +203,7 @@ def norm_heads(x_TC: Tensor, weight_HK: Tensor, spec: ModelSpec) -> Tensor:
     return (normed_NK.unflatten(0, (-1, len(weight_HK))) * weight_HK).flatten(1)
 
 
-def mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
+def mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor) -> Tensor:
     """The experts, the gated MLP or the plain one, told by the leaves that there are. Pure."""
     if "wrouter" in layer:
         return experts_mlp(layer, spec, adapters, x_TD)
@@ -204,13 +214,13 @@ def mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Ten
     return linear.linear(x_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
 
 
-def gated_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
+def gated_mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor) -> Tensor:
     """down(act(gate) * up). Pure."""
     product_TF = linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.act)
     return linear.linear(product_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
 
 
-def experts_mlp(layer: Params, spec: ModelSpec, adapters: AdapterBatch | None, x_TD: Tensor) -> Tensor:
+def experts_mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor) -> Tensor:
     """The sum of each token's experts and, where there is one, the shared expert behind a sigmoid gate. Pure."""
     found, shared_TD, gate_T1 = spec.experts, None, None
     if found is None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.models.kv_state import KVState, StepBatch
+from fengine.models.kv_state import KVState, Tensors
 from fengine.models.spec import ModelSpec
 from fengine.ops.bitmask import apply_bitmask
 from fengine.ops.sampling import draw
@@ -25,7 +25,7 @@ from fengine.worker.logits.edits import LogitBias, Penalties
 from fengine.worker.logits.masks import Filled
 from fengine.worker.model_runner import on_cpu
 from fengine.worker.sampler import DRAW
-from fengine.worker.step_input import INPUTS, Arrays, Field, LogitsStage, Sizes, Tensors, built, warm_step
+from fengine.worker.step_input import INPUTS, Arrays, Field, LogitsStage, Sizes, warm_step
 
 FIELDS = tuple(
     field._replace(pad=0) if field.name == "page_table_RN" else field  # rows of padding go on in the null page
@@ -47,7 +47,7 @@ class Head(Protocol):
         """What it goes on from where the target's streams are known."""
         ...
 
-    def run(self, kv: KVState, batch: StepBatch, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
+    def run(self, kv: KVState, batch: Tensors, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
         """(KV state, logits_RV, what row's next guess goes on from). Modifies: the storage of `kv`."""
         ...
 
@@ -117,21 +117,21 @@ class Chain:
         self, tensors: Tensors, stages: tuple[LogitsStage, ...], count: int, guide: Guide | None
     ) -> Iterator[Tensor]:
         """Guess by guess, int32 [R], -1 where logits were not finite. Modifies: the KV state."""
-        batch, size = built(StepBatch, tensors), self.kv.page_size
+        batch, size = tensors, self.kv.page_size
         temperature_R, top_k_R, top_p_R, min_p_R, seed_R = (tensors[name] for name in DRAW[:-1])
-        end_R, rows, stream_TD, token_R = batch.kv_len_R, len(batch.kv_len_R), None, None
+        end_R, rows, stream_TD, token_R = batch["kv_len_R"], len(batch["kv_len_R"]), None, None
         guess_RK = torch.full((rows, count), -1, dtype=torch.int32, device=self.device)
         if self.feature_PSX is not None:
-            stream_TD = self.head.fuse(self.feature_PSX.flatten(0, 1).index_select(0, batch.slot_T))
+            stream_TD = self.head.fuse(self.feature_PSX.flatten(0, 1).index_select(0, batch["slot_T"]))
         start_B = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         for step in range(count):
             if token_R is not None:
                 pos_R = (end_R + (step - 1)).clamp(max=self.head.spec.max_position - 1)
-                page_R = batch.page_table_RN.gather(1, (pos_R // size).long()[:, None])[:, 0]
-                batch = StepBatch(
-                    token_R, pos_R, page_R * size + pos_R % size, start_B, end_R + step, batch.page_table_RN,
-                    start_B[:-1],
-                )  # fmt: skip
+                page_R = batch["page_table_RN"].gather(1, (pos_R // size).long()[:, None])[:, 0]
+                batch = {
+                    "token_T": token_R, "pos_T": pos_R, "slot_T": page_R * size + pos_R % size, "q_start_B": start_B,
+                    "kv_len_R": end_R + step, "page_table_RN": batch["page_table_RN"], "logit_index_R": start_B[:-1],
+                }  # fmt: skip
             self.kv, logits_RV, stream_TD = self.head.run(self.kv, batch, stream_TD)
             for stage in stages:
                 logits_RV = stage.apply(logits_RV, {**tensors, "guess_RK": guess_RK})
@@ -140,7 +140,7 @@ class Chain:
                 masks = () if filled is None else [torch.from_numpy(x).to(self.device) for x in filled[:2]]
                 logits_RV = apply_bitmask(logits_RV, *masks) if masks else logits_RV
             drawn_R, logprob_R = draw(
-                logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, batch.kv_len_R + self.head.behind
+                logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, batch["kv_len_R"] + self.head.behind
             )
             found_R = torch.where(logprob_R.isnan(), -1, drawn_R)
             guess_RK[:, step] = found_R

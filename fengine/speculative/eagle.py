@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fengine.errors import ConfigError, CorruptCheckpointError
 from fengine.models import eagle3
-from fengine.models.kv_state import KVState, Params, StepBatch, param_bytes
+from fengine.models.kv_state import KVState, Params, Tensors, param_bytes
 from fengine.models.rope import rope_tables
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import Weight
@@ -44,12 +44,12 @@ class EagleHead:
         """What it goes on from: [T, D]. Pure."""
         return eagle3.fuse(self.params, self.spec, feature_TX)
 
-    def run(self, kv: KVState, batch: StepBatch, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
+    def run(self, kv: KVState, batch: Tensors, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
         """(KV state, logits_RV, stream_RD) behind each row. Modifies: the storage of `kv`, which is dead then."""
         assert stream_TD is not None, "the draft goes on from a stream"
         kv, normed_TD, stream_TD = eagle3.forward(self.params, self.spec, kv, batch, stream_TD, self.normed)
-        logits_RV = eagle3.unembed(self.params, self.spec, normed_TD, batch.logit_index_R)
-        return kv, logits_RV, stream_TD.index_select(0, batch.logit_index_R)
+        logits_RV = eagle3.unembed(self.params, self.spec, normed_TD, batch["logit_index_R"])
+        return kv, logits_RV, stream_TD.index_select(0, batch["logit_index_R"])
 
 
 def check_pair(directory: Path, config: Config, spec: ModelSpec, target: ModelSpec) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fengine import models
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError
-from fengine.models.kv_state import KVState, StepBatch, param_bytes
+from fengine.models.kv_state import KVState, Tensors, param_bytes
 from fengine.models.spec import Config, ModelSpec
 from fengine.ops.edges import take
 from fengine.worker.device import device_of
@@ -35,7 +35,7 @@ class SmallModel:
     def fuse(self, feature_TX: Tensor) -> Tensor:
         return feature_TX
 
-    def run(self, kv: KVState, batch: StepBatch, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
+    def run(self, kv: KVState, batch: Tensors, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
         """(KV state, logits_RV, None) behind each row. Modifies: the storage of `kv`, which is dead then."""
         kv, hidden_TD = self.model.forward(self.params, self.spec, kv, batch)
-        return kv, self.model.unembed(self.params, self.spec, take(hidden_TD, batch.logit_index_R)), None
+        return kv, self.model.unembed(self.params, self.spec, take(hidden_TD, batch["logit_index_R"])), None

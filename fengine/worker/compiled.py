@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fengine.models.kv_state import Params, StepBatch, layer_kind
+from fengine.models.kv_state import Params, Tensors, layer_kind
 from fengine.models.layers import LayerFn, LayerOut
 from fengine.models.spec import ModelSpec
 
@@ -34,12 +34,12 @@ def compiled_layers(layer_fn: LayerFn) -> LayerFn:
     made: dict[Any, LayerFn] = {}
 
     def run(
-        layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: StepBatch,
+        layer: Params, spec: ModelSpec, rope_MK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, batch: Tensors,
         normed_TD: Tensor, residual_TD: Tensor, next_norm_D: Tensor | None,
     ) -> LayerOut:  # fmt: skip
         if id(layer) not in kinds:
             kinds[id(layer)] = layer, layer_kind(layer)
-        key = kinds[id(layer)][1], next_norm_D is None, batch.adapters is None, normed_TD is residual_TD
+        key = kinds[id(layer)][1], next_norm_D is None, "token_A" in batch, normed_TD is residual_TD
         if key not in made:
             made[key] = _compiled(layer_fn)
             mark_sizes(batch, k_PSGK=k_PSGK, v_PSGK=v_PSGK, normed_TD=normed_TD, residual_TD=residual_TD)
@@ -59,12 +59,10 @@ def _compiled(layer_fn: LayerFn) -> LayerFn:
     return compiled
 
 
-def mark_sizes(batch: StepBatch, **others: Tensor) -> None:
+def mark_sizes(batch: Tensors, **others: Tensor) -> None:
     """Marks SIZES as what the compiler must not specialise on, each of them one size wherever its letter stands in a
     name. Call before the first compiled call."""
-    adapters = {} if batch.adapters is None else {"token_A": batch.adapters.token_A}
-    tensors = {name: value for name, value in batch._asdict().items() if name != "adapters"} | adapters | others
-    for name, tensor in tensors.items():
+    for name, tensor in {**batch, **others}.items():
         for dim, letter in enumerate(name.rpartition("_")[2]):
-            if letter in SIZES and tensor is not None:
+            if letter in SIZES:
                 torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=letter)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError, UnsupportedFeatureError
-from fengine.models.kv_state import Params
+from fengine.models.kv_state import Params, Tensors
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import VOCAB_BLOCK
 from fengine.ops import edges
@@ -24,7 +24,7 @@ from fengine.ops.exchange import Mail, inbox_bytes
 from fengine.worker.peer_memory import inboxes
 from fengine.worker.sampler import Sampled
 from fengine.worker.step import SampleFn, UnembedFn, sample_rows
-from fengine.worker.step_input import LogitsStage, StepInput, Tensors
+from fengine.worker.step_input import LogitsStage, StepInput
 
 FIRST = 120.0  # seconds in which the ranks must find one another
 ABORTING = 3.0  # seconds that the end of a group may take

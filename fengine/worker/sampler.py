@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fengine.models.kv_state import Tensors
 from fengine.ops.bitmask import apply_bitmask, words
 from fengine.ops.edit_logits import add_at, count, penalize
 from fengine.ops.sampling import draw
@@ -13,7 +14,7 @@ from fengine.worker.logits.edits import LogitBias, Penalties
 from fengine.worker.logits.logprobs import MOST_ASKED, TOPS, Likeliest, score
 from fengine.worker.logits.processors import Processors
 from fengine.worker.logits.structured import StructuredOutput
-from fengine.worker.step_input import LogitsStage, Tensors
+from fengine.worker.step_input import LogitsStage
 
 
 def logits_stages(rows: int, vocab: int, device: torch.device) -> tuple[LogitsStage, ...]:

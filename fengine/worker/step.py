@@ -13,28 +13,27 @@ from torch import Tensor
 
 from fengine.core.scheduler_output import Scores, StepOutput
 from fengine.models import lookup
-from fengine.models.kv_state import AdapterBatch, KVState, Params, StepBatch
+from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.layers import decoder
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
 from fengine.worker.compiled import compiled_layers
 from fengine.worker.logits.logprobs import put, score_prompts, to_host
 from fengine.worker.sampler import Sampled, sample
-from fengine.worker.step_input import LogitsStage, StepInput, Tensors, built
+from fengine.worker.step_input import LogitsStage, StepInput
 
-ForwardFn = Callable[[Params, KVState, StepBatch], tuple[KVState, Tensor]]
+ForwardFn = Callable[[Params, KVState, Tensors], tuple[KVState, Tensor]]
 UnembedFn = Callable[[Params, Tensor], Tensor]
 SampleFn = Callable[..., Sampled]  # as `sample_rows`
 Drawn = Callable[[], Sequence[int]]  # waits for the tokens that a step has drawn
 Result = Callable[[], StepOutput]  # waits for the step
 
 
-def batch_of(tensors: Tensors, last_token_R: Tensor) -> StepBatch:
+def batch_of(tensors: Tensors, last_token_R: Tensor) -> Tensors:
     """What the forward pass takes, from tensors by name; tokens that only the device knows yet are filled in from
     those that the step before has drawn. Pure."""
     token_T = edges.feed(tensors["token_T"], last_token_R, tensors["feed_index_T"], tensors["feed_from_T"])
-    batch: StepBatch = built(StepBatch, {**tensors, "token_T": token_T})
-    return batch._replace(adapters=built(AdapterBatch, tensors)) if "token_A" in tensors else batch
+    return {**tensors, "token_T": token_T}
 
 
 def make_forward(spec: ModelSpec, *, compiled: bool = False) -> ForwardFn:
@@ -63,7 +62,7 @@ def sample_rows(
 
 
 def step(
-    params: Params, spec: ModelSpec, kv: KVState, batch: StepBatch, tensors: Tensors,
+    params: Params, spec: ModelSpec, kv: KVState, batch: Tensors, tensors: Tensors,
     stages: Sequence[LogitsStage] = (),
 ) -> tuple[KVState, Sampled]:  # fmt: skip
     """Both in one, on tokens that are known: every token of `batch` through the model, and one drawn per row.
@@ -72,7 +71,7 @@ def step(
     """
     model = lookup(spec.architecture)
     kv, hidden_TD = model.forward(params, spec, kv, batch)
-    logits_RV = model.unembed(params, spec, edges.take(hidden_TD, batch.logit_index_R))
+    logits_RV = model.unembed(params, spec, edges.take(hidden_TD, batch["logit_index_R"]))
     return kv, sample(logits_RV, tensors, stages)
 
 

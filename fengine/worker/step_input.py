@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fengine.core.scheduler_output import Drafts, NewRow, Span
 from fengine.errors import FengineError
+from fengine.models.kv_state import Tensors
 
 Arrays = dict[str, np.ndarray]
-Tensors = Mapping[str, Tensor]
 Sizes = Mapping[str, int]
 Write = Callable[[], object]
 
@@ -54,12 +54,7 @@ def blank_value(field: Field) -> float:
     return 0 if isinstance(field.pad, Pad) else field.pad
 
 
-def built(kind: Any, tensors: Tensors) -> Any:
-    """A NamedTuple of tensors from those that have its fields' names."""
-    return kind(**{name: tensors[name] for name in kind._fields if name in tensors})
-
-
-INPUTS = (  # of StepBatch, of fed tokens and of the draw; those of rows first, so that their places depend on R alone
+INPUTS = (  # of a forward pass, fed tokens and the draw; those of rows first, so that their places depend on R alone
     Field("logit_index_R", torch.int32),
     Field("temperature_R", torch.float32, 1),  # > 0; of greedy rows 1
     Field("top_k_R", torch.int32, 1),  # >= V means off; 1 is greedy
@@ -79,7 +74,7 @@ INPUTS = (  # of StepBatch, of fed tokens and of the draw; those of rows first, 
     Field("feed_from_T", torch.bool),
 )
 IMAGES = (Field("image_row_I", torch.int32, -1), Field("rope_pos_3I", torch.int32))  # I: the T of models with images
-ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))  # of AdapterBatch
+ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))
 
 
 class Chunk(NamedTuple):

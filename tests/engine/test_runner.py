@@ -54,8 +54,8 @@ def test_steps_with_adapters_and_without_run_before_any_is_captured(
     seen: list[tuple[bool, bool]] = []  # whether with adapters, whether in a capture
 
     def forward(params: Any, kv: Any, batch: Any) -> Any:
-        seen.append((batch.adapters is not None, Cuda.is_current_stream_capturing()))
-        return kv, torch.zeros(len(batch.token_T), 4)
+        seen.append(("token_A" in batch, Cuda.is_current_stream_capturing()))
+        return kv, torch.zeros(len(batch["token_T"]), 4)
 
     made = CudaRunner({"final_norm_D": torch.ones(4)}, forward, lambda params, hidden: hidden, (), rows=3, tokens=40,
                       width=2, vocab=4, graphs=True, device="cpu", adapter_slots=slots)  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from fengine import models
 from fengine.api.engine import Engine
 from fengine.errors import InvalidRequestError, UnsupportedArchitectureError
-from fengine.models.kv_state import StepBatch, init_kv
+from fengine.models.kv_state import BATCH, init_kv
 from fengine.models.spec import ModelSpec
 from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, read_config, spec_from_config
@@ -74,7 +74,7 @@ def hidden(directory: Path, spec: ModelSpec, rows: list[list[int]]) -> list[Tens
     slot = [own[p // size] * size + p % size for own, row in zip(pages, rows, strict=True) for p in range(len(row))]
     start = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
     fields = ([t for row in rows for t in row], pos, slot, start, [len(row) for row in rows], table, start[1:])
-    batch = StepBatch(*(torch.tensor(field, dtype=torch.int32) for field in fields))
+    batch = dict(zip(BATCH, (torch.tensor(field, dtype=torch.int32) for field in fields), strict=True))
     kv = init_kv(spec, sum(counts) + 1, size, torch.float32, "cpu")
     _, hidden_TD = model.forward(params, spec, kv, batch)
     return list(hidden_TD.split([len(row) for row in rows]))

@@ -28,7 +28,7 @@ from fengine.errors import (
     UnsupportedFormatError,
 )
 from fengine.models import layers
-from fengine.models.kv_state import Params, StepBatch, init_kv
+from fengine.models.kv_state import BATCH, Params, init_kv
 from fengine.models.spec import RopeSpec
 from fengine.ops import linear
 from fengine.worker.hub import BOX, resolve_model
@@ -183,7 +183,7 @@ def prefill(params: Params, spec: Any, prompt: list[int]) -> Tensor:
     """Logits of a prompt's last token."""
     count = len(prompt)
     fields = (prompt, range(count), range(16, 16 + count), [0, count], [count], [list(range(1, 9))], [count - 1])
-    batch = StepBatch(*(torch.tensor(list(field), dtype=torch.int32) for field in fields))
+    batch = dict(zip(BATCH, (torch.tensor(list(field), dtype=torch.int32) for field in fields), strict=True))
     model = models.lookup(spec.architecture)
     _, hidden_TD = model.forward(params, spec, init_kv(spec, 9, 16, torch.float32, "cpu"), batch)
     return model.unembed(params, spec, hidden_TD[-1:])[0]

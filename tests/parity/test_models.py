@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fengine import models
 from fengine.models import layers
-from fengine.models.kv_state import KVState, Params, StepBatch, init_kv
+from fengine.models.kv_state import BATCH, KVState, Params, Tensors, init_kv
 from fengine.models.spec import ModelSpec
 from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, read_config, spec_from_config
@@ -325,7 +325,7 @@ class Row:
         return len(self.tokens) - len(self.logits)
 
 
-def batch_of(chunks: list[tuple[Row, int]], page_size: int, padding: int) -> StepBatch:
+def batch_of(chunks: list[tuple[Row, int]], page_size: int, padding: int) -> Tensors:
     """One step that computes the next `count` tokens of each row, padded to odd sizes."""
     token, pos, slot, q_start, kv_len = [], [], [], [0], []
     for row, count in chunks:
@@ -342,7 +342,7 @@ def batch_of(chunks: list[tuple[Row, int]], page_size: int, padding: int) -> Ste
         token, pos, slot = token + [0] * padding, pos + [0] * padding, slot + [0] * padding
         q_start, kv_len, table = q_start + q_start[-1:], kv_len + [0], table + [[0] * width]
     fields = (token, pos, slot, q_start, kv_len, table, [end - 1 for end in q_start[1:]])
-    return StepBatch(*(torch.tensor(field, dtype=torch.int32) for field in fields))  # no adapters
+    return dict(zip(BATCH, (torch.tensor(field, dtype=torch.int32) for field in fields), strict=True))
 
 
 def run_paged(
@@ -370,11 +370,11 @@ def run_paged(
             while len(row.pages) * page_size < len(row.logits) + count:
                 row.pages.append(free.pop())
         batch = batch_of(chunks, page_size, padding=rng.choice((0, 0, 3)))
-        batch = StepBatch(*(tensor.to(norm_D.device) for tensor in batch[:7]))
+        batch = {name: tensor.to(norm_D.device) for name, tensor in batch.items()}
         kv, hidden_TD = model.forward(params, spec, kv, batch)
         logits_TV = model.unembed(params, spec, hidden_TD).cpu()
         for r, (row, _) in enumerate(chunks):
-            row.logits.extend(logits_TV[batch.q_start_B[r] : batch.q_start_B[r + 1]])
+            row.logits.extend(logits_TV[batch["q_start_B"][r] : batch["q_start_B"][r + 1]])
             if row.pending == 0 and len(row.tokens) < row.goal:
                 row.tokens.append(int(row.logits[-1].argmax()))
         step += 1
@@ -477,28 +477,28 @@ def test_the_model_in_the_box() -> None:
 PAGES, PAGE_SIZE = 37, 4  # an unusual number of elements, so that it can be found in generated code
 
 
-def compiled_code(params: Params, spec: ModelSpec, batches: list[StepBatch]) -> tuple[str, list[Tensor]]:
+def compiled_code(params: Params, spec: ModelSpec, batches: list[Tensors]) -> tuple[str, list[Tensor]]:
     """The code Inductor writes for one graph that serves all batches, and the logits of each."""
     torch._dynamo.reset()
     model = models.lookup(spec.architecture)
 
-    def run(params: Params, kv: KVState, batch: StepBatch) -> tuple[KVState, Tensor]:
-        tokens, rows = batch.token_T.shape[0], batch.kv_len_R.shape[0]
-        for tensor in (batch.pos_T, batch.slot_T):
+    def run(params: Params, kv: KVState, batch: Tensors) -> tuple[KVState, Tensor]:
+        tokens, rows = batch["token_T"].shape[0], batch["kv_len_R"].shape[0]
+        for tensor in (batch["pos_T"], batch["slot_T"]):
             torch._check(tensor.shape[0] == tokens)
-        torch._check(batch.page_table_RN.shape[0] == rows)
-        torch._check(batch.q_start_B.shape[0] == rows + 1)
+        torch._check(batch["page_table_RN"].shape[0] == rows)
+        torch._check(batch["q_start_B"].shape[0] == rows + 1)
         kv, hidden_TD = model.forward(params, spec, kv, batch)
-        return kv, model.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
+        return kv, model.unembed(params, spec, hidden_TD.index_select(0, batch["logit_index_R"]))
 
     compiled = torch.compile(run, fullgraph=True)
 
     def all_batches() -> list[Tensor]:
         kv, logits = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu"), []
         for batch in batches:
-            for tensor in filter(lambda value: isinstance(value, torch.Tensor), batch):
+            for tensor in batch.values():
                 torch._dynamo.decorators.mark_unbacked(tensor, 0)
-            torch._dynamo.decorators.mark_unbacked(batch.page_table_RN, 1)
+            torch._dynamo.decorators.mark_unbacked(batch["page_table_RN"], 1)
             kv, logits_RV = compiled(params, kv, batch)
             logits.append(logits_RV)
         return logits
@@ -515,7 +515,7 @@ def kv_sized(code: str, spec: ModelSpec) -> list[str]:
     return [line for line in code.splitlines() if re.search(rf"{shape}|<\s*static_cast<int64_t>\({numel}L", line)]
 
 
-def some_batches() -> list[StepBatch]:
+def some_batches() -> list[Tensors]:
     """A prefill of two rows, then a decode step of one more size."""
     rows = [Row([5, 6, 7, 8, 9], 0), Row([10, 11], 0)]
     rows[0].pages, rows[1].pages = [3, 36], [7]
@@ -545,7 +545,7 @@ def test_compiled_step_copies_no_pages_and_gives_the_same_bits(tiny: tuple[Param
     kv, model = init_kv(spec, PAGES, PAGE_SIZE, torch.float32, "cpu"), models.lookup(spec.architecture)
     for batch, actual in zip(some_batches(), compiled_logits, strict=True):
         kv, hidden_TD = model.forward(params, spec, kv, batch)
-        expected = model.unembed(params, spec, hidden_TD.index_select(0, batch.logit_index_R))
+        expected = model.unembed(params, spec, hidden_TD.index_select(0, batch["logit_index_R"]))
         assert torch.equal(actual, expected)
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fengine.core.scheduler_output import Drafts, NewRow
+from fengine.models.kv_state import Tensors
 from fengine.ops.edit_logits import add_at, count, penalize
-from fengine.worker.step_input import Field, LogitsStage, StepInput, Tensors, Write
+from fengine.worker.step_input import Field, LogitsStage, StepInput, Write
 
 
 class Table:

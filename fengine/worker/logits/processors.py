@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fengine.errors import FengineError, LogitProcessorError
+from fengine.models.kv_state import Tensors
 from fengine.ops.edit_logits import BAN
-from fengine.worker.step_input import Chunk, LogitsStage, StepInput, Tensors
+from fengine.worker.step_input import Chunk, LogitsStage, StepInput
 
 
 @dataclass(frozen=True, slots=True)

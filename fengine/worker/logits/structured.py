@@ -14,9 +14,10 @@ from torch import Tensor
 from fengine.core.request import Request
 from fengine.core.scheduler_output import NewRow
 from fengine.errors import FengineError
+from fengine.models.kv_state import Tensors
 from fengine.ops.bitmask import apply_bitmask, words
 from fengine.worker.logits.masks import Grammar, MaskRow
-from fengine.worker.step_input import Arrays, Chunk, Field, LogitsStage, Pad, StepInput, Tensors, Write
+from fengine.worker.step_input import Arrays, Chunk, Field, LogitsStage, Pad, StepInput, Write
 
 
 class StructuredOutput(LogitsStage):
