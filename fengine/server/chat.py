@@ -14,29 +14,10 @@ from fengine.server.answers import finish_reason, stopped_by
 from fengine.server.chat_body import ChatOptions
 from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
-from fengine.server.output_parser import OutputParser
-from fengine.server.thoughts import is_opened
+from fengine.server.output_parser import OutputParser, TemplateFacts
 from fengine.server.token_text import TokenNames, hidden_states, prompt_logprobs
-from fengine.server.tool_calls import Format, ToolCall, forced_schema, format_of, is_hidden, strict_tag
+from fengine.server.tool_calls import Format, ToolCall, forced_schema, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateFacts:
-    """What a chat template reads and teaches. `hidden`: calls are written with special tokens."""
-
-    variables: frozenset[str]
-    form: Format | None
-    hidden: bool
-    thinks: bool
-
-
-def template_facts(tokenizer: Tokenizer, tools: bool) -> TemplateFacts:
-    """Of the template that is used with or without tools. Errors: InvalidRequestError, ChatTemplateError."""
-    source, variables = tokenizer.template_of(tools)
-    form = format_of(source)
-    special = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}
-    return TemplateFacts(variables, form, form is not None and is_hidden(form, special), "<think>" in source)
 
 
 def prepare(
@@ -55,7 +36,7 @@ def prepare(
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     form = _form_read(chat, facts, constrained)
     thinks = facts.thinks and chat.separate_reasoning and not constrained
-    opened = thinks and is_opened(tokenizer, ids)
+    opened = thinks and facts.opened(tokenizer, ids)
 
     def new_parser() -> OutputParser | None:
         if not (form or thinks or chat.forced):
@@ -87,7 +68,7 @@ def chat_ids(engine: Engine, chat: ChatOptions, values: dict[str, Any], add_spec
 
 def _form_read(chat: ChatOptions, facts: TemplateFacts, constrained: bool) -> Format | None:
     """The form of calls that outputs are searched for: with tools that none forces, and harmony's channels. Pure."""
-    channels = facts.form is not None and facts.form.name == "harmony" and not constrained
+    channels = facts.channels is not None and not constrained
     return facts.form if channels or (chat.tools is not None and not chat.forced) else None
 
 

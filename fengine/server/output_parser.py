@@ -1,17 +1,22 @@
 """A model's output, piece by piece, to reasoning, content and tool calls. No torch.
 
-Whatever pieces a text comes in, the parts add up to the same.
+A piece adds what the parts of the whole text so far have more than before; what may still change is held back.
 """
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from fengine.server.tool_calls import Format, ToolCall, call_of, read_bare, read_forced
+from fengine.errors import FengineError
+from fengine.server.tool_calls import PYTHON_TAG, Format, ToolCall, call_of, format_of, read_bare, read_forced
 
+OPENED = 8  # tokens at a prompt's end in which <think> is looked for
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_PYTHON_TAG = "<|python_tag|>"
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message of harmony
+Read = Callable[[], list[ToolCall]]  # one block of calls that is complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,211 +28,172 @@ class Delta:
     calls: tuple[ToolCall, ...] = ()
 
 
-class _Scan:
-    """Looks for markers in pieces, and holds back what may begin one. Modifies: itself."""
-
-    def __init__(self, *markers: str) -> None:
-        self._pattern = re.compile("|".join(map(re.escape, markers)) or "(?!)")
-        self._heads = {marker[:n] for marker in markers for n in range(1, len(marker))}
-        self._longest = max((len(head) for head in self._heads), default=0)
-        self._held = ""
-
-    def feed(self, text: str, last: bool) -> tuple[str, str, str]:
-        """(text before a marker, the marker or "", what follows it)."""
-        text, self._held = self._held + text, ""
-        if found := self._pattern.search(text):
-            return text[: found.start()], found[0], text[found.end() :]
-        if not last:
-            for size in range(min(self._longest, len(text)), 0, -1):
-                if text[-size:] in self._heads:
-                    self._held = text[-size:]
-                    return text[:-size], "", ""
-        return text, "", ""
+def _cut(text: str, at: int, markers: Sequence[str], last: bool) -> tuple[str, str, int]:
+    """(text from `at` to the first marker, the marker or "", where it ends); before the last piece without what may
+    begin one. Pure."""
+    if found := re.compile("|".join(map(re.escape, markers))).search(text, at):
+        return text[at : found.start()], found[0], found.end()
+    piece = text[at:]
+    heads = () if last else (n for marker in markers for n in range(1, len(marker)) if piece.endswith(marker[:n]))
+    return piece[: len(piece) - max(heads, default=0)], "", len(text)
 
 
-class _Edges:
-    """Passes text on, but white space at its edges only if it is `kept` at that edge. Modifies: itself."""
-
-    def __init__(self, keep_first: bool = False) -> None:
-        self._begun, self._space = keep_first, ""
-
-    def feed(self, text: str) -> str:
-        text = self._space + text if self._begun else text.lstrip()
-        core = text.rstrip()
-        self._begun, self._space = self._begun or bool(core), text[len(core) :]
-        return core
-
-    def rest(self) -> str:
-        """White space at the end that has not been passed on."""
-        space, self._space = self._space, ""
-        return space
+# -- (reasoning, content, blocks of calls) of a text so far, which only grow with it -----------------------------------
 
 
-class _Plain:
-    """All is content."""
-
-    def feed(self, text: str, last: bool) -> Delta:
-        return Delta(content=text)
+def _plain(text: str, last: bool) -> tuple[str, str, list[Read]]:
+    return "", text, []
 
 
-class _Blocks:
-    """Calls between markers, content around them."""
-
-    def __init__(self, form: Format) -> None:
-        self._form = form
-        self._scan, self._inside = _Scan(form.begin), False
-        self._body: list[str] = []
-        self._content, self._has_content, self._called = _Edges(keep_first=True), False, False
-
-    def feed(self, text: str, last: bool) -> Delta:
-        content, calls = "", []
-        while True:
-            before, marker, text = self._scan.feed(text, last)
-            if self._inside:
-                self._body.append(before)
-                if marker or last:
-                    calls += self._calls(marker)
-            else:
-                content += (shown := self._content.feed(before))
-                self._has_content |= bool(shown)
-            if not marker:
-                break
-            self._inside = not self._inside or marker == self._form.begin
-            ends = (self._form.end,) if self._form.end else ()
-            self._scan = _Scan(*(ends or (self._form.begin,))) if self._inside else _Scan(self._form.begin)
-        if last and not self._called:
-            content += self._content.rest()
-        return Delta(content=content, calls=tuple(calls))
-
-    def _calls(self, marker: str) -> list[ToolCall]:
-        body, self._body, self._called = "".join(self._body), [], True
-        if not self._has_content:
-            self._content = _Edges()  # white space around calls is no content
-        assert self._form.read is not None, "a format with markers has a reader"
-        found = self._form.read(body)
-        if any(call.problem for call in found):
-            end = marker if marker == self._form.end else ""
-            problem = next(call.problem for call in found if call.problem)
-            return [ToolCall(found[0].name, {}, f"{self._form.begin}{body}{end}", problem)]
-        return found
+def _blocks(form: Format, text: str, last: bool) -> tuple[str, str, list[Read]]:
+    """Calls between markers, content around them; white space around calls is no content."""
+    content, marker, at = _cut(text, 0, (form.begin,), last)
+    leads, calls, inside = not content.strip(), list[Read](), bool(marker)
+    while marker:
+        body, marker, at = _cut(text, at, (form.end or form.begin,), last)
+        if not marker and not last:
+            break
+        calls.append(partial(_read_block, form, body, marker if form.end else ""))
+        if marker and form.end:
+            more, marker, at = _cut(text, at, (form.begin,), last)
+            content += more
+    content = content.lstrip() if leads and inside else content
+    return "", content if last and not calls else content.rstrip(), calls
 
 
-class _Whole:
+def _read_block(form: Format, body: str, end: str) -> list[ToolCall]:
+    """The calls of a block; one with all of its text, if any cannot be read. Pure."""
+    assert form.read is not None, "a format with markers has a reader"
+    found = form.read(body)
+    problem = next((call.problem for call in found if call.problem), None)
+    return found if problem is None else [ToolCall(found[0].name, {}, f"{form.begin}{body}{end}", problem)]
+
+
+def _bare(text: str, last: bool) -> tuple[str, str, list[Read]]:
     """A text that is calls and nothing else, or content."""
-
-    def __init__(self, forced: bool) -> None:
-        self._forced, self._held = forced, [""]
-        self._kind = "calls" if forced else ""
-
-    def feed(self, text: str, last: bool) -> Delta:
-        self._held.append(text)
-        if not self._kind:
-            start = "".join(self._held).lstrip()
-            if start.startswith(("{", _PYTHON_TAG)):
-                self._kind = "calls"
-            elif start and not _PYTHON_TAG.startswith(start):
-                self._kind = "content"
-        if not last and self._kind != "content":
-            return Delta()
-        whole, self._held = "".join(self._held), []
-        calls = [] if self._kind != "calls" else read_forced(whole) if self._forced else read_bare(whole)
-        if not calls or self._forced and any(call.problem for call in calls):  # it was cut off in the first one
-            return Delta(content=whole)
-        return Delta(calls=tuple(calls))
+    head = text.lstrip()
+    if head.startswith(("{", PYTHON_TAG)) or not last and PYTHON_TAG.startswith(head):
+        calls = read_bare(text) if last else []
+        return "", text if last and not calls else "", [lambda: calls] if calls else []
+    return "", text, []
 
 
-class _Harmony:
-    """gpt-oss's channels: analysis is reasoning, final and commentary are content, messages to functions are calls."""
-
-    def __init__(self) -> None:
-        self._scan, self._header, self._body = _Scan(), "", [""]
-        self._kind = "start"
-        self._name = ""
-
-    def feed(self, text: str, last: bool) -> Delta:
-        if self._kind == "start":  # a text without channels is content
-            self._body.append(text)
-            text = "".join(self._body)
-            if not last and len(text.lstrip()) < 2:
-                return Delta()
-            self._kind = "header" if text.lstrip().startswith(("<|", "to=")) else "content"
-            self._body, self._scan = [], self._scanner()
-        parts: dict[str, str] = {"reasoning": "", "content": ""}
+def _forced(text: str, last: bool) -> tuple[str, str, list[Read]]:
+    """JSON of `forced_schema`; content, if it was cut off in the first call."""
+    calls = read_forced(text) if last else []
+    if any(call.problem for call in calls):
         calls = []
-        while True:
-            before, marker, text = self._scan.feed(text, last)
-            if self._kind in parts:
-                parts[self._kind] += before
-            else:
-                self._body.append(before)
-            if self._kind == "call" and (marker or last):
-                body = "".join(self._body)
-                calls.append(call_of({"name": self._name, "arguments": body}, body))
-            if not marker:
-                break
-            self._turn("".join(self._body), marker)
-        return Delta(parts["reasoning"], parts["content"], tuple(calls))
+    return "", text if last and not calls else "", [lambda: calls] if calls else []
 
-    def _turn(self, header: str, marker: str) -> None:
-        if marker == "<|message|>" and self._kind == "header":
-            recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-            self._name = recipient[1] if recipient else ""
-            analysis = channel is not None and channel[1] == "analysis"
-            self._kind = "call" if recipient else "reasoning" if analysis else "content"
-        elif self._kind != "header":
-            self._kind = "header"
-        self._body, self._scan = [], self._scanner()
 
-    def _scanner(self) -> _Scan:
-        return (
-            _Scan("<|message|>") if self._kind == "header" else _Scan("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-        )
+def _harmony(text: str, last: bool) -> tuple[str, str, list[Read]]:
+    """gpt-oss's channels: analysis is reasoning, final and commentary are content, messages to functions are calls."""
+    head, calls, name, at = text.lstrip(), list[Read](), "", 0
+    parts, kind = {"reasoning": "", "content": ""}, "header" if head.startswith(("<|", "to=")) else "content"
+    marker = "" if not last and len(head) < 2 else " "  # a text without channels is content
+    while marker:
+        body, marker, at = _cut(text, at, ("<|message|>",) if kind == "header" else _ENDS, last)
+        if kind == "header":
+            recipient, channel = _RECIPIENT.search(body), _CHANNEL.search(body)
+            analysis, name = channel is not None and channel[1] == "analysis", recipient[1] if recipient else ""
+            kind = "call" if recipient else "reasoning" if analysis else "content"
+            continue
+        if kind in parts:
+            parts[kind] += body
+        elif marker or last:
+            calls.append(partial(lambda *call: [call_of(*call)], {"name": name, "arguments": body}, body))
+        kind = "header"
+    return parts["reasoning"], parts["content"], calls
 
 
 class OutputParser:
     """The parts of one output. `thinks`: it may begin with <think>; `opened`: the prompt ended with that.
 
-    `forced`: it is JSON of `tool_calls.forced_schema`. Modifies: itself.
+    `forced`: it is JSON of `tool_calls.forced_schema`, and begins with no thought. Modifies: itself.
     """
 
     def __init__(
         self, form: Format | None, *, thinks: bool = False, opened: bool = False, forced: bool = False
     ) -> None:
-        self._calls: Any = _Plain()
+        self._thinks, self._opened = thinks and not forced, opened and not forced
+        self._parts: Callable[[str, bool], tuple[str, str, list[Read]]] = _plain
         if forced:
-            self._calls = _Whole(forced=True)
+            self._parts = _forced
         elif form is not None:
-            self._calls = (
-                _Harmony() if form.name == "harmony" else _Whole(False) if form.read is None else _Blocks(form)
-            )
-        self._state = "answer" if forced or not (thinks or opened) else "reasoning" if opened else "start"
-        self._scan, self._start = _Scan("</think>"), ""
-        self._reasoning, self._answer = _Edges(), _Edges()
+            own = {"harmony": _harmony, "llama": _bare}
+            self._parts = own.get(form.name) or partial(_blocks, form)
+        self._text, self._told = "", (0, 0, 0)  # how much of reasoning, content and calls
 
     def feed(self, text: str, last: bool = False) -> Delta:
-        reasoning = ""
-        if self._state == "start":
-            text, self._start = self._start + text, ""
-            head = text.lstrip()
-            if head.startswith("<think>"):
-                self._state, text = "reasoning", head.removeprefix("<think>")
-            elif "<think>".startswith(head) and not last:
-                self._start = text
-                return Delta()
-            else:
-                self._state = "answer"
-        if self._state == "reasoning":
-            before, marker, text = self._scan.feed(text, last)
-            reasoning = self._reasoning.feed(before)
-            if not marker and not last:
-                return Delta(reasoning)
-            self._state = "space" if marker else "answer"
-        if self._state == "space" and (text := text.lstrip()):
-            self._state = "answer"
-        found = self._calls.feed(text, last)
-        return Delta(reasoning + found.reasoning, found.content, found.calls)
+        self._text += text
+        thought, answer = self._thought(last)
+        reasoning, content, calls = self._parts(answer, last)
+        (a, b, c), reasoning = self._told, thought + reasoning
+        self._told = len(reasoning), len(content), len(calls)
+        return Delta(reasoning[a:], content[b:], tuple(call for read in calls[c:] for call in read()))
+
+    def _thought(self, last: bool) -> tuple[str, str]:
+        """(the thought that the text begins with, the answer behind it), as far as they are known. Pure."""
+        if not (self._thinks or self._opened):
+            return "", self._text
+        head = self._text.lstrip()
+        if not head.startswith("<think>"):  # which may stand behind an opened one, too
+            if not last and "<think>".startswith(head):
+                return "", ""
+            if not self._opened:
+                return "", self._text
+        text = head.removeprefix("<think>")
+        thought, _, end = _cut(text, 0, ("</think>",), last)
+        return thought.strip(), text[end:].lstrip()
 
 
 def parse_output(text: str, form: Format | None, *, thinks: bool = False, opened: bool = False) -> Delta:
     """All parts of a whole text. Pure."""
     return OutputParser(form, thinks=thinks, opened=opened).feed(text, last=True)
+
+
+# -- what a chat template teaches --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What a chat template reads and teaches. `hidden`: calls, or thoughts, are written with special tokens."""
+
+    variables: frozenset[str] = frozenset()
+    form: Format | None = None
+    hidden: bool = False
+    thinks: bool = False
+
+    @property
+    def channels(self) -> Format | None:
+        """Harmony, where thoughts are a channel."""
+        return self.form if self.form is not None and self.form.name == "harmony" else None
+
+    def opened(self, tokenizer: Any, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends in an open thought. Pure."""
+        return self.thinks and tokenizer.decode(list(ids[-OPENED:]), False).rstrip().endswith("<think>")
+
+
+def template_facts(tokenizer: Any, tools: bool) -> TemplateFacts:
+    """Of the template that is used with or without tools. Errors: InvalidRequestError, ChatTemplateError."""
+    source, variables = tokenizer.template_of(tools)
+    form = format_of(source)
+    added = tokenizer.backend.get_added_tokens_decoder().values() if form is not None else ()
+    hidden = form is not None and any(token.special and token.content == form.begin for token in added)
+    return TemplateFacts(variables, form, hidden, "<think>" in source)
+
+
+def thought_facts(tokenizer: Any) -> TemplateFacts:
+    """As `template_facts`; a model without a template has no thoughts of its own. Pure."""
+    try:
+        return template_facts(tokenizer, False)
+    except FengineError:
+        return TemplateFacts()
+
+
+def parser_of(tokenizer: Any, ids: Sequence[int]) -> OutputParser:
+    """What tells the thoughts of the answer to a chat, the ids of which are given, from the rest. Pure."""
+    facts = thought_facts(tokenizer)
+    if facts.channels is not None:
+        return OutputParser(facts.channels)
+    return OutputParser(None, thinks=facts.thinks, opened=facts.opened(tokenizer, ids))

@@ -3,18 +3,15 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fengine.api.io_struct import Tool
 from fengine.errors import UnsupportedFeatureError
 from fengine.server.output_parser import OutputParser
-from fengine.server.tool_calls import FORMATS, Format
+from fengine.server.tool_calls import FORMATS
 
-FORMS = {  # SGLang's names of formats -> ours
-    **dict.fromkeys(("qwen", "qwen25", "qwen3", "hermes"), "hermes"), "qwen3_coder": "qwen_xml", "llama3": "llama",
-    **dict.fromkeys(("glm", "glm45", "glm47"), "glm"), "mistral": "mistral", "gpt-oss": "harmony",
-    **dict.fromkeys(("deepseekv3", "deepseekv31", "deepseekv32"), "deepseek"),
-}  # fmt: skip
+FORMS = {alias: form for form in FORMATS for alias in form.aliases}  # by SGLang's names
 OPENED = ("deepseek-r1", "qwen3-thinking", "step3", "minimax")  # whose answers are thoughts until </think>
 THINKS = (*OPENED, "qwen3", "deepseek-v3", "glm45", "nano_v3", "interns1", "gpt-oss")
 
@@ -31,27 +28,19 @@ class ReasoningParser:
                 f"ReasoningParser({model_type!r:.80}, stream_reasoning={stream_reasoning!r:.80}) is not built; there "
                 f"are {', '.join(THINKS)}, and thoughts come as they are written."
             )
-        self._form = _form("harmony") if model_type == "gpt-oss" else None
-        self._opened = model_type in OPENED if force_reasoning is None else force_reasoning
-        self._parser, self._head = self._new(), ""
-
-    def _new(self) -> OutputParser:
-        return OutputParser(self._form, thinks=self._form is None, opened=self._form is None and self._opened)
+        form, opened = None, model_type in OPENED if force_reasoning is None else force_reasoning
+        if model_type == "gpt-oss":
+            form, opened = FORMS["gpt-oss"], False
+        self._new = partial(OutputParser, form, thinks=form is None, opened=opened)
+        self._parser = self._new()
 
     def parse_non_stream(self, full_text: str) -> tuple[str, str]:
         """(the thoughts, the answer). Pure."""
-        if self._opened:
-            full_text = full_text.lstrip().removeprefix("<think>")
         found = self._new().feed(full_text, last=True)
         return found.reasoning, found.content
 
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, str]:
         """(what a piece adds to the thoughts, and to the answer)."""
-        if self._opened and not self._head.startswith("<think>"):  # the prompt may have opened them, or the answer does
-            self._head = (self._head + chunk_text).lstrip()
-            if len(self._head) < len("<think>") and "<think>".startswith(self._head):
-                return "", ""
-            chunk_text, self._head = self._head.removeprefix("<think>"), "<think>"
         found = self._parser.feed(chunk_text)
         return found.reasoning, found.content
 
@@ -74,7 +63,7 @@ class FunctionCallParser:
             raise UnsupportedFeatureError(
                 f"tool_call_parser={tool_call_parser!r:.80} is not built; there are {', '.join(FORMS)}."
             )
-        self._form = _form(FORMS[tool_call_parser])
+        self._form = FORMS[tool_call_parser]
         self._names = [tool.function.name for tool in tools]
         self._parser = OutputParser(self._form)
 
@@ -97,7 +86,3 @@ class FunctionCallParser:
             for call in calls
             if call.problem is None and call.name in self._names
         ]
-
-
-def _form(name: str) -> Format:
-    return next(form for form in FORMATS if form.name == name)

@@ -20,12 +20,12 @@ from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.core.parameters import MAX_BIAS
 from fengine.errors import ConfigError
-from fengine.server import chat
 from fengine.server.answers import Writer
 from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of, unsupported
 from fengine.server.metrics import Meter
 from fengine.server.openai_body import OpenAIRequest
+from fengine.server.output_parser import template_facts
 from fengine.worker.generation_config import read_sampling_defaults
 
 THREADS = 8  # that tokenize and check; a template may run for seconds
@@ -76,7 +76,7 @@ class Service:
         self.rows = 0  # that are open
         self._lock = threading.Lock()  # of `rows`
         self.context = engine._parts.context_length
-        self.template_facts = cache(partial(chat.template_facts, self.tokenizer))
+        self.template_facts = cache(partial(template_facts, self.tokenizer))
         self._pool = ThreadPoolExecutor(THREADS, "fengine-serve")
         self._probe: asyncio.Future[Any] | None = None
 

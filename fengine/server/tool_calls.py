@@ -11,13 +11,15 @@ harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-o
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from fengine.errors import UnsupportedFeatureError
 
+PYTHON_TAG = "<|python_tag|>"  # which Llama may write in front of calls
 MAX_CALLS = 16  # that a request may force at once
 COMPACT = {"whitespace_flexible": False}  # so that a model does not go on with blanks
 _NAME = re.compile(r"[\w.:-]{1,128}")
@@ -38,26 +40,35 @@ class ToolCall:
 class Format:
     """Calls stand between `begin` and `end`; without an end, up to the next begin or the end of the text.
 
-    `marks`: substrings of the templates that teach it. `read`: what stands between, to calls; None: another parser.
+    `marks`: substrings of the templates that teach it. `read`: what stands between, to calls; None: `output_parser` has
+    a function for it. `aliases`: SGLang's names.
     """
 
     name: str
     marks: tuple[str, ...]
+    aliases: tuple[str, ...]
     begin: str = ""
     end: str = ""
     read: Callable[[str], list[ToolCall]] | None = None
 
 
-def loads(text: str) -> Any:
-    """JSON to the letter. Errors: ValueError, also for what is nested too deeply."""
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
-    def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON")
 
+_STRICT = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def decode(text: str, whole: bool = True) -> tuple[Any, str]:
+    """(the JSON value that a text is, or begins with, what follows). Errors: ValueError, also for what is nested too
+    deeply."""
     try:
-        return json.loads(text, parse_constant=refuse)
+        if whole:
+            return _STRICT.decode(text), ""
+        value, end = _STRICT.raw_decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return value, text[end:]
 
 
 def call_of(value: Any, text: str) -> ToolCall:
@@ -67,7 +78,7 @@ def call_of(value: Any, text: str) -> ToolCall:
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = loads(arguments)
+            arguments, _ = decode(arguments)
         except ValueError as error:
             return ToolCall(value["name"], {}, text, f"the arguments of {value['name']} are no JSON ({error})")
     if not isinstance(arguments := {} if arguments is None else arguments, dict):
@@ -79,7 +90,7 @@ def call_of(value: Any, text: str) -> ToolCall:
 def read_json(body: str) -> list[ToolCall]:
     """One call, or a list of calls. Pure."""
     try:
-        value = loads(body)
+        value, _ = decode(body)
     except ValueError as error:
         return [ToolCall("", {}, body, f"the tool call is no JSON ({error}): {body.strip()!r:.200}")]
     return [call_of(one, body if i == 0 else "") for i, one in enumerate(value if isinstance(value, list) else [value])]
@@ -88,27 +99,24 @@ def read_json(body: str) -> list[ToolCall]:
 def read_forced(body: str) -> list[ToolCall]:
     """The calls of a list of `forced_schema` that are whole; the list may be cut off. Pure."""
     rest, calls = body.strip().removeprefix("["), []
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         while rest := rest.lstrip(" \r\n\t,").removeprefix("]"):
-            value, end = json.JSONDecoder().raw_decode(rest)
-            calls.append(call_of(value, body if not calls else ""))
-            rest = rest[end:]
+            value, rest = decode(rest, whole=False)
+            calls.append(call_of(value, "" if calls else body))
     return calls
 
 
 def read_bare(body: str) -> list[ToolCall]:
     """The calls of a text that is nothing else; none if it is no call at all. Pure."""
-    rest, calls = body.strip().removeprefix("<|python_tag|>").strip(), []
+    rest, calls = body.strip().removeprefix(PYTHON_TAG).strip(), []
     if not (rest.startswith("{") and '"name"' in rest):
         return []
-    while rest:
+    while rest := rest.lstrip(" \t\r\n;,"):
         try:
-            value, end = json.JSONDecoder().raw_decode(rest)
-            loads(rest[:end])
-        except (ValueError, RecursionError) as error:
+            value, rest = decode(rest, whole=False)
+        except ValueError as error:
             return [ToolCall("", {}, body, f"the tool call is no JSON ({error}): {rest!r:.200}")]
-        calls.append(call_of(value, body if not calls else ""))
-        rest = rest[end:].lstrip(" \t\r\n;,")
+        calls.append(call_of(value, "" if calls else body))
     return calls
 
 
@@ -132,51 +140,44 @@ def _read_deepseek(body: str) -> list[ToolCall]:
     return calls or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
 
 
-def _read_xml(body: str) -> list[ToolCall]:
-    name, _, rest = body.strip().removeprefix("<function=").partition(">")
+def _read_pairs(body: str, head: str, behind: str, key: str, value: str, gap: str, end: str) -> list[ToolCall]:
+    """A name between `head` and `behind`, then pairs: `key` … `value` `gap` … `end`. Pure."""
     found = {}
-    for piece in rest.split("</parameter>")[:-1]:
-        key, _, value = piece.partition("<parameter=")[2].partition(">")
-        found[key.strip()] = _value(value)
-    return [call_of({"name": name.strip(), "arguments": found}, body)]
-
-
-def _read_glm(body: str) -> list[ToolCall]:
-    found = {}
-    for piece in body.split("</arg_value>")[:-1]:
-        key, _, value = piece.partition("<arg_key>")[2].partition("</arg_key>")
-        found[key.strip()] = _value(value.partition("<arg_value>")[2])
-    return [call_of({"name": body.partition("<arg_key>")[0].strip(), "arguments": found}, body)]
+    for piece in body.split(end)[:-1]:
+        name, _, said = piece.partition(key)[2].partition(value)
+        found[name.strip()] = _value(said.partition(gap)[2] if gap else said)
+    name = body.strip().removeprefix(head).partition(behind)[0].strip()
+    return [call_of({"name": name, "arguments": found}, body)]
 
 
 def _value(text: str) -> Any:
     """JSON where it reads as such, or else text. Pure."""
     try:
-        return loads(text)
+        return decode(text)[0]
     except ValueError:
         return text.strip("\n")
 
 
+_GLM = partial(_read_pairs, head="", behind="<arg_key>", key="<arg_key>", value="</arg_key>", gap="<arg_value>",
+               end="</arg_value>")  # fmt: skip
+_XML = partial(_read_pairs, head="<function=", behind=">", key="<parameter=", value=">", gap="", end="</parameter>")
 FORMATS = (  # the first whose marks all stand in a template is the one that it teaches
-    Format("harmony", ("<|channel|>", "functions"), "<|channel|>"),
-    Format("deepseek", ("<｜tool▁calls▁begin｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek),
-    Format("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _read_named),
-    Format("glm", ("<tool_call>", "<arg_key>"), "<tool_call>", "</tool_call>", _read_glm),
-    Format("qwen_xml", ("<tool_call>", "<function="), "<tool_call>", "</tool_call>", _read_xml),
-    Format("hermes", ("tools", "<tool_call>"), "<tool_call>", "</tool_call>", read_json),
-    Format("llama", ("tools", '"parameters"')),
-)
+    Format("harmony", ("<|channel|>", "functions"), ("gpt-oss",), "<|channel|>"),
+    Format("deepseek", ("<｜tool▁calls▁begin｜>",), ("deepseekv3", "deepseekv31", "deepseekv32"),
+           "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek),
+    Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named),
+    Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM),
+    Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>", _XML),
+    Format("hermes", ("tools", "<tool_call>"), ("qwen", "qwen25", "qwen3", "hermes"), "<tool_call>", "</tool_call>",
+           read_json),
+    Format("llama", ("tools", '"parameters"'), ("llama3",)),
+)  # fmt: skip
 
 
 def format_of(template: str | None) -> Format | None:
     """The format that a chat template teaches; None: none that is read here. Pure."""
     source = template or ""
     return next((one for one in FORMATS if all(mark in source for mark in one.marks)), None)
-
-
-def is_hidden(form: Format, special: Collection[str]) -> bool:
-    """Whether the text shows calls only with skip_special_tokens=false. `special`: the special tokens' texts. Pure."""
-    return form.begin in special
 
 
 def require_format(template: str | None) -> Format:

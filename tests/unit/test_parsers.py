@@ -70,4 +70,4 @@ def test_calls_in_pieces_and_of_unknown_tools() -> None:
     assert FunctionCallParser([], "qwen25").parse_non_stream(WRITTEN["qwen25"])[1] == []
     with pytest.raises(UnsupportedFeatureError, match="tool_call_parser='nobody' is not built"):
         FunctionCallParser(TOOLS, "nobody")
-    assert set(FORMS.values()) == {form.name for form in FORMATS}
+    assert set(FORMS.values()) == set(FORMATS)

@@ -23,7 +23,7 @@ from fengine.eval.runs.answering import given_sampling
 from fengine.eval.runs.config import RUN, RunConfig
 from fengine.eval.runs.folder import write_file
 from fengine.eval.runs.run import load, render_of
-from fengine.server.thoughts import parser_of, shows_special
+from fengine.server.output_parser import parser_of, thought_facts
 
 USAGE = """
 Usage:  fengine chat [group=option] [key=value] ...
@@ -79,7 +79,7 @@ class Chat:
         self.seed, self.system = self.config.seed, self.config.chat.system
         self.render = render_of(self.engine, self.config.chat)
         self.sampling = given_sampling(self.config)
-        if shows_special(self.engine.tokenizer):
+        if thought_facts(self.engine.tokenizer).channels is not None:  # which are special tokens
             self.sampling["skip_special_tokens"] = False
 
     def run(self, read: Callable[[], str]) -> None:

@@ -22,7 +22,7 @@ from fengine.eval.runs.manifest import row_seed
 from fengine.eval.runs.record import Record, common, line_of, row_record
 from fengine.eval.tasks.task import Answer, Ask, Pair, Row, Task
 from fengine.eval.tasks.task_config import Format
-from fengine.server.thoughts import parser_of, thinks
+from fengine.server.output_parser import parser_of, thought_facts
 
 UNSET = SamplingConfig()
 MAX_RECORD = MAX_LINE - 1024  # bytes; beside it there is the head
@@ -164,7 +164,8 @@ class Asker:
 
     @cached_property
     def thinks(self) -> bool:
-        return thinks(self.tokenizer)
+        facts = thought_facts(self.tokenizer)
+        return facts.thinks or facts.channels is not None
 
     def ids_of(self, prompt: str | list[int]) -> list[int]:
         """A prompt's ids, as the engine has them."""
