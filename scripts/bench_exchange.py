@@ -24,7 +24,7 @@ import torch.distributed._symmetric_memory as symmetric
 from measure import need_gpu, parser, save
 from torch import Tensor
 
-from fengine.ops import columns, exchange, linear
+from fengine.ops import columns, exchange, linear, peers
 from fengine.ops.columns import Group
 from fengine.worker.process_group import group_of, process_group
 
@@ -64,7 +64,7 @@ def graph_us(run: Callable[[], object], count: int = 20) -> float:
 def checked_us(group: Group, part: Tensor) -> float:
     """Of our gather, once it has given what NCCL gives."""
     width = part.shape[1] * group.size
-    want = columns.gather_(part, width, group.size, group.name)
+    want = columns.gather_(part, width, group.rank, group.sockets, group.name)
     for _ in range(3):
         if not torch.equal(columns.gather(part, width, group), want):
             raise SystemExit(f"rank {group.rank}: the gather of {tuple(part.shape)} is not what NCCL gives")
@@ -77,7 +77,7 @@ def joined(args: Any, name: str) -> Iterator[Group]:
     device = f"cuda:{args.rank}"
     folder = Path(args.folder) / name
     folder.mkdir(exist_ok=True)
-    group = group_of(name, args.rank, args.ranks, str(folder), device)
+    group = group_of(name, args.rank, str(folder), json.loads(args.sockets), device)
     with process_group(group, device):
         if group.mail is None or not group.mail.open:
             raise SystemExit("the GPUs cannot write to one another's memory")
@@ -111,7 +111,7 @@ def table(args: Any, flat: Tensor | None) -> list[dict[str, Any]]:
                 for letter, width in (("D", hidden), ("F", mlp)):
                     part = part_of(rows, width, group)
                     row[f"gather_{letter}"] = checked_us(group, part)
-                    nccl = (part, width, group.size, group.name)
+                    nccl = (part, width, group.rank, group.sockets, group.name)
                     row[f"gather_{letter}_nccl"] = graph_us(lambda nccl=nccl: columns.gather_(*nccl))
                 found.append(row | reductions(rows, hidden, flat))
                 tell(args, found[-1])
@@ -194,6 +194,7 @@ def main() -> None:
     p.add_argument("--sweep", action="store_true", help="also try other chunks")
     p.add_argument("--rank", type=int, help="this process is one of them")
     p.add_argument("--folder", help="of a rank: where it finds the others")
+    p.add_argument("--sockets", help="of a rank: to the others")
     args = p.parse_args()
     need_gpu(p)
     if args.rank is not None:
@@ -201,7 +202,11 @@ def main() -> None:
     env = os.environ | {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *sys.argv, "--folder", folder, "--rank"]
-        ranks = [subprocess.Popen([*command, str(number)], env=env) for number in range(args.ranks)]
+        ranks = [
+            subprocess.Popen([*command, str(number), "--sockets", json.dumps(own)], env=env,
+                             pass_fds=[file for file in own if file >= 0])
+            for number, own in enumerate(peers.mesh(args.ranks))
+        ]  # fmt: skip
         try:
             codes = [each.wait() for each in ranks]
         finally:

@@ -51,7 +51,7 @@ from fengine.worker.images import image_rows, image_writer
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import PoolSize, new_pool, pool_bytes, pool_size, windows_of
 from fengine.worker.model_runner import CpuRunner
-from fengine.worker.process_group import check_parts, group_of, process_group, ranked_rows
+from fengine.worker.process_group import check_parts, group_of, least, process_group, ranked_rows
 from fengine.worker.sampler import logits_stages
 from fengine.worker.step import make_forward, make_unembed, sample_rows
 from fengine.worker.step_input import LogitsStage
@@ -124,11 +124,9 @@ class Worker(NamedTuple):
 
 
 def make_worker(
-    config: EngineConfig, loaded: Loaded, features: Features, group: Group | None, least: Callable[[int], int],
-    kv_bytes: int = 0,
+    config: EngineConfig, loaded: Loaded, features: Features, group: Group | None, kv_bytes: int = 0
 ) -> Worker:  # fmt: skip
-    """Compiled and warm. `least` finds the least number of all ranks; a token of the pool takes `kv_bytes` beside its
-    keys and values. Errors: as `build`."""
+    """Compiled and warm; a token of the pool takes `kv_bytes` beside its keys and values. Errors: as `build`."""
     spec, page_size = loaded.spec, config.cache.page_size or 16
     refuse_unbuilt_shape(spec, device_of(config), activation_dtype(loaded.params))
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir), group)
@@ -140,7 +138,8 @@ def make_worker(
     runner = make_runner(config, loaded, stages, slots, group)
     before = time.perf_counter()
     kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(loaded.params)
-    size, kv = ready(config, loaded, runner, kv_dtype, least, kv_bytes)
+    same = int if group is None else partial(least, group=group)
+    size, kv = ready(config, loaded, runner, kv_dtype, same, kv_bytes)
     seconds = time.perf_counter() - before
     write = None if adapters is None else adapters.write
     width = -(-loaded.context_length // page_size)
@@ -155,18 +154,16 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
     with link.telling():
         use_private_caches()
         with current_device(device):
-            name, rank, size, folder = start["group"]
+            name, rank, folder, sockets = start["group"]
             link.folder = folder
-            group = group_of(name, rank, size, folder, device)
+            group = group_of(name, rank, folder, sockets, device)
             loaded = load(config, features.tokenizer, group)
             link.say(loaded=True)
             link.told.get()  # every rank has
-            with process_group(group, device) as joined:
-                worker = make_worker(config, loaded, features, group, joined.least)
+            with process_group(group, device):
+                worker = make_worker(config, loaded, features, group)
                 new_kv = pool_of(config, loaded.spec, worker)
-                follower = Follower(
-                    link, loaded, worker.runner, worker.input_batch, worker.kv, new_kv, group, joined
-                )  # fmt: skip
+                follower = Follower(link, loaded, worker.runner, worker.input_batch, worker.kv, new_kv, group)
                 del worker  # it names the first KV state, which may be released
                 follower.run()
 
@@ -185,8 +182,10 @@ def assemble(
     speculation = features.speculation(config, spec, loaded.params)
     if speculation is not None:
         loaded = replace(loaded, spec=replace(spec, feature_layers=speculation.feature_layers))
-    group, least = (None, int) if ranks is None else (ranks.group, ranks.join())
-    worker = make_worker(config, loaded, features, group, least, 0 if speculation is None else speculation.kv_bytes)
+    if ranks is not None:
+        ranks.join()
+    group = None if ranks is None else ranks.group
+    worker = make_worker(config, loaded, features, group, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
         speculation.open(worker.kv, worker.input_batch)
     size, kv_dtype, adapters = worker.size, worker.kv_dtype, worker.adapters

@@ -5,7 +5,7 @@ there are; a product cut along K and added over the ranks would have another tre
 are whole on every rank; heads and the inside of the MLP are cut. `gather` moves bits and computes nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fengine.ops import exchange
+from fengine.ops import exchange, peers
 from fengine.ops.linear import Dense, Leaf
 from fengine.ops.registration import register
 
@@ -21,38 +21,51 @@ distributed: Any = dist  # with what its types do not tell of
 
 
 class Group(NamedTuple):
-    """Ranks that hold one model together, by the name that torch knows their process group by."""
+    """Ranks that hold one model together, by the name that torch knows their process group on GPUs by."""
 
     name: str
     rank: int
     size: int
     folder: str = ""  # where they leave files for one another
+    sockets: tuple[int, ...] = ()  # to the others, as of `peers.mesh`
     mail: exchange.Mail | None = None  # between GPUs; where it is not open torch's process group is used
 
 
-def gather_(x_TN: Tensor, width: int, size: int, group: str) -> Tensor:
-    tokens, columns = x_TN.shape
-    parts = x_TN.new_empty((size * tokens, columns))
-    distributed.distributed_c10d._resolve_process_group(group)._allgather_base(parts, x_TN.contiguous()).wait()
-    whole = parts.view(size, tokens, columns).transpose(0, 1).reshape(tokens, size * columns)
+def gather_(x_TN: Tensor, width: int, rank: int, sockets: Sequence[int], group: str) -> Tensor:
+    """On GPUs, by torch's process group."""
+    parts = x_TN.new_empty((len(sockets), *x_TN.shape))
+    distributed.distributed_c10d._resolve_process_group(group)._allgather_base(
+        parts.flatten(0, 1), x_TN.contiguous()
+    ).wait()
+    return side_by_side(parts, width)
+
+
+def gather_cpu(x_TN: Tensor, width: int, rank: int, sockets: Sequence[int], group: str) -> Tensor:
+    return side_by_side(peers.swap(x_TN, rank, sockets), width)
+
+
+def side_by_side(parts_PTN: Tensor, width: int) -> Tensor:
+    whole = parts_PTN.transpose(0, 1).flatten(1)
     return whole if whole.shape[1] == width else whole[:, :width].contiguous()
 
 
-def fake(x_TN: Tensor, width: int, size: int, group: str) -> Tensor:
+def fake(x_TN: Tensor, width: int, rank: int, sockets: Sequence[int], group: str) -> Tensor:
     return x_TN.new_empty((x_TN.shape[0], width))
 
 
-_gather = register("gather(Tensor x, int width, int size, str group) -> Tensor", gather_, fake, gather_)
+_gather = register(
+    "gather(Tensor x, int width, int rank, int[] sockets, str group) -> Tensor", gather_, fake, gather_cpu
+)
 
 
 def gather(x_TN: Tensor, width: int, group: Group) -> Tensor:
     """The columns of all ranks side by side, in order of ranks, cut at `width`; every rank has as many. Pure.
 
-    Errors: RuntimeError of torch if a rank is gone.
+    Errors: RuntimeError if a rank is gone.
     """
     if group.mail is not None and group.mail.open and exchange.fits(x_TN, width):
         return exchange.gather(x_TN, width, group.rank, group.mail)
-    return _gather(x_TN, width, group.size, group.name)
+    return _gather(x_TN, width, group.rank, group.sockets, group.name)
 
 
 def share(x_N: Tensor, group: Group) -> Tensor:

@@ -2,12 +2,11 @@
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.models.kv_state import Params, Tensors
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import VOCAB_BLOCK
-from fengine.ops import edges
+from fengine.ops import edges, peers
 from fengine.ops.columns import Group, distributed, share
 from fengine.ops.exchange import Mail, inbox_bytes
 from fengine.worker.peer_memory import inboxes
@@ -58,9 +57,11 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def group_of(name: str, rank: int, size: int, folder: str, device: str) -> Group:
+def group_of(name: str, rank: int, folder: str, sockets: Sequence[int], device: str) -> Group:
     """As a rank on that device knows it, before it joins."""
-    return Group(name, rank, size, folder, Mail(size, device) if device.startswith("cuda") else None)
+    size = len(sockets)
+    mail = Mail(size, device) if device.startswith("cuda") else None
+    return Group(name, rank, size, folder, tuple(sockets), mail)
 
 
 def device_of_rank(device: str, rank: int, size: int) -> str:
@@ -75,62 +76,44 @@ def device_of_rank(device: str, rank: int, size: int) -> str:
     return f"cuda:{first + rank}"
 
 
-class Joined(NamedTuple):
-    """What a rank may do with the group that it has joined."""
-
-    least: Callable[[int], int]  # finds the least number of all ranks
-    swap: Callable[[Tensor], list[Tensor]]  # gives those of all ranks for one on the CPU; they are of one size
-    release: Callable[[], None]  # from any thread: no exchange waits any more, and what it gives is void
+def swap(own: Tensor, group: Group) -> Tensor:
+    """[ranks, *own.shape] of those on the CPU. Pure. Errors: RankGoneError."""
+    return peers.swap(own, group.rank, group.sockets)
 
 
-def _backends(group: Group, device: str) -> Any:
-    """Gloo for what lies on the CPU; NCCL beside it on CUDA."""
-    files = distributed.FileStore(str(Path(group.folder) / f"store{group.size}"), group.size)
-    files.set_timeout(timedelta(seconds=FIRST))
-    made: Any = dist.ProcessGroup(files, group.rank, group.size)
-    kinds = dist.ProcessGroup.BackendType
-    options = distributed.ProcessGroupGloo._Options()
-    options._timeout = LONGEST
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    gloo = dist.ProcessGroupGloo(distributed.PrefixStore("cpu", files), group.rank, group.size, options)
-    made._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    if device.startswith("cuda"):
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = LONGEST
-        nccl = dist.ProcessGroupNCCL(distributed.PrefixStore("cuda", files), group.rank, group.size, options)
-        made._register_backend(torch.device(device), kinds.NCCL, nccl)
-    return made
+def least(number: int, group: Group) -> int:
+    """The least number of all ranks. Pure. Errors: as `swap`."""
+    return int(swap(torch.tensor(number), group).min())
 
 
 @contextmanager
-def process_group(group: Group, device: str) -> Iterator[Joined]:
-    """The ranks' process group, known to torch by its name: neither torch's default group nor any global is touched.
-    The ranks find one another by a file in the group's folder. Modifies: the group's mail, which is opened."""
-    made = _backends(group, device)
+def process_group(group: Group, device: str) -> Iterator[None]:
+    """On GPUs the ranks' NCCL group, known to torch by its name: neither torch's default group nor any global is
+    touched. The ranks find one another by a file in the group's folder. Modifies: the group's mail, which is opened."""
+    with ExitStack() as held:
+        if group.mail is not None:
+            held.enter_context(_nccl(group, device))
+            _open(group, group.mail, held)
+        held.callback(_stop, group, device)
+        yield
+
+
+@contextmanager
+def _nccl(group: Group, device: str) -> Iterator[None]:
+    files = distributed.FileStore(str(Path(group.folder) / f"store{group.size}"), group.size)
+    files.set_timeout(timedelta(seconds=FIRST))
+    made: Any = dist.ProcessGroup(files, group.rank, group.size)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = LONGEST
+    nccl = dist.ProcessGroupNCCL(distributed.PrefixStore("cuda", files), group.rank, group.size, options)
+    made._register_backend(torch.device(device), dist.ProcessGroup.BackendType.NCCL, nccl)
     made._set_group_name(group.name)
     distributed.distributed_c10d._register_process_group(group.name, made)
-
-    def least(number: int) -> int:
-        options = dist.AllreduceOptions()
-        options.reduceOp = cast(Any, dist.ReduceOp.MIN)
-        found = torch.tensor([number])
-        made.allreduce([found], options).wait()
-        return int(found)
-
-    def swap(own: Tensor) -> list[Tensor]:
-        flat = own.contiguous().view(-1).view(torch.uint8)
-        parts = torch.empty(group.size * flat.numel(), dtype=torch.uint8)
-        made._allgather_base(parts, flat).wait()
-        return [part.view(own.dtype).view(own.shape) for part in parts.chunk(group.size)]
-
-    with ExitStack() as held:
-        held.callback(distributed.distributed_c10d._unregister_process_group, group.name)
-        held.callback(_abort, made)
-        if group.mail is not None:
-            _open(group, group.mail, least, swap, held)
-        release = partial(_release, group, made, device)
-        held.callback(release)
-        yield Joined(least, swap, release)
+    try:
+        yield
+    finally:
+        _abort(made)
+        distributed.distributed_c10d._unregister_process_group(group.name)
 
 
 def _abort(made: Any) -> None:
@@ -145,28 +128,33 @@ def _abort(made: Any) -> None:
     thread.join(ABORTING)
 
 
-def _release(group: Group, made: Any, device: str) -> None:
+def release(group: Group, device: str) -> None:
+    """From any thread: no exchange waits any more, and what it gives is void."""
+    peers.release(group.sockets)
+    _stop(group, device)
+
+
+def _stop(group: Group, device: str) -> None:
     if group.mail is None:
         return
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         group.mail.stop.copy_(torch.ones(1, dtype=torch.int32).pin_memory(), non_blocking=True)
         torch.cuda.current_stream().synchronize()
     if not group.mail.open:
-        _abort(made)
+        with suppress(RuntimeError):  # it is not joined yet, or is left
+            _abort(distributed.distributed_c10d._resolve_process_group(group.name))
 
 
-def _open(
-    group: Group, mail: Mail, least: Callable[[int], int], swap: Callable[[Tensor], list[Tensor]], held: ExitStack
-) -> None:  # fmt: skip
+def _open(group: Group, mail: Mail, held: ExitStack) -> None:
     """Opens the mail, if every rank can."""
 
     def handles(own: bytes) -> list[bytes]:
-        return [bytes(part.numpy()) for part in swap(torch.frombuffer(bytearray(own), dtype=torch.uint8))]
+        return [bytes(part.numpy()) for part in swap(torch.frombuffer(bytearray(own), dtype=torch.uint8), group)]
 
     addresses: list[int] = []
     with suppress(OSError):
         addresses = held.enter_context(inboxes(inbox_bytes(group.size), group.rank, handles))
-    if least(bool(addresses)):
+    if least(bool(addresses), group):
         mail.peer_P.copy_(torch.tensor(addresses))
         mail.open = True
 

@@ -16,10 +16,10 @@ from fengine.models.kv_state import init_kv, row_batch
 from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import Weight, head_weight
-from fengine.ops import columns
+from fengine.ops import columns, peers
 from fengine.ops.columns import Group
 from fengine.worker.loader import load_params, read_config, spec_from_config
-from fengine.worker.process_group import process_group
+from fengine.worker.process_group import group_of
 
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 CASES: dict[str, dict[str, Any]] = {
@@ -70,10 +70,13 @@ def logits_of(directory: Path, spec: ModelSpec, group: Group | None, part: Model
 def on_ranks(size: int, folder: Path, body: Any) -> list[Any]:
     """What `body` returns for each rank's group, in threads of their own."""
 
+    sockets = peers.mesh(size)
+
     def run(rank: int) -> Any:
-        group = Group(f"{folder}-{rank}-of-{size}", rank, size, str(folder))
-        with process_group(group, "cpu"):
-            return body(group)
+        try:
+            return body(group_of("", rank, str(folder), sockets[rank], "cpu"))
+        finally:
+            peers.close(sockets[rank])
 
     with ThreadPoolExecutor(size) as pool:
         return [future.result(60) for future in [pool.submit(run, rank) for rank in range(size)]]

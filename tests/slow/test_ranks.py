@@ -110,6 +110,9 @@ def dead(engine: Engine, kill: Callable[[], None]) -> str:
 
 def test_a_rank_that_is_killed_ends_the_engine_by_name(engine: Engine) -> None:
     assert "rank 1 of 2 was ended by SIGKILL" in dead(engine, processes(engine)[0].kill)
+    loop = engine._parts.core.threads[0]
+    loop.join(30)
+    assert not loop.is_alive()  # it waits for nobody
 
 
 def test_a_rank_that_hangs_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

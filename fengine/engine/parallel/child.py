@@ -14,12 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import fengine
+from fengine.ops.peers import RankGoneError
 
 MAIN = "fengine.api.rank"  # the module that a child runs
 FIRST = 120.0  # seconds until a child gives its first sign of life, while its process starts
@@ -44,9 +45,11 @@ class Child:
     """Thread-safe. `hear` and `ended` are called in a thread of their own; `ended` at most once, with the reason."""
 
     def __init__(
-        self, start: Any, threads: int, hear: Callable[[dict[str, Any]], None], ended: Callable[[str], None]
-    ) -> None:
-        """Starts the process, whose first line is `start`, with so many threads for the CPU's kernels."""
+        self, start: Any, threads: int, hear: Callable[[dict[str, Any]], None], ended: Callable[[str], None],
+        files: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Starts the process, whose first line is `start`, with so many threads for the CPU's kernels, and with these
+        open files under their numbers."""
         self._hear, self._ended, self._closing = hear, ended, False
         self._sending = threading.Lock()
         self.sock, theirs = socket.socketpair()
@@ -54,7 +57,8 @@ class Child:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(max(threads, 1))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", MAIN, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env,
+            [sys.executable, "-m", MAIN, str(theirs.fileno())], env=env,
+            pass_fds=[theirs.fileno(), *(file for file in files if file >= 0)],
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         theirs.close()
@@ -129,8 +133,10 @@ class Link:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Inside, what fails is told to the first process."""
+        """Inside, what fails is told to the first process; but for the end of another one, which it sees itself."""
         try:
             yield
+        except RankGoneError:
+            threading.Event().wait()  # for the end
         except Exception as error:
             self.say(error=f"{type(error).__name__}: {error}"[:2000])

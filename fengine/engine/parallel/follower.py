@@ -21,7 +21,7 @@ from fengine.engine.weights.live import LiveWeights
 from fengine.models.kv_state import KVState
 from fengine.ops.columns import Group
 from fengine.worker.input_batch import InputBatch
-from fengine.worker.process_group import Joined, checksum
+from fengine.worker.process_group import checksum, swap
 from fengine.worker.step import Result
 
 NOTHING = Handles({}, lambda kind, text: None, lambda name, number: cast(Any, None))
@@ -66,11 +66,11 @@ class FollowerCore:
 class FollowerRanks:
     """As `RankCommands`: rank 0 tells, and nobody else."""
 
-    def __init__(self, group: Group, swap: Callable[[Tensor], list[Tensor]]) -> None:
-        self.group, self._swap = group, swap
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
-    def swap(self, part: Tensor) -> list[Tensor]:
-        return self._swap(part)
+    def swap(self, part: Tensor) -> Tensor:
+        return swap(part, self.group)
 
     def tell(self, name: str, **arguments: Any) -> None: ...
 
@@ -82,11 +82,11 @@ class Follower:
 
     def __init__(
         self, link: Link, loaded: Loaded, runner: Runner, input_batch: InputBatch, kv: KVState,
-        new_kv: Callable[[], KVState], group: Group, joined: Joined,
+        new_kv: Callable[[], KVState], group: Group,
     ) -> None:  # fmt: skip
         self.link, self.runner, self.input_batch = link, runner, input_batch
         self.core = core = FollowerCore(kv)
-        self.swap, self.ranks = joined.swap, FollowerRanks(group, joined.swap)
+        self.ranks = FollowerRanks(group)
         self.weights = LiveWeights(
             loaded.params, loaded.spec, cast(Any, core), loaded.model_dir, loaded.from_disk, self.ranks
         )
@@ -120,6 +120,6 @@ class Follower:
 
     def _update(self, path: str, origin: str | None, version: str | None) -> None:
         changes = self.weights.check(load_file(path).items(), set())
-        self.swap(torch.zeros(1))
+        self.ranks.swap(torch.zeros(1))
         found = None if origin is None else Origin.of(Path(origin))
         self.weights.update((changes, found), [change.name for change in changes], version)

@@ -10,8 +10,9 @@ computed from; one that differs, dies, or gives no sign of life ends the engine 
 import tempfile
 import threading
 import uuid
+import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,10 +33,11 @@ from fengine.engine.parallel.child import SILENCE, Child
 from fengine.engine.parallel.follower import NOTHING
 from fengine.engine.stepper import Runner
 from fengine.engine.weights.incoming import Origin
-from fengine.errors import EngineDeadError, InvariantError
+from fengine.errors import EngineDeadError
 from fengine.models.kv_state import KVState
+from fengine.ops import peers
 from fengine.worker.input_batch import StepInput
-from fengine.worker.process_group import Joined, checksum, device_of_rank, group_of, process_group
+from fengine.worker.process_group import checksum, device_of_rank, group_of, process_group, release, swap
 from fengine.worker.step import Result
 
 
@@ -53,8 +55,9 @@ class Ranks:
         self.device = devices[0]
         self._held = ExitStack()
         self.folder = tempfile.TemporaryDirectory(prefix="fengine-ranks-", ignore_cleanup_errors=True)
-        self.group = group_of(f"fengine-{uuid.uuid4().hex}", 0, self.size, self.folder.name, self.device)
-        self._joined: Joined | None = None
+        name, sockets = f"fengine-{uuid.uuid4().hex}", peers.mesh(self.size)
+        self.group = group_of(name, 0, self.folder.name, sockets[0], self.device)
+        weakref.finalize(self, peers.close, sockets[0])  # whoever exchanges names the ranks
         self.fault: EngineDeadError | None = None
         self._updates = count()
         self._step = 0  # that is being launched
@@ -65,11 +68,12 @@ class Ranks:
         self._ranks: dict[int, Child] = {}
         for rank in range(1, self.size):
             model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
-            named = [self.group.name, rank, self.size, self.folder.name]
+            named = [name, rank, self.folder.name, sockets[rank]]
             start = {"config": to_plain(replace(config, model=model), NOTHING), "group": named}
             self._told[rank] = set()
             hear, ended = partial(self._hear, rank), partial(self._ended, rank)
-            self._ranks[rank] = Child(start, torch.get_num_threads() // self.size, hear, ended)
+            self._ranks[rank] = Child(start, torch.get_num_threads() // self.size, hear, ended, sockets[rank])
+            peers.close(sockets[rank])
 
     def _ended(self, rank: int, how: str) -> None:
         self._fail(f"rank {rank} of {self.size} {how}")
@@ -91,8 +95,7 @@ class Ranks:
                 self._core.inbox.close(self.fault)
             self._news.notify_all()
         self._kill()
-        if self._joined is not None:  # rank 0 may wait for words of the dead
-            self._joined.release()
+        release(self.group, self.device)  # rank 0 may wait for words of the dead
 
     def _kill(self) -> None:
         for child in list(self._ranks.values()):
@@ -111,15 +114,12 @@ class Ranks:
             self.close()
             raise EngineDeadError(str(self.fault))
 
-    def join(self) -> Callable[[int], int]:
-        """Joins the group when every rank has its weights. Returns what finds the least number of all ranks.
-
-        Errors: EngineDeadError if a rank has failed."""
+    def join(self) -> None:
+        """Joins the group when every rank has its weights. Errors: EngineDeadError if a rank has failed."""
         self.wait("loaded")
         for child in self._ranks.values():
             child.send("join")
-        self._joined = self._held.enter_context(process_group(self.group, self.device))
-        return self._joined.least
+        self._held.enter_context(process_group(self.group, self.device))
 
     def attach(self, core: EngineCore) -> None:
         """Has the loop tell of its steps."""
@@ -141,12 +141,10 @@ class Ranks:
         self.swap(torch.zeros(1))  # everybody has read it
         path.unlink()
 
-    def swap(self, part: Tensor) -> list[Tensor]:
+    def swap(self, part: Tensor) -> Tensor:
         """As `RankCommands.swap`. Errors: EngineDeadError if a rank has ended."""
-        if self._joined is None:
-            raise InvariantError("ranks were asked before they had joined")
         with self.named():
-            return self._joined.swap(part)
+            return swap(part, self.group)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

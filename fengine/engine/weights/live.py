@@ -37,7 +37,7 @@ class RankCommands(Protocol):
         """Has the other ranks write checked tensors."""
         ...
 
-    def swap(self, part: Tensor) -> list[Tensor]:
+    def swap(self, part: Tensor) -> Tensor:
         """The parts of all ranks, of one size, on the CPU."""
         ...
 

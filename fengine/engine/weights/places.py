@@ -6,7 +6,7 @@ Reads and writes go through views of the leaf's storage, so nothing is allocated
 compiled code and captured graphs remain valid.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +39,9 @@ class Cut(NamedTuple):
         """The rows of a rank; rank 0 has most. Pure."""
         return sum(rows.stop - rows.start for rows in self.rows[rank])
 
-    def joined(self, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    def joined(self, parts: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The tensor of all ranks' parts. Pure."""
-        whole = parts[0].new_empty(shape)
+        whole = parts.new_empty(shape)
         for part, own in zip(parts, self.rows, strict=True):
             at = 0
             for rows in own:
