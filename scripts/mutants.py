@@ -1,86 +1,79 @@
 """Mutation tests: small faults planted one at a time into core, loop and journal; which of them do the tests see?
 
-    python scripts/mutants.py --count 300 --jobs 2 --json scripts/results/mutants.json
+    python scripts/mutants.py --count 300 --json scripts/results/mutants.json
     python scripts/mutants.py --files core/scheduler.py --count 40
-    python scripts/mutants.py --only simulation --count 100     # what the simulated schedules see alone
+    python scripts/mutants.py --planted faults.json         # faults by hand: a list of {name, file, old, new}
 
-A process that has imported the libraries forks one child for each mutant: a comparison, an operator, a constant, a
-condition or a statement of one file changed as it is imported, nothing on disk. The child runs the test files of the
-module's row of TESTS, the quickest first, up to the first failure. A mutant that no test sees is printed with its line:
-either the line is not needed, or an oracle is missing, or `reason` in the JSON file tells why neither is; reasons stay
-when the file is written again. What runs too long counts as seen.
+One process collects the tests of LANES. A child runs them all under a tracer, and tells of each how long it takes and
+which lines it runs. Then one child is forked for each mutant: the code of one function is replaced in memory (a
+comparison, an operator, a constant, a condition or a statement changed), and the tests that run its lines are run, the
+quickest first, simulated schedules before, up to the first failure. What runs too long counts as seen.
+
+A mutant that no test sees is printed with its line: either the line is not needed, or an oracle is missing, or `reason`
+in the JSON file tells why neither is; reasons stay when the file is written again. What is raised is not mutated, nor
+left out where it is an InvariantError: only a fault meets those. A planted fault whose `old` text is not found once is
+left out by name.
 """
 
 import argparse
 import ast
 import copy
+import gc
 import importlib
-import importlib.abc
-import importlib.util
 import json
 import os
 import random
 import resource
 import signal
-import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from difflib import SequenceMatcher
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import pytest
 from measure import environment
 
 ROOT = Path(__file__).resolve().parent.parent
-HOST = ("engine/test_simulation", "unit/test_scheduler")
-LOOP = ("engine/test_simulation", "engine/test_sessions", "engine/test_state", "engine/test_ends",
-        "engine/test_lifecycle", "engine/test_api_streams", "engine/test_memory", "engine/test_weights")  # fmt: skip
-TESTS: dict[str, tuple[str, ...]] = {  # test files by pattern of what they are the oracle of
-    "core/kv_pages.py": ("unit/test_pages", *HOST),
-    "core/prefix_cache.py": ("unit/test_prefix_cache", *HOST),
-    "core/lora_slots.py": ("unit/test_adapter_slots", *HOST),
-    "core/waiting_queue.py": HOST,
-    "core/running.py": (*HOST, "engine/test_speculation", "engine/test_encode"),
-    "core/batch.py": (*HOST, "engine/test_speculation"),
-    "core/scheduler.py": (*HOST, "engine/test_speculation", "engine/test_encode", "engine/test_api_options"),
-    "core/request.py": ("unit/test_request", *HOST, "engine/test_plain", "engine/test_extended", "engine/test_encode",
-                        "engine/test_api_results"),
-    "core/scheduler_output.py": (*HOST, "engine/test_extended", "engine/test_plain"),
-    "core/speculation.py": ("engine/test_simulation", "unit/test_scheduler", "engine/test_speculation"),
-    "core/step_trace.py": ("unit/test_steps", "engine/test_simulation", "eval/test_trace"),
-    "engine/engine_core.py": LOOP,
-    "engine/inbox.py": LOOP,
-    "engine/output_processor.py": (*LOOP, "engine/test_text_engine"),
-    "engine/request_state.py": (*LOOP, "engine/test_extended", "engine/test_encode", "engine/test_api_results"),
-    "engine/stepper.py": (*LOOP, "engine/test_extended"),
-    "api/sessions.py": ("engine/test_sessions", "engine/test_simulation"),
-    "speculative/ngram.py": ("engine/test_speculation", "unit/test_scheduler"),
-    "speculative/pace.py": ("unit/test_pace", "engine/test_draft"),
-    "speculative/draft.py": ("engine/test_draft", "engine/test_eagle", "engine/test_drafts_with_all"),
-    "speculative/chain.py": ("engine/test_draft", "engine/test_eagle", "engine/test_drafts_with_all"),
-    "speculative/proposers.py": ("engine/test_draft", "engine/test_eagle", "engine/test_drafts_beside"),
-    "eval/runs/journal.py": ("eval/test_journal", "eval/test_rerun", "eval/test_run"),
-}  # fmt: skip
-SIMULATION = ("slow/test_simulation_many",)
-SLOW = "not (any_schedule or many_schedules or tight_pools)"  # what simulated schedules see as well, and sooner
+PACKAGE = ROOT / "fengine"
+FILES = (
+    "core/*.py", "engine/engine_core.py", "engine/inbox.py", "engine/output_processor.py", "engine/request_state.py",
+    "engine/stepper.py", "engine/readout.py", "engine/steering.py", "api/sessions.py", "api/collector.py",
+    "speculative/ngram.py", "speculative/pace.py", "speculative/draft.py", "speculative/chain.py",
+    "speculative/proposers.py", "eval/runs/journal.py",
+)  # fmt: skip
+LANES = ("unit", "engine", "eval/test_journal.py", "eval/test_rerun.py", "eval/test_run.py", "eval/test_trace.py",
+         "slow/test_simulation_many.py")  # fmt: skip
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 OPERATE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add}
-LONGEST = 180  # seconds of processor time that the tests of one mutant may take
+BUDGET = 60.0  # seconds that the tests of one mutant take in all, without it; the longest are left out
+HANGS = 6  # seconds of processor time, beyond ten times what a test takes without a mutant
 
 
 class Mutant(NamedTuple):
+    """`lines` of the source as it is that tests must run to see it; `code` of the whole file."""
+
     file: str  # relative to the package
     line: int
     what: str
-    source: str  # of the whole file
+    lines: frozenset[int]
+    code: CodeType
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
 
 
 def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """What a node may become."""
+    """What a node may become. What is left out stays as dead code, so that closures have the variables they had."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARE:
         new = copy.deepcopy(node)
         new.ops = [COMPARE[type(node.ops[0])]()]
@@ -97,12 +90,12 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield "operator", new
     elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
         yield "constant", ast.Constant(not node.value if isinstance(node.value, bool) else int(str(node.value)) + 1)
-    elif isinstance(node, (ast.If, ast.While)):
-        new = copy.deepcopy(node)
-        new.test = ast.Constant(False)
+    elif isinstance(node, (ast.If, ast.While)) and "InvariantError" not in ast.unparse(node.body[0]):
+        new = copy.copy(node)
+        new.test = ast.BoolOp(ast.And(), [ast.Constant(False), node.test])
         yield "condition never holds", new
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) or isinstance(node, ast.AugAssign):
-        yield "statement removed", ast.Pass()
+        yield "statement removed", ast.If(ast.Constant(False), [node], [])
 
 
 class Replace(ast.NodeTransformer):
@@ -113,157 +106,229 @@ class Replace(ast.NodeTransformer):
         return ast.copy_location(self.new, node) if node is self.old else self.generic_visit(node)
 
 
-def mutants_of(path: Path, package: Path) -> list[Mutant]:
-    """Of the statements in functions; not of what is raised: messages are tested by a few words."""
-    source, found = path.read_text(), []
-    tree = ast.parse(source)
+def mutants_of(path: Path) -> Iterator[tuple[ast.Module, ast.AST, str, ast.AST]]:
+    """(module, node, what, new node) of the statements in functions, not of what is raised."""
+    tree = ast.parse(path.read_text())
     told = {id(node) for raised in ast.walk(tree) if isinstance(raised, ast.Raise) for node in ast.walk(raised)}
     for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
         for statement in function.body:
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
-            found += [(n, *m) for n in ast.walk(statement) if id(n) not in told for m in mutations(n)]
-    out = []
-    for node, what, new in found:
-        changed = Replace(node, new).visit(tree)
-        text = ast.unparse(ast.fix_missing_locations(changed))
-        Replace(new, node).visit(tree)
-        out.append(Mutant(str(path.relative_to(package)), getattr(node, "lineno", 0), what, text))
-    return out
+            for node in ast.walk(statement):
+                if id(node) not in told:
+                    yield from ((tree, node, *mutation) for mutation in mutations(node))
 
 
-class Mutated(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """Imports one module of the package from other source."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.path = str(ROOT / "fengine" / mutant.file)
-        self.name = "fengine." + mutant.file.removesuffix(".py").replace("/", ".")
-        self.source = mutant.source
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        return (
-            importlib.util.spec_from_file_location(fullname, self.path, loader=self) if fullname == self.name else None
-        )
-
-    def get_filename(self, fullname: str) -> str:
-        return self.path
-
-    def get_data(self, path: Any) -> bytes:
-        return self.source.encode() if str(path) == self.path else Path(path).read_bytes()
+def planted(path: Path, tree: ast.Module, node: Any, what: str, new: ast.AST) -> Mutant:
+    """The mutant, compiled."""
+    changed = Replace(node, new).visit(tree)
+    code = compile(ast.fix_missing_locations(changed), str(path), "exec")
+    Replace(new, node).visit(tree)
+    last = node.test.end_lineno if isinstance(node, (ast.If, ast.While)) else node.end_lineno
+    return Mutant(str(path.relative_to(PACKAGE)), node.lineno, what, frozenset(range(node.lineno, last + 1)), code)
 
 
-def import_libraries() -> None:
-    """All that the package and the tests import, but for the package: a child need not."""
-    probe = "import pytest, hypothesis, greenlet, fengine.api.engine, fengine.eval.runs.run, sys; print(*sys.modules)"
-    names = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in names.split():
-        if not name.startswith(("fengine", "__")):
-            with suppress(Exception):
-                importlib.import_module(name)
+def by_hand(faults: list[dict[str, str]]) -> Iterator[Mutant]:
+    """Faults that are told as text; one that no longer fits is left out."""
+    for fault in faults:
+        path = PACKAGE / fault["file"]
+        source = path.read_text() if path.exists() else ""
+        if source.count(fault["old"]) != 1:
+            print(f"left out, its text is not found once: {fault['name']}", flush=True)
+            continue
+        text = source.replace(fault["old"], fault["new"])
+        blocks = SequenceMatcher(None, before := source.splitlines(), text.splitlines(), False).get_opcodes()
+        changed = [range(a + 1, max(b, a + 1) + 1) for tag, a, b, _, _ in blocks if tag != "equal"]
+        lines = {line for block in changed for line in block if line <= len(before)}
+        yield Mutant(fault["file"], min(lines), fault["name"], frozenset(lines), compile(text, str(path), "exec"))
 
 
-def judge(mutant: Mutant | None, tests: tuple[str, ...]) -> int:
-    """In a child: the exit status of the tests with this mutant, None: with none."""
-    import pytest
-
-    devnull = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(devnull, stream)
-    resource.setrlimit(resource.RLIMIT_CPU, (LONGEST, LONGEST))
-    signal.alarm(6 * LONGEST)
-    os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
-    if mutant is not None:
-        sys.meta_path.insert(0, Mutated(mutant))
-    files = [f"tests/{name}.py" for name in tests]
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-k", SLOW, *files]))
+def functions_of(code: CodeType) -> Iterator[CodeType]:
+    """Functions of a module and of its classes."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            if "<locals>" not in inner.co_qualname:
+                yield from functions_of(inner)
 
 
-def fork(mutant: Mutant | None, tests: tuple[str, ...]) -> int:
-    """The process that judges."""
+def plant(mutant: Mutant, living: dict[tuple[str, str], list[FunctionType]]) -> None:
+    """Gives the functions of the module the mutant's code."""
+    path, nth = str(PACKAGE / mutant.file), defaultdict[str, int](int)
+    for code in functions_of(mutant.code):
+        known = living.get((path, code.co_qualname), [])
+        starts = sorted({function.__code__.co_firstlineno for function in known})
+        at = nth[code.co_qualname]  # a property has more than one of the same name
+        nth[code.co_qualname] += 1
+        for function in known:
+            if at < len(starts) and function.__code__.co_firstlineno == starts[at]:
+                function.__code__ = code
+
+
+# -- children ----------------------------------------------------------------------------------------------------------
+
+
+def fork(body: Callable[[], int]) -> int:
+    """A process that does this, and whatever it prints is lost."""
     if (pid := os.fork()) == 0:
         status = 9
         try:
             os.setpgid(0, 0)
-            status = judge(mutant, tests)
+            devnull = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(devnull, stream)
+            status = body()
         finally:
             os._exit(status)
     return pid
 
 
-def wait() -> tuple[int, bool, float]:
-    """(process, whether a test failed or could not end, its seconds) of a child that has ended."""
+def wait() -> tuple[int, int, float]:
+    """(process, status, its seconds) of a child that has ended."""
     pid, status, usage = os.wait4(-1, 0)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what it started
-    return pid, os.waitstatus_to_exitcode(status) != 0, usage.ru_utime + usage.ru_stime
+    return pid, os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
 
 
-def unsound(files: list[str], jobs: int) -> list[str]:
-    """Those test files that fail without a mutant."""
-    going: dict[int, str] = {}
-    wrong: list[str] = []
-    for name in [*files, ""]:
-        while going and (len(going) == jobs or not name):
-            pid, failed, _ = wait()
-            wrong += [going.pop(pid)] if failed else [going.pop(pid)][1:]
-        if name:
-            going[fork(None, (name,))] = name
-    return wrong
+class Lines:
+    """Which lines of some files run, in any thread. Modifies: itself."""
+
+    def __init__(self, paths: set[str]) -> None:
+        self.paths = paths
+        self.found: dict[CodeType, set[int]] = {}
+        self.most: dict[CodeType, int] = {}
+
+    def take(self) -> dict[str, list[int]]:
+        """Those since the last time."""
+        found, self.found, by_file = self.found, {}, defaultdict[str, set[int]](set)
+        for code, lines in found.items():
+            by_file[os.path.relpath(code.co_filename, PACKAGE)] |= lines
+        return {file: sorted(lines) for file, lines in by_file.items()}
+
+    def trace(self, frame: Any, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename not in self.paths:
+            return None
+        if (most := self.most.get(code)) is None:
+            most = self.most[code] = len({line for _, _, line in code.co_lines() if line is not None})
+        lines = self.found.setdefault(code, set())
+        lines.add(frame.f_lineno)
+        return None if len(lines) == most else self._line
+
+    def _line(self, frame: Any, event: str, _: Any) -> Any:
+        self.found.setdefault(frame.f_code, set()).add(frame.f_lineno)
+        return self._line
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", nargs="+", default=list(TESTS), help="patterns in fengine/")
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=["simulation"], help="see with these tests alone")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no more are begun after so long")
-    parser.add_argument("--trust", action="store_true", help="the tests pass without a mutant; not tried first")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    package, until = ROOT / "fengine", time.monotonic() + 60 * options.minutes
-    rows = {path: tests for name, tests in TESTS.items() for path in package.glob(name)}
-    paths = sorted({path for pattern in options.files for path in package.glob(pattern)} & rows.keys())
-    everything = [mutant for path in paths for mutant in mutants_of(path, package)]
-    chosen = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
-    import_libraries()
-    files = {name for path in paths for name in (SIMULATION if options.only else rows[path])}
-    failing = [] if options.trust else unsound(sorted(files), options.jobs)
-    print(f"left out, for they fail without a mutant: {failing}", flush=True)
-    results, going = Results(options.json, package, len(everything), options.seed), {}
-    for mutant in chosen:
-        if time.monotonic() > until:
-            break
-        if len(going) == options.jobs:
+class Judge:
+    """Plugin of pytest: instead of running the tests once it runs them for each mutant."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.failed = options, False
+        self.tests: dict[str, Any] = {}  # by id: seconds and lines
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed = self.failed or report.failed
+
+    def passes(self, item: pytest.Item, after: pytest.Item | None) -> bool:
+        self.failed = False
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+        return not self.failed
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        options, paths = self.options, {path for pattern in self.options.files for path in PACKAGE.glob(pattern)}
+        for path in sorted(paths):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if options.planted:
+            chosen = list(by_hand(json.loads(options.planted.read_text())))
+            paths, possible = {PACKAGE / mutant.file for mutant in chosen}, len(chosen)
+        else:
+            everything = [(path, *found) for path in sorted(paths) for found in mutants_of(path)]
+            sample = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
+            chosen, possible = [planted(*one) for one in sample], len(everything)
+        self.items = {item.nodeid: item for item in session.items}
+        self.tests = self._traced(paths)
+        print(f"{len(self.tests)} tests, {len(chosen)} mutants", flush=True)
+        results, going, until = Results(options, possible), {}, time.monotonic() + 60 * options.minutes
+        self.living = defaultdict[tuple[str, str], list[FunctionType]](list)
+        for found in gc.get_objects():
+            if type(found) is FunctionType and found.__code__.co_filename.startswith(str(PACKAGE)):
+                self.living[found.__code__.co_filename, found.__code__.co_qualname].append(found)
+        for mutant in chosen:
+            if time.monotonic() > until:
+                break
+            if len(going) == options.jobs:
+                results.take(going, *wait())
+            going[fork(lambda mutant=mutant: self._judge(mutant))] = mutant
+        while going:
             results.take(going, *wait())
-        tests = SIMULATION if options.only else rows[package / mutant.file]
-        going[fork(mutant, tuple(name for name in tests if name not in failing))] = mutant
-    while going:
-        results.take(going, *wait())
-    print(f"{results.caught} of {len(results.found)} mutants caught, of {len(everything)} possible ones")
+        print(f"{results.caught} of {len(results.found)} mutants caught, of {possible} possible ones")
+        return True
+
+    def _traced(self, paths: set[Path]) -> dict[str, Any]:
+        """Each test that passes: its seconds, and its lines by file."""
+        map_file = self.options.map or Path(tempfile.mkdtemp()) / "map.json"
+        if not map_file.exists():
+            fork(lambda: self._trace({str(path) for path in paths}, map_file))
+            wait()
+        tests = json.loads(map_file.read_text())
+        return {name: test for name, test in tests.items() if name in self.items}
+
+    def _trace(self, paths: set[str], map_file: Path) -> int:
+        lines, tests, items = Lines(paths), {}, list(self.items.values())
+        threading.settrace(lines.trace)
+        sys.settrace(lines.trace)
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            began = time.process_time()
+            if self.passes(item, after):
+                tests[item.nodeid] = {"seconds": time.process_time() - began, "lines": lines.take()}
+        sys.settrace(None)
+        map_file.write_text(json.dumps(tests))
+        return 0
+
+    def _judge(self, mutant: Mutant) -> int:
+        """In a child: 1 if a test fails with this mutant, 2 if none runs its lines, 0 if all pass."""
+        plant(mutant, self.living)
+        seeing = [
+            name for name, test in self.tests.items() if not mutant.lines.isdisjoint(test["lines"].get(mutant.file, ()))
+        ]
+        seeing.sort(key=lambda name: ("engine/test_simulation" not in name, self.tests[name]["seconds"]))
+        spent, chosen = 0.0, []
+        for name in seeing:
+            spent += self.tests[name]["seconds"]
+            if spent < BUDGET:
+                chosen.append(name)
+        for name, after in zip(chosen, [*chosen[1:], None], strict=True):
+            limit = 10 * self.tests[name]["seconds"] + HANGS
+            used = time.process_time()
+            resource.setrlimit(resource.RLIMIT_CPU, (int(used + limit) + 1, resource.RLIM_INFINITY))
+            signal.alarm(int(5 * limit))  # it may wait, too
+            if not self.passes(self.items[name], self.items.get(after or "")):
+                return 1
+        return 0 if chosen else 2
 
 
 class Results:
     """What became of each mutant; written after each."""
 
-    def __init__(self, path: Path | None, package: Path, possible: int, seed: int) -> None:
-        self.path, self.package, self.possible, self.seed = path, package, possible, seed
+    def __init__(self, options: argparse.Namespace, possible: int) -> None:
+        self.path, self.possible, self.seed = options.json, possible, options.seed
         self.found: list[dict[str, Any]] = []
-        before = json.loads(path.read_text())["survivors"] if path is not None and path.exists() else []
+        before = json.loads(self.path.read_text())["survivors"] if self.path and self.path.exists() else []
         self.reasons = {(m["file"], m["what"], m["source"]): m["reason"] for m in before}
 
     @property
     def caught(self) -> int:
         return sum(one["caught"] for one in self.found)
 
-    def take(self, going: dict[int, Mutant], pid: int, caught: bool, seconds: float) -> None:
+    def take(self, going: dict[int, Mutant], pid: int, status: int, seconds: float) -> None:
         mutant = going.pop(pid)
-        line = (self.package / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
-        print("caught  " if caught else "SURVIVES", f"{mutant.file}:{mutant.line} {mutant.what}: {line}", flush=True)
+        line = (PACKAGE / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
+        verdict = {0: "SURVIVES", 2: "NOT RUN "}.get(status, "caught  ")
+        print(f"{verdict} {seconds:5.1f} s {mutant.file}:{mutant.line} {mutant.what}: {line}", flush=True)
         self.found.append({"file": mutant.file, "line": mutant.line, "what": mutant.what, "source": line,
-                           "caught": caught, "seconds": round(seconds, 1)})  # fmt: skip
+                           "caught": status not in (0, 2), "seconds": seconds})  # fmt: skip
         if self.path is not None:
             self.path.write_text(json.dumps(self._summary(), indent=1) + "\n")
 
@@ -281,6 +346,27 @@ class Results:
             "by_file": {name: f"{sum(seen)} of {len(seen)}" for name, seen in by_file.items()},
             "survivors": survivors,
         }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", nargs="+", default=FILES, help="patterns in fengine/")
+    parser.add_argument("--tests", nargs="+", default=LANES, help="in tests/")
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no more are begun after so long")
+    parser.add_argument("--planted", type=Path, help="faults by hand, in place of those that are made")
+    parser.add_argument("--map", type=Path, help="which test runs which lines: written, or read if it is there")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = folder
+        os.chdir(ROOT)
+        sys.path.insert(0, str(ROOT))
+        given = [f"tests/{name}" for name in options.tests]
+        plugins = ["no:cacheprovider", "no:timeout", "no:xdist", "no:warnings"]
+        pytest.main([*(f"-p{name}" for name in plugins), "-qs", *given], plugins=[Judge(options)])
 
 
 if __name__ == "__main__":
