@@ -3,8 +3,7 @@
 Each check walks everything, privates included, and raises InvariantError with what is off.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fengine.core.kv_pages import PagePool
@@ -43,11 +42,12 @@ def check_rows(rows: Rows) -> None:
         if any(a.arrival >= b.arrival for a, b in zip(ordered, ordered[1:], strict=False)):
             raise InvariantError("running requests are out of order")
     check_slots(rows.adapters, [(request.adapter_slot, request.adapter) for request in running])
-    check_pool(rows.pool, [request.pages for request in running], rows.cache)
+    nodes = [] if rows.cache is None else nodes_of(rows.cache)
+    check_pool(rows.pool, [request.pages for request in running], [node.page for node in nodes])
     if isinstance(rows.pool, WindowPages):
         check_windows(rows.pool, [request.pages[request.window_start :] for request in running], rows.cache)
     if rows.cache is not None:
-        check_cache(rows.cache)
+        check_cache(rows.cache, nodes)
 
 
 def check_running(rows: Rows, request: Request) -> None:
@@ -76,68 +76,81 @@ def check_pool(
     Every page's count must be the number of its holders, the free list exactly the pages without one, and the idle
     count exactly the pages that the cache alone holds.
     """
-    cached_count = Counter([node.page for node in nodes_of(cached)] if isinstance(cached, PrefixCache) else cached)
-    count = Counter(page for pages in holders for page in pages)
+    pages_cached = [node.page for node in nodes_of(cached)] if isinstance(cached, PrefixCache) else list(cached or ())
+    kept = [0] * pool.num_pages
+    for page in pages_cached:
+        kept[page] += 1
+    count = kept.copy()
     for pages in holders:
         if len(set(pages)) != len(pages):
             raise InvariantError(f"a request holds a page twice: {pages}")
-    count.update(cached_count)
-    free = Counter(pool._free)
-    wrong: list[str] = []
-    for page in range(pool.num_pages):
-        seen, kept = count[page], cached_count[page]
-        counted, flag = pool._holders[page], pool._kept[page]
-        if counted != seen or flag != kept:
-            wrong.append(f"page {page}: counted {counted} holders (cached {flag}), has {seen} ({kept})")
-        if free[page] != (seen == 0 and page != 0):
-            wrong.append(f"page {page}: {free[page]} times in the free list with {seen} holders")
-    idle = sum(count[page] == 1 for page in cached_count)
-    if idle != pool.num_idle:
-        wrong.append(f"idle pages: counted {pool.num_idle}, are {idle}")
-    if count[0] or set(count) - set(range(pool.num_pages)):
-        wrong.append("the null page, or a page that does not exist, has a holder")
-    if wrong:
-        raise InvariantError("page accounting is broken (a bug in fengine):\n  " + "\n  ".join(wrong))
+        if pages and not 0 < min(pages) <= max(pages) < pool.num_pages:
+            raise InvariantError(f"a request holds the null page, or one that does not exist: {pages}")
+        for page in pages:
+            count[page] += 1
+    if pages_cached and not 0 < min(pages_cached):
+        raise InvariantError("the prefix cache holds the null page")
+    if pool._holders != count or list(pool._kept) != kept:
+        pages = [
+            page
+            for page in range(pool.num_pages)
+            if (pool._holders[page], pool._kept[page]) != (count[page], kept[page])
+        ]
+        told = [f"{p}: counted {pool._holders[p]} (cached {pool._kept[p]}), has {count[p]} ({kept[p]})" for p in pages]
+        raise InvariantError("holders of pages are counted wrong:\n  " + "\n  ".join(told))
+    if sorted(pool._free) != [page for page in range(1, pool.num_pages) if not count[page]]:
+        raise InvariantError(f"the free list is {sorted(pool._free)}, holders are {count}")
+    if (idle := sum(count[page] == 1 for page in pages_cached)) != pool.num_idle:
+        raise InvariantError(f"idle pages: counted {pool.num_idle}, are {idle}")
 
 
 def check_windows(pool: WindowPages, seen: Sequence[Sequence[int]], cache: PrefixCache | None) -> None:
     """Every one of the `seen` pages has a window page; others in the cache may. None is lost or given twice."""
-    count = Counter(page for pages in seen for page in pages)
-    having = [page for page in range(pool.num_pages) if pool.window_of[page]]
-    kept = set() if cache is None else {node.page for node in nodes_of(cache)}
-    if dict(count) != {page: n for page, n in enumerate(pool._seers) if n}:
-        raise InvariantError(f"pages are seen by {dict(count)} requests, counted otherwise")
-    if set(count) - set(having) or set(pool._idle) != set(having) - set(count) or set(pool._idle) - kept:
-        raise InvariantError(f"pages {having} have window pages, {sorted(count)} are seen, {list(pool._idle)} idle")
-    window_pages = [pool.window_of[page] for page in having] + pool._unused
+    count = [0] * pool.num_pages
+    for pages in seen:
+        for page in pages:
+            count[page] += 1
+    if count != pool._seers:
+        raise InvariantError(f"pages are seen by {count} requests, counted {pool._seers}")
+    unseen = {page for page, window in enumerate(pool.window_of) if window and not count[page]}
+    if not all(pool.window_of[page] for pages in seen for page in pages) or unseen != set(pool._idle):
+        raise InvariantError(f"window pages of {pool.window_of}, seen by {count}, {list(pool._idle)} idle")
+    if cache is None and unseen or not all(pool._kept[page] for page in unseen):
+        raise InvariantError(f"of the idle pages {sorted(unseen)} some are not in the prefix cache")
+    window_pages = [window for window in pool.window_of if window] + pool._unused
     if sorted(window_pages) != list(range(1, pool.windows.num_pages)):
         raise InvariantError(f"window pages are lost or given twice: {sorted(window_pages)}")
 
 
-def check_cache(cache: PrefixCache) -> None:
+def check_cache(cache: PrefixCache, nodes: Sequence[Any] | None = None) -> None:
     """Links, counts, the heap, and that whoever holds a page holds all its ancestors."""
-    nodes = list(nodes_of(cache))
-    queued = [node for _, _, node in cache._heap]
-    if any(node.parent is None for node in queued):
-        raise InvariantError("prefix cache: the heap keeps a page that was taken out")
-    if len(nodes) != cache.num_pages or len({id(node) for node in queued}) != len(queued):
-        raise InvariantError(f"prefix cache: {len(nodes)} pages, {cache.num_pages} counted; or one queued twice")
+    nodes = nodes_of(cache) if nodes is None else nodes
+    root, size, holders = cache._root, cache.page_size, cache.pool._holders
+    queued = {id(node) for _, _, node in cache._heap if node.parent is not None}
+    if len(queued) != len(cache._heap):
+        raise InvariantError("prefix cache: the heap keeps a page that was taken out, or one twice")
+    if any(cache._heap[(i - 1) // 2][:2] > entry[:2] for i, entry in enumerate(cache._heap) if i):
+        raise InvariantError("prefix cache: the heap is out of order")
+    if len(nodes) != cache.num_pages:
+        raise InvariantError(f"prefix cache: {len(nodes)} pages, {cache.num_pages} counted")
     for node in nodes:
-        parent = node.parent
-        size = sum(type(token) is int for token in node.tokens)
-        if parent is None or parent.children.get(node.tokens) is not node or size != cache.page_size:
+        parent, tokens = node.parent, node.tokens
+        if (
+            parent is None
+            or parent.children.get(tokens) is not node
+            or len(tokens) - (type(tokens[0]) is not int) != size
+        ):
             raise InvariantError(f"prefix cache: the node of page {node.page} is not linked to its parent")
-        if not node.children and not node.queued:
+        if not node.children and not node.queued or node.queued != (id(node) in queued):
             raise InvariantError(f"prefix cache: leaf page {node.page} could never be evicted")
-        held, above = cache.pool.num_holders(node.page), cache.pool.num_holders(parent.page)
-        if parent is not cache._root and held > 1 and above == 1:
+        if holders[node.page] > 1 and parent is not root and holders[parent.page] == 1:
             raise InvariantError(f"prefix cache: page {node.page} is held but its ancestor {parent.page} is not")
 
 
-def nodes_of(cache: PrefixCache) -> Iterator[Any]:
+def nodes_of(cache: PrefixCache) -> list[Any]:
     """Every page in the cache, one node each."""
-    stack = list(cache._root.children.values())
-    while stack:
-        node = stack.pop()
-        stack.extend(node.children.values())
-        yield node
+    found = list(cache._root.children.values())
+    for node in found:  # which grows
+        if node.children:
+            found += node.children.values()
+    return found
