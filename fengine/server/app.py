@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from fengine.api.engine import Engine
 from fengine.server import messages
-from fengine.server.answers import Events
+from fengine.server.answers import events
 from fengine.server.config import ServerConfig
 from fengine.server.endpoints import ENDPOINTS, Endpoint, open_api
 from fengine.server.errors import ApiError, api_error_of
@@ -155,15 +155,15 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = self.call
         assert call.plan.writer is not None, "a plan of a stream"
-        events, watch = Events(call.collector, call.plan.writer), asyncio.create_task(gone(receive))
+        found, watch = events(call.collector, call.plan.writer), asyncio.create_task(gone(receive))
         watch.add_done_callback(lambda _: call.collector.abort())  # which ends the events
         try:
             if scope["http_version"] == "1.0":
-                whole = b"".join([piece async for piece, _ in events])
+                whole = b"".join([piece async for piece, _ in found])
                 await Response(whole, headers=self.headers, media_type=self.media_type)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for piece, more in events:
+            async for piece, more in found:
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             watch.cancel()

@@ -7,10 +7,11 @@ from typing import Any
 from fengine.api.engine import Engine
 from fengine.api.io_struct import GenerateReqInput
 from fengine.api.outputs import Output
+from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig
 from fengine.server.endpoints import ENDPOINTS
 from fengine.server.errors import ApiError, unsupported
-from fengine.server.service import Plan, Service
+from fengine.server.service import Service
 
 PATHS = {path: one for one in ENDPOINTS if one.plan and one.fields for path in one.paths}
 MAX_ROWS = 1 << 31  # of a batch the caller decides how many are open

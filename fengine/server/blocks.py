@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from fengine.api.outputs import Output
 from fengine.server.answers import finish_reason
-from fengine.server.chat import ChatForm
+from fengine.server.chat import ChatWriter
 
 Kind = Literal["reasoning", "text", "call"]
 Step = tuple[Literal["open", "delta", "close"], "Block", str]
@@ -27,7 +27,7 @@ class Block:
 class Blocks:
     """Cuts the one choice of a chat into blocks. Modifies: itself, as output comes."""
 
-    def __init__(self, form: ChatForm) -> None:
+    def __init__(self, form: ChatWriter) -> None:
         self._form = form
         self.found: list[Block] = []
         self._open = False  # the last one
@@ -44,7 +44,7 @@ class Blocks:
             yield from self._close()
             yield from self._add(Block("call", len(self.found), call["id"], function["name"]), function["arguments"])
             yield from self._close()
-        if self._form.request.logprobs is not None and self.found and self.found[-1].kind == "text":
+        if self._form.given["logprobs"] is not None and self.found and self.found[-1].kind == "text":
             self.found[-1].logprobs += self._form.logprobs(output)
         if finish_reason(output) is not None:
             if not self.found:

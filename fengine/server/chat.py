@@ -2,27 +2,26 @@
 
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fengine.api.chat_images import without_images
 from fengine.api.engine import Engine
 from fengine.api.outputs import Output
 from fengine.core.sampling_params import GRAMMARS
-from fengine.server.answers import finish_reason, stopped_by
+from fengine.server.answers import finish_reason
 from fengine.server.chat_body import ChatOptions
+from fengine.server.choices import ChoiceWriter, finite, hidden_states, token_bytes
 from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
 from fengine.server.output_parser import OutputParser, TemplateFacts
-from fengine.server.token_text import TokenNames, hidden_states, prompt_logprobs
 from fengine.server.tool_calls import Format, ToolCall, forced_schema, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
 
 
 def prepare(
-    request: OpenAIRequest, chat: ChatOptions, engine: Engine, facts: TemplateFacts
-) -> tuple[dict[str, Any], "ChatForm"]:
+    request: OpenAIRequest, chat: ChatOptions, engine: Engine, facts: TemplateFacts, head: Mapping[str, Any]
+) -> tuple[dict[str, Any], "ChatWriter"]:
     """(fields of GenerateReqInput, how the outputs read). Errors: those of `Engine.chat_ids`; ApiError."""
     tokenizer, context, sampling = engine.tokenizer, engine._parts.context_length, request.arguments["sampling_params"]
     if type(most := sampling["max_new_tokens"]) is int and most > context:
@@ -31,22 +30,22 @@ def prepare(
     images = without_images(chat.messages)[1]
     if images and engine._parts.images is None:
         raise invalid("messages", "the messages have images, but this model takes none; leave them out.")
-    ids = chat_ids(engine, chat, _template_values(chat, facts), request.add_special_tokens)
-    ids = request.truncation.of(ids, context) if request.truncation else ids
+    ids = chat_ids(engine, chat, _template_values(chat, facts), request.given["add_special_tokens"])
+    ids = request.given["truncation"].of(ids, context) if request.given["truncation"] else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
-    form = _form_read(chat, facts, constrained)
+    # Calls are looked for where tools are shown and none is forced; harmony has its channels without tools, too.
+    channels = facts.channels is not None and not constrained
+    form = facts.form if channels or (chat.tools is not None and not chat.forced) else None
     thinks = facts.thinks and chat.separate_reasoning and not constrained
     opened = thinks and facts.opened(tokenizer, ids)
 
-    def new_parser() -> OutputParser | None:
-        if not (form or thinks or chat.forced):
-            return None
+    def new_parser() -> OutputParser:
         return OutputParser(form, thinks=thinks, opened=opened, forced=bool(chat.forced))
 
     sampling = _held(chat, facts, form, constrained) | sampling
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
     arguments |= {"image_data": images} if images else {}
-    return arguments, ChatForm(tokenizer, request, chat, new_parser, [ids])
+    return arguments, ChatWriter(request, chat, tokenizer, head, ids, new_parser)
 
 
 def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrained: bool) -> dict[str, Any]:
@@ -66,87 +65,67 @@ def chat_ids(engine: Engine, chat: ChatOptions, values: dict[str, Any], add_spec
     return engine.tokenizer.with_special_tokens(ids) if add_special_tokens else ids
 
 
-def _form_read(chat: ChatOptions, facts: TemplateFacts, constrained: bool) -> Format | None:
-    """The form of calls that outputs are searched for: with tools that none forces, and harmony's channels. Pure."""
-    channels = facts.channels is not None and not constrained
-    return facts.form if channels or (chat.tools is not None and not chat.forced) else None
-
-
 def _template_values(chat: ChatOptions, facts: TemplateFacts) -> dict[str, Any]:
     """What the template is given. Errors: ApiError."""
-    values, effort = dict(chat.template_values), chat.reasoning_effort
+    effort = chat.reasoning_effort
+    if effort is None:
+        return chat.template_values
     switches = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
     name = next((name for name in switches if name in facts.variables), None)
-    if effort is not None and name is None:
+    if name is None:
         raise unsupported("reasoning_effort", "reasoning_effort: this model's chat template knows none. Leave it out.")
-    if effort is not None and name is not None:
-        values.setdefault(name, switches[name])
-    return values
+    return {name: switches[name]} | chat.template_values
 
 
-@dataclass(slots=True)
-class ChatForm:
-    """How outputs read as choices. `new_parser`: for one choice; it gives None where all is content."""
+class ChatWriter(ChoiceWriter):
+    """Answers to chats. `new_parser`: of one choice. Modifies: itself, in a stream."""
 
-    tokenizer: Tokenizer
-    request: OpenAIRequest
-    chat: ChatOptions
-    new_parser: Callable[[], OutputParser | None]
-    prompt_ids: list[list[int]] | None
-    parsers: dict[int, OutputParser | None] = field(default_factory=dict)
-    called: dict[int, int] = field(default_factory=dict)  # calls of a choice so far
-    id_prefix: str = "chatcmpl"
-    object: str = "chat.completion"
-    chunk_object: str = "chat.completion.chunk"
+    names = ("chatcmpl-", "chat.completion", "chat.completion.chunk")
 
-    def whole(self, index: int, output: Output) -> dict[str, Any]:
+    def __init__(
+        self, request: OpenAIRequest, chat: ChatOptions, tokenizer: Tokenizer, head: Mapping[str, Any], ids: list[int],
+        new_parser: Callable[[], OutputParser],
+    ) -> None:  # fmt: skip
+        super().__init__(request, tokenizer, head, [ids])
+        self.chat, self.ids = chat, ids
+        self.parsers = [new_parser() for _ in range(self.given["n"])]
+        self.called = [0] * self.given["n"]  # calls of a choice so far
+        last = chat.messages[-1]
+        echoes = self.given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
+        self.echo = last["content"] if echoes else ""
+
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
         parts = self.parts(index, output, streamed=False)
         content = parts.pop("content", None if parts.keys() & {"tool_calls", "function_call"} else "")
-        content = self._echo + (content or "") if self._echo else content
+        content = self.echo + (content or "") if self.echo else content
         message = {"role": "assistant", "content": content, "refusal": None, **parts}
-        choice = self._choice(index, output, {"message": message}) | hidden_states(output)
-        choice.setdefault("token_ids", None)
-        return choice | ({"prompt_token_ids": self._prompt} if self.request.return_prompt_ids else {})
+        choice = self._choice(index, output, {"message": message}, whole=True) | hidden_states(output)
+        asked = self.given["return_prompt_token_ids"] or self.given["return_token_ids"]
+        return choice | ({"prompt_token_ids": self.ids} if asked else {})
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        delta = {"role": "assistant", "content": self._echo}
+    def opening(self, index: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": self.echo}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         new = self.parts(index, output, streamed=True)
-        choice = self._choice(index, output, {"delta": new or {"content": ""}})  # SGLang's clients look for a content
+        said = {"delta": new or {"content": ""}}  # SGLang's clients look for a content
+        choice = self._choice(index, output, said, whole=False)
         if choice["finish_reason"]:
             choice["delta"] |= hidden_states(output)
-        asked = self.request.logprobs is not None or self.request.return_token_ids
+        asked = self.given["logprobs"] is not None or self.given["return_token_ids"]
         return choice if new or choice["finish_reason"] or asked else None
 
     def beside(self, outputs: list[Output]) -> dict[str, Any]:
         """vLLM puts them here: a chat has one prompt."""
-        ids, most = self._prompt if self.request.return_token_ids else None, self.request.prompt_logprobs
+        ids = self.ids if self.given["return_token_ids"] else None
         if not outputs:
             return {} if ids is None else {"prompt_token_ids": ids}
-        names = TokenNames(self.tokenizer, self.request.tokens_as_ids)
-        told = None if most is None else prompt_logprobs(names, outputs[0], most)
-        return {"prompt_logprobs": told, "prompt_token_ids": ids}
-
-    @property
-    def _prompt(self) -> list[int] | None:
-        return None if self.prompt_ids is None else self.prompt_ids[0]
-
-    @property
-    def _echo(self) -> str:
-        last = self.chat.messages[-1]
-        echoed = self.request.echo and last.get("role") == "assistant" and isinstance(last.get("content"), str)
-        return last["content"] if echoed else ""
+        return {"prompt_logprobs": self.prompt_logprobs(outputs[0]), "prompt_token_ids": ids}
 
     def parts(self, index: int, output: Output, streamed: bool) -> dict[str, Any]:
         """What is new: content, reasoning_content and calls, as far as there is any."""
-        if index not in self.parsers:
-            self.parsers[index] = self.new_parser()
-        parser, text = self.parsers[index], output["text"]
-        if parser is None:
-            return {"content": text} if text else {}
-        found = parser.feed(text, last=finish_reason(output) is not None)
+        found = self.parsers[index].feed(output["text"], last=finish_reason(output) is not None)
         content = found.content + "".join(call.text for call in found.calls if call.problem)
         named = {"reasoning_content": found.reasoning, "content": content}
         if not self.chat.separate_reasoning:
@@ -154,44 +133,37 @@ class ChatForm:
         return {k: v for k, v in named.items() if v} | self._calls(index, found.calls, streamed)
 
     def _calls(self, index: int, calls: tuple[ToolCall, ...], streamed: bool) -> dict[str, Any]:
-        chat, begun = self.chat, self.called.get(index, 0)
-        good = [call for call in calls if not call.problem]
-        if not chat.parallel:
-            good = good[: 1 - begun]
-        self.called[index] = begun + len(good)
+        begun, good = self.called[index], [call for call in calls if not call.problem]
+        good = good if self.chat.parallel else good[: 1 - begun]
+        self.called[index] += len(good)
         told = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in good]
         if not told:
             return {}
-        if chat.legacy:
+        if self.chat.legacy:
             return {"function_call": told[0]}
-        return {
-            "tool_calls": [
-                ({"index": begun + i} if streamed else {})
-                | {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-                for i, function in enumerate(told)
-            ]
-        }
+        named = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": one} for one in told]
+        return {"tool_calls": [{"index": begun + i, **one} if streamed else one for i, one in enumerate(named)]}
 
-    def _choice(self, index: int, output: Output, said: dict[str, Any]) -> dict[str, Any]:
-        finish = finish_reason(output)
-        if finish == "stop" and self.called.get(index):
-            finish = "function_call" if self.chat.legacy else "tool_calls"
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
-        if finish is not None:
-            choice |= stopped_by(output, self.tokenizer.eos_ids)
-        if self.request.logprobs is not None:
-            choice["logprobs"] = {"content": self.logprobs(output), "refusal": None}
-        if self.request.return_token_ids:
-            choice["token_ids"] = output["output_ids"]
+    def _choice(self, index: int, output: Output, said: dict[str, Any], whole: bool) -> dict[str, Any]:
+        logprobs = None
+        if self.given["logprobs"] is not None:
+            logprobs = {"content": self.logprobs(output), "refusal": None}
+        choice = self.framed(index, output, said, logprobs, whole)
+        if choice["finish_reason"] == "stop" and self.called[index]:
+            choice["finish_reason"] = "function_call" if self.chat.legacy else "tool_calls"
         return choice
 
     def logprobs(self, output: Output) -> list[dict[str, Any]]:
         """Of what is new, as OpenAI tells them."""
-        meta, count = output["meta_info"], len(output["output_ids"])
-        names, most = TokenNames(self.tokenizer, self.request.tokens_as_ids), self.request.logprobs or 0
+        meta, count, most = output["meta_info"], len(output["output_ids"]), self.given["logprobs"] or 0
         tops = meta.get("output_top_logprobs", [[]] * count)
         pairs = zip(meta["output_token_logprobs"][:count], tops[:count], strict=True)
         return [
-            names.entry(token, logprob) | {"top_logprobs": [names.entry(t, p) for p, t, _ in top[:most]]}
+            self._entry(token, logprob) | {"top_logprobs": [self._entry(t, p) for p, t, _ in top[:most]]}
             for (logprob, token, _), top in pairs
         ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(self.tokenizer, token)
+        name = self.shown(token) if self.given["return_tokens_as_token_ids"] else data.decode("utf-8", "replace")
+        return {"token": name, "bytes": list(data), "logprob": finite(logprob), "token_id": token}

@@ -9,13 +9,13 @@ from fengine import __version__
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
-from fengine.server import chat, completions, fields, messages, openai_body, pooled, responses, sglang, tokens
-from fengine.server.answers import ChoiceWriter, Envelope, Form, usage_of
+from fengine.server import chat, choices, fields, messages, openai_body, pooled, responses, sglang, tokens
+from fengine.server.answers import Plan, Writer, usage_of
 from fengine.server.errors import ApiError, invalid, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, take
 from fengine.server.gate import Access
 from fengine.server.openai_body import OpenAIRequest
-from fengine.server.service import Plan, Service
+from fengine.server.service import Service
 
 Body = Mapping[str, Any]
 MAX_CHATS = 1024  # of one body
@@ -41,29 +41,28 @@ class Endpoint:
 # -- what the model computes -------------------------------------------------------------------------------------------
 
 
-def _choices(service: Service, body: Body, request: OpenAIRequest, arguments: dict[str, Any], form: Form) -> Plan:
-    """OpenAI's choices."""
-    envelope = Envelope.of(form, request.stream, service.name_of(body), service.fingerprint)
-    writer = ChoiceWriter(form, envelope, request)
-    req = service.request_of(body, arguments, request)
-    return Plan(req, request.prompts * request.samples, writer.whole, writer, request.words)
-
-
 def _completions(service: Service, body: Body) -> Plan:
     request = openai_body.read_completion(body, service.config.max_samples)
-    arguments, form = completions.prepare(request, service.tokenizer, service.context)
-    return _choices(service, body, request, arguments, form)
+    arguments, writer = choices.prepare(request, service.tokenizer, service.context, service.head(body))
+    return _planned(service, body, request, arguments, writer)
 
 
-def _chat(service: Service, body: Body) -> tuple[OpenAIRequest, dict[str, Any], chat.ChatForm]:
+def _chat(service: Service, body: Body) -> tuple[OpenAIRequest, dict[str, Any], chat.ChatWriter]:
     request = openai_body.read_chat(body, service.config.max_samples)
     assert request.chat is not None, "a body of chat completions"
     facts = service.template_facts(request.chat.tools is not None)
-    return request, *chat.prepare(request, request.chat, service.engine, facts)
+    return request, *chat.prepare(request, request.chat, service.engine, facts, service.head(body))
+
+
+def _planned(
+    service: Service, body: Body, request: OpenAIRequest, arguments: dict[str, Any], writer: Writer, words: Any = None
+) -> Plan:
+    req, rows = service.request_of(body, arguments, request), request.prompts * request.given["n"]
+    return Plan(req, rows, writer.whole, writer, {**request.words, **(words or {})})
 
 
 def _chat_completions(service: Service, body: Body) -> Plan:
-    return _choices(service, body, *_chat(service, body))
+    return _planned(service, body, *_chat(service, body))
 
 
 def _several_chats(service: Service, body: Body) -> Plan:
@@ -72,14 +71,14 @@ def _several_chats(service: Service, body: Body) -> Plan:
     if not isinstance(chats, list) or not 0 < len(chats) <= MAX_CHATS:
         raise invalid("messages", f"messages must be a list of 1 to {MAX_CHATS} chats, got {chats!r:.80}.")
     found = [_chat(service, {**body, "messages": one}) for one in chats]
-    (request, arguments, first), forms = found[0], [form for _, _, form in found]
-    if request.stream or request.samples > 1:
-        raise unsupported("stream" if request.stream else "n", "several chats have one choice each, and no events.")
-    envelope = Envelope.of(first, False, service.name_of(body), service.fingerprint)
+    (request, arguments, first), writers = found[0], [writer for _, _, writer in found]
+    if request.given["stream"] or request.given["n"] > 1:
+        name = "stream" if request.given["stream"] else "n"
+        raise unsupported(name, "several chats have one choice each, and no events.")
 
     def whole(outputs: list[Output]) -> dict[str, Any]:
-        choices = [form.whole(0, output) for form, output in zip(forms, outputs, strict=True)]
-        return envelope.around([choice | {"index": i} for i, choice in enumerate(choices)], usage_of(outputs))
+        choices = [writer.choice(0, output) for writer, output in zip(writers, outputs, strict=True)]
+        return first.around([choice | {"index": i} for i, choice in enumerate(choices)], usage_of(outputs))
 
     ids, images = [one["input_ids"] for _, one, _ in found], [one.get("image_data") for _, one, _ in found]
     arguments |= {"input_ids": ids, "image_data": images if any(images) else None}
@@ -87,15 +86,15 @@ def _several_chats(service: Service, body: Body) -> Plan:
 
 
 def _responses(service: Service, body: Body) -> Plan:
-    request, arguments, form = _chat(service, responses.to_chat(body))
-    writer = responses.ResponseWriter(form, body, service.name_of(body))
-    return Plan(service.request_of(body, arguments, request), 1, writer.whole, writer, request.words | responses.WORDS)
+    request, arguments, writer = _chat(service, responses.to_chat(body))
+    told = responses.ResponseWriter(writer, body, service.name_of(body))
+    return _planned(service, body, request, arguments, told, responses.WORDS)
 
 
 def _messages(service: Service, body: Body) -> Plan:
-    request, arguments, form = _chat(service, messages.to_chat(body))
-    writer = messages.MessageWriter(form, service.name_of(body))
-    return Plan(service.request_of(body, arguments, request), 1, writer.whole, writer, request.words | messages.WORDS)
+    request, arguments, writer = _chat(service, messages.to_chat(body))
+    told = messages.MessageWriter(writer, service.name_of(body))
+    return _planned(service, body, request, arguments, told, messages.WORDS)
 
 
 def _generate(service: Service, body: Body) -> Plan:
@@ -104,11 +103,11 @@ def _generate(service: Service, body: Body) -> Plan:
     return Plan(request, rows, writer.whole, writer, deltas=False)
 
 
-def _pooled(read: Callable[[Body, Engine, str], pooled.Pooled]) -> Callable[[Service, Body], Plan]:
+def _pooled(read: Callable[[Body, Engine, str], Plan]) -> Callable[[Service, Body], Plan]:
     def plan(service: Service, body: Body) -> Plan:
         found = read(body, service.engine, service.name_of(body))
         found.request.lora_path = service.lora_path(body, found.request.lora_path)
-        return Plan(found.request, found.rows, found.answer, words=pooled.WORDS if "input" in body else {})
+        return found
 
     return plan
 

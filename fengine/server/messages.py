@@ -6,9 +6,9 @@ from typing import Any
 
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
-from fengine.server.answers import event, new_id
+from fengine.server.answers import Writer, event, new_id
 from fengine.server.blocks import Block, Blocks, Step
-from fengine.server.chat import ChatForm
+from fengine.server.chat import ChatWriter
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Fields, array, flag, loose, record, take
 
@@ -150,10 +150,10 @@ def _content(parts: list[dict[str, Any]]) -> Any:
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-class MessageWriter:
+class MessageWriter(Writer):
     """Modifies: itself, in a stream."""
 
-    def __init__(self, form: ChatForm, model: str) -> None:
+    def __init__(self, form: ChatWriter, model: str) -> None:
         self._form, self._blocks = form, Blocks(form)
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 
@@ -164,7 +164,7 @@ class MessageWriter:
         return self._head | {"content": content, **self._ending(outputs[0])}
 
     def first(self) -> bytes:
-        usage = {"input_tokens": len((self._form.prompt_ids or [[]])[0]), "output_tokens": 0}
+        usage = {"input_tokens": len(self._form.ids), "output_tokens": 0}
         head = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event({"type": "message_start", "message": head})
 

@@ -1,21 +1,26 @@
 """The one reader of OpenAI's bodies, for the server and for batch files: fields to the engine's words. No torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fengine.core.sampling_params import GRAMMARS
 from fengine.server import fields
 from fengine.server.chat_body import CHAT, ChatOptions, chat_options
-from fengine.server.errors import ApiError, invalid, unsupported
-from fengine.server.fields import Field, Fields, flag, loose, whole
+from fengine.server.errors import ApiError, invalid, missing, unsupported
+from fengine.server.fields import Field, Fields, flag, loose, one_of, whole
 from fengine.server.grammar_fields import FIELDS as GRAMMAR_FIELDS
 from fengine.server.grammar_fields import grammar_of
-from fengine.server.prompts import ADD_SPECIAL, TRUNCATION, Truncation, texts_or_ids, truncation_of
 
+MAX_TEXTS = 65536  # prompts of one body
 MAX_LOGPROBS = 20  # OpenAI's, of chats; vLLM's of both
 DEFAULT_TOKENS = 16  # OpenAI's, of completions
 LIMIT = loose("Most tokens to draw.", "integer")
+TRUNCATION: Fields = {
+    "truncate_prompt_tokens": whole("Most tokens of the prompt; -1: as many as the context takes.", -1, 2**31 - 1),
+    "truncation_side": one_of("The side that is cut off.", "left", "right", default="left"),
+}
+ADD_SPECIAL: Fields = {"add_special_tokens": flag("The tokenizer adds its special tokens to texts.", True)}
 SHARED: dict[str, Field] = {
     **fields.MODEL,
     "stream": flag("Answer with events."),
@@ -72,72 +77,51 @@ STREAM_OPTIONS: Fields = {
 class OpenAIRequest:
     """One body in the engine's words; nothing is tokenized yet, and values that the engine checks are not checked.
 
-    `arguments`: fields of `GenerateReqInput` beside the chat, which is in `chat`. `logprobs`, `prompt_logprobs`: how
-    many alternatives of each token; None: no logprobs. `words`: engine's word -> the field of the body that it came
-    from. `bad_words` join the logit_bias once they are tokenized.
+    `given`: every field of the body, or its default; `logprobs` is how many alternatives of each token (None: no
+    logprobs), `stream_options` holds all of its fields, and bad_words join the logit_bias once they are tokenized.
+    `arguments`: fields of `GenerateReqInput` beside the chat, which is in `chat`. `words`: engine's word -> the field
+    of the body that it came from.
     """
 
+    given: dict[str, Any]
     arguments: dict[str, Any]
-    samples: int
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    return_prompt_ids: bool
-    tokens_as_ids: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
-    truncation: Truncation | None
-    bad_words: tuple[str, ...]
-    add_special_tokens: bool = True
+    words: Mapping[str, str]
     prompts: int = 1
-    echo: bool = False
     chat: ChatOptions | None = None
-    words: dict[str, str] = field(default_factory=dict)
 
 
 def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     """A body of /v1/completions. Pure. Errors: ApiError."""
     if body.get("prompt") is None and body.get("prompt_embeds") == []:
         raise invalid("prompt", "Either prompt or prompt_embeds must be provided and non-empty.")
-    given = fields.take(body, OF_COMPLETIONS, REFUSED_COMPLETIONS)
-    common = _common(given, max_samples)
-    if given["best_of"] not in (None, common["samples"]) or isinstance(given["best_of"], bool):
+    given = _given(body, OF_COMPLETIONS, REFUSED_COMPLETIONS, max_samples)
+    if given["best_of"] not in (None, given["n"]) or isinstance(given["best_of"], bool):
         raise unsupported("best_of", "best_of is not built: all samples are returned; ask for them with n.")
     kind, prompts, count = texts_or_ids(body, "prompt")
-    echo, logprobs = given["echo"], given["logprobs"]
-    if given["max_tokens"] == 0 and not echo and given["prompt_logprobs"] is None:
+    if given["max_tokens"] == 0 and not given["echo"] and given["prompt_logprobs"] is None:
         raise invalid("max_tokens", "max_tokens may be 0 only with echo=true, to score a prompt.")
-    sampling = fields.sampling_of(body)
-    sampling |= grammar_of(body, sampling)
-    sampling["max_new_tokens"] = DEFAULT_TOKENS if given["max_tokens"] is None else given["max_tokens"]
-    arguments = {kind: prompts, "sampling_params": sampling, **_options(given, logprobs, echo)}
+    arguments = _arguments(body, given, given["echo"]) | {kind: prompts}
+    arguments["sampling_params"]["max_new_tokens"] = (
+        DEFAULT_TOKENS if given["max_tokens"] is None else given["max_tokens"]
+    )
     words = {"max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs", "input_ids": "prompt", "text": "prompt"}
-    return OpenAIRequest(
-        arguments, logprobs=logprobs, prompts=count, echo=echo, add_special_tokens=given["add_special_tokens"],
-        words=fields.WORDS | words, **common,
-    )  # fmt: skip
+    return OpenAIRequest(given, arguments, fields.WORDS | words, count)
 
 
 def read_chat(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     """A body of /v1/chat/completions. Pure. Errors: ApiError."""
-    given = fields.take(body, OF_CHATS, REFUSED_CHATS)
-    common, top = _common(given, max_samples), given["top_logprobs"]
-    if top and not given["logprobs"]:
+    given = _given(body, OF_CHATS, REFUSED_CHATS, max_samples)
+    if given["top_logprobs"] and not given["logprobs"]:
         raise invalid("top_logprobs", "top_logprobs is only for logprobs=true.")
     if given["modalities"] not in (None, ["text"]):
         raise unsupported("modalities", 'modalities other than ["text"] are not built.')
-    sampling, most = fields.sampling_of(body), _length_field(body)
-    sampling |= grammar_of(body, sampling)
+    given["logprobs"] = (given["top_logprobs"] or 0) if given["logprobs"] else None
+    most, arguments = _length_field(body), _arguments(body, given, False)
+    sampling = arguments["sampling_params"]
     sampling["max_new_tokens"] = None if most is None else body[most]
     chat = chat_options(given, has_grammar=any(name in sampling for name in GRAMMARS))
-    logprobs = (top or 0) if given["logprobs"] else None
-    arguments = {"sampling_params": sampling, **_options(given, logprobs, False)}
-    words = fields.WORDS | {"max_new_tokens": most or "max_tokens", "top_logprobs_num": "top_logprobs"}
-    return OpenAIRequest(
-        arguments, logprobs=logprobs, chat=chat, echo=given["echo"], add_special_tokens=given["add_special_tokens"],
-        words=words, **common,
-    )  # fmt: skip
+    words = {"max_new_tokens": most or "max_tokens", "top_logprobs_num": "top_logprobs"}
+    return OpenAIRequest(given, arguments, fields.WORDS | words, chat=chat)
 
 
 READERS: dict[str, Callable[[Mapping[str, Any], int], OpenAIRequest]] = {
@@ -155,37 +139,27 @@ def read_body(url: Any, body: Any, max_samples: int) -> OpenAIRequest:
     return READERS[url](body, max_samples)
 
 
-def _common(given: Mapping[str, Any], max_samples: int) -> dict[str, Any]:
-    """What both kinds ask of the response's form. Errors: ApiError."""
-    stream, options = given["stream"], given["stream_options"]
-    if options is not None and not stream:
+def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], max_samples: int) -> dict[str, Any]:
+    """Every field of a body, or its default. Errors: ApiError."""
+    given = fields.take(body, known | {"n": whole("", 1, max_samples, 1)}, refused)
+    if given["stream_options"] is not None and not given["stream"]:
         raise invalid("stream_options", "stream_options is only for stream=true.")
-    asked = fields.take(options or {}, STREAM_OPTIONS)
-    words = given["bad_words"] or ()
+    given["stream_options"] = fields.take(given["stream_options"] or {}, STREAM_OPTIONS)
+    given["bad_words"] = words = given["bad_words"] or ()
     if not all(isinstance(word, str) and word for word in words):
         raise invalid("bad_words", f"bad_words must be a list of texts, none empty, got {words!r:.80}.")
-    if stream and given["prompt_logprobs"] is not None:
+    if given["stream"] and given["prompt_logprobs"] is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not told in streams; leave stream out.")
-    samples = fields.take({"n": given["n"]}, {"n": whole("", 1, max_samples, 1)})["n"]
-    return {
-        "samples": samples,
-        "stream": stream,
-        "include_usage": asked["include_usage"],
-        "continuous_usage": asked["include_usage"] and asked["continuous_usage_stats"],
-        "return_token_ids": given["return_token_ids"],
-        "return_prompt_ids": given["return_prompt_token_ids"] or given["return_token_ids"],
-        "tokens_as_ids": given["return_tokens_as_token_ids"],
-        "prompt_logprobs": given["prompt_logprobs"],
-        "truncation": truncation_of(given),
-        "bad_words": tuple(words),
-    }
+    return given | {"truncation": truncation_of(given)}
 
 
-def _options(given: Mapping[str, Any], logprobs: int | None, echo: bool) -> dict[str, Any]:
-    """Arguments of `generate` beside prompt and sampling. Pure."""
-    options, of_prompt = fields.call_arguments(given), given["prompt_logprobs"]
+def _arguments(body: Mapping[str, Any], given: Mapping[str, Any], echo: bool) -> dict[str, Any]:
+    """Arguments of `generate` beside the prompt. Errors: ApiError."""
+    sampling = fields.sampling_of(body)
+    options = {"sampling_params": sampling | grammar_of(body, sampling)} | fields.call_arguments(given)
     if given["return_hidden_states"]:
         options["return_hidden_states"] = "last"
+    logprobs, of_prompt = given["logprobs"], given["prompt_logprobs"]
     if logprobs is None and of_prompt is None:
         return options
     start = 0 if of_prompt is not None or echo else None
@@ -201,3 +175,68 @@ def _length_field(body: Mapping[str, Any]) -> str | None:
     if given and body[given[0]] == 0:
         raise invalid(given[0], f"{given[0]} must be at least 1, got 0.")
     return given[0] if given else None
+
+
+# -- prompts, and how they become ids ----------------------------------------------------------------------------------
+
+
+def texts_or_ids(body: Mapping[str, Any], name: str) -> tuple[str, Any, int]:
+    """What a field that holds prompts holds: ("text" or "input_ids", its value, how many), a list of one as such.
+
+    Texts, or token ids that the engine checks. Errors: ApiError (empty, mixed, or neither).
+    """
+    value = body.get(name)
+    if value is None:
+        raise missing(name)
+    if isinstance(value, str):
+        return "text", value, 1
+    if not isinstance(value, list) or not value:
+        raise invalid(name, f"{name} must be a string, a list of strings, or token ids; got {value!r:.80}.")
+    kinds = {type(part) for part in value}
+    if kinds == {int}:
+        return "input_ids", value, 1
+    if kinds not in ({str}, {list}):
+        raise invalid(name, f"{name} must hold strings only, token ids only, or lists of token ids only.")
+    if len(value) > MAX_TEXTS:
+        raise invalid(name, f"{name} may hold at most {MAX_TEXTS} prompts, got {len(value)}.")
+    for i, part in enumerate(value):
+        if isinstance(part, list) and {type(token) for token in part} != {int}:
+            raise invalid(name, f"{name}[{i}] must be a list of token ids that is not empty, got {part!r:.80}.")
+    return ("text" if kinds == {str} else "input_ids"), value, len(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """At most `tokens` of a prompt (-1: as many as fit), cut on a `side`."""
+
+    tokens: int
+    side: str
+
+    def of(self, ids: list[int], context: int) -> list[int]:
+        """Pure. Errors: ApiError."""
+        if self.tokens > context:
+            raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens value is greater than max_model_len "
+                          f"({context}). Please, select a smaller truncation size.")  # fmt: skip
+        most = context - 1 if self.tokens == -1 else self.tokens
+        return ids[:most] if self.side == "right" else ids[-most:]
+
+
+def truncation_of(given: Mapping[str, Any]) -> Truncation | None:
+    """Of the fields of TRUNCATION, taken. Pure. Errors: ApiError."""
+    most = given["truncate_prompt_tokens"]
+    if most == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0.")
+    return None if most is None else Truncation(most, given["truncation_side"])
+
+
+def prompt_ids(
+    tokenizer: Any, kind: str, prompts: Any, add_special: bool, cut: Truncation | None, context: int
+) -> list[list[int]]:
+    """The ids of each of the prompts that `texts_or_ids` read. Errors: InvalidRequestError and its kinds; ApiError."""
+    if kind == "text":
+        rows = tokenizer.encode_batch(
+            [prompts] if isinstance(prompts, str) else prompts, add_special_tokens=add_special
+        )
+    else:
+        rows = prompts if isinstance(prompts[0], list) else [prompts]
+    return [cut.of(row, context) for row in rows] if cut else rows

@@ -7,22 +7,22 @@ import base64
 import math
 import struct
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from operator import mul
 from typing import Any
 
 from fengine.api.encode import pair_ids
 from fengine.api.engine import Engine
-from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import Output
 from fengine.api.score import ScoreReqInput, Scoring
-from fengine.server.answers import counted, new_id
+from fengine.server.answers import Plan, counted, new_id
 from fengine.server.chat import chat_ids
 from fengine.server.chat_body import CHAT, chat_options
 from fengine.server.errors import ApiError, invalid, missing
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, whole
-from fengine.server.prompts import ADD_SPECIAL, TRUNCATION, prompt_ids, texts_or_ids, truncation_of
+from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, prompt_ids, texts_or_ids, truncation_of
 
 EMBEDDINGS: Fields = {
     **MODEL,
@@ -58,15 +58,6 @@ ENCODE: Fields = MODEL | {
 WORDS = {"prompt": "input", "text": "input", "input_ids": "input"}
 
 
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """A call without a stream: its arguments, how many rows it has, and what its outputs come to."""
-
-    request: EncodeReqInput | GenerateReqInput
-    rows: int
-    answer: Callable[[list[Output]], Any]
-
-
 def _complete(outputs: list[Output]) -> list[Output]:
     """Errors: ApiError if a prompt was aborted."""
     for index, output in enumerate(outputs):
@@ -83,7 +74,7 @@ def _head(prefix: str, model: str) -> dict[str, Any]:
     return {"id": new_id(prefix), "object": "list", "created": int(time.time()), "model": model}
 
 
-def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
+def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """Errors: ApiError."""
     given = take(body, EMBEDDINGS)
     cut, context, as_base64 = truncation_of(given), engine._parts.context_length, given["encoding_format"] == "base64"
@@ -104,10 +95,10 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
             data.append({"object": "embedding", "index": index, "embedding": value})
         return {**_head("embd-", model), "data": data, "usage": _usage(outputs)}
 
-    return Pooled(EncodeReqInput(prompts, dimensions=given["dimensions"]), count, answer)
+    return Plan(EncodeReqInput(prompts, dimensions=given["dimensions"]), count, answer, words=WORDS)
 
 
-def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
+def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """SGLang's `/encode`: the outputs as `Engine.encode` gives them. Errors: ApiError."""
     given = {name: value for name, value in take(body, ENCODE).items() if name != "model"}
     name = "text" if given["text"] is not None else "input_ids"
@@ -119,10 +110,10 @@ def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
 
     if given["text"] is None:
         given |= {"text": given["input_ids"], "input_ids": None}
-    return Pooled(EncodeReqInput(**given), max(count, 1), answer)
+    return Plan(EncodeReqInput(**given), max(count, 1), answer)
 
 
-def score(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
+def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """SGLang's words (query, items) or vLLM's (text_1, text_2). Errors: ApiError; those of Engine.score."""
     given = take(body, SCORE)
     if given["text_1"] is not None or given["text_2"] is not None:
@@ -138,10 +129,10 @@ def score(body: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
         return {"scores": list(read(outputs)), "model": model, "usage": _usage(outputs), "object": "scoring"}
 
     request = EncodeReqInput(scoring.prompts) if scoring.labels is None else scoring.generate_input()
-    return Pooled(request, len(scoring.prompts), answer)
+    return Plan(request, len(scoring.prompts), answer)
 
 
-def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
+def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """vLLM's scores: of a cross-encoder its label, of an embedding model the cosine."""
     first, second = _texts(given, "text_1"), _texts(given, "text_2")
     first = first * len(second) if len(first) == 1 else first
@@ -159,7 +150,7 @@ def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Pooled:
         data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
         return {**_head("score-", model), "data": data, "usage": _usage(outputs)}
 
-    return Pooled(request, len(first) if crossed else len(first) + len(second), answer)
+    return Plan(request, len(first) if crossed else len(first) + len(second), answer)
 
 
 def _texts(given: Mapping[str, Any], name: str) -> list[str]:
@@ -190,7 +181,7 @@ def _dot(a: list[float], b: list[float]) -> float:
     return math.fsum(map(mul, a, b))
 
 
-def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Pooled:
+def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Plan:
     """Documents, the best first: [{"score", "document", "index"}] as SGLang's with the scores of `Engine.rerank`, or
     `jina`'s {"results": [{"index", "document", "relevance_score"}]} with scores between 0 and 1, as vLLM's.
 
@@ -216,4 +207,4 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
             results = [{**one, "document": {"text": documents[one["index"]]}} for one in results]
         return {"id": new_id("rerank-"), "model": model, "usage": _usage(outputs), "results": results}
 
-    return Pooled(request, len(documents), answer)
+    return Plan(request, len(documents), answer)

@@ -9,9 +9,9 @@ from typing import Any
 
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
-from fengine.server.answers import event, finish_reason, new_id, usage_of
+from fengine.server.answers import Writer, event, finish_reason, new_id, usage_of
 from fengine.server.blocks import Block, Blocks, Step
-from fengine.server.chat import ChatForm
+from fengine.server.chat import ChatWriter
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Fields, array, flag, loose, one_of, record, sampling_fields, take, text, whole
 
@@ -180,10 +180,10 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Modifies: itself, in a stream."""
 
-    def __init__(self, form: ChatForm, body: Mapping[str, Any], model: str) -> None:
+    def __init__(self, form: ChatWriter, body: Mapping[str, Any], model: str) -> None:
         self._blocks, self._ids, self._number = Blocks(form), dict[int, str](), 0
         echoed = {name: DEFAULTS.get(name) if body.get(name) is None else body[name] for name in ECHOED}
         self._head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": model,

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.core.parameters import MAX_BIAS
 from fengine.errors import ConfigError
-from fengine.server.answers import Writer
+from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of, unsupported
 from fengine.server.metrics import Meter
@@ -36,19 +36,6 @@ Result = TypeVar("Result")
 
 class ClientGone(Exception):
     """The client has closed its connection; nobody reads the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a body asks of the model. `whole`: its answer, from all outputs; `writer`: of a stream. `deltas`: a stream's
-    outputs hold what is new, rather than everything so far. `words`: engine's word -> the body's."""
-
-    request: GenerateReqInput | EncodeReqInput
-    rows: int
-    whole: Callable[[list[Output]], Any]
-    writer: Writer | None = None
-    words: Mapping[str, str] = field(default_factory=dict)
-    deltas: bool = True
 
 
 Planner = Callable[["Service", Mapping[str, Any]], Plan]
@@ -148,11 +135,11 @@ class Service:
         Errors: ApiError.
         """
         sampling = self.sampling_defaults | arguments["sampling_params"]
-        bias = sampling.get("logit_bias", {})
-        if request.bad_words and isinstance(bias, dict):  # another is the engine's to refuse
-            sampling["logit_bias"] = bias | self._barred(request.bad_words)
+        bias, words = sampling.get("logit_bias", {}), request.given["bad_words"]
+        if words and isinstance(bias, dict):  # another is the engine's to refuse
+            sampling["logit_bias"] = bias | self._barred(words)
         arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}
-        return GenerateReqInput(**arguments, stream=request.stream)
+        return GenerateReqInput(**arguments, stream=request.given["stream"])
 
     def _barred(self, words: Sequence[str]) -> dict[str, float]:
         """A bias that bans each word, with and without a space before it. Errors: ApiError."""
@@ -165,6 +152,10 @@ class Service:
                                       "words that are one token can be banned.")  # fmt: skip
                 found.update(ids)
         return {str(token): -MAX_BIAS for token in sorted(found)}
+
+    def head(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What OpenAI's answers tell of the model. Errors: ApiError."""
+        return {"model": self.name_of(body), "system_fingerprint": self.fingerprint}
 
     def name_of(self, body: Mapping[str, Any]) -> str:
         """What an answer calls the model. Errors: ApiError."""

@@ -8,10 +8,9 @@ from typing import Any
 from fengine.api.hidden_states import FloatList
 from fengine.api.io_struct import GenerateReqInput
 from fengine.api.outputs import Output
-from fengine.server.answers import DONE, event
-from fengine.server.errors import ApiError
+from fengine.server.answers import Writer, event
+from fengine.server.choices import finite, token_bytes
 from fengine.server.fields import Fields, flag, loose, take
-from fengine.server.token_text import finite, token_bytes
 from fengine.tokenizer.tokenizer import Tokenizer
 
 FIELDS: Fields = {
@@ -37,7 +36,7 @@ def read(body: Mapping[str, Any], tokenizer: Tokenizer) -> "tuple[GenerateReqInp
     return request, rows, GenerateWriter(tokenizer, not several and rows == 1, with_texts)
 
 
-class GenerateWriter:
+class GenerateWriter(Writer):
     """`with_texts`: logprobs' third member is the token's text."""
 
     def __init__(self, tokenizer: Tokenizer, single: bool, with_texts: bool) -> None:
@@ -47,17 +46,8 @@ class GenerateWriter:
         told = [self._json_output(output) for output in outputs]
         return told[0] if self._single else told
 
-    def first(self) -> bytes:
-        return b""
-
     def piece(self, index: int, output: Output) -> bytes:
         return event(self._json_output(output))
-
-    def last(self, outputs: list[Output]) -> bytes:
-        return DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
 
     def _json_output(self, output: Output) -> Output:
         """With values that JSON can hold."""

@@ -21,7 +21,7 @@ from fengine.errors import ConfigError, MissingExtraError
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.commands import serve as command
 from fengine.eval.commands.serve import SERVE, ServeRun, check
-from fengine.server.answers import ChoiceWriter
+from fengine.server.choices import ChoiceWriter
 from fengine.server.config import ServerConfig
 
 FREE = "host port api_key admin_key model_name any_model_name allow_origins access_log drain_seconds".split()

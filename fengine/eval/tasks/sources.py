@@ -286,11 +286,11 @@ def _columns(read: OpenAIRequest, body: Any) -> dict[str, Any]:
         prompt = {"messages": chat.messages}
     else:
         refused, prompt = {}, _prompt(read, arguments)
-    refused |= {"echo": read.echo, "bad_words": read.bad_words, "truncate_prompt_tokens": read.truncation}
-    refused |= {"prompt_logprobs": read.prompt_logprobs is not None}
-    refused |= {"add_special_tokens": read.add_special_tokens is (chat is not None)}
+    refused |= {name: read.given[name] for name in ("echo", "bad_words", "truncate_prompt_tokens", "stream")}
+    refused |= {"prompt_logprobs": read.given["prompt_logprobs"] is not None}
+    refused |= {"add_special_tokens": read.given["add_special_tokens"] is (chat is not None)}
     rest = {name: value for name, value in arguments.items() if name not in ("text", "input_ids")}
-    for name, value in (refused | {"stream": read.stream} | rest).items():
+    for name, value in (refused | rest).items():
         if value:
             raise ApiError(400, f"body.{name} is not supported in a run")
     return {**prompt, "sampling": sampling}
