@@ -22,7 +22,7 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import NewRow, SchedulerOutput, StepOutput
+from fengine.core.scheduler_output import SchedulerOutput, StepOutput
 from fengine.core.simulated_device import SimulatedDevice
 from fengine.core.speculation import Ask, Speculation
 from fengine.core.window_pages import WindowPages
@@ -194,7 +194,7 @@ class World:
 
         return kv, result
 
-    def _draw(self, new: NewRow, ids: list[int], prefix: int) -> tuple[int, float]:
+    def _draw(self, new: Request, ids: list[int], prefix: int) -> tuple[int, float]:
         job, count = self.jobs[new.rid], len(ids) - new.prompt_len
         if new.params.processor is not None:
             new.params.processor(count)

@@ -81,7 +81,7 @@ def judge(
     request, finish = state.request, state.output.finish
     assert finish is not None
     if not request.versions:  # ended before the loop saw it
-        return None if excused and finish.kind == "abort" else "it never ran"
+        return None if excused and finish["type"] == "abort" else "it never ran"
     tokens, logprobs, (kind, why) = solo.answer(job, request, labels)
     drawn = request.token_ids[request.prompt_len :]
     if drawn != tokens[: len(drawn)] or request.logprobs != logprobs[: len(drawn)]:
@@ -90,10 +90,10 @@ def judge(
     text, count, matched = text_of(drawn, request.params, tokenizer, stops)
     if (shown := state.output[:2]) != (text, count):
         return f"text {shown}, at once {(text, count)}"
-    found = finish.kind, finish.matched if finish.kind == "stop" else finish.length
+    found = finish["type"], finish.get("matched" if finish["type"] == "stop" else "length")
     if matched is not None:
         return None if found == ("stop", matched) else f"it ends with {found}, but its text with {matched!r}"
-    if finish.kind == "abort":
+    if finish["type"] == "abort":
         return None if excused or kind == "error" else f"nobody aborted it: {finish}"
     if found != (kind, why) or len(drawn) != len(tokens):
         return f"it ends with {found} after {len(drawn)}, alone with {(kind, why)} after {len(tokens)}"

@@ -18,7 +18,7 @@ from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request, SamplingParams, Status
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Ask, Proposer, Speculation
 from fengine.core.window_pages import WindowPages, Windows
 from fengine.errors import CapacityError
@@ -95,7 +95,7 @@ class HashDevice:
         self.starts = starts  # of each group of layers: the first page that a token reads
         self.slots: list[list[int | None]] = [[None] * (count * case.page_size) for count in counts]
         self.tables: dict[int, list[list[int]]] = {}  # page tables by row slot
-        self.new: dict[int, NewRow] = {}  # what runs in a row slot
+        self.new: dict[int, Request] = {}  # what runs in a row slot
         self.ids: dict[int, list[int]] = {}  # tokens by row slot, as far as they are known; a hit's come from its job
         self.drafts = 0
         self.drawn: dict[int, int] = {}  # token by row slot, of the step before
@@ -129,9 +129,9 @@ class HashDevice:
         for row in step.released:
             self.new.pop(row, None)  # in one step it may have been given out and back
         for new in step.new_rows:
-            assert new.row not in self.new, "a slot is given to a second request"
-            self.new[new.row], self.tables[new.row], self.ids[new.row] = new, [[] for _ in self.slots], []
-            self.drawn.pop(new.row, None)
+            assert new.slot not in self.new, "a slot is given to a second request"
+            self.new[new.slot], self.tables[new.slot], self.ids[new.slot] = new, [[] for _ in self.slots], []
+            self.drawn.pop(new.slot, None)
         for row, first, pages, windows in step.new_pages:
             assert row in step.rows and pages and (self.case.windows or 0 not in pages)
             for table, told in zip(self.tables[row], (pages, windows)[: len(self.slots)], strict=True):
@@ -259,7 +259,7 @@ def make_request(case: Case, index: int) -> Request:
 
 def entry(scheduler: Scheduler, step: SchedulerOutput) -> tuple:
     """A step that is in flight as a value."""
-    rids = [request.rid for request in scheduler.requests_of(step)]
+    rids = [request.rid for request in step.requests]
     rows = zip(rids, step.rows, step.starts, step.counts, step.samples, strict=True)
     rid_of = dict(zip(step.rows, rids, strict=True))
     pages = [(rid_of[row], first, tuple(pages)) for row, first, pages, _ in step.new_pages]
@@ -305,7 +305,7 @@ def _events(run: Run, clock: int) -> None:
         if job.abort == clock:
             request = scheduler.abort(f"r{i}")
             if request is not None:
-                assert request is run.requests[i] and request.finish is not None and request.finish.kind == "abort"
+                assert request is run.requests[i] and request.finish is not None and request.finish["type"] == "abort"
                 assert not request.pages and request.row is None and scheduler.abort(f"r{i}") is None
             check_scheduler(scheduler)
 
@@ -313,7 +313,7 @@ def _events(run: Run, clock: int) -> None:
 def _note(run: Run, step: SchedulerOutput) -> None:
     run.log.append(entry(run.scheduler, step))
     run.most_rows = max(run.most_rows, len(step.rows))
-    for request, start, count in zip(run.scheduler.requests_of(step), step.starts, step.counts, strict=True):
+    for request, start, count in zip(step.requests, step.starts, step.counts, strict=True):
         guessed = 0 if request.drafting is None else request.drafting.in_flight
         assert request.num_computed + guessed == start + count
         assert len(request.pages) == -(-(start + count) // run.case.page_size)
@@ -327,7 +327,7 @@ def _note(run: Run, step: SchedulerOutput) -> None:
 
 
 def _land(run: Run, step: SchedulerOutput, result: Result) -> None:
-    requests = run.scheduler.requests_of(step)
+    requests = step.requests
     ended = [request.finish is not None for request in requests]
     before = [len(request.token_ids) for request in requests]
     run.discarded += sum(ended)
@@ -354,10 +354,10 @@ def _settle(run: Run) -> None:
         count = request.num_output
         assert request.token_ids[: request.prompt_len] == job.prompt
         assert (request.token_ids[request.prompt_len :], request.logprobs) == (tokens[:count], logprobs[:count])
-        if not (request.finish.kind == "abort" and request.finish.message is None):
-            assert request.finish.kind == kind and count == len(tokens)
-            assert kind != "length" or request.finish.length == count == job.max_new_tokens
-            assert kind != "stop" or request.finish.matched == tokens[-1]
+        if not (request.finish["type"] == "abort" and request.finish["message"] == "Aborted"):
+            assert request.finish["type"] == kind and count == len(tokens)
+            assert kind != "length" or request.finish["length"] == count == job.max_new_tokens
+            assert kind != "stop" or request.finish["matched"] == tokens[-1]
         else:
             assert job.abort is not None
         assert request.num_pending == 0 and request.row is None and not request.pages

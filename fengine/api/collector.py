@@ -9,7 +9,7 @@ from fengine.api.options import EngineContext
 from fengine.api.outputs import Output, output_of
 from fengine.api.sessions import Turn
 from fengine.api.streams import IndexQueue
-from fengine.core.request import Finish, Request
+from fengine.core.request import Request
 from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.errors import NumericsError
 from fengine.tokenizer.detokenizer import Detokenizer
@@ -149,8 +149,9 @@ class OutputCollector:
         if not self.stream or (state.fault is None and not isinstance(state.error, NumericsError)):
             return False
         if state.output.finish is None:
-            code = 500 if state.fault is None else 400
-            state.output = state.output._replace(finish=Finish("abort", message=str(state.error), code=code))
+            code, kind = (500, "InternalServerError") if state.fault is None else (400, "BadRequestError")
+            reason = {"type": "abort", "message": str(state.error), "status_code": code, "err_type": kind}
+            state.output = state.output._replace(finish=reason)
         return True
 
     # -- results -------------------------------------------------------------------------------------------------------

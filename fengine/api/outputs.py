@@ -37,7 +37,7 @@ def _meta(request: Request, output: RequestOutput) -> dict[str, Any]:
     spans = version_spans(request, output.num_tokens)
     return {
         "id": request.rid,
-        "finish_reason": None if output.finish is None else output.finish.as_dict(),
+        "finish_reason": output.finish and dict(output.finish),
         "prompt_tokens": request.prompt_len,
         "completion_tokens": output.num_tokens,
         "reasoning_tokens": 0,

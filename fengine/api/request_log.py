@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.api.server_args import ServerArgs
-from fengine.core.request import Finish, Request
+from fengine.core.request import FinishReason, Request
 from fengine.errors import EngineDeadError, FengineError
 from fengine.tokenizer.tokenizer import Tokenizer
 
@@ -41,11 +41,10 @@ class RequestLog:
             for request in requests:
                 self._log("received", {"rid": request.rid, "prompt_tokens": request.prompt_len}, request, 0)
 
-    def finished(self, request: Request, finish: Finish) -> None:
+    def finished(self, request: Request, finish: FinishReason) -> None:
         """A request has ended."""
         if self._args.log_requests:
-            reason = finish.as_dict()
-            facts = {"rid": request.rid, "completion_tokens": request.num_output, "finish_reason": reason}
+            facts = {"rid": request.rid, "completion_tokens": request.num_output, "finish_reason": finish}
             self._log("finished", facts, request, request.prompt_len)
 
     def _log(self, event: str, facts: dict[str, Any], request: Request, start: int) -> None:

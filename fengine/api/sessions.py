@@ -109,7 +109,7 @@ class Turn:
             return now
         start = state.request.prompt_len
         finish = state.output.finish
-        self.aborted = state.error is not None or finish is None or finish.kind == "abort"
+        self.aborted = state.error is not None or finish is None or finish["type"] == "abort"
         self.output = None if self.aborted else state.request.token_ids[start : start + state.output.num_tokens]
         self.state = None
         return now if state.finished is None else state.finished

@@ -1,10 +1,88 @@
-"""`Admission`: which waiting requests begin to run in a step. No torch."""
+"""`WaitingQueue`: requests that wait, and their order; `Admission`: which of them begin to run in a step. No torch.
 
-from fengine.core.batch import Batch
+FCFS admits by arrival. LPM admits the longest cached prefix first, arrival breaking ties, among the LPM_WINDOW oldest;
+it starves nobody: after LPM_PATIENCE admissions in front of the oldest new request, that one goes first.
+Preempted requests come before new ones under both. Priorities go before either policy: the highest first, and a low one
+waits as long as there are higher ones.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import nsmallest
+from itertools import islice
+
+from fengine.config import Policy
 from fengine.core.images import Encode, ImageRows
+from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request
 from fengine.core.running import Rows
-from fengine.core.waiting_queue import WaitingQueue
+from fengine.core.scheduler_output import SchedulerOutput
+from fengine.errors import QueueFullError
+
+LPM_WINDOW = 32
+LPM_PATIENCE = 32
+
+
+class WaitingQueue:
+    """Preempted requests, then new ones, each in order of arrival. Modifies: only itself."""
+
+    __slots__ = ("policy", "cache", "most", "_requests", "overtaken", "_ranked")
+
+    def __init__(self, policy: Policy, cache: PrefixCache | None, most: int | None = None) -> None:
+        """`most`: so many may wait beyond those that have a row to come to; None: all."""
+        self.policy, self.cache, self.most = policy, cache, most
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self.overtaken = 0  # admissions in front of the oldest new request
+        self._ranked = 0  # waiting requests with a priority
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def requests(self) -> list[Request]:
+        return list(self._requests.values())
+
+    def check_room(self, free_rows: int) -> None:
+        """Errors: QueueFullError if no request more may wait."""
+        if self.most is not None and len(self) >= self.most + free_rows:
+            raise QueueFullError(
+                f"The request queue is full: {len(self)} requests wait, and max_queued_requests is {self.most}. "
+                "Try again later."
+            )
+
+    def add(self, request: Request) -> None:
+        self._requests[request.rid] = request
+        self._ranked += request.priority != 0
+
+    def put_back(self, request: Request) -> None:
+        """A preempted request goes to the front. Victims are the latest that run, so the front stays in order."""
+        self.add(request)
+        self._requests.move_to_end(request.rid, last=False)
+
+    def remove(self, request: Request) -> None:
+        """The request has ended."""
+        self._ranked -= request.priority != 0
+        del self._requests[request.rid]
+
+    def admit(self, request: Request) -> None:
+        """Removes a request that starts to run."""
+        if request.num_preempted == 0:
+            self.overtaken = 0 if request is next(iter(self._requests.values())) else self.overtaken + 1
+        self.remove(request)
+
+    def candidates(self, count: int) -> list[Request]:
+        """Up to `count` requests (LPM: and up to LPM_WINDOW) in the order in which they should be admitted now."""
+        cache, waiting = self.cache, self._requests.values()
+        if self._ranked:  # preempted requests, then the new ones by priority; arrival breaks ties, whatever the policy
+            return nsmallest(count, waiting, key=lambda r: (False, 0) if r.num_preempted else (True, -r.priority))
+        if self.policy is Policy.fcfs or cache is None:
+            return list(islice(waiting, count))
+        window = list(islice(waiting, LPM_WINDOW))
+        first = next((i for i, request in enumerate(window) if request.num_preempted == 0), len(window))
+        if self.overtaken >= LPM_PATIENCE:
+            first += 1
+        hits = {r.rid: cache.match_length(r.token_ids, len(r.token_ids) - 1, r.salts) for r in window[first:]}
+        ranked = sorted(window[first:], key=lambda request: hits[request.rid], reverse=True)  # stable: ties by arrival
+        return (window[:first] + ranked)[:count]
 
 
 class Admission:
@@ -16,26 +94,32 @@ class Admission:
         self.blocked = False  # the next to admit found too few pages, and nothing has changed since
         self.encodes: list[Encode] = []  # of images, planned for the next step
 
-    def admit(self, batch: Batch, left: int) -> None:
+    def admit(self, output: SchedulerOutput, left: int) -> None:
         """Starts waiting requests until budget, row slots or pages run out. Never preempts."""
         if self.blocked or not self.rows.num_free:
             return
         if self.images is not None:
             self._schedule_encodes(self.images)
-        for request in self.waiting.admissible(self.rows.num_free, self._fits):
-            if not left:
+        for request in self._admissible():
+            if not left or (self.whole_prompts and len(request.token_ids) > left):
                 return
-            if self.whole_prompts and len(request.token_ids) > left:
-                return
-            if not (count := self._start(batch, request, left)):
+            if not (count := self._start(output, request, left)):
                 self.blocked = True  # none goes in its place, or pages might never suffice for a large request
                 return
             left -= count
 
-    def _fits(self, request: Request) -> bool:
-        """Whether its adapter has a slot, and its images are encoded, or are before this step."""
-        ready = not request.images or (self.images is not None and self.images.ready(request.rid))
-        return ready and (request.adapter is None or self.rows.adapters.fits(request.adapter))
+    def _admissible(self) -> Iterator[Request]:
+        """Without those that do not fit when it is their turn: a LoRA adapter has no slot, or an image is not encoded.
+
+        After LPM_PATIENCE admissions in front of the oldest new request nobody goes before one that does not fit: the
+        slot that becomes idle next is for it.
+        """
+        for request in self.waiting.candidates(self.rows.num_free):
+            ready = not request.images or (self.images is not None and self.images.ready(request.rid))
+            if ready and (request.adapter is None or self.rows.adapters.fits(request.adapter)):
+                yield request
+            elif self.waiting.overtaken >= LPM_PATIENCE:
+                return
 
     def _schedule_encodes(self, images: ImageRows) -> None:
         """Plans what to encode before this step for requests that may be admitted soon: up to the budget, or one image;
@@ -56,22 +140,21 @@ class Admission:
                 left -= image.patches
             whole = False
 
-    def _start(self, batch: Batch, request: Request, left: int) -> int:
+    def _start(self, output: SchedulerOutput, request: Request, left: int) -> int:
         """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages.
 
         Pages must suffice for all its known tokens and for the reserve of those that run, or it might be preempted at
         once. When nothing runs, every page is free or idle, and `add` has made sure that it fits.
         """
-        rows, known = self.rows, len(request.token_ids)
+        rows, pool, known = self.rows, self.rows.pool, len(request.token_ids)
         pages = rows.hit(request)
-        need = rows.pages_for(known) - len(pages)
-        if not rows.admits(need):
-            self.rows.pool.release(pages, self.rows.pool.window_start(len(pages) * self.rows.page_size))
+        if not rows.admits(rows.pages_for(known) - len(pages)):
+            pool.release(pages, pool.window_start(len(pages) * rows.page_size))
             return 0
         self.waiting.admit(request)
-        batch.adapters += rows.enter(request, pages)
+        output.adapters += rows.enter(request, pages)
         if request.images and self.images is not None:
             request.placed = self.images.placed(request.images)
-        count = min(known - request.num_computed, left, self.rows.pool.room * self.rows.page_size)
-        rows.compute(batch, request, count, 0)
+        count = min(known - request.num_computed, left, pool.room * rows.page_size)
+        rows.compute(output, request, count)
         return count

@@ -12,7 +12,6 @@ step, and steps run on the device in the order in which they were planned.
 
 from collections.abc import Iterable, Sequence
 
-from fengine.core.scheduler_output import AddedPages
 from fengine.errors import ConfigError, InvariantError
 
 
@@ -64,9 +63,9 @@ class PagePool:
 
     # What a window changes: `WindowPages` says how.
 
-    def in_tables(self, new_pages: list[AddedPages]) -> list[AddedPages]:
-        """What stands for new pages in the tables of a step. Pure."""
-        return new_pages
+    def in_tables(self, pages: list[int]) -> tuple[list[int], tuple[int, ...]]:
+        """What stands for new pages in the tables of a step: pages, and window pages. Pure."""
+        return pages, ()
 
     def window_start(self, position: int) -> int:
         """The first page of its row that attention of a token at this position reads. Pure."""

@@ -32,13 +32,14 @@ class Handles:
 
 
 def to_plain(value: Any, handles: Handles) -> Any:
-    """Dataclasses without fields that have their default, NamedTuples and sets as lists. Pure."""
+    """Dataclasses without fields that are `local` or have their default, NamedTuples and sets as lists. Pure."""
     if isinstance(value, Adapter):
         return [value.name, value.number]
     if isinstance(value, SamplingParams):
         value = _with_names(value, handles)
     if is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: item for f in fields(value) if _differs(f, item := getattr(value, f.name))}
+        told = (f for f in fields(value) if not f.metadata.get("local"))
+        value = {f.name: item for f in told if _differs(f, item := getattr(value, f.name))}
     if isinstance(value, dict):
         return {key: to_plain(item, handles) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

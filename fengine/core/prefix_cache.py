@@ -20,7 +20,6 @@ first case it goes next, as it should. The heap of leaves is put right when an e
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from fengine.core.kv_pages import PagePool
 
@@ -40,12 +39,9 @@ class _Node:
         self.queued = False  # has an entry in the heap
 
 
-class Reached(NamedTuple):
-    """How far a holder's pages are in the cache: `insert` goes on from there. For the cache's own eyes."""
-
-    node: _Node
-    depth: int  # pages from the root to the node
-    foreign: bool  # some node of the path has another page than the holder's
+# How far a holder's pages are in the cache, for its own eyes: the node that `insert` goes on from, its pages from the
+# root, and whether some node of the path has another page than the holder's.
+Reached = tuple[_Node, int, bool]
 
 
 class PrefixCache:
@@ -63,9 +59,7 @@ class PrefixCache:
         self._clock = 0  # counts uses
         self._heap: list[tuple[int, int, _Node]] = []  # (used, tie-breaker, node)
 
-    def _path(
-        self, token_ids: Sequence[int], limit: int, salts: Salts | None, depth: int = 0
-    ) -> Iterator[_Key]:  # fmt: skip
+    def _path(self, token_ids: Sequence[int], limit: int, salts: Salts | None, depth: int = 0) -> Iterator[_Key]:
         """The keys of the whole pages among the first `limit` tokens, from page `depth` on, lazily."""
         keys = zip(*[iter(token_ids[depth * self.page_size : limit])] * self.page_size, strict=False)
         return _salted(keys, salts, depth) if salts else keys
@@ -124,7 +118,7 @@ class PrefixCache:
         if node is not self._root:
             self._touch(node)
             self._queue(node)
-        return Reached(node, depth, foreign)
+        return node, depth, foreign
 
     def _renew(self, node: _Node, page: int) -> bool:
         """Puts the caller's page in the place of one that is worth less, and that the cache alone holds."""

@@ -26,7 +26,7 @@ from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.simulated_device import SimulatedDevice
 from fengine.core.speculation import Ask, Speculation
 from fengine.core.window_pages import WindowPages, Windows
@@ -168,14 +168,13 @@ class RecordedScheduler(Scheduler):
 
 def plain_step(output: SchedulerOutput, of: Callable[[int], int]) -> dict[str, Any]:
     """A step without its parameters and texts. `of` gives what stands for an id. Pure."""
-    step, fed = asdict(replace(output, new_rows=[])), set(output.fed)
+    step, fed = asdict(replace(output, new_rows=[], requests=[])), set(output.fed)
+    del step["requests"]
     step["token_ids"] = [0 if i in fed else of(token) for i, token in enumerate(output.token_ids)]
     step["drafts"] = [[draft.index, [of(token) for token in draft.token_ids]] for draft in output.drafts]
-    step["new_pages"] = [[*pages[:3], *([list(pages.windows)] if pages.windows else [])] for pages in output.new_pages]
+    step["new_pages"] = [[*pages[:3], *([list(pages[3])] if pages[3] else [])] for pages in output.new_pages]
     step["adapters"] = [list(pair) for pair in output.adapters]
-    step["new_rows"] = [
-        [new.row, new.rid, new.adapter_slot, new.first_scored, new.first_seen] for new in output.new_rows
-    ]
+    step["new_rows"] = [[new.row, new.rid, new.adapter_slot, new.first_scored, new.num_seen] for new in output.new_rows]
     return step
 
 
@@ -261,7 +260,7 @@ class Replay:
             drafting.try_from, drafting.gain = self.waits.get(ask.request.rid, (drafting.try_from, drafting.gain))
         return [self.guesses.get(ask.request.rid, []) for ask in asks]
 
-    def _draw(self, new: NewRow, ids: list[int], prefix: int) -> tuple[int, float]:
+    def _draw(self, new: Request, ids: list[int], prefix: int) -> tuple[int, float]:
         return self.draws.pop(0), 0.0
 
 

@@ -1,4 +1,4 @@
-"""`Request` (what the scheduler moves along), `Finish`, derived seeds. No torch."""
+"""`Request`: what the scheduler moves along, from its arrival to its end; derived seeds. No torch."""
 
 import hashlib
 from collections.abc import Hashable, Mapping
@@ -10,7 +10,7 @@ from fengine.core.images import ImageSpan, Placed, RopePositions, page_salts
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import exact_int
 
-__all__ = ["Adapter", "Finish", "Request", "SamplingParams", "Status", "derive_seed", "exact_int"]
+__all__ = ["Adapter", "Request", "SamplingParams", "Status", "derive_seed", "exact_int"]
 
 
 def derive_seed(*parts: int) -> int:
@@ -25,28 +25,10 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Why a request ended. `kind` is "stop", "length" or "abort"; `matched` is the token id, stop string or stop
-    pattern. An abort with a `code` is a request's own failure (400: asked for, 500: non-finite numbers)."""
-
-    kind: str
-    matched: int | str | None = None
-    length: int | None = None
-    message: str | None = None
-    code: int | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """SGLang's `finish_reason`."""
-        if self.kind == "stop":
-            return {"type": "stop", "matched": self.matched}
-        if self.kind == "length":
-            return {"type": "length", "length": self.length}
-        why: dict[str, Any] = {"type": "abort", "message": self.message or "Aborted"}
-        if self.code is not None:
-            kind = "BadRequestError" if self.code == 400 else "InternalServerError"
-            why |= {"status_code": self.code, "err_type": kind}
-        return why
+# Why a request ended, as callers read it: {"type": "stop", "matched": token id, stop string or pattern},
+# {"type": "length", "length"} or {"type": "abort", "message"}; with `status_code` and `err_type` if by its own fault.
+FinishReason = dict[str, Any]
+ABORTED = "Aborted"  # the message where somebody has aborted it
 
 
 @dataclass(slots=True)
@@ -95,7 +77,7 @@ class Request:
     full: int = 0  # set by Scheduler.add: its tokens when all that were asked for are drawn
     logprobs: list[float] = field(default_factory=list)
     status: Status = Status.WAITING
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     row: int | None = None  # row slot in the batch's tables while running
     pages: list[int] = field(default_factory=list)
     window_start: int = 0  # of these, the first that windows of its later tokens can reach
@@ -127,9 +109,29 @@ class Request:
             return None if own is None else {0: (own,)}
         return page_salts(own, self.images, page_size)
 
+    def as_told(self) -> "Request":
+        """What a worker learns of a request that has just got its row: a copy, which no scheduler changes. Its tokens
+        are empty where params are bare."""
+        return Request(
+            self.rid, self.prompt_len, [] if self.params.bare else list(self.token_ids), self.params, self.seed,
+            self.max_new_tokens, self.stop_ids, row=self.row, placed=self.placed, rope=self.rope,
+            num_seen=self.num_seen, num_scored=self.num_scored, early_ids=self.early_ids,
+            adapter_slot=self.adapter_slot,
+        )  # fmt: skip
+
+    @property
+    def slot(self) -> int:
+        """The row slot of a request that runs."""
+        assert self.row is not None
+        return self.row
+
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
 
     @property
     def first_scored(self) -> int:

@@ -12,12 +12,12 @@ from bisect import bisect_left, insort
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from fengine.core.batch import Batch
 from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.lora_slots import AdapterSlots
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.request import Finish, Request, Status
+from fengine.core.request import FinishReason, Request, Status
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import CapacityError, InvariantError
 
 _arrival = attrgetter("arrival")
@@ -28,7 +28,7 @@ class Rows:
 
     __slots__ = ("pool", "cache", "page_size", "capacity", "prompting", "decoding", "draining", "num_lockstep",
                  "num_drafts", "num_correct_drafts", "num_hit_tokens", "num_preemptions", "adapters", "released",
-                 "_free")  # fmt: skip
+                 "grown", "_free")  # fmt: skip
 
     def __init__(
         self, pool: PagePool, cache: PrefixCache | None, page_size: int, capacity: int, adapter_slots: int = 0
@@ -42,6 +42,7 @@ class Rows:
         self.num_hit_tokens = self.num_preemptions = 0
         self.adapters = AdapterSlots(adapter_slots)
         self.released: list[int] = []  # row slots given back since the last step was scheduled
+        self.grown: dict[Request, int] = {}  # those with new pages since then, and the first of these
         self._free = list(range(capacity))  # a heap: the lowest free row slot is given out
 
     @property
@@ -121,6 +122,7 @@ class Rows:
         self.num_hit_tokens += request.num_computed
         if not request.num_preempted:
             request.num_cached = request.num_computed
+        self.grown[request] = 0
         insort(self.prompting, request, key=_arrival)
         if request.adapter is None:
             return []
@@ -145,17 +147,17 @@ class Rows:
         pages = self.pool.allocate(count)
         if pages is None:
             raise InvariantError(f"{count} pages were promised, but {self.pool.num_free} are free after eviction")
-        request.pages += pages
+        if pages:
+            self.grown.setdefault(request, len(request.pages))
+            request.pages += pages
 
-    def compute(self, batch: Batch, request: Request, count: int, first_new_page: int) -> None:
+    def compute(self, output: SchedulerOutput, request: Request, count: int) -> None:
         """Plans `count` tokens of a running prompt, for which pages are available."""
         start = request.num_computed
         end = start + count
         self.grow(request, end)
-        if first_new_page < len(request.pages):
-            batch.new_pages.append((request, first_new_page))
         sample = end == len(request.token_ids)
-        batch.put_in(request, start, count, sample)
+        output.put_in(request, start, count, sample)
         request.num_computed = end
         if sample:
             request.num_pending += 1
@@ -193,6 +195,7 @@ class Rows:
         if request.adapter_slot is not None:
             self.adapters.leave(request.adapter_slot)
         self._take_out(request)
+        self.grown.pop(request, None)
         request.row, request.adapter_slot, request.pages, request.num_computed = None, None, [], 0
         request.reached, request.window_start = None, 0
         if request.drafting is not None:
@@ -227,7 +230,7 @@ def prefix_limit(request: Request) -> int:
     return due if due < request.prompt_len else len(request.token_ids)
 
 
-def verdict(request: Request, fault: str | None) -> tuple[Finish, bool]:
+def verdict(request: Request, fault: str | None) -> tuple[FinishReason, bool]:
     """How a request ends by its last token, and whether the KV in its pages is sound. Modifies: the request.
 
     The token is taken back where it is none, or where only the prompt's KV was asked for. `fault`: what the request's
@@ -237,17 +240,15 @@ def verdict(request: Request, fault: str | None) -> tuple[Finish, bool]:
     if logprob != logprob or request.max_new_tokens == 0:
         del request.token_ids[-1], request.logprobs[-1]
     if logprob != logprob:
-        if fault is not None:
-            return Finish("abort", message=fault), True
         message = f"non-finite logits at position {len(request.token_ids)}; dtype=float32 may help"
-        return Finish("abort", message=message), False
+        return {"type": "abort", "message": message if fault is None else fault}, fault is not None
     if request.max_new_tokens == 0:
         if request.params.pool is None:
             request.unasked = (logprob, token)
-        return Finish("length", length=0), True
+        return {"type": "length", "length": 0}, True
     if token in request.stop_ids:
-        return Finish("stop", matched=token), True
-    return Finish("length", length=request.num_output), True
+        return {"type": "stop", "matched": token}, True
+    return {"type": "length", "length": request.num_output}, True
 
 
 def _remove(ordered: list[Request], request: Request) -> bool:

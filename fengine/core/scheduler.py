@@ -24,16 +24,14 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from fengine.config import Policy
-from fengine.core.admission import Admission
-from fengine.core.batch import Batch
+from fengine.core.admission import Admission, WaitingQueue
 from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.request import Finish, Request, Status
+from fengine.core.request import ABORTED, FinishReason, Request, Status
 from fengine.core.running import Rows, draws_last, is_lockstep, verdict
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.speculation import Speculation, drafting_of, pays, schedule_drafts, take_drafts
-from fengine.core.waiting_queue import WaitingQueue
 from fengine.errors import InvalidRequestError, InvariantError
 
 
@@ -55,7 +53,7 @@ class Scheduler:
         self._waiting = WaitingQueue(policy, cache, max_queued)
         self._requests: dict[str, Request] = {}  # all that have not finished
         self._arrivals = self._steps_scheduled = 0
-        self._in_flight: deque[Batch] = deque()  # scheduled, not updated yet
+        self._in_flight: deque[SchedulerOutput] = deque()  # scheduled, not updated yet
         self.images = images
         self._admission = Admission(self._rows, self._waiting, images, whole_prompts)
 
@@ -95,7 +93,7 @@ class Scheduler:
     def abort(self, rid: str) -> Request | None:
         """Ends a request in any state and frees at once what it holds. None if no such request is unfinished."""
         if (request := self._requests.get(rid)) is not None:
-            self._end(request, Finish("abort"))
+            self._end(request, {"type": "abort", "message": ABORTED})
         return request
 
     def retract(self) -> int:
@@ -123,28 +121,31 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can be done before the next `update` or `add`."""
-        batch = Batch(self._steps_scheduled)
+        output = SchedulerOutput(self._steps_scheduled)
         if self._in_flight and self.speculation and pays(self._rows, self.speculation):
             return None  # drafts begin behind tokens that are known
-        left = self.max_step_tokens - self._schedule_decoding(batch)
+        left = self.max_step_tokens - self._schedule_decoding(output)
         for request in list(self._rows.prompting):
             if left and request.row is not None:
-                left -= self._schedule_prompt(batch, request, left)
-        if left and self._waiting and not batch.preempted:
-            self._admission.admit(batch, left)
-        if not batch.requests:
+                left -= self._schedule_prompt(output, request, left)
+        if left and self._waiting and not output.preempted:
+            self._admission.admit(output, left)
+        if not output.requests:
             return None
         if self._admission.encodes:
-            batch.encodes, self._admission.encodes = self._admission.encodes, []
+            output.encodes, self._admission.encodes = self._admission.encodes, []
         if self.speculation:
-            schedule_drafts(batch, self._rows, self.speculation)
+            schedule_drafts(output, self._rows, self.speculation)
         self._steps_scheduled += 1
-        self.num_computed_tokens += sum(batch.counts)
-        self._in_flight.append(batch)
-        before = self._in_flight[-2] if len(self._in_flight) > 1 else None
-        output = batch.output(self.released(), before)
-        if output.new_pages:
-            output.new_pages = self.pool.in_tables(output.new_pages)
+        self.num_computed_tokens += sum(output.counts)
+        output.fill_in(self._in_flight[-1] if self._in_flight else None)
+        output.released = self.released()
+        if grown := self._rows.grown:
+            output.new_rows = [request.as_told() for request, first in grown.items() if first == 0]
+            added = ((request, first, self.pool.in_tables(request.pages[first:])) for request, first in grown.items())
+            output.new_pages = [(request.slot, first, *pages) for request, first, pages in added]
+            grown.clear()
+        self._in_flight.append(output)
         return output
 
     def released(self) -> list[int]:
@@ -152,18 +153,11 @@ class Scheduler:
         released, self._rows.released = self._rows.released, []
         return released
 
-    def requests_of(self, output: SchedulerOutput) -> list[Request]:
-        """The requests of a step that has not been updated yet, in the order of its rows. Errors: InvariantError."""
-        for batch in self._in_flight:
-            if batch.step == output.step:
-                return batch.requests
-        raise InvariantError(f"step {output.step} is not in flight")
-
     def held_pages(self) -> dict[str, int]:
         """How many pages each running request holds, by rid. Pure."""
         return {rid: len(r.pages) for rid, r in self._requests.items() if r.status is Status.RUNNING}
 
-    def _schedule_decoding(self, batch: Batch) -> int:
+    def _schedule_decoding(self, output: SchedulerOutput) -> int:
         """One token for each decoding row. The hot loop: as little per row as can be. Returns the tokens of the budget.
 
         They always fit: a row begins to decode with a chunk for which the budget had room beside all rows that decode,
@@ -186,30 +180,29 @@ class Scheduler:
             if start + 2 >= request.full:
                 last.append(request)
         count = len(starts)
-        batch.requests, batch.starts, batch.counts, batch.samples = requests, starts, [1] * count, [True] * count
+        output.requests, output.starts, output.counts, output.samples = requests, starts, [1] * count, [True] * count
         for request in unpaged:
-            if request.row is not None and self._make_room(batch, request, 1):
-                batch.new_pages.append((request, len(request.pages)))
+            if request.row is not None and self._make_room(output, request, 1):
                 self._rows.grow(request, request.num_computed)
             else:
-                batch.take_out(request)
+                output.take_out(request)
         for request in last:
             if request.row is not None and draws_last(request):  # still in the step
                 self._rows.move(request)
         return reserved
 
-    def _schedule_prompt(self, batch: Batch, request: Request, left: int) -> int:
+    def _schedule_prompt(self, output: SchedulerOutput, request: Request, left: int) -> int:
         """The next chunk of a running prompt: all that budget and pages allow. Returns its number of tokens."""
         rows, start = self._rows, request.num_computed
         room = len(request.pages) * rows.page_size - start
-        if not self._make_room(batch, request, 0 if room else 1):
+        if not self._make_room(output, request, 0 if room else 1):
             return 0
         room += self.pool.room * rows.page_size
         count = min(len(request.token_ids) - start, left, room)
-        rows.compute(batch, request, count, len(request.pages))
+        rows.compute(output, request, count)
         return count
 
-    def _make_room(self, batch: Batch, request: Request, pages: int) -> bool:
+    def _make_room(self, output: SchedulerOutput, request: Request, pages: int) -> bool:
         """Makes so many pages available: the request's own that no window of it reaches, then those of the latest
         arrivals, which are preempted. False: `request` sits this step out.
 
@@ -222,16 +215,16 @@ class Scheduler:
             if self._rows.draining:
                 return False
             victim = self._rows.latest()
-            self._preempt(batch, victim)
+            self._preempt(output, victim)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, batch: Batch, victim: Request) -> None:
+    def _preempt(self, output: SchedulerOutput, victim: Request) -> None:
         """Back to the queue's front, to be computed again. A token that is still in flight arrives and counts."""
-        batch.take_out(victim)
+        output.take_out(victim)
         self._leave(victim, cached=True)
-        batch.preempted.append(victim)
+        output.preempted.append(victim.rid)
 
     def _leave(self, request: Request, cached: bool) -> None:
         self._rows.preempt(request, cached)
@@ -251,12 +244,12 @@ class Scheduler:
         due = self._in_flight[0].step if self._in_flight else None
         if output.step != due or min(len(tokens), len(logprobs)) < output.num_draws:
             raise InvariantError(f"update of step {output.step}, {len(tokens)} draws; {due} is due")
-        batch = self._in_flight.popleft()
-        finished = batch.take(tokens, logprobs)
+        scheduled = self._in_flight.popleft()
+        finished = scheduled.take(tokens, logprobs)
         for request in finished:
             self._end_drawn(request, faults.get(request.rid) if faults else None)
-        if batch.drafts:
-            finished += take_drafts(batch, self._rows, tokens, logprobs, self._end_drawn)
+        if scheduled.drafts:
+            finished += take_drafts(scheduled, self._rows, tokens, logprobs, self._end_drawn)
             self._admission.blocked = False  # pages have come back
         return finished
 
@@ -264,7 +257,7 @@ class Scheduler:
         """Ends a request because of the token that was appended last."""
         self._end(request, *verdict(request, fault))
 
-    def _end(self, request: Request, finish: Finish, cached: bool = True) -> None:
+    def _end(self, request: Request, finish: FinishReason, cached: bool = True) -> None:
         if request.status is Status.RUNNING:
             self._rows.leave(request, cached)
         else:

@@ -1,7 +1,7 @@
 """`SchedulerOutput`: what one step computes, as plain data; `StepOutput`: what it found, on the host. No torch.
 
-A `SchedulerOutput` is all that a worker learns of requests. It keeps for each row slot what `NewRow` told when the row
-was admitted, and the page table that `new_pages` adds up to, until the slot is released or given to another request.
+A `SchedulerOutput` is all that a worker learns of requests. It keeps for each row slot what `new_rows` told, and the
+page table that `new_pages` adds up to, until the slot is released or given to another request.
 """
 
 from dataclasses import dataclass, field
@@ -9,44 +9,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fengine.core.images import Encode, Placed, RopePositions
-from fengine.core.sampling_params import SamplingParams
+from fengine.core.images import Encode
+from fengine.core.request import Request
 from fengine.errors import FengineError
 
-
-@dataclass(frozen=True, slots=True)
-class NewRow:
-    """A request that was admitted, or admitted again after a preemption, to row slot `row`."""
-
-    row: int
-    rid: str
-    prompt_len: int
-    params: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]  # ids that end the request
-    early_ids: frozenset[int]  # banned beside them until min_new_tokens
-    adapter_slot: int | None  # of its LoRA adapter
-    token_ids: list[int]  # all that are known, the prompt first; empty where params are bare
-    first_scored: int  # prompt position of the next input logprob; prompt_len: none is lacking
-    first_seen: int  # prompt position of the next hidden state
-    images: tuple[Placed, ...] = ()  # where the embeddings of prompt tokens lie that are no rows of the vocabulary
-    rope: RopePositions | None = None
-
-    @property
-    def output_ids(self) -> list[int]:
-        return self.token_ids[self.prompt_len :]
-
-
-class AddedPages(NamedTuple):
-    """Entry `first` and on of a row's page table. With `first` 0 the row is new; its prefix hits are included.
-
-    `windows`: of the table of windowed layers, where these have pages of their own; 0 where no token sees the page.
-    """
-
-    row: int
-    first: int
-    pages: list[int]
-    windows: tuple[int, ...] = ()
+# (row, first, pages, windows): entry `first` and on of a row's page table. With `first` 0 the row is new; its prefix
+# hits are included. `windows`: of the table of windowed layers, where these have pages of their own; 0 where no token
+# sees the page.
+AddedPages = tuple[int, int, list[int], tuple[int, ...]]
 
 
 class Drafts(NamedTuple):
@@ -60,28 +30,89 @@ class Drafts(NamedTuple):
 class SchedulerOutput:
     """Row i of the step, in slot rows[i], computes positions starts[i] : starts[i] + counts[i] of its request.
 
-    Steps are executed in order, each once. Slots in `released` end before `new_rows` begin.
+    Steps are executed in order, each once. Slots in `released` end before `new_rows` begin: requests that were
+    admitted, or admitted again after a preemption, each as `Request.as_told`. `requests` are those of the rows, the
+    scheduler's own, which stay in its process. The methods are for the scheduler. Modifies: itself, its requests.
     """
 
     step: int  # counts from 0
-    rows: list[int]
-    starts: list[int]
-    counts: list[int]
-    samples: list[bool]  # the row reaches its last token, so one is drawn
-    token_ids: list[int]  # of all rows, one behind the other; 0 where it is fed
-    fed: list[int]  # indexes into token_ids of tokens that the same slot drew in the step before
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)  # the row reaches its last token, so one is drawn
+    token_ids: list[int] = field(default_factory=list)  # of all rows, one behind the other; 0 where it is fed
+    fed: list[int] = field(default_factory=list)  # indexes into token_ids of what the same slot drew the step before
     drafts: list[Drafts] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
+    new_rows: list[Request] = field(default_factory=list)
     new_pages: list[AddedPages] = field(default_factory=list)
     adapters: list[tuple[int, int]] = field(default_factory=list)  # (slot, number of the load) to be written before it
     released: list[int] = field(default_factory=list)  # slots given back since the step before
     preempted: list[str] = field(default_factory=list)  # rids
     encodes: list[Encode] = field(default_factory=list)  # images to be encoded before it
+    requests: list[Request] = field(default_factory=list, compare=False, metadata={"local": True})
 
     @property
     def num_draws(self) -> int:
         """One for each row, then those behind drafts, in the order of `drafts`."""
         return len(self.rows) + sum(len(draft.token_ids) for draft in self.drafts)
+
+    def put_in(self, request: Request, start: int, count: int, sample: bool) -> None:
+        """A row behind those that are in."""
+        self.requests.append(request)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(sample)
+
+    def take_out(self, request: Request) -> None:
+        """Takes a decoding row out, if it is in, and sets the request back; its pages stay with it."""
+        if request not in self.requests:
+            return
+        i = self.requests.index(request)
+        request.num_computed = self.starts[i]
+        request.num_pending -= 1
+        del self.requests[i], self.starts[i], self.counts[i], self.samples[i]
+
+    def fill_in(self, before: "SchedulerOutput | None") -> None:
+        """Row slots, tokens of all rows, and where those stand that the host does not know yet. As little per row as
+        can be. `before`: the last step in flight; None: every token is known."""
+        requests, count = self.requests, len(self.requests)
+        self.rows = [request.row for request in requests]  # pyright: ignore[reportAttributeAccessIssue]  # every one runs
+        token_ids: list[int] = []
+        if sum(self.counts) == count:  # one token a row
+            if before is not None and before.requests == requests and not before.drafts and all(before.samples):
+                self.token_ids, self.fed = [0] * count, list(range(count))
+                return
+            rows = zip(requests, self.starts, strict=True)
+            token_ids = [ids[start] if start < len(ids := request.token_ids) else -1 for request, start in rows]
+            self.fed = [i for i, token in enumerate(token_ids) if token < 0] if -1 in token_ids else []
+            for i in self.fed:
+                token_ids[i] = 0
+            self.token_ids = token_ids
+            return
+        drafts: dict[int, list[int]] = dict(self.drafts)
+        for i, (request, start, count) in enumerate(zip(requests, self.starts, self.counts, strict=True)):
+            draft = drafts.get(i, [])
+            known = request.token_ids[start : start + count - len(draft)]
+            if len(known) + len(draft) < count:
+                self.fed.append(len(token_ids) + len(known))
+                known.append(0)
+            token_ids += known
+            token_ids += draft
+        self.token_ids = token_ids
+
+    def take(self, tokens: list[int], logprobs: list[float]) -> list[Request]:
+        """Appends what its rows have drawn. Returns the requests that end by it."""
+        ended = []
+        for request, sample, token, logprob in zip(self.requests, self.samples, tokens, logprobs, strict=False):
+            if not sample or request.finish is not None:
+                continue  # nothing was drawn, or the request has ended since: discarded
+            request.num_pending -= 1
+            ids = request.token_ids
+            ids.append(token)
+            request.logprobs.append(logprob)
+            if len(ids) >= request.full or token in request.stop_ids or logprob != logprob:
+                ended.append(request)
+        return ended
 
 
 class Scores(NamedTuple):

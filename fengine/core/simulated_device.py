@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from fengine.core.request import Request
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.window_pages import Windows
 from fengine.errors import FengineError, InvariantError
 
-Draw = Callable[[NewRow, list[int], int], tuple[int, float]]  # of (row, its tokens, their hash): token, logprob
+Draw = Callable[[Request, list[int], int], tuple[int, float]]  # of (row, its tokens, their hash): token, logprob
 
 
 @dataclass(slots=True)
 class _Row:
     """What runs in a row slot."""
 
-    new: NewRow
+    new: Request
     request: Request
     weights: int
     tables: list[list[int]]  # its pages in each group
@@ -98,16 +98,16 @@ class SimulatedDevice:
                     raise InvariantError(f"pages {pages} from {first} on are new for {row.new.rid!r}")
                 table[first:] = pages
 
-    def _enter(self, new: NewRow) -> None:
+    def _enter(self, new: Request) -> None:
         """A request has got a row slot."""
-        if new.row in self.rows:
+        if new.slot in self.rows:
             raise InvariantError(f"row slot {new.row} is given to {new.rid!r} while another request has it")
         request = self.request_of(new.rid)
         known = [] if new.params.bare else request.token_ids
         if new.token_ids != known or new.prompt_len != request.prompt_len:
             raise InvariantError(f"the tokens of {new.rid!r} are not told when it is admitted")
-        self.rows[new.row] = _Row(new, request, self.weights, [[] for _ in self.groups])
-        self.drawn.pop(new.row, None)
+        self.rows[new.slot] = _Row(new, request, self.weights, [[] for _ in self.groups])
+        self.drawn.pop(new.slot, None)
 
     def _feed(self, out: SchedulerOutput, rows: list[_Row], drafts: dict[int, int]) -> None:
         """Each row's tokens up to the end of its chunk, drafts included, and their hashes."""

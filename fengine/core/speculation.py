@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fengine.core.batch import Batch
 from fengine.core.request import Drafting, Request
 from fengine.core.running import Rows
-from fengine.core.scheduler_output import Drafts
+from fengine.core.scheduler_output import Drafts, SchedulerOutput
 
 
 class Ask(NamedTuple):
@@ -81,7 +80,7 @@ def pays(rows: Rows, speculation: Speculation) -> bool:
     return gain > count * (speculation.toll if count > 1 else 0.0)
 
 
-def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
+def schedule_drafts(batch: SchedulerOutput, rows: Rows, speculation: Speculation) -> None:
     """Adds drafts to decoding rows of a batch that is complete otherwise. Modifies: the batch, rows, their requests."""
     count = len(batch.requests)
     if count >= speculation.full or (left := speculation.step_tokens - sum(batch.counts)) < 1:
@@ -94,7 +93,7 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
     wanting = sum(map(bool, proposals))
     if not wanting:
         return
-    spare, grown = rows.spare(), {request for request, _ in batch.new_pages}
+    spare = rows.spare()
     for ask, proposal in zip(asks, proposals, strict=True):
         if not proposal:
             continue
@@ -109,15 +108,12 @@ def schedule_drafts(batch: Batch, rows: Rows, speculation: Speculation) -> None:
         batch.drafts.append(Drafts(ask.row, draft))
         rows.leave_behind(request)
         rows.grow(request, request.num_computed + len(draft))
-        if held < len(request.pages):
-            spare -= len(request.pages) - held
-            if request not in grown:
-                batch.new_pages.append((request, held))
+        spare -= len(request.pages) - held
         ask.drafting.in_flight = len(draft)
         rows.num_lockstep += 1
 
 
-def _asks(batch: Batch, speculation: Speculation, tried: bool) -> list[Ask]:
+def _asks(batch: SchedulerOutput, speculation: Speculation, tried: bool) -> list[Ask]:
     """What may be proposed for the rows of a batch that decode. As little per row as can be. Pure."""
     most = speculation.most
     least = 1 if len(batch.requests) == 1 or speculation.waits else min(FEW, most)
@@ -147,7 +143,7 @@ def _known(proposal: Sequence[int], most: int, vocab_size: int) -> list[int]:
 
 
 def take_drafts(
-    batch: Batch, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float],
+    batch: SchedulerOutput, rows: Rows, tokens: Sequence[int], logprobs: Sequence[float],
     end: Callable[[Request], None],
 ) -> list[Request]:  # fmt: skip
     """Takes what was drawn behind the drafts that turned out right, when the first draw of every row is taken.

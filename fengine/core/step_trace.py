@@ -69,7 +69,7 @@ class StepTrace:
 
     def scheduled(self, output: SchedulerOutput) -> None:
         counters, held = self._scheduler.counters(), self._scheduler.held_pages()
-        requests = self._scheduler.requests_of(output)
+        requests = output.requests
         drafted = {draft.index: len(draft.token_ids) for draft in output.drafts}
         new_pages = self._new_pages(output, {request.row: request for request in requests})
         first_new = {new.rid: new.first for new in new_pages}
@@ -100,9 +100,9 @@ class StepTrace:
     def _new_pages(self, output: SchedulerOutput, request_of: dict[int | None, Request]) -> tuple[NewPages, ...]:
         hits = {row: start // self._page_size for row, start in zip(output.rows, output.starts, strict=True)}
         return tuple(
-            NewPages(request.rid, new.first, 0 if new.first else hits[new.row], tuple(request.pages[new.first :]))
-            for new in output.new_pages
-            for request in (request_of[new.row],)
+            NewPages(request.rid, first, 0 if first else hits[row], tuple(request.pages[first:]))
+            for row, first, _, _ in output.new_pages
+            for request in (request_of[row],)
         )
 
     def launched(self, output: SchedulerOutput) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fengine.core.kv_pages import PagePool
-from fengine.core.scheduler_output import AddedPages
 from fengine.errors import ConfigError, InvariantError
 
 
@@ -78,11 +77,9 @@ class WindowPages(PagePool):
         most = self.windows.num_pages - 1
         return super().gauges() | {"window_pages": most, "used_window_pages": most - self.num_windows}
 
-    def in_tables(self, new_pages: list[AddedPages]) -> list[AddedPages]:
-        windows = [tuple(self.window_of[page] for page in added.pages) for added in new_pages]
-        if self.windows.alone:
-            return [added._replace(pages=list(own)) for added, own in zip(new_pages, windows, strict=True)]
-        return [added._replace(windows=own) for added, own in zip(new_pages, windows, strict=True)]
+    def in_tables(self, pages: list[int]) -> tuple[list[int], tuple[int, ...]]:
+        windows = [self.window_of[page] for page in pages]
+        return (windows, ()) if self.windows.alone else (pages, tuple(windows))
 
     def window_start(self, position: int) -> int:
         return self.windows.window_start(position)

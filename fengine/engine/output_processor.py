@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
-from fengine.core.request import Finish, Request
+from fengine.core.request import ABORTED, FinishReason, Request
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.engine.request_state import RequestOutput, RequestState
@@ -143,7 +143,7 @@ class OutputProcessor:
             if output.finish is not None or request.finish is None:
                 self._tell(state)
 
-    def _read(self, state: RequestState, known: int, finish: Finish | None = None) -> RequestOutput:
+    def _read(self, state: RequestState, known: int, finish: FinishReason | None = None) -> RequestOutput:
         """The output with tokens up to `known`; `finish`: these are all. What ends the request in its text comes before
         that. Modifies: the detokenizer."""
         request, detokenizer, text, had = state.request, state.detokenizer, state.output.text, state.output.num_tokens
@@ -155,7 +155,7 @@ class OutputProcessor:
             matched = detokenizer.matched_tokens  # fewer than known, if more tokens came with those that matched
         if detokenizer is None or matched is None:
             return RequestOutput(text, known, finish)
-        return RequestOutput(text, matched, Finish("stop", matched=detokenizer.matched))
+        return RequestOutput(text, matched, {"type": "stop", "matched": detokenizer.matched})
 
     def _tell(self, state: RequestState) -> None:
         done = state.done
@@ -173,8 +173,8 @@ class OutputProcessor:
         if state.error is None and request.finish is not None:
             if state.fault is not None:
                 state.error = state.fault
-            elif request.finish.kind == "abort" and request.finish.message is not None:
-                state.error = NumericsError(f"request {request.rid!r}: {request.finish.message}")
+            elif request.finish["type"] == "abort" and request.finish["message"] != ABORTED:
+                state.error = NumericsError(f"request {request.rid!r}: {request.finish['message']}")
             else:
                 try:
                     state.output = self._read(state, request.num_output, request.finish)

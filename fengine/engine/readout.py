@@ -11,15 +11,13 @@ from fengine.engine.request_state import RequestState
 Head = Callable[[np.ndarray], np.ndarray]  # pooled [D] -> [C], the checkpoint's own
 
 
-def record(
-    states: Mapping[str, RequestState], requests: Sequence[Request], step: SchedulerOutput, out: StepOutput, head: Head,
-) -> dict[str, str]:  # fmt: skip
+def record(states: Mapping[str, RequestState], step: SchedulerOutput, out: StepOutput, head: Head) -> dict[str, str]:
     """Puts what a step found into the states of its requests; those that have ended meanwhile get nothing.
 
     To be called before `Scheduler.update` of the same step; returns its `faults`. Modifies: the states, and
     `out.logprobs` where a pooled row turns out not to be finite: it becomes NaN, as for a row that draws.
     """
-    found = [_open(states, request) for request in requests]
+    found = [_open(states, request) for request in step.requests]
     _add_faults(found, out)
     for spans, scores in out.prompts:
         for span in spans:
@@ -32,7 +30,7 @@ def record(
     for row in out.pooled:
         if (state := found[row]) is not None:
             _finish_pool(state, head)
-    return {requests[row].rid: str(error) for row, error in out.errors.items()}
+    return {step.requests[row].rid: str(error) for row, error in out.errors.items()}
 
 
 def _add_faults(found: Sequence[RequestState | None], out: StepOutput) -> None:

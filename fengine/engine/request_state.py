@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fengine.core.request import Finish, Request
+from fengine.core.request import FinishReason, Request
 from fengine.errors import FengineError
 
 
@@ -34,7 +34,7 @@ class RequestOutput(NamedTuple):
 
     text: str = ""
     num_tokens: int = 0
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
 
 @dataclass(slots=True, eq=False)

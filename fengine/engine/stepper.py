@@ -78,8 +78,7 @@ class Stepper:
         found, faults = result(), None
         if found.more:
             head = partial(apply_head, self.runner.params)
-            requests = self.scheduler.requests_of(output)
-            faults = record(self.requests.states, requests, output, found, head)
+            faults = record(self.requests.states, output, found, head)
         for watcher in self.watchers:
             watcher.landed(output)
         finished = self.scheduler.update(output, found.tokens, found.logprobs, faults)

@@ -72,7 +72,7 @@ class Meter:
     def ended(self, state: RequestState) -> None:
         """Counts one row of a request, however it ended."""
         finish, request = state.output.finish, state.request
-        reason = "error" if state.error is not None else "abort" if finish is None else finish.kind
+        reason = "error" if state.error is not None else "abort" if finish is None else finish["type"]
         self.finished[reason] += 1
         self.prompt_tokens += request.prompt_len
         drawn, add = state.output.num_tokens, self.histograms

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.request import Request
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.worker.logits.hidden_states import hidden_wanted
 from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
 from fengine.worker.step_input import Chunk, LogitsStage, StepInput, Write
@@ -19,18 +20,18 @@ class Extras:
 
     def __init__(self, stages: Sequence[LogitsStage]) -> None:
         self.stages = {stage.name: stage for stage in stages}  # in the order that bits depend on
-        self.rows: dict[int, NewRow] = {}  # by row slot; their token_ids are kept up to date as far as none is fed
+        self.rows: dict[int, Request] = {}  # by row slot; their token_ids are kept up to date as far as none is fed
         self.drafted: dict[int, tuple[int, list[int]]] = {}  # what was guessed in their last steps, behind where
         self.asked: Counter[str] = Counter()  # how many of them want what
         self.writes: list[Write] = []  # to the stages' tables, that the next step makes
 
-    def admit(self, new: NewRow) -> None:
+    def admit(self, new: Request) -> None:
         """A request that wants more has got its row slot."""
-        self.rows[new.row] = replace(new, token_ids=list(new.token_ids))
+        self.rows[new.slot] = replace(new, token_ids=list(new.token_ids))
         for name in new.params.asks:
             self.asked[name] += 1
             if name in self.stages:
-                self.writes += self.stages[name].admit(new.row, new)
+                self.writes += self.stages[name].admit(new.slot, new)
 
     def release(self, rows: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted: nothing of them is kept."""
@@ -89,9 +90,9 @@ class Extras:
             at += count
         return chunks
 
-    def _kept(self, new: NewRow, end: int) -> Sequence[int]:
+    def _kept(self, new: Request, end: int) -> Sequence[int]:
         """Drafts of the row's last step that were drawn, if it now goes on up to `end`. Modifies: new.token_ids."""
-        at, draft = self.drafted.pop(new.row, (end, []))
+        at, draft = self.drafted.pop(new.slot, (end, []))
         kept = draft[: max(end - 1 - at, 0)]
         if len(new.token_ids) == at:
             new.token_ids.extend(kept)

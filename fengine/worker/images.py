@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fengine.config import EngineConfig
 from fengine.core.images import Encode, ImageRows
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.request import Request
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
@@ -60,13 +61,13 @@ class ImageInputs:
         self.pos_3P: dict[int, np.ndarray] = {}
         self.delta = np.zeros(rows, np.int32)  # of positions behind the prompt
 
-    def admit(self, new: NewRow) -> None:
+    def admit(self, new: Request) -> None:
         """Takes over what a new row brings."""
-        if not new.images:
+        if not new.placed:
             return
-        slot = new.row
+        slot = new.slot
         self.row_P[slot] = row_P = np.full(new.prompt_len, -1, np.int32)
-        for start, rows in new.images:
+        for start, rows in new.placed:
             row_P[start : start + len(rows)] = rows
         if new.rope is not None:
             self.pos_3P[slot], self.delta[slot] = new.rope

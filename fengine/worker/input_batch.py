@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from fengine.core.images import Encode
-from fengine.core.scheduler_output import NewRow, SchedulerOutput
+from fengine.core.request import Request
+from fengine.core.scheduler_output import SchedulerOutput
 from fengine.worker.extras import Extras
 from fengine.worker.images import ImageInputs
 from fengine.worker.step_input import Arrays, LogitsStage, StepInput
@@ -44,9 +45,9 @@ class InputBatch:
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
         self.extras = Extras(stages)
 
-    def admit(self, new: NewRow) -> None:
+    def admit(self, new: Request) -> None:
         """Writes what a request that has just got its row slot keeps there."""
-        row, params = new.row, new.params
+        row, params = new.slot, new.params
         values = (min(params.temperature, HOTTEST), params.top_k, params.top_p, params.min_p, new.seed)
         for table, value in zip(self.sampling.values(), values, strict=True):
             table[row] = value

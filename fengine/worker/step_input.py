@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.scheduler_output import Drafts, NewRow, Span
+from fengine.core.request import Request
+from fengine.core.scheduler_output import Drafts, Span
 from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
 
@@ -84,7 +85,7 @@ class Chunk(NamedTuple):
     behind drafts are `kept`. Behind it come the guesses `draft`, which draw in the rows `draft_row` and on."""
 
     row: int
-    new: NewRow
+    new: Request
     start: int
     end: int
     at: int
@@ -184,7 +185,7 @@ class LogitsStage:
         """Changes where the stage's tables are at another place: graphs that hold them are dead."""
         return 0
 
-    def admit(self, slot: int, new: NewRow) -> Sequence[Write]:
+    def admit(self, slot: int, new: Request) -> Sequence[Write]:
         """A request that asks for it gets the row slot. Returns what writes the device's tables, to be called behind
         the samplers of all steps before. Modifies: the stage's tables on the host."""
         return ()

@@ -14,7 +14,7 @@ from fengine.api.engine import Engine
 from fengine.api.hidden_states import FloatList
 from fengine.api.outputs import output_of
 from fengine.api.server_args import ServerArgs
-from fengine.core.request import Finish, Request, SamplingParams
+from fengine.core.request import Request, SamplingParams
 from fengine.engine.request_state import RequestOutput, RequestState
 
 BASE = {
@@ -38,7 +38,7 @@ def made(
         max_new_tokens=9, stop_ids=frozenset(), logprobs=[-0.5 * i for i in range(drawn)],
         unasked=unasked, num_cached=2, num_preempted=1, versions=(("default", 0),),
     )  # fmt: skip
-    output = RequestOutput("abcdef", drawn, Finish("length", length=drawn))
+    output = RequestOutput("abcdef", drawn, {"type": "length", "length": drawn})
     state = RequestState(request, None, False, lambda _: None, output=output, **found)
     state.started, state.first_token = state.submitted + 1, state.submitted + 2
     state.finished = state.submitted + 4

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fengine.core.kv_pages import PagePool
-from fengine.core.request import Finish
 from fengine.core.sampling_params import SamplingParams as Params
 from fengine.core.scheduler import Scheduler
 from fengine.engine.parts import Parts
@@ -66,7 +65,7 @@ def logits_of(model: Any, ids: list[int]) -> Tensor:
 
 
 def record_of(request: Any) -> RequestState:
-    assert request.finish.kind != "abort" and request.record.fault is None
+    assert request.finish["type"] != "abort" and request.record.fault is None
     return request.record
 
 
@@ -188,7 +187,7 @@ def test_stop_ids_wait_for_min_new_tokens(parts: Parts) -> None:
     everything = [Ask(prompt(6), Params(min_new_tokens=n, logprob_ids=(first,)), 12, stop_ids=frozenset({first, 10**6}))
                   for n in (0, 1, 5)]  # fmt: skip
     stopped, once, late = run(parts, everything)
-    assert stopped.finish == Finish("stop", matched=first) and stopped.num_output == 1
+    assert stopped.finish == {"type": "stop", "matched": first} and stopped.num_output == 1
     for request, n in ((once, 1), (late, 5)):
         assert first not in request.token_ids[6 : 6 + n]
         chosen = [entry[0][0] for entry in record_of(request).output_ids]
@@ -411,7 +410,7 @@ def test_what_comes_after_a_stop_is_not_recorded(parts: Parts) -> None:
     asked = Params(top_logprobs=1, logprob_ids=(3,), hidden="full")
     (request,) = run(parts, [Ask(prompt(9), asked, stop_ids=frozenset({stop}))])
     record = record_of(request)
-    assert request.finish == Finish("stop", matched=stop)
+    assert request.finish == {"type": "stop", "matched": stop}
     assert request.num_output == len(record.output_top) == len(record.output_ids) == len(record.hidden) == 5
 
 
@@ -496,7 +495,7 @@ def test_a_failing_processor_ends_its_own_request_alone(
         assert [outcome(r) for r in good] == [outcome(r) for r in alone]
         for request, (_, told) in zip(requests[3:], FAULTS.values(), strict=False):
             error = request.record.fault
-            assert isinstance(error, LogitProcessorError) and request.finish == Finish("abort", message=str(error))
+            assert isinstance(error, LogitProcessorError) and request.finish == {"type": "abort", "message": str(error)}
             with pytest.raises(LogitProcessorError, match=told):
                 raise error
             assert request.num_output == at == len(request.logprobs) == len(request.record.output_top)
@@ -517,7 +516,7 @@ def test_a_row_of_nan_is_the_models_fault_also_with_a_processor(checkpoint: Path
         noting = Params(processor=lambda x, _: calls.append(1) or x)
         requests: list[Any] = run(found, [Ask(prompt(9), noting), Ask(prompt(9), Params(pool="mean"), new=0)])
     for request in requests:
-        assert request.finish.kind == "abort" and "non-finite" in request.finish.message
+        assert request.finish["type"] == "abort" and "non-finite" in request.finish["message"]
         assert request.record.fault is None
     assert not calls
 
@@ -674,7 +673,7 @@ def test_a_lockstep_row_is_planned_only_when_its_token_is_known() -> None:
     for expected in ("abcd", "bd", "abcd", "bd"):  # update lags by one step
         plan = scheduler.schedule()
         check_scheduler(scheduler)
-        assert plan is not None and "".join(r.rid for r in scheduler.requests_of(plan)) == expected
+        assert plan is not None and "".join(r.rid for r in plan.requests) == expected
         landing.append(plan)
         if len(landing) > 1:
             done = landing.pop(0)

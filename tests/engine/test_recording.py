@@ -87,7 +87,7 @@ def test_a_page_that_somebody_reads_is_found_by_the_device(busy: Path) -> None:
     execute = again.device.execute
 
     def shared(output):  # type: ignore[no-untyped-def]
-        output.new_pages = [added._replace(pages=[page] * len(added.pages)) for added in output.new_pages]
+        output.new_pages = [(row, first, [page] * len(pages), own) for row, first, pages, own in output.new_pages]
         return execute(output)
 
     again.device.execute = shared  # type: ignore[method-assign]

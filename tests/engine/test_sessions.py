@@ -10,7 +10,7 @@ from checksum import checksum_engine, expected
 
 from fengine.api.engine import Engine
 from fengine.api.sessions import Sessions, Turn
-from fengine.core.request import Finish, Request
+from fengine.core.request import Request
 from fengine.engine.request_state import RequestOutput, RequestState
 from fengine.engine.threads import Threads
 from fengine.errors import FengineError, InvalidRequestError, SessionError
@@ -30,7 +30,7 @@ class World:
     def abort(self, states: Any) -> None:
         for state in states:
             self.aborted.append(state.request.rid)
-            state.output = state.output._replace(finish=Finish("abort"))
+            state.output = state.output._replace(finish={"type": "abort", "message": "Aborted"})
 
     def start(self, params: Any, ids: list[int], rid: str | None = None) -> Turn:
         """A turn whose request runs."""
@@ -45,7 +45,7 @@ class World:
         """`kind` is what the caller sees. Behind a stop string one more token is drawn, which nobody sees."""
         assert turn.state is not None
         turn.state.request.token_ids.extend([*output, 99] if kind == "stop" else output)
-        turn.state.output, turn.state.finished = RequestOutput("", len(output), Finish(kind)), self.now
+        turn.state.output, turn.state.finished = RequestOutput("", len(output), {"type": kind}), self.now
 
     def turn(self, params: Any, ids: list[int], output: list[int], rid: str | None = None) -> Turn:
         turn = self.start(params, ids, rid)

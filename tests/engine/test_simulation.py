@@ -36,7 +36,7 @@ def test_a_planted_bug_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
     update = Scheduler.update
 
     def late(self: Scheduler, output, tokens, logprobs, faults=None):  # type: ignore[no-untyped-def]
-        requests = self.requests_of(output)
+        requests = output.requests
         finished = update(self, output, tokens, logprobs, faults)
         for request, token in zip(requests, tokens, strict=False):
             if request.finish is not None and request not in finished:

@@ -11,7 +11,7 @@ from loops import in_loop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine as sgl
-from fengine.core.request import Finish, Request, SamplingParams
+from fengine.core.request import Request, SamplingParams
 from fengine.engine.request_state import RequestState
 from fengine.test.test_utils import is_in_ci
 from fengine.tokenizer.detokenizer import Detokenizer
@@ -143,6 +143,6 @@ def test_a_stream_shows_no_token_behind_a_stop_string(llm: sgl.Engine) -> None:
 
     state = Watched(request, Detokenizer(llm.tokenizer, params), True, lambda _: None)
     llm._parts.core.requests._push(state, len(answer))
-    assert state.output.finish == Finish("stop", matched=" two")
+    assert state.output.finish == {"type": "stop", "matched": " two"}
     assert [text for text, _ in seen] == ["", "one"] and 0 < seen[-1][1] < len(answer)
     assert " two" in llm.tokenizer.decode(answer[: seen[-1][1]])

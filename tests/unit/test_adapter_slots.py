@@ -7,13 +7,13 @@ from books import check_scheduler, check_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fengine.core.admission import LPM_PATIENCE
 from fengine.core.kv_pages import PagePool
 from fengine.core.lora_slots import AdapterSlots
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.core.waiting_queue import LPM_PATIENCE
 from fengine.errors import InvariantError
 
 
@@ -72,7 +72,7 @@ def test_any_schedule_reads_the_right_adapters(
             under.abort(draw.choice(sorted(under._requests)))
         plan = under.schedule()
         if plan is not None:
-            device.run(plan, under.requests_of(plan))
+            device.run(plan, plan.requests)
             flights.append(plan)
         while len(flights) > (lag and plan is not None):
             landed = flights.pop(0)
@@ -112,7 +112,7 @@ def test_who_finds_no_slot_is_overtaken_for_a_while_only() -> None:
             i += 1
         plan = under.schedule()
         assert plan is not None
-        served = [one.rid for one in under.requests_of(plan) if one.adapter is b]
+        served = [one.rid for one in plan.requests if one.adapter is b]
         under.update(plan, [1] * len(plan.rows), [-1.0] * len(plan.rows))
         check_scheduler(under)
         assert i < 1000

@@ -59,7 +59,7 @@ class World:
         for new in output.new_rows:
             spans = self.requests[new.rid].images
             self.rows[new.row] = {s.start + i: s.image.key for s in spans for i in range(s.image.tokens)}
-            self.places[new.row] = {start + i: row for start, rows in new.images for i, row in enumerate(rows)}
+            self.places[new.row] = {start + i: row for start, rows in new.placed for i, row in enumerate(rows)}
         for slot, start, count in zip(output.rows, output.starts, output.counts, strict=True):
             for position in range(start, start + count):
                 if position in self.rows[slot]:

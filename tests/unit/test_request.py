@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fengine.core.request import Finish, SamplingParams
+from fengine.core.request import SamplingParams
 from fengine.core.sampling_params import NOT_BUILT, TOP_K_ALL
 from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
 
@@ -127,12 +127,6 @@ def test_a_callers_dict_is_copied() -> None:
     values["stop"].append("b")
     values["temperature"] = 2
     assert params.stop == ("a",) and params.temperature == 0.5
-
-
-def test_finish_reasons_are_sglangs() -> None:
-    assert Finish("stop", matched=5).as_dict() == {"type": "stop", "matched": 5}
-    assert Finish("length", length=7).as_dict() == {"type": "length", "length": 7}
-    assert Finish("abort").as_dict()["type"] == "abort"
 
 
 ODD = [torch.tensor([1, 2]), torch.tensor(1.5), torch.tensor(True), np.array([1, 2]), np.bool_(True), 1j, [1], "1"]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from simulation import Case, Job, Run, entry, make_request, make_scheduler, random_case, simulate, solo
 
 from fengine.config import Policy
+from fengine.core.admission import LPM_PATIENCE, LPM_WINDOW
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.request import Finish, Request, Status
+from fengine.core.request import Request, Status
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.core.waiting_queue import LPM_PATIENCE, LPM_WINDOW
 from fengine.errors import CapacityError, InvalidRequestError, InvariantError
 
 
@@ -44,7 +44,7 @@ def land(scheduler: Scheduler, plan: SchedulerOutput, token: int = 1, logprob: f
 
 
 def rows(scheduler: Scheduler, plan: SchedulerOutput) -> list[tuple[str, int, int, bool]]:
-    rids = [request.rid for request in scheduler.requests_of(plan)]
+    rids = [request.rid for request in plan.requests]
     return list(zip(rids, plan.starts, plan.counts, plan.samples, strict=True))
 
 
@@ -394,9 +394,7 @@ def test_a_newcomer_must_leave_a_reserve_and_then_nobody_is_preempted() -> None:
     case = Case(jobs((4, 8), (4, 8), (12, 4)), page_size=4, num_pages=7, budget=64, cached=False)
     scheduler, requests = start(case)
     plan = planned(scheduler)
-    assert [r.rid for r in scheduler.requests_of(plan)] == ["r0", "r1"], (
-        "r2 needs 3 of the 4 pages left, and 2 are reserved"
-    )
+    assert [r.rid for r in plan.requests] == ["r0", "r1"], "r2 needs 3 of the 4 pages left, and 2 are reserved"
     land(scheduler, plan)
     finish_all(scheduler)
     assert scheduler.counters()["preemptions"] == 0 and [r.num_output for r in requests] == [8, 8, 4]
@@ -420,7 +418,7 @@ def overfull(lag: int) -> tuple[Scheduler, list[Request], SchedulerOutput]:
 
 def test_the_earliest_goes_on_and_the_latest_gives_way() -> None:
     scheduler, requests, plan = overfull(0)
-    assert plan.preempted == ["r1"] and [r.rid for r in scheduler.requests_of(plan)] == ["r0"]
+    assert plan.preempted == ["r1"] and [r.rid for r in plan.requests] == ["r0"]
     assert requests[1].status is Status.WAITING and requests[1].row is None and requests[1].num_preempted == 1
     land(scheduler, plan)
     assert order_of_admission(scheduler) == ["r1", "r2"], "the preempted request comes before the new one"
@@ -524,7 +522,7 @@ def test_the_token_after_a_stop_is_discarded() -> None:
     scheduler, (request,) = start(Case([job]))
     first, second = planned(scheduler), planned(scheduler)
     assert land(scheduler, first, 5) == ["r0"]
-    assert request.finish == Finish("stop", matched=5)
+    assert request.finish == {"type": "stop", "matched": 5}
     assert request.status is Status.FINISHED and request.row is None and not request.pages
     assert land(scheduler, second, 5) == []
     assert request.token_ids == [1, 2, 3, 5] and request.logprobs == [-1.0] and scheduler.num_finished == 1
@@ -536,14 +534,14 @@ def test_the_token_after_a_stop_is_discarded() -> None:
 def test_a_stop_token_at_the_last_position_is_a_stop() -> None:
     scheduler, (request,) = start(Case([Job([1], 1, stop_ids=frozenset({5}))]))
     land(scheduler, planned(scheduler), 5)
-    assert request.finish is not None and request.finish.kind == "stop"
+    assert request.finish is not None and request.finish["type"] == "stop"
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_zero_new_tokens_is_prefill_only(lag: int) -> None:
     scheduler, (request,) = start(Case([Job(list(range(10)), 0, stop_ids=frozenset({7}))], budget=4))
     assert finish_all(scheduler, lag) == 3
-    assert request.finish == Finish("length", length=0)
+    assert request.finish == {"type": "length", "length": 0}
     assert request.token_ids == list(range(10)) and request.logprobs == []
     assert scheduler.counters()["cached_pages"] == 2
 
@@ -555,7 +553,9 @@ def test_a_row_with_nan_ends_alone_and_its_pages_are_never_hit() -> None:
     finished = scheduler.update(plan, [1, 1], [math.nan, -1.0])
     check_scheduler(scheduler)
     assert finished == [requests[0]] and requests[0].finish is not None
-    assert requests[0].finish.kind == "abort" and "non-finite logits at position 9" in str(requests[0].finish.message)
+    assert requests[0].finish["type"] == "abort" and "non-finite logits at position 9" in str(
+        requests[0].finish["message"]
+    )
     assert requests[0].token_ids == prompts[0] and requests[0].logprobs == []
     assert requests[1].finish is None and requests[1].num_output == 1
     assert scheduler.cache is not None and scheduler.cache.match_length(prompts[0], 9) == 0
@@ -579,7 +579,7 @@ def test_abort_in_any_state_frees_everything_at_once(state: str, lag: int) -> No
     tokens = list(request.token_ids)
     assert scheduler.abort(request.rid) is request and scheduler.abort(request.rid) is None
     check_scheduler(scheduler)
-    assert request.finish == Finish("abort")
+    assert request.finish == {"type": "abort", "message": "Aborted"}
     assert request.row is None and not request.pages and request.status is Status.FINISHED
     for flight in flights:
         land(scheduler, flight)

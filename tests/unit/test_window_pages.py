@@ -10,7 +10,6 @@ from simulation import Case, HashDevice, Job, make_request, make_scheduler, rand
 
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.scheduler_output import AddedPages
 from fengine.core.window_pages import WindowPages, Windows
 from fengine.errors import ConfigError, InvariantError
 
@@ -97,7 +96,7 @@ def test_rows_of_any_length_get_on_with_the_least() -> None:
     windows = Windows(8, 4, 2, 0, 16, True)
     windows = windows._replace(num_pages=windows.least + 1)
     run = simulate(Case([Job([1] * 200, 100), Job([2] * 150, 150)], 2, 400, rows=2, windows=windows, vocab=50))
-    assert all(request.finish is not None and request.finish.kind == "length" for request in run.requests)
+    assert all(request.finish is not None and request.finish["type"] == "length" for request in run.requests)
     with pytest.raises(ConfigError, match="window of 8 tokens needs 9 pages of 2 tokens, but the pool has 8"):
         WindowPages(400, windows._replace(num_pages=windows.least))
     WindowPages(6, windows._replace(num_pages=6))  # rows are as short as that
@@ -182,14 +181,14 @@ def test_nobody_leaves_a_page_behind_twice() -> None:
 
 def test_a_pool_without_windows_has_one_table() -> None:
     pool = PagePool(4)
-    added = [AddedPages(0, 3, [1, 2, 5])]
-    assert pool.in_tables(added) == added and pool.window_start(1000) == 0 and pool.usable([1, 2]) == 2
+    added = [1, 2, 5]
+    assert pool.in_tables(added) == (added, ()) and pool.window_start(1000) == 0 and pool.usable([1, 2]) == 2
     pool, _ = make()
     pages = pool.allocate(2)
-    assert pages == [1, 2] and pool.in_tables(added) == [AddedPages(0, 3, [1, 2, 5], (1, 2, 0))]
+    assert pages == [1, 2] and pool.in_tables(added) == (added, (1, 2, 0))
     pool, _ = make(SMALL._replace(alone=True))
     pool.allocate(2)
-    assert pool.in_tables(added) == [AddedPages(0, 3, [1, 2, 0])]
+    assert pool.in_tables(added) == ([1, 2, 0], ())
 
 
 def test_waiting_requests_are_let_in_when_a_row_leaves_pages_behind() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fengine import errors
 from fengine.core.plain import Handles, from_plain, to_plain
-from fengine.core.request import Drafting, Finish
+from fengine.core.request import Drafting, FinishReason
 from fengine.engine.request_state import RequestState
 from fengine.errors import EngineDeadError, FengineError, UnsupportedFeatureError
 
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     input_ids: list[list[tuple[float, int]] | None] = []
     hidden: list = []  # all so far, encoded
     embedding: list | None = None
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     error: tuple[str, str] | None = None  # its kind, and what it says
     fault: tuple[str, str] | None = None
 

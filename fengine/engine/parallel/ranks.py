@@ -27,7 +27,8 @@ from torch import Tensor
 
 from fengine.config import EngineConfig
 from fengine.core.plain import to_plain
-from fengine.core.scheduler_output import NewRow, SchedulerOutput, StepOutput
+from fengine.core.request import Request
+from fengine.core.scheduler_output import SchedulerOutput, StepOutput
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.parallel.child import SILENCE, Child
 from fengine.engine.parallel.follower import NOTHING
@@ -217,5 +218,5 @@ class RankedRunner:
         return self.ranks.launch(self.runner, kv, step)
 
 
-def _without_handles(row: NewRow) -> NewRow:
+def _without_handles(row: Request) -> Request:
     return replace(row, params=replace(row.params, processor=None, grammar=None, custom_params=None))

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.core.scheduler_output import Drafts, NewRow
+from fengine.core.request import Request
+from fengine.core.scheduler_output import Drafts
 from fengine.models.kv_state import Tensors
 from fengine.ops.edit_logits import add_at, count, penalize
 from fengine.worker.step_input import Field, LogitsStage, StepInput, Write
@@ -81,7 +82,7 @@ class Penalties(LogitsStage):
     def release(self, slot: int) -> None:
         self.penalised_S[slot], self.banned_until_S[slot] = False, 0
 
-    def admit(self, slot: int, new: NewRow) -> Sequence[Write]:
+    def admit(self, slot: int, new: Request) -> Sequence[Write]:
         params, writes = new.params, list[Write]()
         if params.penalised:
             self.penalised_S[slot] = True
@@ -194,7 +195,7 @@ class LogitBias(LogitsStage):
     def release(self, slot: int) -> None:
         self.biased_S[slot] = False
 
-    def admit(self, slot: int, new: NewRow) -> Sequence[Write]:
+    def admit(self, slot: int, new: Request) -> Sequence[Write]:
         ids, values = zip(*new.params.logit_bias, strict=True)
         width, known = rounded(len(ids)), np.array(ids) < self.vocab
         id_K, value_K = np.array(ids, np.int32)[known], np.clip(np.array(values), -1e30, 1e30)[known]

@@ -28,6 +28,6 @@ def _due(chunk: Chunk) -> list[tuple[int, int]]:
     if params.hidden == "last" or params.pool == "last":
         return last
     if params.pool == "cls":
-        return [(0, 1)] if start == 0 == new.first_seen else []
-    first, behind = max(start, new.first_seen), min(end, new.prompt_len)
+        return [(0, 1)] if start == 0 == new.num_seen else []
+    first, behind = max(start, new.num_seen), min(end, new.prompt_len)
     return ([(first, behind)] if first < behind else []) + (last if params.hidden and end > behind else [])

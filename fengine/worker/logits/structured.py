@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fengine.core.request import Request
-from fengine.core.scheduler_output import NewRow
 from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
 from fengine.ops.bitmask import apply_bitmask, words
@@ -30,7 +29,7 @@ class StructuredOutput(LogitsStage):
         self.words = words(vocab)
         self.cursors: dict[int, Any] = {}  # by row slot
 
-    def admit(self, slot: int, new: NewRow) -> Sequence[Write]:
+    def admit(self, slot: int, new: Request) -> Sequence[Write]:
         self.cursors[slot] = cursor_of(new)
         return ()
 
@@ -39,7 +38,7 @@ class StructuredOutput(LogitsStage):
 
     def stage(self, step: StepInput, draws_R: np.ndarray) -> LogitsStage | None:
         chunks = [chunk for chunk in step.chunks if chunk.draws and chunk.new.params.grammar is not None]
-        rows = [_mask_row(chunk, self.cursors[chunk.new.row]) for chunk in chunks]
+        rows = [_mask_row(chunk, self.cursors[chunk.new.slot]) for chunk in chunks]
         return Masks(chunks[0].new.params.grammar, rows) if chunks else None
 
 
@@ -70,7 +69,7 @@ class Masks(LogitsStage):
         return self.failed
 
 
-def cursor_of(request: NewRow | Request) -> Any:
+def cursor_of(request: Request) -> Any:
     """Where the output of a request with a grammar begins."""
     params = request.params
     never = [id for id, bias in params.logit_bias if np.float32(bias) <= np.float32(-1e30)]  # nothing lifts it
