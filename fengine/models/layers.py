@@ -230,14 +230,15 @@ def experts_mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD:
     if "wshared_down" in layer:
         product_TF = linear.gated_linear(x_TD, layer["wshared_gate_up"], None, adapters, spec.exact)
         shared_TD = linear.linear(product_TF, layer["wshared_down"], None, adapters, exact=spec.exact)
-    weights = experts.weights_of(
+    weights, ranks = experts.weights_of(
         layer["wexperts_gate_up"], layer["wexperts_down"], layer.get("bexperts_gate_up_EF"),
         layer.get("bexperts_down_ED"), layer.get("correction_E"),
     )  # fmt: skip
     routing = experts.Routing(found.top_k, found.renormalise, found.sigmoid, found.scale)
     return experts.moe(
-        x_TD, layer["wrouter"], weights, routing, layer.get("brouter_E"), shared_TD, gate_T1, found.limit
-    )
+        x_TD, layer["wrouter"], weights, routing, layer.get("brouter_E"), shared_TD, gate_T1, found.limit, ranks,
+        found.size,
+    )  # fmt: skip
 
 
 def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:

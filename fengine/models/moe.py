@@ -75,11 +75,12 @@ def expert_stacks(router: str, gate_up: str, down: str, as_gpt_oss: bool = False
 
     def leaves(found: ExpertSpec, hidden: int, layer: LayerWeights) -> list[Weight]:
         def stack(key: str, name: str, shape: tuple[int, ...], letters: str, fill: Fill, paired: bool) -> Weight:
+            blocks = (found.size, found.size) if paired else ()
             at = f"model.layers.{layer.index}.{name}"
             source = Source(
                 at, (found.count, *(shape[::-1] if as_gpt_oss else shape)), ExpertOrder(paired) if as_gpt_oss else None
             )
-            return Weight(("layers", layer.index, key), (source,), letters, letters[1], fill)
+            return Weight(("layers", layer.index, key), (source,), letters, letters[1], fill, blocks=blocks)
 
         wide = 2 * found.size
         biases = [

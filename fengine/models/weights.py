@@ -31,17 +31,23 @@ class Weight(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether every rank needs all outputs: what goes to the residual stream, and logits."""
-        return self.letters[0] in "DV"
+        return self.shard in ("D", "V")
+
+    @property
+    def axis(self) -> int:
+        """The axis of a source, in our order, that ranks cut; behind the experts where one source holds all."""
+        return self.letters.find(self.shard) - bool(self.stack) if self.shard else 0
 
     def rows(self, rank: int, size: int) -> list[list[slice]]:
         """Of each source, the rows that a rank of so many holds. The rows of a vocabulary are cut at multiples of
         VOCAB_BLOCK, so that the last rank may have fewer. Pure."""
-        found, start, blocks = [], 0, list(self.blocks or (source.shape[0] for source in self.sources))
-        for source in self.sources:
-            slices, end = [], start + source.shape[0]
+        lengths = [source.plain.shape[self.axis] for source in self.sources]
+        found, start, blocks = [], 0, list(self.blocks or lengths)
+        for length in lengths:
+            slices, end = [], start + length
             while blocks and start < end:
                 count = blocks.pop(0)
-                each, first = self.each(count, size), start - (end - source.shape[0])
+                each, first = self.each(count, size), start - (end - length)
                 slices.append(slice(first + min(rank * each, count), first + min((rank + 1) * each, count)))
                 start += count
             found.append(slices)
@@ -49,7 +55,7 @@ class Weight(NamedTuple):
 
     def each(self, rows: int, size: int) -> int:
         """How many of so many rows the first rank of a group holds. Pure."""
-        return -(-rows // (size * VOCAB_BLOCK)) * VOCAB_BLOCK if self.letters[0] == "V" else rows // size
+        return -(-rows // (size * VOCAB_BLOCK)) * VOCAB_BLOCK if self.shard == "V" else rows // size
 
     @property
     def matrix(self) -> bool:

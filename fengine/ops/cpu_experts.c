@@ -107,7 +107,8 @@ INLINE const void *of_expert(const void *w, int64_t expert, int64_t numbers, int
 }
 
 /* y[t, d] = the weighted sum of t's experts + shared; gate_up packed [e, ceil(2f/32), d, 32], down [e, ceil(d/32), f,
- * 32]. shared, its gate [t], correction and the biases may be null. */
+ * 32]. shared, its gate [t], correction and the biases may be null. Without down, y[t top, f] are the gated products of
+ * the pairs; without gate_up, x are these. */
 API int fengine_experts(const float *x, const float *logits, const void *gate_up, const void *down, const float *shared,
                         const float *gate, const float *correction, const void *gate_up_bias, const void *down_bias, float *y, int64_t t,
                         int64_t e, int64_t top, int64_t f, int64_t d, int gate_kind, int down_kind, int gate_bias_kind,
@@ -133,21 +134,33 @@ API int fengine_experts(const float *x, const float *logits, const void *gate_up
             pair[start[id[p]]++] = p; /* start[i] is now where expert i ends */
         room = scratch_floats(most * (2 * d + 3 * f), &failed);
     }
-    memset(y, 0, (size_t)(t * d) * 4);
+    memset(y, 0, (size_t)(down ? t * d : pairs * f) * 4);
     float *rows = room, *both = room + most * d, *h = both + most * 2 * f, *part = h + most * f;
     for (int64_t i = 0; i < e && !failed; i++) {
         int64_t first = i ? start[i - 1] : 0, count = start[i] - first;
         if (count == 0)
             continue;
-        for (int64_t row = 0; row < count; row++)
-            memcpy(rows + row * d, x + pair[first + row] / top * d, (size_t)d * 4);
-        failed |= fengine_linear(rows, of_expert(gate_up, i, (2 * f + 31) / 32 * 32 * d, gate_kind),
-                                 gate_up_bias ? of_expert(gate_up_bias, i, 2 * f, gate_bias_kind) : NULL, both, count,
-                                 2 * f, d, gate_kind, gate_bias_kind, threads);
-        if (limit > 0.0f)
-            clamped(both, h, count, f, limit);
-        else
-            fengine_silu_mul(both, h, count, f, 0, 1, silu_threads);
+        for (int64_t row = 0; row < count; row++) {
+            int64_t from = pair[first + row];
+            if (gate_up)
+                memcpy(rows + row * d, x + from / top * d, (size_t)d * 4);
+            else
+                memcpy(h + row * f, x + from * f, (size_t)f * 4);
+        }
+        if (gate_up) {
+            failed |= fengine_linear(rows, of_expert(gate_up, i, (2 * f + 31) / 32 * 32 * d, gate_kind),
+                                     gate_up_bias ? of_expert(gate_up_bias, i, 2 * f, gate_bias_kind) : NULL, both,
+                                     count, 2 * f, d, gate_kind, gate_bias_kind, threads);
+            if (limit > 0.0f)
+                clamped(both, h, count, f, limit);
+            else
+                fengine_silu_mul(both, h, count, f, 0, 1, silu_threads);
+        }
+        if (!down) {
+            for (int64_t row = 0; row < count; row++)
+                memcpy(y + pair[first + row] * f, h + row * f, (size_t)f * 4);
+            continue;
+        }
         failed |= fengine_linear(h, of_expert(down, i, (d + 31) / 32 * 32 * f, down_kind),
                                  down_bias ? of_expert(down_bias, i, d, down_bias_kind) : NULL, part, count, d, f,
                                  down_kind, down_bias_kind, threads);

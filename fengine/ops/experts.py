@@ -17,6 +17,10 @@ renormalise; Qwen2-MoE and OLMoE do not, unless norm_topk_prob says so; GLM-4.5 
 correction and a scale.
 
 Weights are packed by linear.py's `pack`, which takes [E, 2F, D] (gate above up) and [E, D, F] as well.
+
+A rank of a group holds columns of every expert: of its gate and up, and of its down (columns.py). It computes halves
+of the op: the gated products [T A, F] of a token's experts by ascending id, which are gathered; and its
+columns of the result.
 """
 
 from typing import Any
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from fengine.ops import cpu_experts, experts_hopper, quantized_hopper, silu_mul
 from fengine.ops import linear as linear_op
+from fengine.ops.columns import Columns, Group, gather
 from fengine.ops.experts_launch import Call, Routing, Weights, run
 from fengine.ops.experts_schedules import REFERENCE, FewBits, Schedule, schedules
 from fengine.ops.proof import captured, proofs
@@ -52,6 +57,7 @@ def reference(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routin
               gate_T1: Tensor | None = None, limit: float = 0.0) -> Tensor:  # fmt: skip
     """The math, over all experts of unpacked weights, in fp32 (fp64 where x is). Pure."""
     dtype = x_TD.dtype
+    assert weights.gate_up is not None and weights.down is not None
     id_TA, weight_TA = route_reference(wide(logits_TE), routing, weights.correction)
     x_TD, gate_up_EFD, down_EDF = wide(x_TD), *(w.to(wide(x_TD).dtype) for w in (weights.gate_up, weights.down))
     both_ETF = einsum(x_TD, gate_up_EFD, "t d, e f d -> e t f")
@@ -87,7 +93,7 @@ def proved(call: Call, s: Schedule | FewBits) -> bool:
     if s == REFERENCE or not call.x_TD.is_cuda:
         return True
     known = proofs(call.x_TD.device.index)
-    there = [x is not None for x in (*call.weights[2:-1], call.shared_TD, call.gate_T1)]
+    there = [x is not None for x in (*call.weights[:-1], call.shared_TD, call.gate_T1)]
     key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {there} {call.limit > 0} {call.weights.group} {s}"
     if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
         return known.known.get(key, False)
@@ -108,10 +114,10 @@ COMPARED = 1 << 16  # elements at least
 
 def _compare(call: Call, s: Schedule | FewBits) -> bool:
     """Random tokens under both schedules: by themselves, and inside a captured graph."""
-    t, e, _, _, d = call.sizes
-    draws, device = max(1, COMPARED // (t * d)), call.x_TD.device
+    t, e, *_ = call.sizes
+    draws, device = max(1, COMPARED // call.x_TD.numel()), call.x_TD.device
     generator = torch.Generator(device).manual_seed(t)
-    x_XTD = torch.randn(draws, t, d, device=device, generator=generator).to(call.x_TD.dtype)
+    x_XTD = torch.randn(draws, *call.x_TD.shape, device=device, generator=generator).to(call.x_TD.dtype)
     logits_XTE = torch.randn(draws, t, e, device=device, generator=generator)
 
     def results(s: Schedule | FewBits) -> Tensor:
@@ -126,59 +132,78 @@ def _compare(call: Call, s: Schedule | FewBits) -> bool:
 
 
 def launch(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, shared: Tensor | None, gate: Tensor | None,
+    x: Tensor, logits: Tensor, gate_up: Tensor | None, down: Tensor | None, shared: Tensor | None, gate: Tensor | None,
     correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: Tensor | None,
     down_scale: Tensor | None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
+    width: int,
 ) -> Tensor:  # fmt: skip
     x, logits = plain(x), plain(logits)
     shared, gate = (None if t is None else plain(t) for t in (shared, gate))
     if x.shape[0] == 0:
-        return torch.empty_like(x)
+        return x.new_empty((0, width))
     weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, gate_up_scale, down_scale, group)
     call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit)
     few_bits = gate_up_scale is not None and down_scale is not None and quantized_hopper.serves(x.device)
-    candidates = schedules(*call.sizes, x.dtype, experts_hopper.usable(x, gate_up, down), group if few_bits else 0)
+    hopper = gate_up is not None and down is not None and experts_hopper.usable(x, gate_up, down)
+    candidates = schedules(*call.sizes, x.dtype, hopper, group if few_bits else 0)
+    if gate_up is None or down is None:  # what lies between the halves is in the order of pairs
+        candidates = [s for s in candidates if isinstance(s, Schedule) and s.kind == "grouped"]
     return run(call, next((s for s in candidates if proved(call, s)), REFERENCE))
 
 
-def fake(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
+def fake(x: Tensor, logits: Tensor, gate_up: Tensor | None, down: Tensor | None, *more: Any) -> Tensor:
+    return x.new_empty((logits.shape[0] * (more[8] if down is None else 1), more[-1]))
 
 
 _op = register(
-    "experts(Tensor x, Tensor logits, Tensor gate_up, Tensor down, Tensor? shared, Tensor? gate, Tensor? correction, "
+    "experts(Tensor x, Tensor logits, Tensor? gate_up, Tensor? down, Tensor? shared, Tensor? gate, Tensor? correction, "
     "Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_scale, Tensor? down_scale, int group, int top_k, "
-    "bool renormalise, bool sigmoid, float scale, float limit) -> Tensor",
+    "bool renormalise, bool sigmoid, float scale, float limit, int width) -> Tensor",
     launch, fake, cpu_experts.experts,
 )  # fmt: skip
 
 
-def weights_of(gate_up: linear_op.Dense | Quantized, down: linear_op.Dense | Quantized, gate_up_bias: Tensor | None,
-               down_bias: Tensor | None, correction: Tensor | None) -> Weights:  # fmt: skip
-    """The weights of two leaves, each whole or in few bits. Pure."""
-    few = [leaf if isinstance(leaf, Quantized) else None for leaf in (gate_up, down)]
-    scales = [None if leaf is None else leaf.scale for leaf in few]
+def weights_of(gate_up: linear_op.Leaf, down: linear_op.Leaf, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+               correction: Tensor | None) -> tuple[Weights, Group | None]:  # fmt: skip
+    """The weights of two leaves, each whole or in few bits; and the group of which they are a rank's part. Pure."""
+    ranks = gate_up.group if isinstance(gate_up, Columns) else None
+    leaves: Any = [leaf.leaf if isinstance(leaf, Columns) else leaf for leaf in (gate_up, down)]
+    few = [leaf if isinstance(leaf, Quantized) else None for leaf in leaves]
+    gate_up_scale, down_scale = (None if leaf is None else leaf.scale for leaf in few)
     group = max(0 if leaf is None else leaf.group for leaf in few)
-    return Weights(gate_up.packed, down.packed, gate_up_bias, down_bias, correction, scales[0], scales[1], group)
+    biases = (gate_up_bias, down_bias, correction)
+    return Weights(leaves[0].packed, leaves[1].packed, *biases, gate_up_scale, down_scale, group), ranks
 
 
 def experts(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routing, shared_TD: Tensor | None = None,
-            gate_T1: Tensor | None = None, limit: float = 0.0) -> Tensor:  # fmt: skip
+            gate_T1: Tensor | None = None, limit: float = 0.0, width: int = 0) -> Tensor:  # fmt: skip
     """The chosen experts' sum as [T, D], in x's dtype, plus `shared_TD` times the sigmoid of `gate_T1`. Pure.
 
     logits and gate: float32. `limit` > 0: an expert's gate and up are clamped, and their product is (up + 1) * gate *
-    sigmoid(1.702 gate).
+    sigmoid(1.702 gate). `width`: the columns of the result where there is only half of the weights.
     """
     return _op(
         x_TD, logits_TE, weights.gate_up, weights.down, shared_TD, gate_T1, weights.correction, weights.gate_up_bias,
-        weights.down_bias, weights.gate_up_scale, weights.down_scale, weights.group, *routing, limit
+        weights.down_bias, weights.gate_up_scale, weights.down_scale, weights.group, *routing, limit,
+        width or x_TD.shape[1],
     )  # fmt: skip
 
 
 def moe(
     x_TD: Tensor, router: linear_op.Leaf, weights: Weights, routing: Routing, router_bias_E: Tensor | None = None,
-    shared_TD: Tensor | None = None, gate_T1: Tensor | None = None, limit: float = 0.0,
+    shared_TD: Tensor | None = None, gate_T1: Tensor | None = None, limit: float = 0.0, ranks: Group | None = None,
+    size: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The whole block: `experts` of the logits x @ router.T + bias in float32. Pure."""
+    """The whole block: `experts` of the logits x @ router.T + bias in float32. Pure.
+
+    `ranks`: the weights are a rank's columns of every expert, which has `size` columns in all between its products.
+    """
     logits_TE = linear_op.linear(x_TD, router, router_bias_E, out_dtype=torch.float32)
-    return experts(x_TD, logits_TE, weights, routing, shared_TD, gate_T1, limit)
+    if ranks is None:
+        return experts(x_TD, logits_TE, weights, routing, shared_TD, gate_T1, limit)
+    first = weights._replace(down=None, down_bias=None)
+    h_PF = gather(experts(x_TD, logits_TE, first, routing, limit=limit, width=size // ranks.size), size, ranks)
+    d = x_TD.shape[1] // ranks.size
+    shared_TD = None if shared_TD is None else shared_TD.narrow(1, ranks.rank * d, d)
+    last = weights._replace(gate_up=None, gate_up_bias=None)
+    return gather(experts(h_PF, logits_TE, last, routing, shared_TD, gate_T1, width=d), x_TD.shape[1], ranks)

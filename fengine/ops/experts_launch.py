@@ -26,11 +26,11 @@ class Routing(NamedTuple):
 class Weights(NamedTuple):
     """Experts' weights as linear's `pack(w).packed`, or in few bits as `Fragments` in groups of so many columns.
 
-    Biases are [E, 2F] and [E, D]; correction is float32 [E].
+    Biases are [E, 2F] and [E, D]; correction is float32 [E]. One of the matrices: the half of a call.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     correction: Tensor | None = None
@@ -42,8 +42,8 @@ class Weights(NamedTuple):
         """The matrices dequantized to scratch. Pure."""
         _, e, _, f, d = sizes
 
-        def matrices(w: Tensor, scale: Tensor | None, n: int, gated: bool) -> Tensor:
-            if scale is None:
+        def matrices(w: Tensor | None, scale: Tensor | None, n: int, gated: bool) -> Tensor | None:
+            if w is None or scale is None:
                 return w
             return fragments.unpack(Fragments(w, scale), n, self.group, gated).view(e, n, -1)
 
@@ -53,7 +53,7 @@ class Weights(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of one call, on a CUDA device."""
+    """The arguments of one call, on a CUDA device. Without gate_up, x are the pairs' gated products [T A, F]."""
 
     x_TD: Tensor
     logits_TE: Tensor
@@ -66,9 +66,14 @@ class Call(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """(T, E, A, F, D)"""
-        t, e = self.logits_TE.shape
-        down, few = self.weights.down, self.weights.down_scale is not None
-        return t, e, self.routing.top_k, down.shape[1] * 64 if few else down.shape[2], self.x_TD.shape[1]
+        (t, e), w, d = self.logits_TE.shape, self.weights, self.x_TD.shape[1]
+        if w.gate_up is None:
+            f, d = d, w.down.shape[1] if w.down is not None else 0
+        elif w.down is None:
+            f = w.gate_up.shape[1] // 2
+        else:
+            f = w.down.shape[2] if w.down_scale is None else w.down.shape[1] * 64
+        return t, e, self.routing.top_k, f, d
 
 
 def run(call: Call, s: Schedule | FewBits) -> Tensor:
@@ -117,11 +122,15 @@ def many(call: Call, s: Schedule | FewBits) -> Tensor:
         launcher(routing.members_kernel, (e,))(
             id_P, rows_ET, count_E, t, a, 1024 if t * a <= 8192 else 4096, num_warps=4, **pdl
         )
-        h_PF, parts = x_TD.new_empty(t * a, f), x_TD.new_empty(t * a, d)
+        h_PF, parts = x_TD, x_TD.new_empty(t * a, d)
         assert isinstance(s, Schedule)
-        _grouped(call, s.gate, x_TD, w.gate_up, w.gate_up_bias, rows_ET, count_E, None, h_PF)
+        if w.gate_up is not None:
+            h_PF = x_TD.new_empty(t * a, f)
+            _grouped(call, s.gate, x_TD, w.gate_up, w.gate_up_bias, rows_ET, count_E, None, h_PF)
+        if w.down is None:
+            return h_PF
         _grouped(call, s.down, h_PF, w.down, w.down_bias, rows_ET, count_E, weight_P, parts)
-    y_TD = torch.empty_like(x_TD)
+    y_TD = x_TD.new_empty(t, d)
     launcher(kernels.combine_kernel, (t, triton.cdiv(d, 1024)))(
         parts, id_P, index_P, base_E, call.shared_TD, call.gate_T1, y_TD, d, a, at_once, call.shared_TD is not None,
         call.gate_T1 is not None, 1024,
@@ -148,6 +157,7 @@ def _sorted(call: Call, s: Schedule | FewBits, weight_P: Tensor, rows_ET: Tensor
     """Parts of the pairs: each expert's together, from base_E. Modifies: base_E."""
     t, e, a, f, d = call.sizes
     x_TD, w = call.x_TD, call.weights
+    assert w.gate_up is not None and w.down is not None
     rows = s.block_m if isinstance(s, FewBits) else experts_hopper.BM
     tiles = tiles_at_most(t * a, e, rows)
     tile_X2 = count_E.new_empty(tiles, 2)

@@ -241,13 +241,14 @@ def _load(
 
         def matrix(weight: Weight, source: Source, own: Sequence[slice]) -> list[Tensor | Codes]:
             scheme = scheme_of(weight, source, spec.quantization, entries)
-            if scheme is None and source.order is None:  # no more than the rank's rows is read
-                return [read(source.name, rows) for rows in own] if own else [read(source.name)]
+            if scheme is None and source.order is None and own:  # no more than the rank's rows is read
+                parts = [read(source.name, rows, weight.axis) for rows in own]
+                return [torch.cat(parts, weight.axis)] if weight.axis else [*parts]
             if scheme is None or scheme.layout == "load":
                 part = encoded_by(source.ours(read(source.name)), scheme, device)
             else:
                 part = in_our_order(source, read_codes(source, scheme, read, entries))
-            return [rows_of(part, rows) for rows in own] if own else [part]
+            return _own_part(weight, part, own)
 
         def leaf(weight: Weight) -> Leaf:
             own = zip(weight.sources, _own_slices(weight, group), strict=True)
@@ -272,7 +273,8 @@ def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement
     joined = torch.cat(parts) if len(parts) > 1 else parts[0] if cut is None else parts[0].clone()
     if not weight.matrix:
         return _own(joined.contiguous())
-    dense = linear.pack(joined if cut else joined.view(weight.shape))
+    *experts, _, columns_K = weight.shape
+    dense = linear.pack(joined.view(*experts, -1, columns_K))
     dense = dense._replace(packed=_own(dense.packed))
     return dense if cut is None else columns(weight, dense, cut)
 
@@ -293,7 +295,7 @@ def _in_few_bits(
 
 def columns(weight: Weight, own: linear.Leaf, group: Group) -> Columns:
     """A rank's part of a matrix. Pure."""
-    n, k = weight.shape
+    n, k = weight.shape[-2:]
     return Columns(own, n, k, weight.each(n, group.size), weight.whole, group)
 
 
@@ -317,23 +319,18 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
         std /= (2 * spec.num_layers) ** 0.5
     tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
     scheme = spec.quantization and weight.matrix and spec.quantization.of(module_of(weight.sources[0]))
-    if scheme and weight.path != ("embed",) and (len(shape) == 2 or placement.group is None):
-        return _random_codes(weight, encoded_by(tensor, scheme, placement.device), placement)
-    if not weight.shard or placement.group is None:
-        return linear.pack(tensor) if weight.matrix else tensor
-    stored = list(tensor.split([source.shape[0] for source in weight.sources]))
-    return place(weight, _own_parts(weight, stored, placement.group), placement)
+    stored = tensor if weight.path == ("embed",) else encoded_by(tensor, scheme or None, placement.device)
+    group = placement.group if weight.shard else None
+    if isinstance(stored, Tensor) and group is None:
+        return linear.pack(stored) if weight.matrix else stored
+    parts, ends = [stored], list(accumulate(source.plain.shape[0] for source in weight.sources))
+    if len(ends) > 1:
+        stored = stored.flatten(0, 1) if isinstance(stored, Tensor) and weight.stack else stored
+        parts = rows_of(stored, [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)])
+    own = zip(parts, _own_slices(weight, group), strict=True)
+    return place(weight, [one for part, rows in own for one in _own_part(weight, part, rows)], placement)
 
 
-def _random_codes(weight: Weight, codes: Tensor | Codes, placement: Placement) -> Leaf:
-    if len(weight.shape) == 3:
-        return place(weight, [codes], placement)
-    ends = list(accumulate(source.shape[0] for source in weight.sources))
-    parts = [rows_of(codes, slice(a, b)) for a, b in zip([0, *ends], ends, strict=False)]
-    return place(weight, _own_parts(weight, parts, placement.group), placement)
-
-
-def _own_parts(weight: Weight, stored: Sequence[Tensor | Codes], group: Group | None) -> list[Tensor | Codes]:
-    """Of whole sources. Pure."""
-    own = zip(stored, _own_slices(weight, group), strict=True)
-    return [one for part, rows in own for one in ([rows_of(part, each) for each in rows] if rows else [part])]
+def _own_part(weight: Weight, part: Tensor | Codes, own: Sequence[slice]) -> list[Tensor | Codes]:
+    """What the rank has of a source, which may be in pieces; all of it for no slices. Pure."""
+    return rows_of(part, own, weight.axis, weight.shape[0]) if own else [part]

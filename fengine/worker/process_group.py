@@ -20,6 +20,7 @@ from fengine.models.weights import VOCAB_BLOCK
 from fengine.ops import edges, peers
 from fengine.ops.columns import Group, distributed, share
 from fengine.ops.exchange import Mail, inbox_bytes
+from fengine.worker.device import device_of
 from fengine.worker.peer_memory import inboxes
 from fengine.worker.sampler import Sampled
 from fengine.worker.step import SampleFn, UnembedFn, sample_rows
@@ -36,8 +37,9 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
     size = config.parallel.tp_size
     if size == 1:
         return
+    found = spec.experts
     refused = {
-        "a mixture of experts": spec.experts is not None,
+        "a mixture of quantized experts on GPUs": found and spec.quantization and device_of(config) != "cpu",
         "images": spec.vision is not None,
     }
     for what, on in refused.items():
@@ -45,8 +47,12 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
             raise UnsupportedFeatureError(f"parallel.tp_size={size} with {what} is not built; use tp_size=1")
     shared = {
         "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
-        "intermediate_size": spec.mlp_size, "hidden_size": spec.hidden_size,
+        "hidden_size": spec.hidden_size,
     }  # fmt: skip
+    if found is None or found.dense_layers:
+        shared["intermediate_size"] = spec.mlp_size
+    if found is not None:
+        shared |= {"moe_intermediate_size": found.size, "shared_expert_intermediate_size": found.shared_size}
     odd = [f"{name} {value}" for name, value in shared.items() if value % size]
     if spec.vocab_size <= VOCAB_BLOCK * (size - 1):
         odd.append(f"vocab_size {spec.vocab_size} (blocks of {VOCAB_BLOCK})")

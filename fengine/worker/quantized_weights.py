@@ -5,7 +5,7 @@ of compressed-tensors, the FP8 of DeepSeek and transformers, and gpt-oss's MXFP4
 the lowest bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -269,6 +269,13 @@ def whole(part: Tensor | Codes, device: torch.device, dtype: torch.dtype) -> Ten
     return part.to(device, dtype) if isinstance(part, Tensor) else dequantized(part.to(device), dtype)
 
 
-def rows_of(part: Tensor | Codes, rows: slice) -> Tensor | Codes:
-    """Some of its rows. Pure."""
-    return part.rows(rows) if isinstance(part, Codes) else part[rows]
+def rows_of(part: Tensor | Codes, rows: Sequence[slice], axis: int = 0, experts: int = 1) -> list[Tensor | Codes]:
+    """Some of its rows, or of those of each expert, in one. Pure."""
+    if axis == 0:
+        return [part.rows(each) if isinstance(part, Codes) else part[each] for each in rows]
+    index = torch.arange(len(part.code_NK) // experts if isinstance(part, Codes) else part.shape[1])
+    index = torch.cat([index[each] for each in rows])
+    if isinstance(part, Tensor):
+        return [part[:, index.to(part.device)]]
+    all_rows = torch.arange(len(part.code_NK)).view(experts, -1)
+    return [part.rows(all_rows[:, index].flatten().to(part.code_NK.device))]

@@ -182,20 +182,23 @@ def open_file(path: Path) -> safe_open:
         raise ModelLoadError(f"{path} cannot be read: {error}.") from None
 
 
-def read_tensor(file: safe_open, entry: TensorEntry, rows: slice | None = None) -> Tensor:
-    """The tensor of `entry`, or some rows and no others, on the CPU, in its stored dtype (of DTYPES or CODES). Errors:
-    ModelLoadError and kinds."""
+def read_tensor(file: safe_open, entry: TensorEntry, rows: slice | None = None, axis: int = 0) -> Tensor:
+    """The tensor of `entry`, or some rows of an axis and no others, on the CPU, in its stored dtype (of DTYPES or
+    CODES). Errors: ModelLoadError and kinds."""
     try:
         if rows is None:
             tensor = file.get_tensor(entry.stored)
         else:  # the library refuses no rows at the end
-            some = rows.stop > rows.start
-            tensor = file.get_slice(entry.stored)[rows if some else slice(1)][: None if some else 0]
+            before, some = (slice(None),) * axis, rows.stop > rows.start
+            tensor = file.get_slice(entry.stored)[(*before, rows if some else slice(1))]
+            tensor = tensor if some else tensor[(*before, slice(0))]
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{entry.path} changed while it was read: {error}; download it again.") from None
     except OSError as error:
         raise ModelLoadError(f"{entry.path} cannot be read: {error}.") from None
-    shape = entry.shape if rows is None else (rows.stop - rows.start, *entry.shape[1:])
+    shape = entry.shape
+    if rows is not None:
+        shape = (*shape[:axis], rows.stop - rows.start, *shape[axis + 1 :])
     if tuple(tensor.shape) != shape or tensor.dtype != (DTYPES | CODES)[entry.dtype]:
         raise CorruptCheckpointError(f"{entry.path} changed while it was read: tensor {entry.stored!r} is another one.")
     return tensor
@@ -207,7 +210,7 @@ def reading(entries: Mapping[str, TensorEntry]) -> Iterator[Callable[..., Tensor
     `read_tensor`."""
     with ExitStack() as stack:
         files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
-        yield lambda name, rows=None: read_tensor(files[entries[name].path], entries[name], rows)
+        yield lambda name, *rows: read_tensor(files[entries[name].path], entries[name], *rows)
 
 
 def refuse_other_formats(directory: Path) -> None:

@@ -77,6 +77,36 @@ def test_a_token_alone_has_the_bits_of_the_batch(threads: int, routing: Routing)
     assert whole[3:20].equal(experts(x[3:20], logits[3:20], w, routing, shared[3:20], gate[3:20]))
 
 
+def test_columns_of_ranks_side_by_side_are_the_whole(threads: int):
+    """Each rank computes its columns of every expert's gate and up, and with all of these its columns of the result."""
+    x, logits, w = case(21, 5, 40, 36, torch.bfloat16, biases=True)
+    shared, gate = torch.randn(21, 36), torch.randn(21, 1)
+    for limit in (0.0, 1.0):
+        want = experts(x, logits, packed(w), Routing(3), shared, gate, limit)
+        for size in (2, 4):
+            f, d = 40 // size, 36 // size
+            first = [halves(w, slice(i * f, (i + 1) * f), slice(0)) for i in range(size)]
+            last = [halves(w, slice(0), slice(i * d, (i + 1) * d)) for i in range(size)]
+            h_PF = torch.cat([experts(x, logits, one, Routing(3), limit=limit, width=f) for one in first], 1)
+            parts = [
+                experts(h_PF, logits, one, Routing(3), shared[:, i * d : (i + 1) * d], gate, width=d)
+                for i, one in enumerate(last)
+            ]
+            assert torch.equal(torch.cat(parts, 1), want)
+    assert experts(x[:0], logits[:0], first[0], Routing(3), width=f).shape == (0, f)
+
+
+def halves(w: Weights, f: slice, d: slice) -> Weights:
+    """Packed columns of gate and up, or of down; None for no columns."""
+    found = w._replace(gate_up=None, down=None, gate_up_bias=None, down_bias=None)
+    if f.stop:
+        assert w.gate_up is not None and w.gate_up_bias is not None
+        cut = [torch.cat([half[:, f] for half in x.chunk(2, 1)], 1) for x in (w.gate_up, w.gate_up_bias)]
+        return found._replace(gate_up=stacked(cut[0]), gate_up_bias=cut[1])
+    assert w.down is not None and w.down_bias is not None
+    return found._replace(down=stacked(w.down[:, d]), down_bias=w.down_bias[:, d].contiguous())
+
+
 def test_grouped_is_ungrouped_in_order_of_ids():
     """Bit for bit: each expert's rows through `linear` by themselves, added by ascending id. Controls: another order,
     and a sum over F in two halves."""

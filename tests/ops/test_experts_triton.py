@@ -102,6 +102,45 @@ def test_every_schedule_and_more_experts_than_compared_at_once():
         torch.testing.assert_close(op.run(call, s), want(call), rtol=1e-5, atol=1e-5)
 
 
+def by_ranks(call: op.Call, s: Schedule, size: int) -> Tensor:
+    """The result of ranks, each of which has columns of every expert, side by side."""
+    _, _, _, f, d = call.sizes
+    w, first, last = call.weights, [], []
+
+    def cut(x: Tensor | None, parts: int, rank: int) -> Any:
+        return x if x is None else torch.cat([half.chunk(size, 1)[rank] for half in x.chunk(parts, 1)], 1).contiguous()
+
+    for rank in range(size):
+        own = w._replace(gate_up=cut(w.gate_up, 2, rank), gate_up_bias=cut(w.gate_up_bias, 2, rank))
+        first.append(op.run(call._replace(weights=own._replace(down=None, down_bias=None)), s))
+    for rank in range(size):
+        own = w._replace(down=cut(w.down, 1, rank), down_bias=cut(w.down_bias, 1, rank))
+        part = call._replace(x_TD=torch.cat(first, 1), weights=own._replace(gate_up=None, gate_up_bias=None), limit=0.0)
+        shared = call.shared_TD
+        last.append(op.run(part._replace(shared_TD=shared if shared is None else cut(shared, 1, rank)), s))
+    assert first[0].shape == (call.sizes[0] * call.routing.top_k, f // size) and last[0].shape[1] == d // size
+    return torch.cat(last, 1)
+
+
+@interpreted
+@pytest.mark.parametrize("full", [True, False])
+def test_columns_of_ranks_are_those_of_one_device(full: bool):
+    """As near as products of the interpreter are, whose sums depend on the shape."""
+    for t, dtype, s in ((5, torch.float32, FLOAT32), (3, torch.float16, REFERENCE), (2, torch.float16, GROUPED[0][1])):
+        call, close = case(t, 5, 40, 64, dtype, op.Routing(3), full, 0.0 if full else 1.0), 4e-3
+        close = 1e-5 if dtype == torch.float32 else close
+        torch.testing.assert_close(by_ranks(call, s, 2), op.run(call, s), rtol=close, atol=close)
+
+
+@gpu
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("t", "size"), [(1, 2), (7, 4), (700, 2)])
+def test_columns_of_ranks_have_the_bits_of_one_gpu(t: int, size: int, full: bool):
+    call = case(t, 32, 768, 2048, torch.bfloat16, op.Routing(8), full)
+    for s in (REFERENCE, *(s for _, s in GROUPED), MANY):
+        assert torch.equal(by_ranks(call, s, size), op.run(call, REFERENCE)), s
+
+
 @interpreted
 @pytest.mark.parametrize("s", [FEW, FLOAT32], ids=["few", "many"])
 def test_a_shared_expert_without_a_gate(s: Schedule):

@@ -22,6 +22,7 @@ from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.process_group import group_of
 
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 CASES: dict[str, dict[str, Any]] = {
     "llama": FOUR | {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -42,6 +43,22 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"num_attention_heads": 8, "num_key_value_heads": 4},
     "hunyuan_v1_dense": FOUR,
+    "qwen2_moe": FOUR
+    | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 36},
+    "qwen3_moe": FOUR | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
+    "mixtral": FOUR | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 36},
+    "olmoe": {"num_attention_heads": 8, "num_key_value_heads": 4}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 20, "pad_token_id": 0},
+    "granitemoe": FOUR | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 20},
+    "gpt_oss": FOUR
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 20,
+        "sliding_window": 9,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "glm4_moe": FOUR | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
     "cohere2": {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 
@@ -54,9 +71,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def logits_of(directory: Path, spec: ModelSpec, group: Group | None, part: ModelSpec) -> Tensor:
+def logits_of(directory: Path, spec: ModelSpec, group: Group | None, part: ModelSpec, **how: Any) -> Tensor:
     """Of a prompt in two chunks and two more tokens."""
-    model, params = models.lookup(spec.architecture), load_params(directory, spec, group=group)
+    model, params = models.lookup(spec.architecture), load_params(directory, spec, group=group, **how)
     rng, kv, at, found = random.Random(1), init_kv(part, 6, 8, torch.float32, "cpu"), 0, []
     tokens = [rng.randrange(3, spec.vocab_size) for _ in range(24)]
     for count in (13, 9, 1, 1):

@@ -12,6 +12,7 @@ import tiny_checkpoints
 import torch
 from quantized_checkpoints import Made, Maker
 from safetensors.torch import load_file, save_file
+from test_columns import logits_of, on_ranks
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -195,8 +196,8 @@ def test_a_zero_bias_of_a_layer_without_one_is_left_out(tmp_path: Path) -> None:
         load(few)
 
 
-def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
-    """gpt-oss: blocks [E, N, K/32, 16] of what its bfloat16 checkpoint holds as [E, K, N]."""
+def mxfp4(tmp_path: Path) -> tuple[Path, Path]:
+    """gpt-oss: blocks [E, N, K/32, 16] of what its bfloat16 checkpoint, the second, holds as [E, K, N]."""
     plain = tiny_checkpoints.write(tmp_path / "plain", "gpt_oss", dtype=torch.bfloat16, intermediate_size=64)
     dense, maker = load_file(plain / "model.safetensors"), Maker(0, torch.bfloat16)
     few = dict(dense)
@@ -216,6 +217,11 @@ def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
     }
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": told}
     (target / "config.json").write_text(json.dumps(config))
+    return target, plain
+
+
+def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
+    target, plain = mxfp4(tmp_path)
     same_model(target, plain)
     for path, got in [(path, got) for path, got in load(plain)[0]["layers"][0].items() if path.startswith("wexperts")]:
         with pytest.MonkeyPatch.context() as patch:  # as a GPU would hold them
@@ -226,6 +232,23 @@ def test_experts_of_mxfp4_are_the_dequantized_ones(tmp_path: Path) -> None:
         want = linear.unpack(got).flatten(0, 1)
         order = fragments.alternated(want, len(got.packed)) if path.endswith("gate_up") else want
         assert torch.equal(matrix, order)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "awq", "at load", "dummy"])
+def test_quantized_experts_over_ranks(kind: str, tmp_path: Path) -> None:
+    """Also those that are encoded at load, and random ones."""
+    if kind == "awq":
+        config, make, options = CASES["awq-experts"]
+        directory, _ = made.write(tmp_path, config, keep(make), **options)
+    else:
+        directory, plain = mxfp4(tmp_path)
+        directory = plain if kind == "at load" else directory
+    _, spec = load(directory)
+    spec = replace(spec, quantization=chosen(spec.quantization, "fp8")) if kind == "at load" else spec
+    how = {"load_format": LoadFormat.dummy} if kind == "dummy" else {}
+    want = logits_of(directory, spec, None, spec, **how)
+    for got in on_ranks(2, tmp_path, lambda group: logits_of(directory, spec, group, spec.part(2), **how)):
+        assert torch.equal(got, want)
 
 
 def test_fp8_at_load_rounds_each_row_to_its_own_scale(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import pytest
 import tiny_adapters
 import tiny_checkpoints
 import torch
+from safetensors.torch import load_file
 
 from fengine import Engine
 from fengine.engine.parallel import child, ranks
-from fengine.errors import ConfigError, EngineDeadError, MemoryReleasedError, UnsupportedFeatureError
+from fengine.errors import ConfigError, EngineDeadError, MemoryReleasedError
 from fengine.worker import process_group
 from fengine.worker.hub import BOX
 
@@ -165,9 +166,46 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
         Engine(model_path="box", tp_size=64)
     with pytest.raises(ConfigError, match=r"tp_size must be at least 1"):
         Engine(model_path="box", tp_size=0)
-    experts = tiny_checkpoints.write(tmp_path / "experts", "qwen3_moe")
-    with pytest.raises(UnsupportedFeatureError, match="tp_size=2 with a mixture of experts"):
+    experts = tiny_checkpoints.write(tmp_path / "experts", "qwen3_moe", moe_intermediate_size=21)
+    with pytest.raises(ConfigError, match="moe_intermediate_size 21"):
         Engine(model_path=str(experts), tp_size=2, skip_tokenizer_init=True)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]},
+    "gpt_oss": {
+        "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_those_of_one(family: str, tmp_path: Path) -> None:
+    """Also when they are read, updated from memory and from disk, released, and saved."""
+    old, new = (tiny_checkpoints.write(tmp_path / str(i), family, seed=i, **MIXTURES[family]) for i in range(2))
+    names = [name for name in load_file(new / "model.safetensors") if "experts" in name]
+    found: list[Any] = []
+    for size in (1, 2):
+        with Engine(model_path=str(old), skip_tokenizer_init=True, max_total_tokens=600, tp_size=size) as engine:
+
+            def outputs(engine: Engine = engine) -> Any:
+                outs = engine.generate(input_ids=[[3, 4, 5], [9] * 40], sampling_params=PARAMS[0], return_logprob=True)
+                return [(out["output_ids"], out["meta_info"]["output_token_logprobs"]) for out in outs]
+
+            told: list[Any] = [outputs(), [engine.get_weights_by_name(name, 7) for name in names]]
+            tensors = {name: load_file(new / "model.safetensors")[name] for name in names[1:4]}
+            assert engine.update_weights_from_tensor(tensors).success
+            told += [outputs(), [engine.get_weights_by_name(name, 7) for name in names]]
+            assert engine.update_weights_from_disk(str(new)).success
+            told.append(outputs())
+            engine.release_memory_occupation()
+            engine.resume_memory_occupation()
+            engine.save_sharded_model(path=str(tmp_path / f"saved{size}"))
+            found.append((*told, outputs()))
+    assert found[0] == found[1] and len({str(found[0][i]) for i in (0, 2, 4)}) == 3
+    saved = [load_file(next((tmp_path / f"saved{size}").glob("*.safetensors"))) for size in (1, 2)]
+    assert saved[0].keys() == saved[1].keys() and all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
 def changed(engine: Engine) -> list[Any]:

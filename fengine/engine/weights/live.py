@@ -175,8 +175,9 @@ class LiveWeights:
             return place.read(rows)
         self.ranks.tell("read_weights", tensor=tensor, rows=None)
         part, plain = place.held.read(), place.source.plain
-        missing = place.cut.count(0) - len(part)
-        parts = self.ranks.swap(torch.cat((part, part.new_zeros(missing, *part.shape[1:]))))
+        if missing := place.cut.count(0) - place.cut.count(place.cut.rank):
+            part = torch.cat((part, part.new_zeros(missing, *part.shape[1:])))
+        parts = self.ranks.swap(part)
         return place.source.theirs(place.cut.joined(parts, plain.shape))[:rows]
 
     def nbytes(self) -> int:

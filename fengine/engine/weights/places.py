@@ -30,10 +30,16 @@ class Cut(NamedTuple):
 
     rows: tuple[tuple[slice, ...], ...]
     rank: int  # this one
+    axis: int
 
     def own(self, tensor: Tensor) -> Tensor:
         """What this rank has of it. Pure."""
-        return torch.cat([tensor[rows] for rows in self.rows[self.rank]])
+        before = (slice(None),) * self.axis
+        return torch.cat([tensor[*before, rows] for rows in self.rows[self.rank]], self.axis)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of this rank's part of a tensor. Pure."""
+        return (*shape[: self.axis], self.count(self.rank), *shape[self.axis + 1 :])
 
     def count(self, rank: int) -> int:
         """The rows of a rank; rank 0 has most. Pure."""
@@ -41,11 +47,11 @@ class Cut(NamedTuple):
 
     def joined(self, parts: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The tensor of all ranks' parts. Pure."""
-        whole = parts.new_empty(shape)
+        whole, before = parts.new_empty(shape), (slice(None),) * self.axis
         for part, own in zip(parts, self.rows, strict=True):
             at = 0
             for rows in own:
-                whole[rows] = part[at : at + rows.stop - rows.start]
+                whole[*before, rows] = part[*before, at : at + rows.stop - rows.start]
                 at += rows.stop - rows.start
         return whole
 
@@ -65,7 +71,7 @@ class Place(NamedTuple):
         """The place of what is here of it, in our order."""
         plain = self.source.plain
         if self.cut is not None:
-            plain = Source(plain.name, (self.cut.count(self.cut.rank), *plain.shape[1:]))
+            plain = Source(plain.name, self.cut.shape(plain.shape))
         return self._replace(source=plain, cut=None)
 
     @property
@@ -153,8 +159,9 @@ def places_of(params: Params, weights: list[Weight], group: Group | None = None)
             cut = None
             if group is not None and weight.shard:
                 rows = (tuple(weight.rows(rank, group.size)[index]) for rank in range(group.size))
-                cut = Cut(tuple(rows), group.rank)
-            at, first = divmod(start, weight.shape[1]) if weight.stack else (0, start)
+                cut = Cut(tuple(rows), group.rank, weight.axis)
+            each = weight.shape[1] // (1 if cut is None or group is None else group.size) if weight.stack else 0
+            at, first = divmod(start, each) if weight.stack else (0, start)
             found[source.name] = Place(leaf[at] if weight.stack else leaf, first, source, lanes, cut)
             start += found[source.name].held.shape[0]
     return found
