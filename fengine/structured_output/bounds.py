@@ -27,32 +27,23 @@ def fractions(objects: Iterable[dict[str, Any]]) -> set[float]:
 
 def hold(node: dict[str, Any], among: set[float], at: str) -> None:
     """`among`: the document's `fractions`. Modifies: node. Errors: GrammarError."""
-    _check_held(node, at)
-    for sign, key, bound, tighter in ((1, *LOWER[::-1], max), (-1, *UPPER[::-1], min)):
-        value = node.get(key)
-        if value is None or sign * value < 0 or value != int(value):
-            continue
-        whole = sign * int(value)
-        if any(whole < sign * fraction < whole + 1 for fraction in among):
-            del node[key]
-            node[bound] = tighter(node.get(bound, value), sign * _behind(whole, at))
-
-
-def _check_held(node: dict[str, Any], at: str) -> None:
-    """Errors: GrammarError if the matcher would read a number of it otherwise. Pure."""
     for key in LOWER + UPPER:
         if key in node and not _is_held(node[key], key in LOWER, node.get("type")):
             raise GrammarError(f"json_schema: {key} at {at} is {UNHELD}")
     for key in ("const", "enum"):  # to the matcher, a number is a range of one
         if key in node and not all(map(_is_exact, filter(keywords.is_number, keywords.parts(node[key])))):
             raise GrammarError(f"json_schema: a number of {key} at {at} is {UNHELD}")
-
-
-def _behind(whole: int, at: str) -> float:
-    """The next larger number of 15 digits, which every reader of decimals reads alike. Errors: GrammarError. Pure."""
-    if whole >= 10**13:
-        raise GrammarError(f"json_schema: an exclusive bound at {at} is {UNHELD}")
-    return float(f"{whole}.{'0' * (14 - len(str(whole)))}1")
+    for sign, (bound, key), tighter in ((1, LOWER, max), (-1, UPPER, min)):
+        value = node.get(key)
+        if value is None or sign * value < 0 or value != int(value):
+            continue
+        whole = sign * int(value)
+        if any(whole < sign * fraction < whole + 1 for fraction in among):
+            if whole >= 10**13:
+                raise GrammarError(f"json_schema: an exclusive bound at {at} is {UNHELD}")
+            del node[key]  # the next number of 15 digits, which every reader of decimals reads alike
+            behind = sign * float(f"{whole}.{'0' * (14 - len(str(whole)))}1")
+            node[bound] = tighter(node.get(bound, value), behind)
 
 
 def _is_exact(value: float) -> bool:

@@ -6,11 +6,11 @@ the output is. Lookahead and other extensions are refused.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from fengine.errors import GrammarError
-from fengine.structured_output import characters
-from fengine.structured_output.characters import Ranges
+from fengine.structured_output.regex import explicit
 
 MAX_DEPTH = 64  # of parentheses
 MAX_REPEAT = 10_000
@@ -22,9 +22,7 @@ _TOKENS = re.compile(
     | (?P<repeat>[*+?]|\{{\s*[0-9]+\s*(?:,\s*[0-9]*\s*)?\}}) | (?P<mark>[()|.])""",
     re.VERBOSE,
 )
-_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|(.)", re.DOTALL)
-_PLAIN = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0", "a": "\a", "b": "\b"}
-_CLASSES = {"d": "DIGIT", "s": "SPACE", "w": "WORD", "D": "NOT_DIGIT", "S": "NOT_SPACE", "W": "NOT_WORD"}
+_CHARACTER = re.compile(r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)|.", re.DOTALL)
 _REF = re.compile("<([^>]*)>")  # in a written expression, which has no other < than these
 
 
@@ -42,13 +40,7 @@ def to_lark(text: str) -> str:
     A grammar without recursion becomes one regular expression. With recursion it is read character by character, for
     the matcher's lexer would take the longest match where a shorter one was meant.
     """
-    rules: dict[str, Expression] = {}
-    reader = _Reader(text)
-    while reader.kind != "end":
-        name = reader.take("rule", "a rule (name ::= …)")
-        if name in rules:
-            raise GrammarError(f"ebnf defines the rule {name!r:.80} twice")
-        rules[name] = reader.alternatives(0)
+    rules = _rules(text)
     refs = {name: _REF.findall(rule.lark) for name, rule in rules.items()}
     _check(rules, refs)
     reached = _reached(refs, ["root"])
@@ -88,136 +80,81 @@ def _reached(refs: dict[str, list[str]], todo: list[str]) -> list[str]:
     return list(seen)
 
 
-def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    at = 0
+def _tokens(text: str) -> Iterator[tuple[str, str, str]]:
+    """(kind, text, where it stands) of each."""
+    at, line = 0, 1
     while at < len(text):
-        match = _TOKENS.match(text, at)
+        match, where = _TOKENS.match(text, at), f"ebnf, line {line}:"
         if match is None or match.lastgroup is None:
-            line = text.count("\n", 0, at) + 1
-            raise GrammarError(
-                f"ebnf, line {line}: {text[at : at + 20]!r} is neither rule, literal, class nor operator"
-            )
+            raise GrammarError(f"{where} {text[at : at + 20]!r} is neither rule, literal, class nor operator")
         if match.lastgroup != "space":
-            yield match.lastgroup, match[match.lastgroup], at
-        at = match.end()
-    yield "end", "", len(text)
+            yield match.lastgroup, match[match.lastgroup], where
+        at, line = match.end(), line + match[0].count("\n")
+    yield "end", "", f"ebnf, line {line}:"
 
 
-def _of_characters(sets: list[Ranges]) -> Expression:
-    lark = " ".join(f"/{characters.written(ranges)}/" for ranges in sets)
-    return Expression(lark or '""', lambda finite: True)
-
-
-class _Reader:
-    """Recursive descent over the tokens."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.tokens, self.at = text, list(_tokens(text)), 0
-
-    @property
-    def kind(self) -> str:
-        return self.tokens[self.at][0]
-
-    @property
-    def value(self) -> str:
-        return self.tokens[self.at][1]
-
-    def fail(self, problem: str) -> GrammarError:
-        line = self.text.count("\n", 0, self.tokens[self.at][2]) + 1
-        return GrammarError(f"ebnf, line {line}: {problem}")
-
-    def take(self, kind: str, wanted: str) -> str:
-        if self.kind != kind:
-            raise self.fail(f"expected {wanted}, got {self.value!r:.80}")
-        self.at += 1
-        return self.tokens[self.at - 1][1]
-
-    def alternatives(self, depth: int) -> Expression:
-        if depth > MAX_DEPTH:
-            raise self.fail(f"more than {MAX_DEPTH} parentheses inside one another")
-        found = [self.sequence(depth)]
-        while self.value == "|" and self.kind == "mark":
-            self.at += 1
-            found.append(self.sequence(depth))
-        if len(found) == 1:
-            return found[0]
-        return Expression(
-            f"({' | '.join(one.lark for one in found)})", lambda finite: any(one.ends(finite) for one in found)
-        )
-
-    def sequence(self, depth: int) -> Expression:
-        found: list[Expression] = []
-        while self.kind in ("name", "literal", "class") or (self.kind == "mark" and self.value in "(."):
-            item = self.item(depth)
-            while self.kind == "repeat":
-                item = self.repeat(item)
-            found.append(item)
-        return Expression(
-            " ".join(one.lark for one in found) or '""', lambda finite: all(one.ends(finite) for one in found)
-        )
-
-    def item(self, depth: int) -> Expression:
-        kind, value = self.kind, self.value
-        if value == "(" and kind == "mark":
-            self.at += 1
-            inner = self.alternatives(depth + 1)
-            if self.value != ")":
-                raise self.fail("a parenthesis is not closed")
-            found = inner._replace(lark=f"({inner.lark})")
-        elif kind == "literal":
-            found = _of_characters([ranges for ranges, _ in self.members(value[1:-1])])
-        elif kind == "class":
-            found = _of_characters([self.in_class(value[1:-1])])
-        elif kind == "name":
-            found = Expression(f"<{value}>", lambda finite: value in finite)
+def _rules(text: str) -> dict[str, Expression]:
+    """The rules by name. Errors: GrammarError. Pure."""
+    rules: dict[str, Expression] = {}
+    name, open_ = "", list[list[list[Expression]]]()  # the parentheses that are open: sequences, of which one holds
+    for kind, value, where in _tokens(text):
+        if kind in ("rule", "end"):
+            if len(open_) > 1:
+                raise GrammarError(f"{where} a parenthesis is not closed")
+            if open_:
+                rules[name] = _either(open_.pop())
+            if value in rules:
+                raise GrammarError(f"ebnf defines the rule {value!r:.80} twice")
+            name, open_ = value, [[[]]]
+        elif not name or (value == ")" and len(open_) < 2) or (kind == "repeat" and not open_[-1][-1]):
+            wanted = "something to repeat" if kind == "repeat" else "a rule (name ::= …)"
+            raise GrammarError(f"{where} expected {wanted}, got {value!r:.80}")
+        elif value == "(":
+            open_.append([[]])
+            if len(open_) > MAX_DEPTH:
+                raise GrammarError(f"{where} more than {MAX_DEPTH} parentheses inside one another")
+        elif value == "|":
+            open_[-1].append([])
+        elif value == ")":
+            inner = _either(open_.pop())
+            open_[-1][-1].append(inner._replace(lark=f"({inner.lark})"))
+        elif kind == "repeat":
+            open_[-1][-1].append(_repeated(open_[-1][-1].pop(), value, where))
         else:
-            found = _of_characters([characters.complement(characters.of(characters.LINE_ENDS))])
-        self.at += 1
-        return found
+            open_[-1][-1].append(_one(kind, value, where))
+    return rules
 
-    def repeat(self, item: Expression) -> Expression:
-        value = self.take("repeat", "a repetition")
-        low, comma, high = {"*": "0,", "+": "1,", "?": "0,1"}.get(value, value.strip("{} \t\n")).partition(",")
-        least, most = int(low), (int(high) if high.strip() else None) if comma else int(low)
-        if least > MAX_REPEAT or (most or 0) > MAX_REPEAT or (most is not None and most < least):
-            raise self.fail(f"{value} must be {{m,n}} with m <= n <= {MAX_REPEAT}")
-        if most == 0:
-            return _of_characters([])
-        lark = f"({item.lark}){{{least},{'' if most is None else most}}}"
-        return Expression(lark, item.ends if least else lambda finite: True)
 
-    def in_class(self, text: str) -> Ranges:
-        negated = text.startswith("^")
-        found = self.members(text[negated:], most=negated)[::-1]  # the next one last
-        sets: list[Ranges] = []
-        while found:
-            ranges, _ = found.pop()
-            if len(found) > 1 and found[-1] == (characters.of("-"), True):
-                ends = characters.union(ranges), characters.union(found[-2][0])
-                if any(len(end) != 1 or end[0][0] != end[0][1] for end in ends) or ends[0] > ends[1]:
-                    raise self.fail(f"[{text:.80}] holds a range that is none")
-                ranges = ((ends[0][0][0], ends[1][0][0]),)
-                del found[-2:]
-            sets.append(ranges)
-        ranges = characters.without_surrogates(characters.union(*sets))
-        ranges = characters.complement(ranges) if negated else ranges
-        if not ranges:
-            raise self.fail(f"no character is in [{text:.80}]")
-        return ranges
+def _either(options: list[list[Expression]]) -> Expression:
+    """One of several sequences. Pure."""
+    written = [" ".join(part.lark for part in parts) or '""' for parts in options]
+    lark = written[0] if len(written) == 1 else f"({' | '.join(written)})"
+    return Expression(lark, lambda finite: any(all(part.ends(finite) for part in parts) for parts in options))
 
-    def members(self, text: str, *, most: bool = False) -> list[tuple[Ranges, bool]]:
-        """(characters, whether written without a backslash) of each part."""
-        out = []
-        for match in _ESCAPE.finditer(text):
-            *codes, after, plain = match.groups()
-            code = next((int(c, 16) for c in codes if c), None)
-            if code is not None and (code > characters.LAST or 0xD800 <= code <= 0xDFFF):
-                raise self.fail(f"{match[0]} is no character")
-            if after in _CLASSES:
-                out.append((characters.category(_CLASSES[after], most=most), False))
-            elif after is not None and after.isalnum() and after not in _PLAIN:
-                raise self.fail(f"{match[0]} is not an escape; known are \\n \\t \\r \\x \\u \\U \\d \\s \\w")
-            else:
-                char = chr(code) if code is not None else plain if after is None else _PLAIN.get(after, after)
-                out.append((characters.of(char), plain is not None))
-        return out
+
+def _one(kind: str, value: str, where: str) -> Expression:
+    """A rule's name, or characters. Errors: GrammarError. Pure."""
+    if kind == "name":
+        return Expression(f"<{value}>", lambda finite: value in finite)
+    sets = [value]
+    if kind == "literal":
+        found = _CHARACTER.findall(value[1:-1])
+        sets = [f"[{one}]" if one.startswith("\\") else re.escape(one) for one in found]
+    return Expression(" ".join(f"/{_written(one, where)}/" for one in sets) or '""', lambda finite: True)
+
+
+@lru_cache(1024)
+def _written(pattern: str, where: str) -> str:
+    return explicit("(?s:.)" if pattern == "[^]" else pattern, where)
+
+
+def _repeated(item: Expression, value: str, where: str) -> Expression:
+    """Errors: GrammarError. Pure."""
+    low, comma, high = {"*": "0,", "+": "1,", "?": "0,1"}.get(value, value.strip("{} \t\n")).partition(",")
+    least, most = int(low), (int(high) if high.strip() else None) if comma else int(low)
+    if least > MAX_REPEAT or (most or 0) > MAX_REPEAT or (most is not None and most < least):
+        raise GrammarError(f"{where} {value} must be {{m,n}} with m <= n <= {MAX_REPEAT}")
+    if most == 0:
+        return Expression('""', lambda finite: True)
+    lark = f"({item.lark}){{{least},{'' if most is None else most}}}"
+    return Expression(lark, item.ends if least else lambda finite: True)

@@ -20,31 +20,29 @@ Node = dict[str, Any]
 
 DRAFTS = ("schema", "draft-04/schema", "draft-06/schema", "draft-07/schema", "draft/2019-09/schema",
           "draft/2020-12/schema")  # fmt: skip
-ANNOTATIONS = {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly",
-               "writeOnly", "discriminator", "$anchor", "$dynamicAnchor", "$vocabulary", "id", "readonly", "self",
-               "nullable", "note", "notes", "cost", "constraints", "contentEncoding", "contentMediaType",
-               "contentSchema"}  # fmt: skip
-ONE = {"items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "propertyNames",
-       "unevaluatedProperties", "unevaluatedItems"}  # a schema; `items` may be a list of them  # fmt: skip
-LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}  # of schemas
+ANNOTATIONS = set("title description default examples example $comment deprecated readOnly writeOnly discriminator "
+                  "$anchor $dynamicAnchor $vocabulary id readonly self nullable note notes cost constraints "
+                  "contentEncoding contentMediaType contentSchema".split())  # fmt: skip
 NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas",
          "dependencies"}  # schemas by name; a dependency may be a list of names  # fmt: skip
+INSIDE = set("items additionalItems additionalProperties not if then else propertyNames unevaluatedProperties "
+             "unevaluatedItems anyOf oneOf allOf prefixItems".split())  # a schema, or a list of them  # fmt: skip
 COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_SIMPLE = "only {} with types, bounds, required, properties, and const or enum of listed values can be held"
 REWRITTEN = {  # what could not be rewritten is refused
     "oneOf": "its options cannot be shown to exclude one another; give them a required property with different consts, "
              "or use anyOf",
     "uniqueItems": "only arrays with few listed values, or of at most one item, can be held",
-    "not": "only what is said with types, bounds, required, properties, and const or enum of listed values can be held",
-    "if": "only conditions with types, bounds, required, properties, and const or enum of listed values can be held",
+    "not": _SIMPLE.format("what is said"),
+    "if": _SIMPLE.format("conditions"),
     "then": "what its if says cannot be held",
     "else": "what its if says cannot be held",
     "propertyNames": "only a pattern, or a list of names, that also holds for the named properties can be held",
     "unevaluatedProperties": "use additionalProperties: false",
     "unevaluatedItems": "use items: false",
 }  # fmt: skip
-_NEVER = {"contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef", "$recursiveAnchor", "extends",
-          "disallow", "divisibleBy", "x-guidance"}  # fmt: skip
+_NEVER = set("contains minContains maxContains $dynamicRef $recursiveRef $recursiveAnchor extends disallow divisibleBy "
+             "x-guidance".split())  # fmt: skip
 CONTROLS = "control characters, which JSON writes as \\\\u00XX: they are never generated"
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")  # what JSON writes only as \\u00XX
 
@@ -61,19 +59,16 @@ def target(node: Node) -> str:
 
 def mapped(node: Node, change: Callable[[Any, str], Any], at: str) -> Node:
     """The node with every schema inside changed; `change` gets its JSON pointer, too. Pure, if `change` is."""
-    out: Node = {}
-    for key, value in node.items():
+
+    def inside(key: str, value: Any) -> Any:
         here = f"{at}/{key}"
         if key in NAMED:
-            out[key] = {
-                name: item if isinstance(item, list) else change(item, pointer(here, name))
-                for name, item in value.items()
-            }
-        elif key in LISTS or (key == "items" and isinstance(value, list)):
-            out[key] = [change(item, f"{here}/{i}") for i, item in enumerate(value)]
-        else:
-            out[key] = change(value, here) if key in ONE else value
-    return out
+            return {n: v if isinstance(v, list) else change(v, pointer(here, n)) for n, v in value.items()}
+        if key in INSIDE and isinstance(value, list):
+            return [change(item, f"{here}/{i}") for i, item in enumerate(value)]
+        return change(value, here) if key in INSIDE else value
+
+    return {key: inside(key, value) for key, value in node.items()}
 
 
 def parts(value: Any) -> Iterator[Any]:
@@ -86,8 +81,66 @@ def parts(value: Any) -> Iterator[Any]:
             todo += [*value, *value.values()] if isinstance(value, dict) else value
 
 
+def objects(value: Any) -> Iterator[Node]:
+    """Every object in a JSON value, itself included. Pure."""
+    return (part for part in parts(value) if isinstance(part, dict))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, (dict, bool))
+
+
+def _each(kind: type, right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is a list, or an object, of right ones."""
+    return lambda value: isinstance(value, kind) and all(map(right, value.values() if kind is dict else value))
+
+
+_are_schemas, _are_names = _each(list, _is_schema), _each(list, _is_text)
+
+
+def _is_small_multiple(value: Any) -> bool:
+    try:
+        number = Decimal(repr(value)) if is_number(value) else Decimal(0)
+        return 0 < number and int(number.scaleb(-int(number.normalize().as_tuple().exponent))) <= MAX_MULTIPLE
+    except (InvalidOperation, OverflowError, ValueError):
+        return False
+
+
+_VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (  # keywords, and what their values must be
+    ("additionalItems additionalProperties not if then else propertyNames unevaluatedProperties unevaluatedItems",
+     _is_schema, "an object or a bool"),
+    ("anyOf oneOf allOf prefixItems", _are_schemas, "a list of schemas"),
+    ("properties patternProperties $defs definitions dependentSchemas", _each(dict, _is_schema),
+     "an object of schemas"),
+    ("items", lambda value: _is_schema(value) or _are_schemas(value), "a schema or a list of schemas"),
+    ("dependencies", _each(dict, lambda value: _is_schema(value) or _are_names(value)),
+     "an object of schemas and lists of names"),
+    ("dependentRequired", _each(dict, _are_names), "an object of lists of names"),
+    (" ".join(COUNTS), lambda value: is_number(value) and float(value).is_integer() and 0 <= value <= MAX_LENGTH,
+     f"an integer in [0, {MAX_LENGTH}]"),
+    ("minimum maximum", is_number, "a number"),
+    ("exclusiveMinimum exclusiveMaximum", lambda value: isinstance(value, (int, float)), "a number"),  # or a switch
+    ("multipleOf", _is_small_multiple, f"a number above 0 with at most {MAX_MULTIPLE} as its digits"),
+    ("pattern format $ref $schema $id", _is_text, "a string"),
+    ("required", _are_names, "a list of names"),
+    ("type", lambda value: _is_text(value) or (value != [] and _are_names(value)), "a type or a list of types"),
+    ("uniqueItems", lambda value: isinstance(value, bool), "true or false"),
+    ("enum", lambda value: isinstance(value, list) and 1 <= len(value) <= MAX_ENUM,
+     f"a list of 1 to {MAX_ENUM} values"),
+    ("const", lambda value: True, ""),
+)  # fmt: skip
+KEYWORDS = {key: (is_right, needed) for keys, is_right, needed in _VALUES for key in keys.split()}
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -117,26 +170,25 @@ def known(node: Node, at: str) -> Node:
 
 def refuse_rest(node: Node, at: str) -> None:
     """Errors: GrammarError for a keyword that could not be rewritten. Pure."""
-    for key in node:
-        if key in REWRITTEN:
-            raise GrammarError(f"json_schema: the keyword {key!r} at {at} is not supported; {REWRITTEN[key]}")
+    for key in node.keys() & REWRITTEN.keys():
+        raise GrammarError(f"json_schema: the keyword {key!r} at {at} is not supported; {REWRITTEN[key]}")
 
 
 def _check_annotation(key: str, at: str) -> None:
-    if key in _NEVER:
-        words = ", ".join(sorted(KEYWORDS))
-        raise GrammarError(f"json_schema: the keyword {key!r} at {at} is not supported; supported are {words}")
-    if key in ANNOTATIONS or key.startswith(("_", "x-")):
+    if key in ANNOTATIONS or key.startswith("_") or (key.startswith("x-") and key not in _NEVER):
         return
-    if near := _near(key[:80]):
-        raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; did you mean {near!r}?")
+    supported = f"supported are {', '.join(sorted(KEYWORDS))}" if key in _NEVER else ""
+    near = None if supported else _near(key[:80])
+    if supported or near:
+        told = supported or f"did you mean {near!r}?"
+        raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; {told}")
     logger.info("json_schema: %r at %s is no keyword of JSON Schema, and is ignored.", key[:80], at)
 
 
 @lru_cache(256)
 def _near(key: str) -> str | None:
     """The keyword that a word may have been meant as. Pure."""
-    words = {_bare(word): word for word in sorted(KEYWORDS | _NEVER)}
+    words = {_bare(word): word for word in sorted(KEYWORDS.keys() | _NEVER)}
     found = difflib.get_close_matches(_bare(key), list(words), n=1, cutoff=0.86)
     return words[found[0]] if found else None
 
@@ -145,66 +197,11 @@ def _bare(word: str) -> str:
     return re.sub("[^a-z]", "", word.lower()).removesuffix("s")
 
 
-def _is_small_multiple(value: Any) -> bool:
-    try:
-        number = Decimal(repr(value)) if is_number(value) else Decimal(0)
-        return 0 < number and int(number.scaleb(-int(number.normalize().as_tuple().exponent))) <= MAX_MULTIPLE
-    except (InvalidOperation, OverflowError, ValueError):
-        return False
-
-
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, (dict, bool))
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_count(value: Any) -> bool:
-    return is_number(value) and float(value).is_integer() and 0 <= value <= MAX_LENGTH
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_listed(value: Any) -> bool:
-    return isinstance(value, list) and 1 <= len(value) <= MAX_ENUM
-
-
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # by keyword; the words of its error
-    **dict.fromkeys(ONE, (_is_schema, "an object or a bool")),
-    **dict.fromkeys(LISTS, (lambda value: isinstance(value, list) and all(map(_is_schema, value)),
-                            "a list of schemas")),
-    **dict.fromkeys(NAMED, (lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
-                            "an object of schemas")),
-    **dict.fromkeys(COUNTS, (_is_count, f"an integer in [0, {MAX_LENGTH}]")),
-    **dict.fromkeys(_BOUNDS, (is_number, "a number")),
-    **dict.fromkeys(_BOUNDS[2:], (lambda value: isinstance(value, (int, float)), "a number")),  # draft 4 has switches
-    **dict.fromkeys(("pattern", "format", "$ref", "$schema", "$id"), (_is_text, "a string")),
-    "items": (lambda value: _is_schema(value) or (isinstance(value, list) and all(map(_is_schema, value))),
-              "a schema or a list of schemas"),
-    "dependencies": (lambda value: isinstance(value, dict) and all(_is_schema(v) or _is_names(v)
-                                                                   for v in value.values()),
-                     "an object of schemas and lists of names"),
-    "dependentRequired": (lambda value: isinstance(value, dict) and all(map(_is_names, value.values())),
-                          "an object of lists of names"),
-    "multipleOf": (_is_small_multiple, f"a number above 0 with at most {MAX_MULTIPLE} as its digits"),
-    "required": (_is_names, "a list of names"),
-    "type": (lambda value: _is_text(value) or (value != [] and _is_names(value)), "a type or a list of types"),
-    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
-    "enum": (_is_listed, f"a list of 1 to {MAX_ENUM} values"),
-    "const": (lambda value: True, ""),
-}  # fmt: skip
-KEYWORDS = _CHECKS.keys()
-
-
 def _check_value(key: str, value: Any, at: str) -> None:
-    is_right, needed = _CHECKS[key]
+    is_right, needed = KEYWORDS[key]
     if not is_right(value):
         raise GrammarError(f"json_schema at {at} must be {needed}, got {value!r:.80}")
-    if key in ("const", "enum") and _CONTROL.search("".join(part for part in parts(value) if isinstance(part, str))):
+    if key in ("const", "enum") and any(_CONTROL.search(part) for part in parts(value) if isinstance(part, str)):
         raise GrammarError(f"json_schema: {key} at {at} holds {CONTROLS}")
     if key == "format":
         formats.check(value, at)

@@ -22,28 +22,13 @@ _LIMITS = {  # what breaks a bound: the type that it speaks of, the keyword that
 }  # fmt: skip
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Whether two JSON values are: 1 is 1.0, and no true. Pure."""
-    return _text_of(a) == _text_of(b)
+def text_of(value: Any) -> str:
+    """A text that is the same for equal JSON values: 1 is 1.0, and no true. Pure."""
+    return json.dumps(json.loads(json.dumps(value), parse_float=_number), sort_keys=True)
 
 
-def _text_of(value: Any) -> str:
-    """A text that is the same for equal values. Pure."""
-    return json.dumps(_plain(value), sort_keys=True)
-
-
-def _plain(value: Any) -> Any:
-    """A value with whole floats as integers."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _beyond(kind: str, keyword: str, more: int, bound: float) -> list[Any]:
-    """Values of a type on the other side of a bound: there is no count below 0."""
-    return [{"type": kind, keyword: bound + more}] if bound + more >= 0 or kind == "number" else []
+def _number(text: str) -> float:
+    return int(value) if (value := float(text)).is_integer() else value
 
 
 def without(name: str) -> Node:
@@ -77,9 +62,7 @@ class Logic:
         node = self.resolved(value)
         if not isinstance(node, dict):
             return None
-        if "const" in node:
-            return [node["const"]]
-        return node.get("enum") or {"boolean": [False, True], "null": [None]}.get(str(node.get("type")))
+        return _listed(node) or {"boolean": [False, True], "null": [None]}.get(str(node.get("type")))
 
     # -- two that exclude one another ----------------------------------------------------------------------------------
 
@@ -90,31 +73,28 @@ class Logic:
             return True
         if not isinstance(a, dict) or not isinstance(b, dict) or depth > MAX_DEPTH:
             return False
-        if self._parts_disjoint(a, b, depth) or self._parts_disjoint(b, a, depth):
-            return True
+        for one, other in ((a, b), (b, a)):  # `other` excludes all options of `one`, or a schema that holds with it
+            for key, enough in (("anyOf", all), ("oneOf", all), ("allOf", any)):
+                if key in one and enough(self.disjoint(part, other, depth + 1) for part in one[key]):
+                    return True
         kinds, mine, theirs = _kinds(a) & _kinds(b), _listed(a), _listed(b)
-        if not kinds or (mine is not None and theirs is not None and not mine & theirs):
+        if not kinds or (
+            mine is not None and theirs is not None and not {*map(text_of, mine)} & {*map(text_of, theirs)}
+        ):
             return True
         return kinds == {"object"} and self._objects_disjoint(a, b, depth)
 
-    def _parts_disjoint(self, one: Node, other: Node, depth: int) -> bool:
-        """Whether `other` excludes all options of `one`, or a schema that holds with it."""
-        return any(
-            key in one and enough(self.disjoint(part, other, depth + 1) for part in one[key])
-            for key, enough in (("anyOf", all), ("oneOf", all), ("allOf", any))
-        )
-
     def _objects_disjoint(self, a: Node, b: Node, depth: int) -> bool:
         """A property that both need has no common value, or one needs a property that the other bars."""
-        mine, theirs = a.get("properties", {}), b.get("properties", {})
-        needed = set(a.get("required", ())), set(b.get("required", ()))
-        if any(name in mine and name in theirs and self.disjoint(mine[name], theirs[name], depth + 1)
-               for name in needed[0] & needed[1]):  # fmt: skip
-            return True
-        for names, other, known in ((needed[0], b, theirs), (needed[1], a, mine)):
+        for one, other in ((a, b), (b, a)):
+            mine, theirs = one.get("properties", {}), other.get("properties", {})
             closed = other.get("additionalProperties") is False and "patternProperties" not in other
-            if any(known.get(name) is False or (closed and name not in known) for name in names):
-                return True
+            for name in one.get("required", ()):
+                if theirs.get(name) is False or (closed and name not in theirs):
+                    return True
+                if name in mine and name in theirs and name in other.get("required", ()):
+                    if self.disjoint(mine[name], theirs[name], depth + 1):
+                        return True
         return False
 
     # -- where one does not hold ---------------------------------------------------------------------------------------
@@ -125,17 +105,11 @@ class Logic:
             return [] if value else [{}]
         out: list[Any] = []
         for key, item in value.items():
-            others = self._broken(key, item, among, depth) if depth < MAX_DEPTH else None
+            others = BROKEN[key](self, item, among, depth) if key in BROKEN and depth < MAX_DEPTH else None
             if others is None:
                 return None
             out += others
         return [part for part in out if part not in ({"enum": []}, {"type": []}, False)]
-
-    def _broken(self, key: str, item: Any, among: Any, depth: int) -> list[Any] | None:
-        """`complement` of one keyword."""
-        if key in _LIMITS:
-            return _beyond(*_LIMITS[key], item)
-        return BROKEN[key](self, item, among, depth) if key in BROKEN else None
 
     def other_reference(self, item: str, among: Any, depth: int) -> list[Any] | None:
         """Where what is referred to does not hold."""
@@ -144,40 +118,40 @@ class Logic:
 
     def other_values(self, barred: list[Any], among: Any) -> list[Any] | None:
         """The values of `among` but these, if they are listed."""
-        domain, texts = self.values(among), set(map(_text_of, barred))
-        return domain and [{"enum": [value for value in domain if _text_of(value) not in texts]}]
+        domain, texts = self.values(among), {*map(text_of, barred)}
+        return domain and [{"enum": [value for value in domain if text_of(value) not in texts]}]
 
     def other_parts(self, parts: list[Any], among: Any, depth: int) -> list[Any] | None:
         """Of each of several schemas one that holds where it does not."""
         each = [self.complement(part, among, depth + 1) for part in parts]
-        if any(others is None for others in each):
-            return None
-        return [{"anyOf": others} if others else False for others in each]
-
-    def _recurs(self, at: str) -> bool:
-        """Whether the references of the schema there lead back to it: what it says cannot be written out."""
-        seen, todo = {at}, [at]
-        while todo:
-            for node in keywords.parts(look_up(self.document, todo.pop())):
-                if isinstance(node, dict) and isinstance(node.get("$ref"), str):
-                    target = keywords.target(node)
-                    if at == target or at.startswith(f"{target}/"):
-                        return True
-                    todo += [target] if target not in seen else []
-                    seen.add(target)
-        return False
+        return None if None in each else [{"anyOf": others} if others else False for others in each]
 
     def other_properties(self, properties: Node, among: Any, depth: int) -> list[Any] | None:
         """Objects with a property that is not as it is here."""
         around = self.resolved(among)
         known = around.get("properties", {}) if isinstance(around, dict) else {}
-        out: list[Any] = []
-        for name, inner in properties.items():
-            others = self.complement(inner, known.get(name, {}), depth + 1)
-            if others is None:
-                return None
-            out += [having(name, other) for other in others]
-        return out
+        each = {name: self.complement(inner, known.get(name, {}), depth + 1) for name, inner in properties.items()}
+        return (
+            None if None in each.values() else [having(name, o) for name, others in each.items() for o in others or ()]
+        )
+
+    def _recurs(self, at: str) -> bool:
+        """Whether the references of the schema there lead back to it: what it says cannot be written out."""
+        seen = [at]
+        for here in seen:  # which grows meanwhile
+            for node in keywords.objects(look_up(self.document, here)):
+                if isinstance(node.get("$ref"), str) and (target := keywords.target(node)) not in seen[1:]:
+                    if at == target or at.startswith(f"{target}/"):
+                        return True
+                    seen.append(target)
+        return False
+
+
+def _limit(kind: str, keyword: str, more: int) -> Callable[[Logic, Any, Any, int], list[Any]]:
+    """Values of a type on the other side of a bound: there is no count below 0."""
+    return lambda logic, bound, among, depth: (
+        [{"type": kind, keyword: bound + more}] if bound + more >= 0 or kind == "number" else []
+    )
 
 
 def _other_types(kinds: list[str]) -> list[Any] | None:
@@ -185,6 +159,7 @@ def _other_types(kinds: list[str]) -> list[Any] | None:
 
 
 BROKEN: dict[str, Callable[[Logic, Any, Any, int], list[Any] | None]] = {  # by keyword: what breaks it
+    **{key: _limit(*how) for key, how in _LIMITS.items()},
     "$ref": Logic.other_reference,
     "not": lambda logic, item, among, depth: [item],
     "const": lambda logic, item, among, depth: logic.other_values([item], among),
@@ -203,15 +178,10 @@ BROKEN: dict[str, Callable[[Logic, Any, Any, int], list[Any] | None]] = {  # by 
 
 def _kinds(node: Node) -> set[str]:
     """The types that a schema's values can have; whole numbers are numbers."""
-    every: set[str] = set(TYPES)
-    values = [node["const"]] if "const" in node else node.get("enum")
-    if values is not None:
-        every &= {_NAMES.get(type(value), "number") for value in values}
-    kinds = node.get("type", TYPES)
+    values, kinds = _listed(node), node.get("type", TYPES)
+    every = set(TYPES) if values is None else {_NAMES.get(type(value), "number") for value in values}
     return every & {"number" if kind == "integer" else kind for kind in ([kinds] if isinstance(kinds, str) else kinds)}
 
 
-def _listed(node: Node) -> set[str] | None:
-    """The listed values, as texts that are equal where they are."""
-    values = [node["const"]] if "const" in node else node.get("enum")
-    return None if values is None else set(map(_text_of, values))
+def _listed(node: Node) -> list[Any] | None:
+    return [node["const"]] if "const" in node else node.get("enum")

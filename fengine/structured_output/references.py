@@ -20,31 +20,33 @@ Nodes = Mapping[str, Any]  # every schema of a document by its JSON pointer: "#"
 def read(document: Node) -> Node:
     """A copy with known keywords alone. Pure but for the log. Errors: GrammarError, which tells where."""
     nodes: dict[str, Any] = {}
+    referring: list[tuple[Node, str]] = []
+    moved: dict[str, str] = {}
 
     def visit(value: Any, at: str) -> Any:
         if isinstance(value, dict):
             value = keywords.mapped(keywords.known(value, at), visit, at)
+            if "$ref" in value:
+                referring.append((value, at))
         nodes[at] = value
         return value
 
-    root, moved, seen = visit(document, "#"), {}, set()
-    while missing := [(at, node) for at, node in nodes.items() if at not in seen]:
-        for at, node in missing:
-            seen.add(at)
-            if not isinstance(node, dict) or "$ref" not in node or (target := keywords.target(node)) in nodes:
-                continue
-            if target not in moved:
-                found = _behind_unknown(document, nodes, target)
-                if not isinstance(found, (dict, bool)):
-                    raise GrammarError(
-                        f"json_schema: $ref {node['$ref']!r:.200} at {at:.200} leads to where no schema stands"
-                    )
-                name, definitions = target[2:], root.setdefault("$defs", {})
-                while name in definitions:
-                    name += "'"
-                moved[target] = pointer("#/$defs", name)
-                definitions[name] = visit(found, moved[target])
-            node["$ref"] = "#" + quote(moved[target][1:], safe="/$~'")
+    root = visit(document, "#")
+    for node, at in referring:  # which grows meanwhile
+        if (target := keywords.target(node)) in nodes:
+            continue
+        if target not in moved:
+            found = _behind_unknown(document, nodes, target)
+            if not isinstance(found, (dict, bool)):
+                raise GrammarError(
+                    f"json_schema: $ref {node['$ref']!r:.200} at {at:.200} leads to where no schema stands"
+                )
+            name, definitions = target[2:], root.setdefault("$defs", {})
+            while name in definitions:
+                name += "'"
+            moved[target] = pointer("#/$defs", name)
+            definitions[name] = visit(found, moved[target])
+        node["$ref"] = "#" + quote(moved[target][1:], safe="/$~'")
     return root
 
 

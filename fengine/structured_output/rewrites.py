@@ -6,13 +6,13 @@ format through, if not always all of them. No torch.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from itertools import permutations
+from collections.abc import Callable
+from itertools import islice, permutations
 from typing import Any
 
-from fengine.structured_output import formats, keywords
+from fengine.structured_output import formats
 from fengine.structured_output.keywords import Node
-from fengine.structured_output.logic import Logic, equal, without
+from fengine.structured_output.logic import Logic, text_of, without
 
 OPENING = ("allOf", "if", "dependentSchemas", "dependencies")  # put objects together: none of them is the whole one
 EVALUATING = {*OPENING, "$ref", "anyOf", "oneOf", "not"}  # other properties, or items
@@ -20,25 +20,13 @@ MAX_ARRAYS = 400  # that an array of few values without repetition comes to
 MAX_OPTIONS = 24  # of a oneOf whose options overlap
 
 
-def rewritten(document: Node) -> Node:
-    """An equivalent schema in the matcher's words, as far as there is one. Pure."""
-    logic = Logic(document)
-
-    def visit(value: Any, at: str) -> Any:
-        if not isinstance(value, dict):
-            return value
-        node = dict(value)
-        for key, rule in RULES.items():
-            if key in value:
-                rule(logic, node)
-        return keywords.mapped(node, visit, at)
-
-    return visit(document, "#")
-
-
-def is_open(objects: Iterator[Node]) -> bool:
-    """Whether objects of a document are put together, so that none of them names all properties. Pure."""
-    return any(key in node for node in objects for key in OPENING)
+def rewritten(logic: Logic, value: Node) -> Node:
+    """One object of a document in the matcher's words, as far as there are any. Pure."""
+    node = dict(value)
+    for key, rule in RULES.items():
+        if key in value:
+            rule(logic, node)
+    return node
 
 
 def also(node: Node, *schemas: Any) -> None:
@@ -47,25 +35,27 @@ def also(node: Node, *schemas: Any) -> None:
     node["allOf"] = [*node.get("allOf", ()), one]
 
 
+def beside(node: Node, key: str, value: Any) -> None:
+    """Modifies: node, which must satisfy this keyword, too."""
+    if key in node:
+        also(node, {key: value})
+    else:
+        node[key] = value
+
+
 # -- rules: each modifies its node -------------------------------------------------------------------------------------
 
 
 def named_formats(_: Logic, node: Node) -> None:
     """The matcher knows eleven formats, and four of them wrongly: see formats.py."""
-    name = node.get("format")
+    name = node.pop("format")
     if name in formats.RANGES and node.get("type") in ("integer", "number"):
         least, most = formats.RANGES[name]
         also(node, {"minimum": least, "maximum": most})
     if name in formats.PATTERNS:
-        pattern = f"^(?:{formats.PATTERNS[name]})$"
-        if "pattern" in node:
-            also(node, {"pattern": pattern})
-        else:
-            node["pattern"] = pattern
-    if name in formats.SAME:
-        node["format"] = formats.SAME[name]
-    elif name not in formats.HELD:
-        node.pop("format", None)
+        beside(node, "pattern", f"^(?:{formats.PATTERNS[name]})$")
+    if name in formats.SAME or name in formats.HELD:
+        node["format"] = formats.SAME.get(name, name)
 
 
 def one_of(logic: Logic, node: Node) -> None:
@@ -73,64 +63,51 @@ def one_of(logic: Logic, node: Node) -> None:
 
     Of options that may overlap, each holds with what breaks the others.
     """
-    options = node.get("oneOf")
-    if options is None:
-        return
-    parts = []
+    options, parts = node["oneOf"], []
     for i, option in enumerate(options):
-        others = options[:i] + options[i + 1 :]
-        overlapping = [other for other in others if not logic.disjoint(option, other)]
+        overlapping = [other for other in options[:i] + options[i + 1 :] if not logic.disjoint(option, other)]
         broken = [logic.complement(other, option) for other in overlapping]
-        if any(way is None for way in broken) or (broken and len(options) > MAX_OPTIONS):
+        if None in broken or (broken and len(options) > MAX_OPTIONS):
             return
         apart = [{"anyOf": ways} if ways else False for ways in broken]
         parts.append({"allOf": [option, *apart]} if apart else option)
     del node["oneOf"]
-    if "anyOf" in node:
-        also(node, {"anyOf": parts})
-    else:
-        node["anyOf"] = parts
+    beside(node, "anyOf", parts)
 
 
 def unique_items(logic: Logic, node: Node) -> None:
     """Unknown to the matcher. Held where an array has at most one item, or few values."""
-    if node.get("uniqueItems") is False or node.get("maxItems", 2) < 2:
-        node.pop("uniqueItems", None)
+    if node["uniqueItems"] is False or node.get("maxItems", 2) < 2:
+        del node["uniqueItems"]
+        return
     values = logic.values(node.get("items"))
-    if "uniqueItems" not in node or node.get("type") != "array" or values is None:
+    if node.get("type") != "array" or values is None:
         return
     if {"prefixItems", "additionalItems", "enum", "const", "$ref"} & node.keys():
         return
-    least, most = node.get("minItems", 0), min(node.get("maxItems", len(values)), len(values))
-    different = [v for i, v in enumerate(values) if not any(equal(v, w) for w in values[:i])]
-    arrays: list[Any] = []
-    for count in range(least, most + 1):
-        for found in permutations(different, count):
-            arrays.append(list(found))
-            if len(arrays) > MAX_ARRAYS:
-                return
-    del node["uniqueItems"]
-    if arrays:
-        also(node, {"enum": arrays})
-    else:
-        also(node)
+    different = list({text_of(value): value for value in values}.values())
+    counts = range(node.get("minItems", 0), min(node.get("maxItems", len(values)), len(values)) + 1)
+    arrays = [*islice((list(found) for n in counts for found in permutations(different, n)), MAX_ARRAYS + 1)]
+    if len(arrays) <= MAX_ARRAYS:
+        del node["uniqueItems"]
+        also(node, *([{"enum": arrays}] if arrays else []))
 
 
 def negation(logic: Logic, node: Node) -> None:
     """Unknown to the matcher."""
-    if "not" in node and (others := logic.complement(node["not"], node)) is not None:
+    if (others := logic.complement(node["not"], node)) is not None:
         del node["not"]
         also(node, *others)
 
 
 def conditional(logic: Logic, node: Node) -> None:
     """Unknown to the matcher: (if and then) or (not if and else)."""
-    if "if" not in node:
+    if "if" not in node:  # then the others say nothing
         node.pop("then", None)
         node.pop("else", None)
     elif (others := logic.complement(node["if"], node)) is not None:
-        condition, then, other = node.pop("if"), node.pop("then", True), node.pop("else", True)
-        also(node, *([{"allOf": [condition, then]}] + [{"allOf": [part, other]} for part in others]))
+        condition, then, other = (node.pop(key, True) for key in ("if", "then", "else"))
+        also(node, {"allOf": [condition, then]}, *({"allOf": [part, other]} for part in others))
 
 
 def dependencies(_: Logic, node: Node) -> None:
@@ -144,32 +121,27 @@ def dependencies(_: Logic, node: Node) -> None:
 
 def property_names(logic: Logic, node: Node) -> None:
     """Unknown to the matcher: names become properties, or a pattern of them."""
-    names = logic.resolved(node.get("propertyNames"))
+    names = logic.resolved(node["propertyNames"])
     names = {} if names is True else names
-    if isinstance(names, dict) and names.get("type", "string") == "string" and "patternProperties" not in node:
-        if not names.keys() - {"type"} or _named(logic, node, names):
-            del node["propertyNames"]
-
-
-def _named(logic: Logic, node: Node, names: Node) -> bool:
-    """Whether properties of the node, or a pattern of them, now say what `names` does. Modifies: node."""
+    if not isinstance(names, dict) or names.get("type", "string") != "string" or "patternProperties" in node:
+        return
     known, rest, said = node.get("properties", {}), node.get("additionalProperties", True), names.keys() - {"type"}
     listed = logic.values(names)
     if len(said) == 1 and listed is not None and not set(known) - set(map(str, listed)):
         node["properties"] = {name: rest for name in listed if isinstance(name, str)} | known
     elif said == {"pattern"} and all(re.search(names["pattern"], name) for name in known):
         node["patternProperties"] = {names["pattern"]: rest}
-    else:
-        return False
-    node["additionalProperties"] = False
-    return True
+    elif said:
+        return
+    del node["propertyNames"]
+    if said:
+        node["additionalProperties"] = False
 
 
 def unevaluated(_: Logic, node: Node) -> None:
     """Unknown to the matcher; the same as additional ones where nothing else could have evaluated any."""
-    others = EVALUATING & node.keys()
     for key, same in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        if key in node and not others and (key == "unevaluatedProperties" or "items" not in node):
+        if key in node and not EVALUATING & node.keys() and (key == "unevaluatedProperties" or "items" not in node):
             node.setdefault(same, node[key])
             del node[key]
 

@@ -11,13 +11,13 @@ what the matcher reads in another way than a validator does is rewritten or refu
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fengine.errors import GrammarError
 from fengine.structured_output import bounds, keywords, references, rewrites
 from fengine.structured_output.characters import SURROGATE
-from fengine.structured_output.keywords import Node
+from fengine.structured_output.keywords import Node, objects
+from fengine.structured_output.logic import Logic
 from fengine.structured_output.regex import explicit
 
 WRAPPER = {"name", "strict", "schema", "description", "type"}  # OpenAI's, around a schema
@@ -35,13 +35,12 @@ class Whitespace(NamedTuple):
 
     pattern: str | None = "[ ]|\\n[ ]{0,32}"  # one space, or a new line with its indentation: it never runs away
 
-
-def options(whitespace: Whitespace) -> dict[str, Any]:
-    """How the matcher is to read a schema. Pure."""
-    strict = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": 'bfnrt"\\'}
-    if whitespace.pattern is None:
-        return strict | {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return strict | {"whitespace_flexible": True, "whitespace_pattern": whitespace.pattern}
+    def options(self) -> dict[str, Any]:
+        """How the matcher is to read a schema. Pure."""
+        strict = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": 'bfnrt"\\'}
+        if self.pattern is None:
+            return strict | {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        return strict | {"whitespace_flexible": True, "whitespace_pattern": self.pattern}
 
 
 def to_lark(text: str, whitespace: Whitespace) -> str:
@@ -53,16 +52,11 @@ def to_lark(text: str, whitespace: Whitespace) -> str:
 
 
 def as_rule(schema: Any, whitespace: Whitespace) -> str:
-    """A checked schema as a part of a Lark rule. Errors: GrammarError. Pure but for the log."""
+    """A schema as a part of a Lark rule. Errors: GrammarError. Pure but for the log."""
     if schema is False:
         raise GrammarError("json_schema is false, which nothing satisfies")
-    exact: Any = {}
-    if schema is not True:
-        schema = references.read(schema)
-        rewritten = rewrites.rewritten(schema)
-        _check_joined(rewritten)
-        exact = _exact(rewritten, closing=not rewrites.is_open(_objects(schema)))
-    return "%json " + json.dumps(exact | {"x-guidance": options(whitespace)})
+    exact = {} if schema is True else _exact(references.read(schema))
+    return "%json " + json.dumps(exact | {"x-guidance": whitespace.options()})
 
 
 def read(text: str) -> Any:
@@ -91,33 +85,51 @@ def strict_json(text: str, what: str) -> Any:
 
     try:
         value = json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
-    except GrammarError:
-        raise
+        if _depth(value) > MAX_DEPTH:
+            raise RecursionError
+        json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise GrammarError(f"{what} is nested deeper than {MAX_DEPTH} levels") from None
-    except ValueError as error:
-        raise GrammarError(f"{what} is not JSON: {error!s:.200}") from None
-    if any(level > MAX_DEPTH for level in _levels(value)):
-        raise GrammarError(f"{what} is nested deeper than {MAX_DEPTH} levels")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise GrammarError(f"{what} holds {SURROGATE}") from None
+    except json.JSONDecodeError as error:
+        raise GrammarError(f"{what} is not JSON: {error!s:.200}") from None
     return value
 
 
-def _levels(value: Any) -> Iterator[int]:
-    todo = [(value, 1)]
-    while todo:
-        value, level = todo.pop()
-        yield level
-        if isinstance(value, (dict, list)):
-            todo += [(item, level + 1) for item in (value.values() if isinstance(value, dict) else value)]
+def _depth(value: Any) -> int:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inside), default=0)
+
+
+def _exact(schema: Node) -> Node:
+    """A checked schema as the matcher is to see it: what it would read otherwise is rewritten or refused. Errors:
+    GrammarError. Pure."""
+    logic, fractions, nodes = Logic(schema), bounds.fractions(objects(schema)), {}
+    closing = not any(key in node for node in objects(schema) for key in rewrites.OPENING)
+
+    def visit(value: Any, at: str) -> Any:
+        if isinstance(value, dict):
+            value = rewrites.rewritten(logic, value)
+            keywords.refuse_rest(value, at)
+            value = keywords.mapped(value, visit, at)
+            _write_patterns(value, at)
+            if closing and "properties" in value and not {"additionalProperties", "patternProperties"} & set(value):
+                value["additionalProperties"] = False  # all that it names are all that it has
+            bounds.hold(value, fractions, at)
+            _check_repeated_keys(value, at)
+        nodes[at] = value
+        return value
+
+    exact = visit(schema, "#")
+    _check_joined(exact)
+    references.check_finite(nodes)
+    return exact
 
 
 def _check_joined(document: Any) -> None:
     """Errors: GrammarError if more than MAX_JOINED patterns and formats might have to hold of one string. Pure."""
-    nodes = list(_objects(document))
+    nodes = list(objects(document))
     if any("allOf" in node or (JOINING & node.keys() and len(JOINED & node.keys()) > 1) for node in nodes):
         patterns = {node[key] for node in nodes for key in ("pattern", "format") if isinstance(node.get(key), str)}
         if len(patterns) > MAX_JOINED:
@@ -125,28 +137,6 @@ def _check_joined(document: Any) -> None:
                 f"json_schema has {len(patterns)} different patterns and formats; beside allOf, or anyOf, oneOf or "
                 f"$ref with other keywords next to them, at most {MAX_JOINED} are supported"
             )
-
-
-def _exact(document: Node, closing: bool) -> Node:
-    """The schema as the matcher is to see it: what it would read otherwise is rewritten or refused. Errors:
-    GrammarError. Pure. `closing`: an object that says nothing of other properties has only those that it names."""
-    fractions, nodes = bounds.fractions(_objects(document)), {}
-
-    def visit(value: Any, at: str) -> Any:
-        if isinstance(value, dict):
-            keywords.refuse_rest(value, at)
-            value = keywords.mapped(value, visit, at)
-            _write_patterns(value, at)
-            if closing and "properties" in value and not {"additionalProperties", "patternProperties"} & set(value):
-                value["additionalProperties"] = False
-            bounds.hold(value, fractions, at)
-            _check_repeated_keys(value, at)
-        nodes[at] = value
-        return value
-
-    exact = visit(document, "#")
-    references.check_finite(nodes)
-    return exact
 
 
 def _write_patterns(node: Node, at: str) -> None:
@@ -167,14 +157,3 @@ def _check_repeated_keys(node: Node, at: str) -> None:
             f"json_schema: minProperties at {at} needs additionalProperties: false and no patternProperties, for "
             "nothing keeps a key that the schema does not name from standing there twice"
         )
-
-
-def _objects(value: Any) -> Iterator[Node]:
-    """Every object in a JSON value, itself included. Pure."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict):
-            yield value
-        todo += [item for item in (value.values() if isinstance(value, dict) else value)
-                 if isinstance(item, (dict, list))]  # fmt: skip

@@ -8,6 +8,7 @@ The second form also puts together tags, sequences, choices, fixed texts, regula
 begins with one of the triggers; behind the trigger stands the rest of its `begin`, its content, and its `end`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from fengine.errors import GrammarError
@@ -31,6 +32,26 @@ KEYS = {  # of each format: those it must have, and those it may
 }
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_TEXT
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and 1 <= len(value) <= MAX_TAGS
+
+
+_TEXT = f"a text of 1 to {MAX_TEXT} characters"
+VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of the keys: what they must be
+    **dict.fromkeys(("value", "pattern", "separator", "begin"), (_is_text, _TEXT)),
+    "end": (lambda value: value == "" or _is_text(value), f"empty, or {_TEXT}"),
+    **dict.fromkeys(("elements", "tags", "structures"), (_is_list, f"a list of 1 to {MAX_TAGS}")),
+    "triggers": (lambda value: _is_list(value) and all(map(_is_text, value)),
+                 f"1 to {MAX_TAGS} texts that are not empty"),
+    **dict.fromkeys(("at_least_one", "stop_after_first"), (lambda value: isinstance(value, bool), "true or false")),
+    **dict.fromkeys(("json_schema", "schema"), (lambda value: isinstance(value, (dict, bool)), "a JSON schema")),
+}  # fmt: skip
+
+
 def to_lark(text: str, whitespace: Whitespace) -> str:
     """The grammar for the matcher: a rule `text`. Errors: GrammarError. Pure."""
     writer = _Writer(whitespace)
@@ -51,13 +72,22 @@ def _read(text: str) -> Any:
             'structural_tag must be {"structures": [{"begin", "schema", "end"}, …], "triggers": [texts]} or '
             '{"type": "structural_tag", "format": {…}}'
         )
+    _check_values(value, "the whole")
     tags = []
-    for i, tag in enumerate(_list(value["structures"], "structures")):
+    for i, tag in enumerate(value["structures"]):
         if not isinstance(tag, dict) or set(tag) != {"begin", "schema", "end"}:
             raise GrammarError(f"structural_tag: structures[{i}] must have exactly begin, schema and end")
         content = {"type": "json_schema", "json_schema": tag["schema"]}
         tags.append({"begin": tag["begin"], "content": content, "end": tag["end"]})
     return {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
+
+
+def _check_values(value: dict[str, Any], at: str) -> None:
+    """Errors: GrammarError."""
+    for key, item in value.items():
+        is_right, needed = VALUES.get(key, (lambda item: True, ""))
+        if not is_right(item):
+            raise GrammarError(f"structural_tag: {key} of {at} must be {needed}, got {item!r:.80}")
 
 
 class _Writer:
@@ -72,8 +102,13 @@ class _Writer:
         self.lines.append(f"{name}[lazy]: {body}" if lazy else f"{name}: {body}")
         return name
 
-    def format(self, value: Any, at: str, depth: int, *, last: bool) -> str:
-        """`last`: nothing stands behind it, so that it may end with any text. Errors: GrammarError."""
+    def upto(self, text: str) -> str:
+        """Any text to where this one first stands, so that none is inside."""
+        return self.rule(f"/(?s:.)*{_characters(text)}/", lazy=True)
+
+    def format(self, value: Any, at: str, depth: int, *, last: bool, after: str = "") -> str:
+        """`last`: nothing stands behind it, so that it may end with any text. `after`: the trigger of a tag, which is
+        written already. Errors: GrammarError."""
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str) or kind not in KEYS:
             raise GrammarError(f"structural_tag: {at} has the type {kind!r:.80}; supported are {', '.join(KEYS)}")
@@ -82,113 +117,60 @@ class _Writer:
             raise GrammarError(f"structural_tag: {at} of type {kind} must have {', '.join(sorted(must)) or 'no keys'}")
         if depth > MAX_DEPTH:
             raise GrammarError(f"structural_tag is nested deeper than {MAX_DEPTH} formats")
+        _check_values(value, at)
         if kind == "const_string":
-            return _literal(_text(value["value"], f"{at}.value"))
+            return _literal(value["value"])
         if kind == "json_schema":
-            return self.schema(value["json_schema"], at)
+            return as_rule(value["json_schema"], self.whitespace)
         if kind == "regex":
-            return f"/{explicit(_text(value['pattern'], f'{at}.pattern'), 'structural_tag: pattern')}/"
+            return f"/{explicit(value['pattern'], 'structural_tag: pattern')}/"
         if kind in ("sequence", "or"):
-            return self.elements(kind, value["elements"], at, depth, last)
+            count = len(value["elements"])
+            parts = [
+                self.format(part, f"{at}.elements[{i}]", depth + 1, last=last and (kind == "or" or i == count - 1))
+                for i, part in enumerate(value["elements"])
+            ]
+            return f"({(' | ' if kind == 'or' else ' ').join(map(self.rule, parts))})"
         if kind == "tag":
-            return self.tag(value, at, depth)
+            content, end = value["content"], value["end"]
+            inside = self.upto(end) if end and content == {"type": "any_text"} else (
+                f"{self.format(content, f'{at}.content', depth + 1, last=False)} {_literal(end)}"
+            )  # fmt: skip
+            return f"{_literal(value['begin'].removeprefix(after))} {inside}"
         if not last:
             raise GrammarError(f"structural_tag: {kind} at {at} must be the last, for any text may end it")
-        if kind == "any_text":
-            return "TEXT"
-        return self.triggered(value, at, depth) if kind == "triggered_tags" else self.separated(value, at, depth)
+        return "TEXT" if kind == "any_text" else self.tags(kind, value, at, depth)
 
-    def schema(self, schema: Any, at: str) -> str:
-        if not isinstance(schema, (dict, bool)):
-            raise GrammarError(f"structural_tag: the schema of {at} must be a JSON schema")
-        return as_rule(schema, self.whitespace)
-
-    def elements(self, kind: str, values: Any, at: str, depth: int, last: bool) -> str:
-        values = _list(values, f"{at}.elements")
-        parts = []
-        for i, value in enumerate(values):
-            ends = last and (kind == "or" or i == len(values) - 1)
-            parts.append(self.rule(self.format(value, f"{at}.elements[{i}]", depth + 1, last=ends)))
-        return f"({(' | ' if kind == 'or' else ' ').join(parts)})"
-
-    def tag(self, tag: Any, at: str, depth: int, after: str = "") -> str:
-        """A tag; behind a trigger `after`, what is left of it."""
-        begin, end, content = _text(tag["begin"], f"{at}.begin"), tag["end"], tag["content"]
-        end = _text(end, f"{at}.end") if end != "" else ""
-        if end and content == {"type": "any_text"}:  # lazy: it ends where the end first stands
-            inside = self.rule(f"/(?s:.)*{_characters(end)}/", lazy=True)
-        else:
-            inside = f"{self.format(content, f'{at}.content', depth + 1, last=False)} {_literal(end)}"
-        return f"{_literal(begin.removeprefix(after))} {inside}"
-
-    def tags(self, values: Any, at: str) -> list[Any]:
-        values = _list(values, f"{at}.tags")
-        for i, tag in enumerate(values):
-            if not isinstance(tag, dict) or set(tag) - {"type"} != KEYS["tag"][0]:
-                raise GrammarError(f"structural_tag: {at}.tags[{i}] must have exactly begin, content and end")
-        return values
-
-    def triggered(self, value: Any, at: str, depth: int) -> str:
-        """Free text, in which each trigger begins a tag."""
-        triggers = _triggers(value["triggers"])
+    def tags(self, kind: str, value: Any, at: str, depth: int) -> str:
+        """Free text, in which each trigger begins a tag; or a list of tags."""
+        triggers = sorted(set(value.get("triggers", ("",))), key=len)
         pieces: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-        for i, tag in enumerate(self.tags(value["tags"], at)):
-            begin = _text(tag["begin"], f"{at}.tags[{i}].begin")
+        for i, tag in enumerate(value["tags"]):
+            where = f"{at}.tags[{i}]"
+            if not isinstance(tag, dict) or set(tag) - {"type"} != KEYS["tag"][0]:
+                raise GrammarError(f"structural_tag: {where} must have exactly begin, content and end")
+            begin = str(tag["begin"])
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
-                raise GrammarError(f"structural_tag: {at}.tags[{i}] begins with {begin!r:.80}, which no trigger does")
-            pieces[trigger].append(self.rule(self.tag(tag, f"{at}.tags[{i}]", depth, trigger)))
-        begun = []
+                raise GrammarError(f"structural_tag: {where} begins with {begin!r:.80}, which no trigger does")
+            tag = {**tag, "type": "tag"}
+            pieces[trigger].append(self.rule(self.format(tag, where, depth, last=False, after=trigger)))
+        least, once = value.get("at_least_one", False), value.get("stop_after_first", False)
+        if kind == "tags_with_separator":
+            one = self.rule(" | ".join(pieces[""]))
+            several = one if once else f"{one} ({_literal(value['separator'])} {one})*"
+            return several if least else f"({several})?"
         for trigger, tags in pieces.items():
             if not tags:
                 raise GrammarError(f"structural_tag: no tag begins with the trigger {trigger!r:.80}")
-            # lazy: it ends where the trigger first does, so that no free text holds one
-            before = self.rule(f"/(?s:.)*{_characters(trigger)}/", lazy=True)
-            begun.append(self.rule(f"{before} ({' | '.join(tags)})"))
-        piece = self.rule(" | ".join(begun))
-        least, once = _flag(value, "at_least_one", at), _flag(value, "stop_after_first", at)
+            if any(trigger in longer for longer in triggers if longer != trigger):
+                raise GrammarError(
+                    f"structural_tag: the trigger {trigger!r:.80} stands inside another one; leave the longer out"
+                )
+        piece = self.rule(" | ".join(f"{self.upto(trigger)} ({' | '.join(tags)})" for trigger, tags in pieces.items()))
         if once:
             return piece if least else f"({piece} | TEXT)"
         return f"{piece}{'+' if least else '*'} TEXT"
-
-    def separated(self, value: Any, at: str, depth: int) -> str:
-        """A list of tags."""
-        tags = [
-            self.rule(self.tag(tag, f"{at}.tags[{i}]", depth)) for i, tag in enumerate(self.tags(value["tags"], at))
-        ]
-        one, separator = self.rule(" | ".join(tags)), _text(value["separator"], f"{at}.separator")
-        several = one if _flag(value, "stop_after_first", at) else f"{one} ({_literal(separator)} {one})*"
-        return several if _flag(value, "at_least_one", at) else f"({several})?"
-
-
-def _triggers(values: Any) -> list[str]:
-    if not isinstance(values, list) or not 1 <= len(values) <= MAX_TAGS:
-        raise GrammarError(f"structural_tag: triggers must be 1 to {MAX_TAGS} texts that are not empty")
-    triggers = sorted({_text(value, f"triggers[{i}]") for i, value in enumerate(values)}, key=len)
-    for i, one in enumerate(triggers):
-        if any(one in longer for longer in triggers[i + 1 :]):
-            raise GrammarError(
-                f"structural_tag: the trigger {one!r:.80} stands inside another one; leave the longer out"
-            )
-    return triggers
-
-
-def _list(value: Any, at: str) -> list[Any]:
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_TAGS:
-        raise GrammarError(f"structural_tag: {at} must be a list of 1 to {MAX_TAGS}")
-    return value
-
-
-def _text(value: Any, at: str) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-        raise GrammarError(f"structural_tag: {at} must be a text of 1 to {MAX_TEXT} characters")
-    return value
-
-
-def _flag(value: Any, name: str, at: str) -> bool:
-    if not isinstance(value.get(name, False), bool):
-        raise GrammarError(f"structural_tag: {at}.{name} must be true or false")
-    return value.get(name, False)
 
 
 def _literal(text: str) -> str:
