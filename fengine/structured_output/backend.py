@@ -26,7 +26,7 @@ from fengine.errors import (
 )
 from fengine.structured_output import ebnf, masks, regex, schema, structural_tag
 from fengine.structured_output.characters import SURROGATE
-from fengine.structured_output.cursor import Cursor, reason
+from fengine.structured_output.cursor import Cursor, checked
 from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.trial import Refused, Trials
 from fengine.worker.logits.masks import Filled, MaskRow
@@ -125,17 +125,13 @@ class Grammar:
         return masks.start(rows, drawn)
 
     def _made(self) -> Any:
-        matcher = self.vocabulary.matcher(self._lark)
-        if matcher.is_error():
-            raise GrammarError(reason(matcher))
-        return matcher
+        return checked(self.vocabulary.matcher(self._lark))
 
     def _beginnings(self) -> np.ndarray:
         """The tokens that a text may begin with as bits, the one behind the vocabulary included."""
         matcher = self.matcher()
         allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        if matcher.is_error():
-            raise GrammarError(reason(matcher))
+        checked(matcher)
         return allowed
 
 
@@ -149,13 +145,11 @@ def to_lark(source: Source, whitespace: Whitespace) -> str:
     - StructTag lets free text hold a trigger, and knows the old form alone.
     """
     kind, text = source
-    if kind == "json_schema":
-        return schema.to_lark(text, whitespace)
-    if kind == "structural_tag":
-        return structural_tag.to_lark(text, whitespace)
+    if kind == "regex":
+        return f"text: /{regex.explicit(text, 'regex')}/"
     if kind == "ebnf":
         return ebnf.to_lark(text)
-    return f"text: /{regex.explicit(text, 'regex')}/"
+    return (schema if kind == "json_schema" else structural_tag).to_lark(text, whitespace)
 
 
 @cache

@@ -1,6 +1,8 @@
 """`Cursor`: where one request stands in its grammar, a function of the tokens that it has drawn. No torch."""
 
 from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -9,23 +11,21 @@ import numpy as np
 from fengine.errors import GrammarError
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Bits:
-    """Ids as bits of a mask: `word[i]` gets the bits `bit[i]`, each word once. Immutable, and equal only to itself."""
+    """Ids as bits of a mask: `word[i]` gets the bits `bit[i]`, each word once. Equal only to itself."""
 
-    __slots__ = ("word", "bit")
-
-    def __init__(self, ids: Iterable[int]) -> None:
-        words: dict[int, int] = {}
-        for id in ids:
-            words[id // 32] = words.get(id // 32, 0) | 1 << id % 32
-        self.word = np.array(list(words), np.int64)
-        self.bit = np.array(list(words.values()), np.uint32).view(np.int32)
+    word: np.ndarray
+    bit: np.ndarray
 
 
 @lru_cache(256)
 def bits_of(ids: frozenset[int]) -> Bits:
     """One for all that have the same ids, so that their rows change together. Pure."""
-    return Bits(ids)
+    words: dict[int, int] = {}
+    for id in ids:
+        words[id // 32] = words.get(id // 32, 0) | 1 << id % 32
+    return Bits(np.array(list(words), np.int64), np.array(list(words.values()), np.uint32).view(np.int32))
 
 
 class Cursor:
@@ -56,9 +56,7 @@ class Cursor:
 
     def fork(self) -> "Cursor":
         """Another one that stands here. Pure."""
-        other = object.__new__(Cursor)
-        for name in Cursor.__slots__:
-            setattr(other, name, getattr(self, name))
+        other = copy(self)
         other.tokens, other.matcher = list(self.tokens), self.matcher.deep_copy()
         return other
 
@@ -73,17 +71,14 @@ class Cursor:
         """Begins again with an automaton of its own, for the shared one has failed; `error` tells if that does, too."""
         try:
             self.matcher = self.grammar.anew()
-            well = not self.tokens or self.matcher.consume_tokens(list(self.tokens))
+            if self.tokens and not self.matcher.consume_tokens(list(self.tokens)):
+                self.fail(reason(self.matcher))
         except GrammarError as error:
             self.error = error
-            return
-        if not well:
-            self.fail(reason(self.matcher))
 
     def fail(self, why: str) -> None:
         """Nothing can be drawn any more."""
-        kind = self.grammar.source.kind
-        self.error = GrammarError(f"{kind}, after {len(self.tokens)} tokens: {why}")
+        self.error = GrammarError(f"{self.grammar.source.kind}, after {len(self.tokens)} tokens: {why}")
 
 
 def reason(matcher: Any) -> str:
@@ -92,3 +87,10 @@ def reason(matcher: Any) -> str:
     if line.startswith("NoExtension"):
         return "no token of this vocabulary can come next"
     return line.rpartition("failed to compile JSON schema: ")[2][:500]
+
+
+def checked(matcher: Any) -> Any:
+    """Errors: GrammarError if it is in error."""
+    if matcher.is_error():
+        raise GrammarError(reason(matcher))
+    return matcher

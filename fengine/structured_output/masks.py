@@ -51,20 +51,10 @@ def _taken(rows: Sequence[MaskRow], drawn: Sequence[int]) -> list[Cursor]:
 
 
 def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> Filled:
-    """What the matchers allow, with the ends of each row. Modifies: mask_MW; the cursors of rows that are stuck."""
-    drawable_M = _with_ends(rows, mask_MW, complete_M)
-    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
-        if not drawable and row.cursor.error is None:
-            row.cursor.fail(_why_stuck(row, complete))
-    errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
-    return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
-
-
-def _with_ends(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> list[bool]:
-    """Allows the ends of the rows whose text may end, alone, and bars what is barred; whether a row allows anything.
-    Modifies: mask_MW."""
+    """What the matchers allow, with the ends of the rows whose text may end, alone, and without what is barred.
+    Modifies: mask_MW; the cursors of rows that are stuck."""
     _change(mask_MW, [(i, row.cursor.early if row.least else row.cursor.ends) for i, row in enumerate(rows)], False)
-    goes_on_M = _any(mask_MW)
+    goes_on_M: list[bool] = mask_MW.any(1).tolist()
     ending = [
         (i, row.cursor.ends)
         for i, row in enumerate(rows)
@@ -73,12 +63,12 @@ def _with_ends(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bo
     barred = [(i, row.cursor.barred) for i, row in enumerate(rows) if len(row.cursor.barred.word)]
     _change(mask_MW, ending, True)
     _change(mask_MW, barred, False)
-    return _any(mask_MW) if ending or barred else goes_on_M
-
-
-def _any(mask_MW: np.ndarray) -> list[bool]:
-    """Whether a row allows anything. Pure."""
-    return np.any(mask_MW, axis=1).tolist()
+    drawable_M = mask_MW.any(1).tolist() if ending or barred else goes_on_M
+    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
+        if not drawable and row.cursor.error is None:
+            row.cursor.fail(_why_stuck(row, complete))
+    errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
+    return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
 
 
 def _why_stuck(row: MaskRow, complete: bool) -> str:
@@ -99,22 +89,21 @@ def _allowed(cursors: Sequence[Cursor]) -> tuple[np.ndarray, list[bool]]:
         vocabulary.executor.unsafe_compute_mask_ptr(live, mask_MW.ctypes.data, 4 * words, len(cursors))
     for matcher, i in live:
         if matcher.is_error():
-            cursors[i].renew()
-            mask_MW[i] = _alone(cursors[i], words)
+            _alone(cursors[i], mask_MW[i])
     complete_M: list[bool] = (mask_MW[:, size // 32] >> size % 32 & 1 == 1).tolist()
     mask_MW[:, size // 32] &= (1 << size % 32) - 1  # the id behind the vocabulary, which tells just this
     return np.ascontiguousarray(mask_MW[:, : -(-size // 32)]), complete_M
 
 
-def _alone(cursor: Cursor, words: int) -> np.ndarray:
-    """The mask of a cursor that has begun again. Modifies: it, if it fails."""
-    mask_W = np.zeros(words, np.int32)
+def _alone(cursor: Cursor, mask_W: np.ndarray) -> None:
+    """The mask of a cursor that begins again. Modifies: mask_W; the cursor."""
+    cursor.renew()
     if cursor.error is None:
-        cursor.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, 4 * words)
+        cursor.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         if cursor.matcher.is_error():
             cursor.fail(reason(cursor.matcher))
-            mask_W[:] = 0
-    return mask_W
+    if cursor.error is not None:
+        mask_W[:] = 0
 
 
 def _change(mask_MW: np.ndarray, which: Sequence[tuple[int, Bits]], allow: bool) -> None:
