@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import AdapterError, InvalidRequestError, ModelLoadError
-from fengine.tokenizer.stop_regex import Spot, StopRegex
+from fengine.tokenizer.stop_regex import StopRegex, StopRegexSearch
 from fengine.worker.safetensors_file import read_json
 
 CONFIG = "adapter_config.json"
@@ -219,10 +219,7 @@ def _fullmatch(pattern: str, text: str, plain: str = "*") -> bool:
     try:
         if PLAIN.fullmatch(plain):
             return re.fullmatch(pattern, text) is not None
-        search, spot = StopRegex(rf"\A(?:{pattern})\Z"), Spot()
+        return StopRegexSearch([StopRegex(rf"\A(?:{pattern})\Z")]).feed(text) is not None
     except (re.error, InvalidRequestError) as error:
         why = str(error).removeprefix("stop_regex ")
         raise AdapterError(f"a pattern of {CONFIG} cannot be used: {why}") from None
-    for character in text:
-        spot, _ = search.step(spot, character)
-    return search.ends(spot)

@@ -8,8 +8,7 @@ once, so no pattern can run away. `re` parses, and decides single characters: fl
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fengine.errors import InvalidRequestError
 from fengine.tokenizer.regex_parts import inside, one_character, parse, parser
@@ -20,17 +19,15 @@ MAX_STATES = 2000  # of all patterns of a request together: bounds the work per 
 MAX_MEMO = 1 << 14  # remembered transitions of one pattern, and the states in them
 
 
-@dataclass(slots=True)
-class _State:
+class _State(NamedTuple):
     """Reads a character that `test` accepts, or nothing where the anchor `at` holds (None: always)."""
 
+    to: list[int]
     test: re.Pattern[str] | None = None
     at: str | None = None
-    to: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """Where a search stands: the states reached, those reached if the newline just read is the last character, and
     what the character behind is. The empty text's is `Spot()`."""
 
@@ -53,7 +50,8 @@ class StopRegex:
         self._states: list[_State] = []
         try:
             tree = parse(pattern)
-            self._first, self._accept = self._chain(tree, tree.state.flags)
+            self._accept = self._new([])
+            self._first = self._sequence(tree, tree.state.flags, self._accept)
         except (re.error, OverflowError, RecursionError) as error:
             raise InvalidRequestError(f"stop_regex {pattern!r} is not a regular expression: {error}") from None
         self._word = re.compile(r"\w", tree.state.flags & re.ASCII)
@@ -66,66 +64,43 @@ class StopRegex:
     def size(self) -> int:
         return len(self._states)
 
-    # -- construction (K. Thompson, 1968): a piece is (first state, last state) ---------------------------------------
+    # -- construction (K. Thompson, 1968), from the end: the first state of what goes on to the state `then` ----------
 
-    def _new(self, test: re.Pattern[str] | None = None, at: str | None = None) -> int:
+    def _new(self, to: list[int], test: re.Pattern[str] | None = None, at: str | None = None) -> int:
         if len(self._states) >= MAX_STATES:
             raise InvalidRequestError(f"stop_regex {self.pattern!r} needs more than {MAX_STATES} states; repeat less.")
-        self._states.append(_State(test, at))
+        self._states.append(_State(to, test, at))
         return len(self._states) - 1
 
-    def _join(self, a: int, b: int) -> None:
-        self._states[a].to.append(b)
+    def _sequence(self, items: Any, flags: int, then: int) -> int:
+        for kind, value in reversed(items):
+            then = self._piece(str(kind), value, flags, then)
+        return then
 
-    def _chain(self, items: Any, flags: int) -> tuple[int, int]:
-        first = last = self._new()
-        for kind, value in items:
-            start, end = self._piece(str(kind), value, flags)
-            self._join(last, start)
-            last = end
-        return first, last
-
-    def _piece(self, kind: str, value: Any, flags: int) -> tuple[int, int]:
+    def _piece(self, kind: str, value: Any, flags: int, then: int) -> int:
         if kind == "SUBPATTERN":
             _, more, less, items = value
-            return self._chain(items, inside(flags, more, less))
+            return self._sequence(items, inside(flags, more, less), then)
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):  # lazy or not, the same texts hold a match
-            low, high, items = value
-            return self._repeat(low, high, items, flags)
-        start, end = self._new(), self._new()
+            return self._repeat(*value, flags, then)
         if kind == "BRANCH":
-            for items in value[1]:
-                first, last = self._chain(items, flags)
-                self._join(start, first)
-                self._join(last, end)
-        elif kind == "AT":
-            self._states[start].at = str(value).removeprefix("AT_") + ("_LINE" if flags & re.MULTILINE else "")
-            self._join(start, end)
-        else:
-            self._states[start].test = one_character(f"stop_regex {self.pattern!r}", kind, value, flags)
-            self._join(start, end)
-        return start, end
+            return self._new([self._sequence(items, flags, then) for items in value[1]])
+        if kind == "AT":
+            at = str(value).removeprefix("AT_") + ("_LINE" if flags & re.MULTILINE else "")
+            return self._new([then], at=at)
+        return self._new([then], one_character(f"stop_regex {self.pattern!r}", kind, value, flags))
 
-    def _repeat(self, low: int, high: int, items: Any, flags: int) -> tuple[int, int]:
-        first = last = self._new()
-        for _ in range(low):
-            start, end = self._chain(items, flags)
-            self._join(last, start)
-            last = end
+    def _repeat(self, low: int, high: int, items: Any, flags: int, then: int) -> int:
+        end = then
         if high == parser.MAXREPEAT:
-            start, end = self._chain(items, flags)
-            hub = self._new()
-            for a, b in ((last, hub), (hub, start), (end, hub)):
-                self._join(a, b)
-            return first, hub
-        done = self._new()
-        for _ in range(high - low):
-            start, end = self._chain(items, flags)
-            self._join(last, done)
-            self._join(last, start)
-            last = end
-        self._join(last, done)
-        return first, done
+            then = self._new(to := [end])
+            to.append(self._sequence(items, flags, then))
+        else:
+            for _ in range(high - low):
+                then = self._new([end, self._sequence(items, flags, then)])
+        for _ in range(low):  # each with a state of its own, so that also those of nothing are counted
+            then = self._new([self._sequence(items, flags, then)])
+        return then
 
     # -- search -------------------------------------------------------------------------------------------------------
 
@@ -175,18 +150,13 @@ class StopRegex:
         seen: set[int] = set()
         while todo:
             i = todo.pop()
-            state = self._states[i]
-            if i in seen or (state.at is not None and not holds[_anchor(state.at)]):
+            to, test, at = self._states[i]
+            if i in seen or (at is not None and not holds[at if at in holds else at.removesuffix("_LINE")]):
                 continue
             seen.add(i)
-            if state.test is None:
-                todo.extend(state.to)
+            if test is None:
+                todo.extend(to)
         return frozenset(seen)
-
-
-def _anchor(name: str) -> str:
-    """Of the anchors only ^ and $ differ between lines and the whole text. Pure."""
-    return name if name in ("BEGINNING_LINE", "END_LINE") else name.removesuffix("_LINE")
 
 
 class StopRegexSearch:
@@ -200,15 +170,14 @@ class StopRegexSearch:
         hit, moved = None, []
         for pattern, spot in self._at:
             found = False
-            for character in text:
-                spot, ended = pattern.step(spot, character)
-                found = found or ended
-            moved.append((pattern, spot))
-            found = found or pattern.ends(spot)
-            for character in peek:
-                spot, ended = pattern.step(spot, character)
-                found = found or ended
-            if hit is None and (found or (peek and pattern.ends(spot))):
+            for kept, part in ((True, text), (False, peek)):
+                for character in part:
+                    spot, ended = pattern.step(spot, character)
+                    found = found or ended
+                if kept:
+                    moved.append((pattern, spot))
+                found = found or pattern.ends(spot)
+            if hit is None and found:
                 hit = pattern.pattern
         self._at = moved
         return hit
