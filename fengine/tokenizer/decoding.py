@@ -1,6 +1,7 @@
 """What a token adds to the text: the decoder of a `tokenizer.json` as tables, for exact streaming.
 
-Two families are known, the rest is refused by name:
+The library's decoder is asked for each token once, behind another one and alone. Two families add up so, the rest is
+refused by name:
 - bytes: ByteLevel (GPT-2, Llama 3, Qwen). A token is some bytes.
 - pieces: Replace, ByteFallback, Fuse, Strip (Llama 2, Gemma), Metaspace (SentencePiece), WordPiece (BERT), or no
   decoder. A token is text, or one byte of a run of byte tokens.
@@ -8,7 +9,6 @@ Two families are known, the rest is refused by name:
 
 import json
 import re
-from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -17,7 +17,6 @@ from fengine.errors import UnsupportedFeatureError
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CLEAN = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
           (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))  # fmt: skip
-_WORDPIECE_CLEAN = (*_CLEAN[:7], (" do not", " don't"), *_CLEAN[7:])  # of each token
 
 
 def clean_up(text: str) -> str:
@@ -63,82 +62,47 @@ class PieceTable(dict[int, Piece]):
 class Decoding:
     """A tokenizer's decoder in the terms of this file. Immutable but for the memo tables.
 
-    Errors: UnsupportedFeatureError for a decoder of neither family.
+    `spaced`: a space stands between tokens. `first_differs`: the first token of a text reads otherwise than behind
+    another one. Errors: UnsupportedFeatureError for a decoder of neither family.
     """
 
     def __init__(self, backend: Backend, cleanup: bool) -> None:
         self._backend, self.cleanup = backend, cleanup
         self._special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
         self._bytes = _byte_table()
-        self.as_bytes = self.byte_fallback = False
-        self.replace: list[tuple[str, str]] = []
-        self.separator, self.strip, self.strip_char = "", 0, " "
-        self.first_drops: str | None = None  # character that the first piece loses everywhere
-        self.continues: str | None = None  # what begins a token that no space stands before
-        self._piece_clean: tuple[tuple[str, str], ...] = ()
-        self._read(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
+        decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        stages = decoder.get("decoders", [decoder] if decoder else [])
+        kinds = " ".join(stage["type"] for stage in stages)
+        strip = stages[-1] if kinds.endswith("Strip") else {"start": 0, "stop": 0, "content": " "}
+        known = r"(ByteLevel( Fuse)?|Metaspace|WordPiece|(Replace )*(ByteFallback )?Fuse( Strip)?)?"
+        if not re.fullmatch(known, kinds) or strip["stop"]:
+            raise UnsupportedFeatureError(
+                f"decoder {' + '.join(kinds.split())} of tokenizer.json is not built; built are ByteLevel, Metaspace, "
+                "WordPiece, and Replace + ByteFallback + Fuse + Strip at the start."
+            )
+        self.as_bytes, self.byte_fallback = kinds.startswith("ByteLevel"), "ByteFallback" in kinds
+        self.spaced = kinds in ("", "WordPiece")
+        self.first_differs = self.spaced or (kinds == "Metaspace" and stages[0]["prepend_scheme"] != "never")
+        self.strip, self.strip_char = strip["start"], strip["content"]  # how much of it a text loses at its beginning
+        self._before = next((c for c in "xyz" if self._shown(c) == c), "")
         self.tables = {skip: PieceTable(self, skip) for skip in (False, True)}
 
-    def _read(self, decoder: dict[str, Any] | None) -> None:
-        if decoder is None:
-            self.separator = " "
-            return
-        stages = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-        kinds = [stage["type"] for stage in stages]
-        if kinds == ["ByteLevel"] or kinds == ["ByteLevel", "Fuse"]:
-            self.as_bytes = True
-        elif kinds == ["Metaspace"]:
-            self.replace = [(stages[0]["replacement"], " ")]
-            self.first_drops = None if stages[0]["prepend_scheme"] == "never" else stages[0]["replacement"]
-        elif kinds == ["WordPiece"]:
-            self.continues = stages[0]["prefix"]
-            self._piece_clean = _WORDPIECE_CLEAN if stages[0]["cleanup"] else ()
-        elif re.fullmatch(r"(Replace )*(ByteFallback )?Fuse (Strip )?", "".join(f"{k} " for k in kinds)):
-            self._read_pieces(stages, kinds)
-        else:
-            raise UnsupportedFeatureError(
-                f"decoder {' + '.join(kinds)} of tokenizer.json is not built; built are ByteLevel, Metaspace, "
-                "WordPiece, and Replace + ByteFallback + Fuse + Strip."
-            )
-
-    def _read_pieces(self, stages: list[dict[str, Any]], kinds: list[str]) -> None:
-        for stage in stages:
-            if stage["type"] == "Replace":
-                if "String" not in stage["pattern"]:
-                    raise UnsupportedFeatureError("a Replace decoder with a regular expression is not built.")
-                self.replace.append((stage["pattern"]["String"], stage["content"]))
-            elif stage["type"] == "Strip":
-                if stage["stop"]:
-                    raise UnsupportedFeatureError("a Strip decoder that cuts at the end is not built.")
-                self.strip, self.strip_char = stage["start"], stage["content"]
-        self.byte_fallback = "ByteFallback" in kinds
+    def _shown(self, *tokens: str) -> str:
+        return " ".join(tokens) if self._backend.decoder is None else self._backend.decoder.decode(list(tokens))
 
     def piece(self, token_id: int, skip_special: bool) -> Piece:
-        """Pure. An id outside the vocabulary shows nothing, as in the tokenizers library."""
+        """What it adds behind another token. Pure. An id outside the vocabulary shows nothing, as in the library."""
         token = self._backend.id_to_token(token_id)
-        shown = token is not None and not (skip_special and token in self._special)
-        if not shown:
+        if token is None or (skip_special and token in self._special):
             return b"" if self.as_bytes else None
-        assert token is not None
         if self.as_bytes:
             if all(ord(c) in self._bytes for c in token):
                 return bytes(self._bytes[ord(c)] for c in token)
             return token.encode()
-        if self.continues is not None:
-            token = token.removeprefix(self.continues) if token.startswith(self.continues) else f" {token}"
-        for old, new in (*self.replace, *self._piece_clean):
-            token = token.replace(old, new)
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return int(match[1], 16)
-        return token
+        return self._shown(self._before, token)[len(self._before) :]
 
     def first_piece(self, token_id: int, piece: str) -> str:
         """`piece` as it reads when it is the first one. Pure."""
-        if self.first_drops is None and self.continues is None:
-            return piece
-        token = self._backend.id_to_token(token_id) or ""
-        if self.first_drops is not None:
-            return token.replace(self.first_drops, "")
-        for old, new in self._piece_clean:
-            token = token.replace(old, new)
-        return token
+        return self._shown(self._backend.id_to_token(token_id) or "") if self.first_differs else piece

@@ -71,8 +71,6 @@ class Text:
         text = self._end_run() if self.run else ""
         if self.first:
             piece, self.first = self.decoding.first_piece(token_id, piece), False
-        else:
-            piece = self.decoding.separator + piece
         if self.strip:
             piece, self.strip = self._lstrip(piece)
         return text + piece

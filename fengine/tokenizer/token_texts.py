@@ -22,19 +22,18 @@ def token_texts(tokenizer: Tokenizer | None, size: int) -> TokenTexts:
     if tokenizer is None:
         raise UnsupportedFeatureError("grammars need the tokenizer; start without skip_tokenizer_init")
     decoding = tokenizer.decoding
-    spaced = decoding.separator or decoding.continues is not None
-    if decoding.cleanup or spaced or decoding.strip > 1 or (decoding.strip and decoding.strip_char != " "):
+    if decoding.cleanup or decoding.spaced or decoding.strip > 1 or (decoding.strip and decoding.strip_char != " "):
         raise UnsupportedFeatureError(
             "grammars need a tokenizer whose tokens join to a text as they are; the decoder of this one cleans spaces "
             "up, or puts some between tokens"
         )
     tokens = [_text(decoding, token_id) for token_id in range(size)]
-    return TokenTexts(tokens, bool(decoding.strip) or decoding.first_drops is not None)
+    return TokenTexts(tokens, bool(decoding.strip) or decoding.first_differs)
 
 
 def _text(decoding: Decoding, token_id: int) -> bytes | None:
     piece = decoding.tables[True][token_id]
     text = bytes((piece,)) if isinstance(piece, int) else piece.encode() if isinstance(piece, str) else piece
-    if text and decoding.first_drops is not None and b" " in text[1:]:
+    if text and decoding.first_differs and b" " in text[1:]:
         return None  # as a text's first token it would lose this space, too
     return text or None
