@@ -9,7 +9,7 @@ image; it is read again when it is asked for, if its files are what they were.
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 from fengine.config import DEFAULT_RANK, MAX_RANK, LoraConfig
 from fengine.core.request import Adapter
 from fengine.errors import AdapterError, ConfigError, InvalidRequestError, ModelLoadError, OutOfMemoryError
-from fengine.lora.layout import PIECE, Layout, Update, all_finite, all_sites, fits, kinds_of, rest
+from fengine.lora.layout import PIECE, Layout, all_finite, all_sites, fits, kinds_of, rest
 from fengine.lora.peft_config import read_config
 from fengine.lora.peft_files import Limits, Read, from_tensors, read_adapter, sha256_of
 from fengine.models.kv_state import Params
@@ -93,9 +93,7 @@ class RankAdapters:
 def _largest_rank(config: LoraConfig) -> int:
     """Of the adapters that are loaded at the start. Errors: AdapterError, ConfigError."""
     found = [read_config(adapter_directory(path)) for _, path in config.named()]
-    rank = max(
-        (max(c.rank, *c.rank_pattern.values()) if c.rank_pattern else c.rank for c in found), default=DEFAULT_RANK
-    )
+    rank = max((rank for one in found for rank in (one.r, *one.rank_pattern.values())), default=DEFAULT_RANK)
     if rank > MAX_RANK:
         raise ConfigError(f"an adapter of lora.paths has rank {rank}; at most {MAX_RANK} is supported.")
     return rank
@@ -145,12 +143,10 @@ class Adapters:
         """The adapter that a request names. Errors: InvalidRequestError, AdapterError if it cannot be read again."""
         if not isinstance(name, str):
             raise InvalidRequestError(f"lora_path must be the name of a loaded adapter or None, got {name!r:.80}.")
-        load = self._used(name)
-        if load is not None:
+        if (load := self._used(name)) is not None:
             return load
         with self._loading:
-            load = self._used(name)
-            return load if load is not None else self._reload(name)
+            return self._used(name) or self._reload(name)
 
     def write(self, slot: int, number: int) -> None:
         """Copies a load that some request refers to into a slot, on CUDA after the steps that were launched.
@@ -173,23 +169,13 @@ class Adapters:
         """
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidRequestError(f"lora_path must be a directory or a hub id, got {path!r:.80}.")
-        self._check(name, pinned)
-        with self._loading:
-            self._check_room(name, pinned)
-            directory = adapter_directory(str(path))
-            read = read_adapter(directory, self.limits)
-            self._warn_of_base(name, read)
-            self._enter(name, Entry(str(path), directory, read.sha256, self._laid_out(name, read, pinned), pinned))
+        self._add(name, pinned, str(path), lambda directory: read_adapter(directory, self.limits))
 
     def load_tensors(self, name: Any, tensors: Any, values: Any, pinned: Any = False) -> None:
         """As `load`, from tensors by PEFT's names and the values of its config. Such an adapter keeps its image."""
-        self._check(name, pinned)
         if not isinstance(tensors, Mapping) or not isinstance(values, Mapping):
             raise InvalidRequestError("needed are tensors by name and the values of adapter_config.json, as two dicts.")
-        with self._loading:
-            self._check_room(name, pinned)
-            read = from_tensors(tensors, values, name, self.limits)
-            self._enter(name, Entry("", None, "", self._laid_out(name, read, pinned), pinned))
+        self._add(name, pinned, "", lambda _: from_tensors(tensors, values, name, self.limits))
 
     def unload(self, name: Any) -> None:
         """Forgets a name. Requests that came before finish with it. Errors: AdapterError if there is none."""
@@ -217,8 +203,7 @@ class Adapters:
 
     def _reload(self, name: str) -> Adapter:
         """Reads an adapter again that had lost its image. In `_loading`."""
-        with self._lock:
-            entry = self._entries[name]
+        entry = self._entries[name]
         assert entry.directory is not None
         if sha256_of(entry.directory) != entry.sha256:
             raise AdapterError(
@@ -229,11 +214,23 @@ class Adapters:
         self._give_up(keep=name)
         return entry.load
 
-    def _check(self, name: Any, pinned: Any) -> None:
+    def _add(self, name: Any, pinned: Any, path: str, read: Callable[[Any], Read]) -> None:
+        """Errors: InvalidRequestError, AdapterError."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
             raise InvalidRequestError(f"lora_name must be a text of 1 to {MAX_NAME} characters, got {name!r:.80}.")
         if not isinstance(pinned, bool):
             raise InvalidRequestError(f"pinned must be True or False, got {pinned!r:.80}.")
+        with self._loading:
+            self._check_room(name, pinned)
+            directory = adapter_directory(path) if path else None
+            found = read(directory)
+            base = found.config.base
+            if path and isinstance(base, str) and base and Path(base).name.lower() != Path(self.base).name.lower():
+                warnings.warn(f"LoRA adapter {name!r} was made for {base}, the model is {self.base}", stacklevel=4)
+            load = self._laid_out(name, found, pinned)
+            with self._lock:
+                self._entries[name] = Entry(path, directory, found.sha256, load, pinned)
+            self._give_up(keep=name)
 
     def _check_room(self, name: str, pinned: bool) -> None:
         """Errors: AdapterError. In `_loading`."""
@@ -253,13 +250,14 @@ class Adapters:
                 "unload one first."
             )
 
-    def _warn_of_base(self, name: str, read: Read) -> None:
-        base = read.config.base
-        if isinstance(base, str) and base and Path(base).name.lower() != Path(self.base).name.lower():
-            warnings.warn(f"LoRA adapter {name!r} was made for {base}, the model is {self.base}", stacklevel=4)
-
     def _laid_out(self, name: str, read: Read, pinned: bool) -> Adapter:
-        self._check_size(name, read.updates)
+        """Errors: AdapterError for values that are finite no more in the activations' dtype; OutOfMemoryError."""
+        for module, update in read.updates.items():
+            scale = torch.tensor(update.scale, dtype=torch.float32)
+            if not (fits(update.a, self.layout.dtype) and fits(update.b, self.layout.dtype) and all_finite(scale)):
+                raise AdapterError(
+                    f"LoRA adapter {name!r} has values in {module} that are too large for {self.layout.dtype}."
+                )
         try:
             pieces, number = self._pieces(self.layout.image(read.updates)), next(self._numbers)
             for layout, group in self.parts:
@@ -276,14 +274,6 @@ class Adapters:
             weakref.finalize(load, part_file(group, number).unlink, missing_ok=True)
         return load
 
-    def _check_size(self, name: str, updates: Mapping[str, Update]) -> None:
-        """Errors: AdapterError for values that are finite no more in the activations' dtype."""
-        dtype = self.layout.dtype
-        for module, update in updates.items():
-            scale = torch.tensor(update.scale, dtype=torch.float32)
-            if not (fits(update.a, dtype) and fits(update.b, dtype) and all_finite(scale)):
-                raise AdapterError(f"LoRA adapter {name!r} has values in {module} that are too large for {dtype}.")
-
     def _pieces(self, image: Tensor) -> list[Tensor]:
         """Pieces of PIECE bytes, pinned where they are to be copied while steps run."""
         pieces = list(image.split(PIECE))
@@ -294,16 +284,10 @@ class Adapters:
                 rest()
         return pieces
 
-    def _enter(self, name: str, entry: Entry) -> None:
-        with self._lock:
-            self._entries[name] = entry
-        self._give_up(keep=name)
-
     def _give_up(self, keep: str) -> None:
         """Takes images from those used longest ago, until there are no more than `max_loaded`. In `_loading`."""
         with self._lock:
-            held = [(name, entry) for name, entry in self._entries.items() if entry.load is not None]
-            spare = [e for name, e in held if not e.pinned and e.directory is not None and name != keep]
-            over = 0 if self.max_loaded is None else max(0, len(held) - self.max_loaded)
-            for entry in spare[:over]:
+            held = {name: entry for name, entry in self._entries.items() if entry.load is not None}
+            spare = [e for name, e in held.items() if not e.pinned and e.directory is not None and name != keep]
+            for entry in spare[: max(0, len(held) - (self.max_loaded or len(held)))]:
                 entry.load = None

@@ -7,7 +7,6 @@ base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    [outputs, r]
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from fengine.worker.safetensors_file import DTYPES, listing, open_file, read_hea
 WEIGHTS = "adapter_model.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 PREFIX = "base_model.model."
-TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+TENSOR = re.compile(re.escape(PREFIX) + r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 MEANINGS = {  # tensors of PEFT that are known, and not built
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_": "LoRA of an embedding",
@@ -71,13 +70,10 @@ def read_adapter(directory: Path, limits: Limits) -> Read:
         raise AdapterError(f"{directory} has no {WEIGHTS}; it holds {listing(directory)}.")
     try:
         entries = {entry.name: entry for entry in read_header(path)}
-        with ExitStack() as stack:
-            file = stack.enter_context(open_file(path))
-            for entry in entries.values():
-                if entry.dtype not in DTYPES:
-                    raise AdapterError(
-                        f"{path}: tensor {entry.name!r} is {entry.dtype}; supported: {', '.join(DTYPES)}."
-                    )
+        for entry in entries.values():
+            if entry.dtype not in DTYPES:
+                raise AdapterError(f"{path}: tensor {entry.name!r} is {entry.dtype}; supported: {', '.join(DTYPES)}.")
+        with open_file(path) as file:
             shapes = {name: entry.shape for name, entry in entries.items()}
             updates = collect(config, shapes, lambda name: read_tensor(file, entries[name]), str(path), limits)
         return Read(config, updates, sha256_of(directory))
@@ -122,9 +118,12 @@ def collect(
     problems: list[str] = []
     names: dict[tuple[str, str], str] = {}
     for name in shapes:
-        module, side = _place(name)
+        found = TENSOR.fullmatch(name)
+        module, side = (found["module"], found["side"]) if found else ("", "")
+        module = f"model.{module}" if module.startswith("layers.") else module
         if module not in modules:
-            problems.append(f"tensor {name!r} {_why_unknown(name, modules)}")
+            why = next((f"is {what}, which is not supported" for part, what in MEANINGS.items() if part in name), "")
+            problems.append(f"tensor {name!r} {why or 'is not part of a LoRA adapter for this model'}")
         elif (module, side) in names:
             problems.append(f"tensors {name!r} and {names[module, side]!r} are the same")
         else:
@@ -141,26 +140,13 @@ def collect(
         raise AdapterError(f"{what} does not fit this model or its config:\n  " + "\n  ".join(shown))
     updates = {}
     for module in dict.fromkeys(module for module, _ in names):
-        a, b = (_finite(read(names[module, side]), names[module, side], what) for side in "AB")
-        updates[module] = Update(a, b, config.scale_of(module))
+        pair = {names[module, side]: read(names[module, side]) for side in "AB"}
+        for name, tensor in pair.items():
+            if not all_finite(tensor):
+                raise AdapterError(f"{what}: tensor {name!r} holds NaN or infinite values.")
+        updates[module] = Update(*pair.values(), config.scale_of(module))
         rest()
     return updates
-
-
-def _place(name: str) -> tuple[str, str]:
-    """(module, "A" or "B") of a tensor; a module that is none if the name does not say."""
-    found = TENSOR.fullmatch(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
-    if found is None:
-        return "", ""
-    module = found["module"]
-    return (f"model.{module}" if module.startswith("layers.") else module), found["side"]
-
-
-def _why_unknown(name: str, modules: Mapping[str, Module]) -> str:
-    for part, meaning in MEANINGS.items():
-        if part in name:
-            return f"is {meaning}, which is not supported"
-    return "is not part of a LoRA adapter for this model"
 
 
 def _mismatches(
@@ -188,9 +174,3 @@ def _mismatches(
             elif shapes[name] != shape:
                 problems.append(f"tensor {name!r}: expected shape {list(shape)}, got {list(shapes[name])}")
     return problems
-
-
-def _finite(tensor: Tensor, name: str, what: str) -> Tensor:
-    if not all_finite(tensor):
-        raise AdapterError(f"{what}: tensor {name!r} holds NaN or infinite values.")
-    return tensor

@@ -46,28 +46,12 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
     raise InvalidRequestError(f"{where} must be JSON-like (str, number, bool, list, dict), got {type(value).__name__}.")
 
 
-def _content(value: Any, where: str) -> None:
-    if isinstance(value, str):
-        return
-    if isinstance(value, list) and value:
-        for i, part in enumerate(value):
-            text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            if not text and part != {"type": "image"}:
-                raise InvalidRequestError(
-                    f'{where}[{i}] must be {{"type": "text", "text": str}}; of other parts only images are built.'
-                )
-        return
-    raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {type(value).__name__}.")
-
-
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Validated plain copies of chat messages, normalised as transformers does: keys with None are dropped and
     reasoning is offered under each of its names. Pure. Errors: InvalidRequestError."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidRequestError(
-            f'messages must be a non-empty list of {{"role", "content"}}, got {type(messages).__name__}'
-            + ("." if not isinstance(messages, (list, tuple)) else " of length 0.")
-        )
+        got = type(messages).__name__ + (" of length 0." if isinstance(messages, (list, tuple)) else ".")
+        raise InvalidRequestError(f'messages must be a non-empty list of {{"role", "content"}}, got {got}')
     return [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -75,16 +59,27 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequestError(f"{where} must be a dict, got {type(message).__name__}.")
     message = {key: value for key, value in plain(message, where).items() if value is not None}
-    if "role" not in message:
-        raise InvalidRequestError(f"{where} has no role; use one of {', '.join(ROLES)}.")
-    if not isinstance(message["role"], str) or not 0 < len(message["role"]) <= MAX_ROLE:
-        raise InvalidRequestError(f"{where} has the role {message['role']!r:.80}; use one of {', '.join(ROLES)}.")
-    if "content" in message:
-        _content(message["content"], f"{where}['content']")
-    elif "tool_calls" not in message:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
+        found = "no role" if "role" not in message else f"the role {role!r:.80}"
+        raise InvalidRequestError(f"{where} has {found}; use one of {', '.join(ROLES)}.")
+    if content is None and "tool_calls" not in message:
         raise InvalidRequestError(f"{where} has no content (missing or None); pass a string.")
+    if content is not None and not isinstance(content, str):
+        _check_parts(content, f"{where}['content']")
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _check_parts(content: Any, where: str) -> None:
+    if not isinstance(content, list) or not content:
+        raise InvalidRequestError(f"{where} must be a string or a list of text parts, got {type(content).__name__}.")
+    for i, part in enumerate(content):
+        text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not text and part != {"type": "image"}:
+            raise InvalidRequestError(
+                f'{where}[{i}] must be {{"type": "text", "text": str}}; of other parts only images are built.'
+            )
 
 
 def check_roles(messages: list[dict[str, Any]], rendered: str) -> None:
@@ -134,20 +129,15 @@ class ChatTemplate:
         """Errors: ChatTemplateError if `source` is not a valid template."""
         if len(source) > MAX_SOURCE:
             raise ChatTemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE}")
-        self._source = source
+        self.source = source
         names, reserved = self._ask(None, 0)
         self._reserved = RESERVED | set(reserved)
         self.variables = frozenset(names) - self._reserved  # names that it reads and a caller may set
 
     def render(
-        self,
-        messages: list[dict[str, Any]],
-        special_tokens: dict[str, str],
-        values: dict[str, Any],
-        *,
-        add_generation_prompt: bool,
-        max_chars: int,
-    ) -> str:
+        self, messages: list[dict[str, Any]], special_tokens: dict[str, str], values: dict[str, Any], *,
+        add_generation_prompt: bool, max_chars: int,
+    ) -> str:  # fmt: skip
         """Renders checked messages. A value for a name that the template does not read is ignored, with a line in the
         log, as transformers does; one for a name with a meaning of its own is refused.
 
@@ -167,6 +157,6 @@ class ChatTemplate:
 
     def _ask(self, given: dict[str, Any] | None, max_chars: int) -> Any:
         try:
-            return _renderers(os.getpid()).ask([self._source, given, max_chars])
+            return _renderers(os.getpid()).ask([self.source, given, max_chars])
         except Refused as error:
             raise ChatTemplateError(f"the chat template {str(error).removeprefix('it ')}.") from None

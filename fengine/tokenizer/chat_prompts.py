@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from fengine.errors import ChatTemplateError, ConfigError, ContextLengthError, InvalidRequestError
@@ -18,8 +19,7 @@ def apply_chat_template(
     Errors: InvalidRequestError (messages, no template), UnknownParameterError (a variable with a meaning of its
     own), ContextLengthError, ChatTemplateError.
     """
-    checked = check_messages(messages)
-    return _render(tokenizer, checked, _checked_values(values), add_generation_prompt)
+    return _render(tokenizer, check_messages(messages), plain_values(values), add_generation_prompt)
 
 
 def with_chat_template(tokenizer: Any, source: str | None = None, name: str | None = None) -> Any:
@@ -30,12 +30,10 @@ def with_chat_template(tokenizer: Any, source: str | None = None, name: str | No
     if source is not None and name is not None:
         raise ConfigError("chat_template and hf_chat_template_name are two templates; give one")
     if source is not None:
-        text = read_template(source)
         try:
-            ChatTemplate(text)
+            return replace(tokenizer, chat_templates={"default": compiled(read_template(source)).source})
         except ChatTemplateError as error:
             raise ConfigError(f"chat_template: {error}") from error
-        return replace(tokenizer, chat_templates={"default": text})
     if name not in tokenizer.chat_templates:
         known = ", ".join(sorted(tokenizer.chat_templates)) or "none"
         raise ConfigError(f"hf_chat_template_name is {name!r}, but the tokenizer's chat templates are: {known}")
@@ -53,7 +51,7 @@ def encode_chat(
     Errors: as `apply_chat_template`; InvalidRequestError if a content holds special-token text and this template
     or tokenizer leaves no exact way to keep it text.
     """
-    checked, extra = check_messages(messages), _checked_values(values)
+    checked, extra = check_messages(messages), plain_values(values)
     text = tokenizer.check_text(_render(tokenizer, checked, extra, add_generation_prompt), "chat")
     special = tokenizer.special_text
     marks = Marks.spare(text + repr([checked, extra]))
@@ -73,7 +71,7 @@ def encode_chat(
     return ids
 
 
-def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
+def plain_values(values: dict[str, Any]) -> dict[str, Any]:
     return {name: plain(value, name) for name, value in values.items()}
 
 
@@ -86,14 +84,10 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], values: dict[str, An
             f"the chat's contents have {size} characters, more than the limit of {tokenizer.max_chars}, "
             "and so are longer than the model's context length; shorten them."
         )
-    template = _template(tokenizer, "tool_use" if values.get("tools") is not None else "default")
-    text = template.render(
-        messages,
-        tokenizer.special_tokens,
-        values,
-        add_generation_prompt=add_generation_prompt,
+    text = _template(tokenizer, values.get("tools") is not None).render(
+        messages, tokenizer.special_tokens, values, add_generation_prompt=add_generation_prompt,
         max_chars=tokenizer.max_chars,
-    )
+    )  # fmt: skip
     check_roles(messages, text)
     return text
 
@@ -103,20 +97,24 @@ def template_of(tokenizer: Any, tools: bool) -> tuple[str, frozenset[str]]:
 
     Errors: InvalidRequestError, ChatTemplateError.
     """
-    name = "tool_use" if tools and "tool_use" in tokenizer.chat_templates else "default"
-    variables = _template(tokenizer, name).variables
-    return tokenizer.chat_templates[name], variables - tokenizer.special_tokens.keys()
+    template = _template(tokenizer, tools)
+    return template.source, template.variables - tokenizer.special_tokens.keys()
 
 
-def _template(tokenizer: Any, name: str) -> ChatTemplate:
-    if not tokenizer.chat_templates:
+def _template(tokenizer: Any, tools: bool) -> ChatTemplate:
+    known = tokenizer.chat_templates
+    name = "tool_use" if tools and "tool_use" in known else "default"
+    if not known:
         raise InvalidRequestError(
             "this model has no chat template; pass prompt= instead of messages, or put a chat_template.jinja into "
             "the tokenizer's directory."
         )
-    if name not in tokenizer.chat_templates and (name := "default") not in tokenizer.chat_templates:
-        known = ", ".join(sorted(tokenizer.chat_templates))
-        raise ChatTemplateError(f"this model has no default chat template, only: {known}.")
-    if name not in tokenizer.compiled_templates:
-        tokenizer.compiled_templates[name] = ChatTemplate(tokenizer.chat_templates[name])
-    return tokenizer.compiled_templates[name]
+    if name not in known:
+        raise ChatTemplateError(f"this model has no default chat template, only: {', '.join(sorted(known))}.")
+    return compiled(known[name])
+
+
+@lru_cache(64)
+def compiled(source: str) -> ChatTemplate:
+    """Errors: ChatTemplateError. Pure: compiling takes milliseconds."""
+    return ChatTemplate(source)

@@ -14,7 +14,6 @@ from tokenizers import models
 
 from fengine.errors import ContextLengthError, InvalidRequestError
 from fengine.tokenizer import chat_prompts
-from fengine.tokenizer.chat import ChatTemplate
 from fengine.tokenizer.chat_ids import SpecialText
 from fengine.tokenizer.decoding import Decoding, clean_up
 from fengine.tokenizer.pipeline import load_pipeline, raise_as
@@ -156,11 +155,6 @@ class Tokenizer:
     with_chat_template = chat_prompts.with_chat_template
     encode_chat = chat_prompts.encode_chat
     template_of = chat_prompts.template_of
-
-    @cached_property
-    def compiled_templates(self) -> dict[str, ChatTemplate]:
-        """Memo of compiled templates, filled at first use: compiling takes milliseconds, and most runs never chat."""
-        return {}
 
     @cached_property
     def special_text(self) -> SpecialText:
