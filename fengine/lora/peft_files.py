@@ -144,7 +144,8 @@ def collect(
         for name, tensor in pair.items():
             if not all_finite(tensor):
                 raise AdapterError(f"{what}: tensor {name!r} holds NaN or infinite values.")
-        updates[module] = Update(*pair.values(), config.scale_of(module))
+        a, b = pair.values()
+        updates[module] = Update(a, b, config.scale_of(module))
         rest()
     return updates
 

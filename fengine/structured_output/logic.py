@@ -179,7 +179,7 @@ BROKEN: dict[str, Callable[[Logic, Any, Any, int], list[Any] | None]] = {  # by 
 def _kinds(node: Node) -> set[str]:
     """The types that a schema's values can have; whole numbers are numbers."""
     values, kinds = _listed(node), node.get("type", TYPES)
-    every = set(TYPES) if values is None else {_NAMES.get(type(value), "number") for value in values}
+    every: set[str] = {*TYPES} if values is None else {_NAMES.get(type(value), "number") for value in values}
     return every & {"number" if kind == "integer" else kind for kind in ([kinds] if isinstance(kinds, str) else kinds)}
 
 

@@ -54,7 +54,7 @@ def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]
     """What the matchers allow, with the ends of the rows whose text may end, alone, and without what is barred.
     Modifies: mask_MW; the cursors of rows that are stuck."""
     _change(mask_MW, [(i, row.cursor.early if row.least else row.cursor.ends) for i, row in enumerate(rows)], False)
-    goes_on_M: list[bool] = mask_MW.any(1).tolist()
+    goes_on_M: list[bool] = np.any(mask_MW, axis=1).tolist()
     ending = [
         (i, row.cursor.ends)
         for i, row in enumerate(rows)
@@ -63,7 +63,7 @@ def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]
     barred = [(i, row.cursor.barred) for i, row in enumerate(rows) if len(row.cursor.barred.word)]
     _change(mask_MW, ending, True)
     _change(mask_MW, barred, False)
-    drawable_M = mask_MW.any(1).tolist() if ending or barred else goes_on_M
+    drawable_M: list[bool] = np.any(mask_MW, axis=1).tolist() if ending or barred else goes_on_M
     for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
         if not drawable and row.cursor.error is None:
             row.cursor.fail(_why_stuck(row, complete))

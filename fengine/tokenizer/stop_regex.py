@@ -82,7 +82,8 @@ class StopRegex:
             _, more, less, items = value
             return self._sequence(items, inside(flags, more, less), then)
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):  # lazy or not, the same texts hold a match
-            return self._repeat(*value, flags, then)
+            low, high, items = value
+            return self._repeat(low, high, items, flags, then)
         if kind == "BRANCH":
             return self._new([self._sequence(items, flags, then) for items in value[1]])
         if kind == "AT":
