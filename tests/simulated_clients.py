@@ -8,9 +8,8 @@ from simulated_engine import STEP, Loop, Violation, World, check_output
 from simulated_plan import Event, Job
 from simulated_threads import FOREVER
 
-from fengine.api.collector import OutputCollector
 from fengine.api.sessions import Turn
-from fengine.api.streams import Stream
+from fengine.api.streams import OutputCollector, Stream
 from fengine.core.request import Adapter
 from fengine.errors import (
     EngineClosedError,
@@ -30,7 +29,7 @@ class Gone(BaseException):
 
 def call(world: World, event: Event) -> None:
     try:
-        results: Any = world.submit(event, world.requests(event)).wait()
+        results: Any = world.complete(event, world.requests(event))
     finally:
         if world.died_at is not None and world.machine.clock > max(world.died_at, event.at) + 1.0 + STEP:
             raise Violation(f"a caller waited {world.machine.clock - world.died_at:.2f} s for a dead engine")
@@ -106,15 +105,16 @@ def again(world: World, event: Event) -> None:
     loop = Loop(world.machine, bool(event.what % 3))
     for attempt in range(3):
         try:
-            collector = world.submit(event, world.requests(event), None if attempt == 2 else loop)
+            if attempt == 2:
+                world.complete(event, world.requests(event))
+                continue
+            collector = world.submit(event, world.requests(event), loop)
         except InvalidRequestError as error:
             if "is in use" not in str(error):
                 raise
             world.machine.sleep(STEP)
             continue
-        if attempt == 2:
-            collector.wait()
-        elif event.what % 2:
+        if event.what % 2:
             loop.closed = True
         else:
             world.machine.sleep(event.pace)
@@ -151,7 +151,7 @@ def chat(world: World, event: Event) -> None:
             raise Violation(f"turn {rid} has another context")
         requests = [world.request(rid, job, turn.prompt()[0])]
         try:
-            result: Any = world.submit(event, requests, turn=turn).wait()
+            result: Any = world.complete(event, requests, turn)
         except SessionError:
             if world.machine.clock - touched <= timeout:
                 raise

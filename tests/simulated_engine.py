@@ -14,10 +14,11 @@ from simulated_oracle import Solo, judge
 from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, need
 from simulated_threads import Machine, SimulatedThread
 
-from fengine.api.collector import OutputCollector
+from fengine.api.outputs import complete
 from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
+from fengine.api.streams import OutputCollector
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request, SamplingParams
@@ -29,6 +30,7 @@ from fengine.core.window_pages import WindowPages
 from fengine.engine import memory
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.memory import Memory
+from fengine.engine.request_state import RequestState
 from fengine.errors import (
     CapacityError,
     EngineBusyError,
@@ -59,7 +61,11 @@ def tokenizer_of(known: int) -> Any:
     """Knows the first ids; the rest makes it fail."""
     table = dict(enumerate(PIECES[:known]))
     decoding = SimpleNamespace(as_bytes=True, cleanup=False, strip=0, tables={True: table, False: table})
-    return SimpleNamespace(decoding=decoding)
+
+    def decode(ids: list[int], skip_special_tokens: bool) -> str:
+        return b"".join(table[token] for token in ids).decode(errors="replace")
+
+    return SimpleNamespace(decoding=decoding, decode=decode)
 
 
 TOKENIZER, BROKEN = tokenizer_of(len(PIECES)), tokenizer_of(BAD)
@@ -95,7 +101,7 @@ class World:
             enable_metrics=True,
         )
         self.jobs: dict[str, Job] = {}
-        self.collectors: list[tuple[Event, OutputCollector]] = []
+        self.calls: list[tuple[Event, list[RequestState], Any]] = []  # and the event loop of the caller, if it has one
         self.adapters = {name: Adapter(name, i, None) for i, name in enumerate("ABC")}
         self.loads = len(self.adapters)
         self.labels = {"default": 0}
@@ -275,18 +281,25 @@ class World:
         request.adapter = self.adapters.get(job.adapter or "")
         return request
 
-    def submit(
-        self, event: Event, requests: list[Request], loop: Any = None, turn: Turn | None = None
-    ) -> OutputCollector:
-        tokenizer = BROKEN if self._is_broken(event) else TOKENIZER
-        parts = SimpleNamespace(core=self.core, tokenizer=tokenizer)
+    def context(self, event: Event, loop: Any = None) -> Any:
+        """Of one call, whose states are checked at the end."""
+
+        def submit(states: list[RequestState]) -> None:
+            self.core.submit(states)
+            self.calls.append((event, states, loop))
+
+        core = SimpleNamespace(system=self.core.system, submit=submit, abort=self.core.abort)
+        parts = SimpleNamespace(core=core, tokenizer=BROKEN if self._is_broken(event) else TOKENIZER)
         log = RequestLog(self.args, None)
-        context: Any = SimpleNamespace(parts=parts, args=self.args, sessions=self.sessions, log=log)
+        return SimpleNamespace(parts=parts, args=self.args, sessions=self.sessions, log=log)
+
+    def submit(self, event: Event, requests: list[Request], loop: Any = None) -> OutputCollector:
         stream = event.kind in ("stream", "async")
+        return OutputCollector(self.context(event, loop), requests, {}, len(requests) == 1, stream=stream, loop=loop)
+
+    def complete(self, event: Event, requests: list[Request], turn: Turn | None = None) -> Any:
         turns = {} if turn is None else {turn.rid: turn}
-        collector = OutputCollector(context, requests, turns, stream=stream, single=len(requests) == 1, loop=loop)
-        self.collectors.append((event, collector))
-        return collector
+        return complete(self.context(event), requests, turns, len(requests) == 1)
 
     def requests(self, event: Event) -> list[Request]:
         return [self.request(f"{event.name}.{i}", job, list(job.ids)) for i, job in enumerate(event.jobs)]
@@ -325,8 +338,8 @@ class World:
         bound = 60 + 25 * sum(len(job.ids) + job.new + 2 for job in self.jobs.values()) * (1 + self.device.weights)
         if self.core.stepper.steps > bound:
             raise Violation(f"{self.core.stepper.steps} steps, more than {bound}: somebody starves")
-        for event, collector in self.collectors:
-            for state in collector.states:
+        for event, states, loop in self.calls:
+            for state in states:
                 job = self.jobs[state.request.rid]
                 if not state.done:
                     raise Violation(f"{state.request.rid} was never answered")
@@ -334,7 +347,7 @@ class World:
                     if not self._is_explained(event, state.error):
                         raise state.error
                     continue
-                gone = collector.loop is not None and collector.loop.is_closed()
+                gone = loop is not None and loop.is_closed()
                 excused = gone or state.abandoned or type(self) in self.excused or state.request.rid in self.aborted
                 broken = BROKEN if self._is_broken(event) else TOKENIZER
                 if wrong := judge(self.solo, state, job, self.labels, broken, excused):

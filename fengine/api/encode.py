@@ -10,13 +10,15 @@ from typing import Any, overload
 
 from fengine.api.arguments import described_by, record_of
 from fengine.api.chat import ids_of, is_chat, with_images
-from fengine.api.collector import OutputCollector
 from fengine.api.generate_input import GenerateReqInput, refuse_not_built
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.options import EngineContext
-from fengine.api.outputs import Output
+from fengine.api.outputs import Output, Result, complete
+from fengine.api.sessions import Turn
+from fengine.api.streams import OutputCollector
 from fengine.api.types import EncodeOutput
+from fengine.core.request import Request
 from fengine.core.scalars import plain
 from fengine.engine.request_state import RequestState
 from fengine.errors import InvalidRequestError
@@ -43,7 +45,7 @@ def encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
     and normalises them. A classifier or reward model gives its head's outputs, one for each label. A prompt that is
     aborted has the embedding None.
     """
-    return submit_encode(engine, record_of(EncodeReqInput, args, kwargs)).wait()
+    return complete(engine._context, *encode_requests(engine, record_of(EncodeReqInput, args, kwargs)))
 
 
 @overload
@@ -60,21 +62,20 @@ async def async_encode(engine: Any, *args: Any, **kwargs: Any) -> Any:
     return await submit_encode(engine, req, asyncio.get_running_loop()).wait_async()
 
 
-def submit_encode(
-    engine: Any, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None, head: bool = True
-) -> OutputCollector:
-    """Checks a call and queues its requests, as `submit` does. `head=False` leaves a classifier's head out."""
-    engine._refuse_own_thread()
-    return _queued(engine._context, req, loop, head)
+def submit_encode(engine: Any, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None = None) -> OutputCollector:
+    """Checks a call and queues its requests, as `submit` does."""
+    return OutputCollector(engine._context, *encode_requests(engine, req), stream=False, loop=loop)
 
 
-def _queued(
-    context: EngineContext, req: EncodeReqInput, loop: asyncio.AbstractEventLoop | None, head: bool
-) -> OutputCollector:
-    """Checks a call and queues its requests. A classifier's head is applied, but not with `head=False`.
+def encode_requests(
+    engine: Any, req: EncodeReqInput, head: bool = True
+) -> tuple[list[Request], dict[str, Turn], bool, Result]:
+    """As `process_input`, and what makes a result of an output. `head=False` leaves a classifier's head out.
 
     Errors: those of `process_input`; InvalidRequestError if the model is none for embeddings.
     """
+    engine._refuse_own_thread()
+    context: EngineContext = engine._context
     pooling, classifies = pooling_of(context), context.parts.spec.num_labels is not None
     if req.dimensions is not None and classifies:
         raise InvalidRequestError("dimensions is for embedding models; a classifier gives one number per label.")
@@ -90,8 +91,7 @@ def _queued(
 
     pool = context.parts.spec.score_pool if classifies else pooling.pool
     pooled = {"pool": pool, "head": head and classifies}
-    requests, turns, single = process_input(context, as_generate(context, req), pooled)
-    return OutputCollector(context, requests, turns, stream=False, single=single, loop=loop, result=embedding)
+    return *process_input(context, as_generate(context, req), pooled), embedding
 
 
 def pooling_of(context: EngineContext) -> Pooling:

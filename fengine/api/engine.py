@@ -13,21 +13,21 @@ from fengine.api import chat as chats
 from fengine.api import encode as embeddings
 from fengine.api import score as scoring
 from fengine.api.arguments import checked_calls, described_by, record_of, takes
-from fengine.api.collector import OutputCollector
 from fengine.api.features import FEATURES
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.grammars import grammars_in
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.options import EngineContext
+from fengine.api.outputs import complete
 from fengine.api.request_log import request_log
 from fengine.api.server_args import ServerArgs
-from fengine.api.sessions import Sessions
-from fengine.api.streams import AsyncStream, Stream
+from fengine.api.sessions import Sessions, Turn
+from fengine.api.streams import AsyncStream, OutputCollector, Stream
 from fengine.api.tokenizer_manager import TokenizerManager
 from fengine.api.types import CallOptions, GenerateOutput, SamplingParamsDict
 from fengine.config import EngineConfig
-from fengine.core.request import SamplingParams
+from fengine.core.request import Request, SamplingParams
 from fengine.engine.build import build
 from fengine.engine.parts import Parts
 from fengine.errors import InvalidRequestError, UnsupportedFeatureError
@@ -162,8 +162,7 @@ class Engine:
         in a stream ends with a chunk whose finish reason is an abort with the message.
         """
         req = record_of(GenerateReqInput, args, kwargs)
-        collector = self.submit(req)
-        return Stream(collector, self) if req.stream else collector.wait()
+        return Stream(self.submit(req), self) if req.stream else complete(self._context, *self._requests(req))
 
     # fmt: off
     @overload
@@ -194,11 +193,14 @@ class Engine:
 
         For servers: the caller reads the collector, in `loop`, and aborts it. `how`: arguments of OutputCollector.
         """
+        return OutputCollector(self._context, *self._requests(req), stream=req.stream, loop=loop, **how)
+
+    def _requests(self, req: GenerateReqInput) -> tuple[list[Request], dict[str, Turn], bool]:
+        """As `process_input`."""
         self._refuse_own_thread()
         if not self._parts.spec.generates:
             raise InvalidRequestError("this is an embedding model or classifier, which generates no text; use encode.")
-        requests, turns, single = process_input(self._context, req)
-        return OutputCollector(self._context, requests, turns, stream=req.stream, single=single, loop=loop, **how)
+        return process_input(self._context, req)
 
     def _refuse_own_thread(self) -> None:
         if self._parts.core.owns_thread():

@@ -1,13 +1,96 @@
-"""A request as SGLang's output dict: text, ids, `meta_info` with finish reason, logprobs, hidden states, times."""
+"""From requests to SGLang's output dicts: the requests of a call are queued, and waited for."""
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fengine.api import output_details
 from fengine.api.hidden_states import hidden_of
-from fengine.core.request import Drafting, Request
+from fengine.api.options import EngineContext
+from fengine.api.sessions import Turn
+from fengine.core.request import Request
+from fengine.engine.engine_core import EngineCore
 from fengine.engine.request_state import RequestOutput, RequestState, version_spans
+from fengine.tokenizer.detokenizer import Detokenizer
+from fengine.tokenizer.stop_regex import StopRegex, compile_patterns
 
 Output = dict[str, Any]  # types.GenerateOutput or EncodeOutput, while it is made
+Result = Callable[[Output, RequestState], Output]  # what is returned of a finished one's output
+Notify = Callable[[RequestState], None]
+
+
+def complete(
+    context: EngineContext, requests: Sequence[Request], turns: Mapping[str, Turn], single: bool,
+    result: Result = lambda output, state: output,
+) -> Output | list[Output]:  # fmt: skip
+    """Queues the requests of a call and waits for their outputs. Errors: as `submit`, and those of requests."""
+    ended, outputs = context.parts.core.system.queue(), dict[RequestState, Output]()
+    notify: Notify = lambda state: ended.put(state) if state.done else None  # noqa: E731
+    states = submit(context, requests, turns, [notify] * len(requests))
+    try:
+        while len(outputs) < len(states):
+            state = ended.get()
+            outputs[state] = result(result_of(context, state), state)
+    finally:
+        abandon(context.parts.core, [state for state in states if state not in outputs])
+    return outputs[states[0]] if single else [outputs[state] for state in states]
+
+
+def submit(
+    context: EngineContext, requests: Sequence[Request], turns: Mapping[str, Turn], notify: Sequence[Notify],
+    stream: bool = False,
+) -> list[RequestState]:  # fmt: skip
+    """Queues all requests or none; those of sessions enter their trees.
+
+    Errors: EngineClosedError, EngineDeadError, MemoryReleasedError, InvalidRequestError (a rid is in use),
+    SessionError (a session was closed or changed meanwhile; nothing of the call goes on).
+    """
+    core, tokenizer = context.parts.core, context.parts.tokenizer
+    patterns: dict[tuple[str, ...], tuple[StopRegex, ...]] = {}  # compiled once for all of them
+    states = []
+    for request, told in zip(requests, notify, strict=True):
+        params, detokenizer = request.params, None
+        live = stream or bool(params.stop or params.stop_regex)
+        if live and tokenizer is not None:
+            if params.stop_regex and params.stop_regex not in patterns:
+                patterns[params.stop_regex] = compile_patterns(params.stop_regex)
+            detokenizer = Detokenizer(tokenizer, params, patterns=patterns.get(params.stop_regex, ()))
+        clock, decode = core.system, None if tokenizer is None else tokenizer.decode
+        state = RequestState(request, detokenizer, live, told, clock.now, decode, clock.wall(), clock.now())
+        states.append(state)
+        if (turn := turns.get(request.rid)) is not None:
+            turn.state = state
+    core.submit(states)
+    try:
+        if turns:  # not before: what they replace is aborted
+            context.sessions.enter(list(turns.values()))
+    except BaseException:
+        abandon(core, states)
+        raise
+    if context.log is not None:
+        context.log.received(requests)
+    return states
+
+
+def abandon(core: EngineCore, states: Sequence[RequestState]) -> None:
+    """Ends requests whose caller goes away."""
+    for state in states:
+        state.abandoned = True
+    if states:
+        core.abort(states)
+
+
+def result_of(context: EngineContext, state: RequestState) -> Output:
+    """The output of a request that has ended. Errors: its own."""
+    if state.error is not None:
+        if context.log is not None:
+            context.log.died(state.error)
+        raise state.error
+    output = state.output
+    if context.log is not None and output.finish is not None:
+        context.log.finished(state.request, output.finish)
+    has_text, metrics = context.parts.tokenizer is not None, context.args.enable_metrics
+    return output_of(state, output, RequestOutput(), has_text=has_text, metrics=metrics)
 
 
 def output_of(
@@ -22,13 +105,14 @@ def output_of(
     ids = request.token_ids[start + before.num_tokens : start + count]
     meta = {"finish_reason": None} if brief else _meta(request, output)
     if request.drafting is not None and not brief:
-        meta |= _speculation(request.drafting, request.num_output, count)
+        meta |= output_details.speculation(request.drafting, request.num_output, count)
     if request.params.return_logprob:
-        meta |= _logprobs(state, before.num_tokens, count, ids)
+        meta |= output_details.logprobs(state, before.num_tokens, count, ids)
     if request.params.hidden is not None:
         meta["hidden_states"] = hidden_of(state, count)
-    if output.finish is not None:
-        meta |= _times(state, count, metrics)
+    if output.finish is not None and state.finished is not None:
+        meta |= {"e2e_latency": state.finished - state.submitted, "response_sent_to_client_ts": time.time()}
+        meta |= output_details.metrics(state, state.finished, count) if metrics else {}
     found: Output = {"text": output.text[len(before.text) :]} if has_text else {}
     return found | {"output_ids": ids, "meta_info": meta}
 
@@ -47,78 +131,3 @@ def _meta(request: Request, output: RequestOutput) -> dict[str, Any]:
         "weight_versions": spans,
         "num_retractions": request.num_preempted,
     }
-
-
-def _speculation(drafting: Drafting, num_output: int, count: int) -> dict[str, Any]:
-    """SGLang's keys. Every step that drew behind the first token counts as a verification, one without drafts too: so
-    `spec_accept_length` is how many tokens a step brought."""
-    steps = num_output - 1 - drafting.correct
-    if steps < 1:
-        return {}
-    histogram = [0, *drafting.histogram[1:]]
-    histogram[0] = steps - sum(histogram)
-    return {
-        "spec_accept_rate": drafting.correct / drafting.proposed if drafting.proposed else 0.0,
-        "spec_accept_length": count / steps,
-        "spec_num_correct_drafts": drafting.correct,
-        "spec_num_proposed_drafts": drafting.proposed,
-        "spec_verify_ct": steps,
-        "spec_correct_drafts_histogram": histogram,
-    }
-
-
-def _logprobs(state: RequestState, first: int, count: int, ids: list[int]) -> dict[str, Any]:
-    """Tuples (logprob, id, None). A request for no tokens still tells of the one that was drawn."""
-    request, params = state.request, state.request.params
-    drawn = list(zip(request.logprobs[first:count], ids, strict=True))
-    if request.unasked is not None:
-        drawn = [request.unasked]
-    meta: dict[str, Any] = {
-        "input_token_logprobs": _triples(state.input_logprobs),
-        "output_token_logprobs": _triples(drawn),
-        "output_token_logprobs_length": len(drawn),
-    }
-    last = max(count, first + len(drawn))
-    for asked, name, before, after in (
-        (params.top_logprobs, "top_logprobs", state.input_top, state.output_top),
-        (params.logprob_ids, "token_ids_logprobs", state.input_ids, state.output_ids),
-    ):
-        if asked:
-            meta[f"input_{name}"] = [None if entry is None else _triples(entry) for entry in before]
-            meta[f"output_{name}"] = [_triples(entry) for entry in after[first:last]]
-    return meta
-
-
-def _triples(pairs: Any) -> list[tuple[float | None, int, None]]:
-    return [(logprob, token, None) for logprob, token in pairs]
-
-
-def _times(state: RequestState, count: int, metrics: bool) -> dict[str, Any]:
-    """Seconds since the call came, and moments (`time.time`) derived from them."""
-    if state.finished is None:
-        return {}
-
-    def moment(at: float) -> float:
-        return state.received + at - state.submitted
-
-    times: dict[str, Any] = {
-        "e2e_latency": state.finished - state.submitted,
-        "response_sent_to_client_ts": time.time(),
-    }
-    if not metrics:
-        return times
-    times |= {
-        "request_received_ts": state.received,
-        "api_server_dispatch_finish_ts": state.received,
-        "request_finished_ts": moment(state.finished),
-    }
-    if state.started is not None:
-        times |= {"queue_time": state.started - state.submitted, "forward_entry_time": moment(state.started)}
-    if state.first_token is not None:
-        decoding = state.finished - state.first_token
-        times |= {
-            "first_token_latency": state.first_token - state.submitted,
-            "prefill_finished_time": moment(state.first_token),
-            "decode_throughput": (count - 1) / decoding if count > 1 and decoding > 0 else 0.0,
-        }
-    return times

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fengine.api.arguments import takes
-from fengine.api.collector import OutputCollector
-from fengine.api.encode import pair_ids, rerank_scores
+from fengine.api.encode import encode_requests, pair_ids, rerank_scores
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
+from fengine.api.outputs import complete
+from fengine.api.streams import OutputCollector
 from fengine.api.types import EncodeOutput
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scalars import exact_float, exact_int, plain, told
@@ -133,14 +134,14 @@ class Scoring:
         tokens = sum(output["meta_info"]["prompt_tokens"] for output in outputs)
         return ScoreResult(scores, tokens, None if hidden is None else [output["embedding"] for output in hidden])
 
-    def calls(self, engine: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[OutputCollector]:
-        """What is asked: a classifier with its head, and without it where the hidden states are wanted."""
+    def calls(self, engine: Any) -> list[Any]:
+        """The requests of each call: of a classifier with its head, and without it where hidden states are wanted."""
         if not self.prompts:
             return []
         if self.labels is not None:
-            return [engine.submit(self.generate_input(), loop)]
+            return [engine._requests(self.generate_input())]
         heads = [True, False] if self.want_hidden else [True]
-        return [engine.submit_encode(EncodeReqInput(self.prompts), loop, head) for head in heads]
+        return [encode_requests(engine, EncodeReqInput(self.prompts), head) for head in heads]
 
     def result(self, *found: Any) -> ScoreResult:
         """The result, from what the calls returned. Pure. Errors: AbortedError."""
@@ -163,7 +164,8 @@ def rerank(engine: Any, prompt: list[list[str]]) -> list[EncodeOutput]:
 
     A model of several labels gives a list of scores instead of one.
     """
-    outputs: Any = prompt and engine.submit_encode(EncodeReqInput(pair_ids(engine._context, prompt))).wait()
+    context = engine._context
+    outputs: Any = prompt and complete(context, *encode_requests(engine, EncodeReqInput(pair_ids(context, prompt))))
     return cast(list[EncodeOutput], rerank_scores(outputs or []))
 
 
@@ -176,14 +178,16 @@ def score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     Errors: AbortedError if one of its requests is aborted.
     """
     scoring = _scoring(engine, args, kwargs)
-    return scoring.result(*(call.wait() for call in scoring.calls(engine)))
+    return scoring.result(*(complete(engine._context, *call) for call in scoring.calls(engine)))
 
 
 @takes(ScoreReqInput)
 async def async_score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     """As `score`. Works in any event loop."""
     scoring = _scoring(engine, args, kwargs)
-    return scoring.result(*[await call.wait_async() for call in scoring.calls(engine, asyncio.get_running_loop())])
+    loop, calls = asyncio.get_running_loop(), scoring.calls(engine)
+    begun = [OutputCollector(engine._context, *call, stream=False, loop=loop) for call in calls]
+    return scoring.result(*[await call.wait_async() for call in begun])
 
 
 def _scoring(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scoring:

@@ -1,26 +1,18 @@
-"""What of a call's output is read piece by piece: streams, and the queue that an event loop reads."""
+"""Outputs that are read piece by piece, or in an event loop: `OutputCollector`, and the streams over it."""
 
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
-from fengine.api.outputs import Output
-from fengine.errors import InvalidRequestError
-
-
-class Collector(Protocol):
-    """What streams need of an `OutputCollector`."""
-
-    core: Any
-    ready: Any
-    open: set[int]
-    loop: asyncio.AbstractEventLoop | None
-
-    def read(self, index: int) -> Output | None: ...
-
-    def abort(self) -> None: ...
+from fengine.api.options import EngineContext
+from fengine.api.outputs import Output, Result, abandon, output_of, result_of, submit
+from fengine.api.sessions import Turn
+from fengine.core.request import Request
+from fengine.engine.request_state import RequestOutput, RequestState
+from fengine.errors import InvalidRequestError, NumericsError
 
 
 class IndexQueue:
@@ -53,11 +45,118 @@ class IndexQueue:
         return self._items.popleft()
 
 
+class OutputCollector:
+    """The requests of one call and the queue of those that have new output. The text thread puts, the caller reads."""
+
+    def __init__(
+        self, context: EngineContext, requests: Sequence[Request], turns: Mapping[str, Turn], single: bool,
+        result: Result = lambda output, state: output, *, stream: bool, loop: asyncio.AbstractEventLoop | None,
+        deltas: bool = False, pace: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
+        """Queues the requests. `result` makes of a finished one's output what `wait_async` returns.
+
+        A stream's chunks hold what is new if the engine's settings say so, or `deltas`, with which all but the last are
+        `brief`, too. Between the first and the last chunk of a request, none comes before the moment (perf_counter)
+        that `pace` gave when the one before was read. Errors: as `submit`.
+        """
+        self.context, self.stream, self.single, self.loop = context, stream, single, loop
+        self.core, self.result = context.parts.core, result
+        self.brief = stream and deltas
+        self.incremental = (
+            self.brief or stream and (context.args.incremental_streaming_output or context.args.stream_output)
+        )
+        self.ready: Any = IndexQueue() if loop else self.core.system.queue()
+        self.post, self.pace = loop and loop.call_soon_threadsafe, pace
+        self.not_before = [0.0] * len(requests)
+        self.dirty = [False] * len(requests)
+        self.sent = [RequestOutput()] * len(requests)
+        self.open = set(range(len(requests)))
+        self.states = submit(context, requests, turns, [*map(self._notifier, self.open)], stream)
+
+    def _notifier(self, index: int) -> Callable[[RequestState], None]:
+        def notify(state: RequestState) -> None:
+            if self.loop is not None and self.loop.is_closed():  # nobody will read
+                self.core.abort([state])
+                return
+            if self.dirty[index] or not (state.done or self.stream and self._due(index, state)):
+                return  # the reader will see this news with that which it has not read yet
+            self.dirty[index] = True
+            if self.post is None:
+                self.ready.put(index)
+                return
+            with suppress(RuntimeError):  # it was closed just now; the next news ends the request
+                self.post(self.ready.put, index)
+
+        return notify
+
+    def _due(self, index: int, state: RequestState) -> bool:
+        """Whether a stream's next chunk has enough new tokens: the first comes at once, then every k; and whether it is
+        time for it."""
+        every = state.request.params.stream_interval or self.context.args.stream_interval
+        had = self.sent[index].num_tokens
+        if had and self.pace is not None and self.core.system.now() < self.not_before[index]:
+            return False  # the next news, or the last, brings these tokens along
+        return had == 0 or every == 1 or state.output.num_tokens - had >= every
+
+    def abort(self) -> None:
+        """Ends what is still open; called when the caller goes away. Idempotent."""
+        states, self.open = [self.states[i] for i in self.open], set()
+        abandon(self.core, states)
+
+    def read(self, index: int) -> Output | None:
+        """What is new of one state, as SGLang's dict; None if nothing is. Errors: the state's own, but in a stream a
+        request that failed by itself ends with a chunk that tells so, and its neighbours go on."""
+        self.dirty[index] = False
+        state, log = self.states[index], self.context.log
+        if index not in self.open:
+            return None
+        if not self.stream or (state.error is not None and not self._ends_with_chunk(state)):
+            self.open.discard(index)
+            return result_of(self.context, state)
+        output = state.output  # once: it may be replaced at any moment
+        if output.finish is not None:
+            self.open.discard(index)
+            if log is not None:
+                log.finished(state.request, output.finish)
+        elif output == self.sent[index] or not self._due(index, state):
+            return None
+        before, self.sent[index] = self.sent[index] if self.incremental else RequestOutput(), output
+        if self.pace is not None:
+            self.not_before[index] = moment = self.pace()
+            if not state.stops_in_text:
+                state.quiet_until = moment
+        brief, has_text = self.brief and output.finish is None, self.context.parts.tokenizer is not None
+        metrics = self.context.args.enable_metrics
+        found = output_of(state, output, before, brief=brief, has_text=has_text, metrics=metrics)
+        return found if self.single else found | {"index": index}
+
+    def _ends_with_chunk(self, state: RequestState) -> bool:
+        if state.fault is None and not isinstance(state.error, NumericsError):
+            return False
+        if state.output.finish is None:
+            code, kind = (500, "InternalServerError") if state.fault is None else (400, "BadRequestError")
+            reason = {"type": "abort", "message": str(state.error), "status_code": code, "err_type": kind}
+            state.output = state.output._replace(finish=reason)
+        return True
+
+    async def wait_async(self) -> Output | list[Output]:
+        """All results of a call that is no stream."""
+        results: list[Any] = [None] * len(self.states)
+        try:
+            while self.open:
+                index = await self.ready.get()
+                output = self.read(index)
+                results[index] = output and self.result(output, self.states[index])
+        finally:
+            self.abort()
+        return results[0] if self.single else results
+
+
 class Stream:
     """Iterator over a call's chunks. Dropping, closing or failing it aborts what still runs. Several threads may read
     it; each chunk goes to one of them."""
 
-    def __init__(self, collector: Collector, owner: object) -> None:
+    def __init__(self, collector: OutputCollector, owner: object) -> None:
         self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
         self._reading = collector.core.system.lock()  # or a second reader would wait for news behind the last
 
@@ -88,7 +187,7 @@ class Stream:
 class AsyncStream:
     """Async iterator over a call's chunks, in the event loop that made the call; the same promises as `Stream`."""
 
-    def __init__(self, collector: Collector, owner: object) -> None:
+    def __init__(self, collector: OutputCollector, owner: object) -> None:
         self._collector, self._owner = collector, owner  # the owner's engine lives as long as its streams
         self._reading = asyncio.Lock()
 

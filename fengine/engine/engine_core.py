@@ -80,16 +80,16 @@ class EngineCore:
                 raise refused
             self.inbox.check()
             self.requests.enter(states)
-            self.inbox.put(Command("add", {"requests": [state.request for state in states]}, states))
+            self.inbox.put("add", {"requests": [state.request for state in states]}, states)
 
     def abort(self, states: Sequence[RequestState]) -> None:
         """Ends requests early, in whatever state they are; those already finished or unknown are left alone."""
         with suppress(EngineClosedError, EngineDeadError):  # everything has ended already
-            self.inbox.put(Command("abort", {"rids": [state.request.rid for state in states]}, states))
+            self.inbox.put("abort", {"rids": [state.request.rid for state in states]}, states)
 
     def abort_rids(self, rids: set[str] | None) -> None:
         """Ends the requests with exactly these rids (None: all) that have come so far. Returns at once."""
-        self.inbox.put(Command("abort", {"rids": None if rids is None else sorted(rids)}))
+        self.inbox.put("abort", {"rids": None if rids is None else sorted(rids)})
 
     def call(self, name: str, attached: Any = None, **arguments: Any) -> Any:
         """Has a command executed between two steps, and returns its answer or raises its error.
@@ -97,16 +97,15 @@ class EngineCore:
         Inside a step, where only a logit processor can ask, commands that need a step's end are refused.
         Errors: EngineClosedError, EngineDeadError, EngineBusyError.
         """
-        command = Command(name, arguments, attached)
         if self.system.current() is not self.threads[0]:
-            return self.inbox.call(command, self.threads[0].is_alive)
+            return self.inbox.call(name, arguments, attached, self.threads[0].is_alive)
         self.inbox.check()
         if self.stepper.in_step and name not in IN_STEP:
             raise EngineBusyError(
                 f"{name} was asked for inside of a step, by a logit processor: the step cannot end "
                 "before the processor returns; ask from another thread, and do not wait for it"
             )
-        return self._execute(command)
+        return self._execute(name, arguments, attached)
 
     def owns_thread(self) -> bool:
         """Whether the calling thread is one of the engine's own."""
@@ -210,23 +209,23 @@ class EngineCore:
             command = self.inbox.get(False)
 
     def _answer(self, command: Command) -> None:
-        if command.reply is None:
-            self._execute(command)
+        name, arguments, attached, reply = command
+        if reply is None:
+            self._execute(name, arguments, attached)
             return
         try:
-            answer = (self._execute(command), None)
+            answer = (self._execute(name, arguments, attached), None)
         except Exception as error:  # it belongs to the caller, unless the step in flight was lost
             if self.stepper.in_step:
                 raise
             answer = (None, error)
-        command.reply.put(answer)
+        reply.put(answer)
 
-    def _execute(self, command: Command) -> Any:
-        handler = self.handlers.get(command.name)
+    def _execute(self, name: str, arguments: dict[str, Any], attached: Any) -> Any:
+        handler = self.handlers.get(name)
         if handler is None:
-            raise UnsupportedFeatureError(f"this engine has no command {command.name!r}")
-        attached = () if command.attached is None else (command.attached,)
-        return handler(*attached, **command.arguments)
+            raise UnsupportedFeatureError(f"this engine has no command {name!r}")
+        return handler(*(() if attached is None else (attached,)), **arguments)
 
     def _refused(self) -> MemoryReleasedError | None:
         """Why no request can run now."""

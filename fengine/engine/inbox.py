@@ -20,7 +20,7 @@ Those with * are also executed inside of a step, for a logit processor that asks
 import os
 import queue
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from fengine.engine.threads import Threads
 from fengine.errors import EngineClosedError, EngineDeadError, FengineError
@@ -32,14 +32,9 @@ FORKED = "this engine belongs to the parent process; create a new Engine after a
 Reply = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
 
-class Command(NamedTuple):
-    """`arguments` are values that a log or another process can receive; what is none is `attached`: tensors, a
-    callback, the states of requests. `reply` None: nobody waits for an answer."""
-
-    name: str
-    arguments: dict[str, Any]
-    attached: Any = None
-    reply: Reply | None = None
+# A command: its name; arguments, which are values that a log or another process can receive; what is none is attached:
+# tensors, a callback, the states of requests; where its answer goes, or None: nobody waits for one.
+Command = tuple[str, dict[str, Any], Any, Reply | None]
 
 
 class Inbox:
@@ -66,19 +61,19 @@ class Inbox:
         if self.end is not None:
             raise type(self.end)(str(self.end)) from self.end.__cause__
 
-    def put(self, command: Command) -> None:
+    def put(self, name: str, arguments: dict[str, Any], attached: Any = None, reply: Reply | None = None) -> None:
         """Errors: as `check`."""
         self.check_process()  # before the lock, which another thread of the parent may have held
         with self.lock:
             self.check()
-            self._items.put(command)
+            self._items.put((name, arguments, attached, reply))
 
-    def call(self, command: Command, alive: Callable[[], bool]) -> Any:
+    def call(self, name: str, arguments: dict[str, Any], attached: Any, alive: Callable[[], bool]) -> Any:
         """The loop's answer. `alive`: whether one may still come. Errors: as `check`, and what the handler raises."""
         reply: Reply = self.system.queue()
         self._waiting[id(reply)] = reply
         try:
-            self.put(command._replace(reply=reply))
+            self.put(name, arguments, attached, reply)
             while True:
                 try:
                     value, error = reply.get(timeout=PATIENCE)

@@ -147,13 +147,16 @@ class OutputProcessor:
         """The output with tokens up to `known`; `finish`: these are all. What ends the request in its text comes before
         that. Modifies: the detokenizer."""
         request, detokenizer, text, had = state.request, state.detokenizer, state.output.text, state.output.num_tokens
-        matched = None
-        if detokenizer is not None:
-            fresh = request.token_ids[request.prompt_len + had : request.prompt_len + known]
-            text += detokenizer.push(fresh, trim_last=known == request.num_output and ends_in_stop_token(request))
-            text += "" if finish is None else detokenizer.finish()
-            matched = detokenizer.matched_tokens  # fewer than known, if more tokens came with those that matched
-        if detokenizer is None or matched is None:
+        fresh = request.token_ids[request.prompt_len + had : request.prompt_len + known]
+        ends = known == request.num_output > 0 and request.token_ids[-1] in request.stop_ids
+        if detokenizer is None:  # a stop token stays in output_ids, but its text is left out
+            params, decode = request.params, state.decode
+            fresh = fresh[:-1] if ends and not params.no_stop_trim else fresh
+            return RequestOutput("" if decode is None else decode(fresh, params.skip_special_tokens), known, finish)
+        text += detokenizer.push(fresh, trim_last=ends)
+        text += "" if finish is None else detokenizer.finish()
+        matched = detokenizer.matched_tokens  # fewer than known, if more tokens came with those that matched
+        if matched is None:
             return RequestOutput(text, known, finish)
         return RequestOutput(text, matched, {"type": "stop", "matched": detokenizer.matched})
 
@@ -190,8 +193,3 @@ class OutputProcessor:
         self.abort_later([state])
         if notify:
             self._tell(state)
-
-
-def ends_in_stop_token(request: Request) -> bool:
-    """A stop token stays in output_ids, but its text is left out."""
-    return request.num_output > 0 and request.token_ids[-1] in request.stop_ids

@@ -49,11 +49,12 @@ class RequestState:
     live: bool
     notify: Callable[["RequestState"], None]
     now: Callable[[], float] = time.perf_counter  # the clock of its moments
+    decode: Callable[[list[int], bool], str] | None = None  # the text of all ids; without special tokens, or with
+    received: float = field(default_factory=time.time)  # the moment of `submitted`; the others are of `now`
+    submitted: float = field(default_factory=time.perf_counter)
     quiet_until: float = 0.0  # nobody wants to know of its tokens before, unless it has ended
     output: RequestOutput = RequestOutput()  # replaced as one, for the caller may look at any moment
     error: FengineError | None = None
-    received: float = field(default_factory=time.time)  # the moment of `submitted`; the others are of `now`
-    submitted: float = field(default_factory=time.perf_counter)
     started: float | None = None  # its first step was scheduled
     first_token: float | None = None
     finished: float | None = None

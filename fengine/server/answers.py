@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fengine.api.collector import OutputCollector
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
+from fengine.api.streams import OutputCollector
 from fengine.server.errors import ApiError, api_error_of
 
 DONE = b"data: [DONE]\n\n"

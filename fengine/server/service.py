@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from fengine import __version__
-from fengine.api.collector import OutputCollector
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
+from fengine.api.streams import OutputCollector
 from fengine.core.parameters import MAX_BIAS
 from fengine.errors import ConfigError
 from fengine.server.answers import Plan

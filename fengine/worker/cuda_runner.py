@@ -17,12 +17,12 @@ from fengine.worker.logits.logprobs import (
     ASKED,
     MOST_ASKED,
     TOPS,
+    Likeliest,
     put,
     rounded_top,
     to_host,
 )
 from fengine.worker.logits.structured import StructuredOutput
-from fengine.worker.sampler import Sampled
 from fengine.worker.step import (
     Drawn,
     ForwardFn,
@@ -226,7 +226,7 @@ class CudaRunner:
     def _run_sampler(
         self, bucket: Bucket, which: int, hidden_TD: Tensor, stages: tuple[LogitsStage, ...], top: int | None,
         asked_RK: Tensor | None = None,
-    ) -> Sampled:  # fmt: skip
+    ) -> Likeliest | None:  # fmt: skip
         """With `asked_RK`, which no static buffer holds, neither does one what it finds but the draws."""
         tensors = self.inputs.tensors(which, self._sizes(bucket))
         tensors |= self.edits.tensors(which, edit_sizes(bucket.rows)) if stages or top is not None else {}
@@ -234,14 +234,14 @@ class CudaRunner:
             tensors |= self.masks.tensors(which, self._mask_sizes(bucket.rows))
         if asked_RK is not None:
             tensors[ASKED.name] = asked_RK
-        sampled = self.sampler(self.params, self.unembed, hidden_TD, tensors, stages, top)
+        token_R, logprob_R, likeliest = self.sampler(self.params, self.unembed, hidden_TD, tensors, stages, top)
         kept = None if asked_RK is not None else top
         found = self.found.tensors(which, output_sizes(bucket.rows, kept))
-        edges.hand_on(sampled.token_R, sampled.logprob_R, self.last_token_R, found["draw_2R"])
-        if sampled.likeliest is not None and asked_RK is None:
-            found["logprob_RZ"].copy_(sampled.likeliest.logprob_RZ)
-            found["top_id_RX"].copy_(sampled.likeliest.top_id_RX)
-        return sampled
+        edges.hand_on(token_R, logprob_R, self.last_token_R, found["draw_2R"])
+        if likeliest is not None and asked_RK is None:
+            found["logprob_RZ"].copy_(likeliest.logprob_RZ)
+            found["top_id_RX"].copy_(likeliest.top_id_RX)
+        return likeliest
 
     def _sample(
         self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, late: Arrays
@@ -250,10 +250,7 @@ class CudaRunner:
         self._send_masks(late, bucket.rows, which)
         asked_RK = step.arrays.get(ASKED.name)
         if asked_RK is not None and ((step.top or 0) > TOPS[-1] or asked_RK.shape[1] > MOST_ASKED):
-            asked_RK = np.pad(asked_RK, ((0, bucket.rows - len(asked_RK)), (0, 0)))
-            sampled = self._run_sampler(bucket, which, hidden_TD, step.stages, step.top, put(asked_RK, hidden_TD))
-            assert sampled.likeliest is not None, "likeliest ids are wanted"
-            return [to_host(x).numpy() for x in sampled.likeliest]
+            return self._sample_many(step, bucket, which, hidden_TD, asked_RK)
         if (tables := sum(stage.version for stage in self.stages)) != self.tables:
             self.tables = tables
             self.graphs.forget(lambda key: key[0] == "sample" and key[3] != ())
@@ -264,6 +261,14 @@ class CudaRunner:
             if bucket.graph and not any(stage.host for stage in step.stages):
                 self.graphs.capture_late(key, run)
         return None
+
+    def _sample_many(
+        self, step: StepInput, bucket: Bucket, which: int, hidden_TD: Tensor, asked_RK: np.ndarray
+    ) -> list[np.ndarray]:
+        """Draws without a graph, and logprobs of more ids than static buffers have room for."""
+        asked_RK = np.pad(asked_RK, ((0, bucket.rows - len(asked_RK)), (0, 0)))
+        likeliest = self._run_sampler(bucket, which, hidden_TD, step.stages, step.top, put(asked_RK, hidden_TD))
+        return [to_host(x).numpy() for x in likeliest or ()]
 
     def _send_masks(self, arrays: Arrays, rows: int, which: int) -> None:
         """Copies the masks of grammars behind the forward pass."""

@@ -63,11 +63,12 @@ class CpuRunner:
         draw_2R, likeliest = np.zeros((2, step.rows), np.int32), None
         if step.draws:
             tensors |= on_cpu(late())
-            found = self.sampler(self.params, self.unembed, hidden_TD, tensors, step.stages, step.top)
-            self.last_token_R, self.drawn = found.token_R, found.token_R.tolist
-            draw_2R = torch.stack((found.token_R, found.logprob_R.view(torch.int32))).numpy()
-            found_RX = None if found.likeliest is None else [x.numpy() for x in found.likeliest]
-            likeliest = None if found_RX is None else partial(scores_of, *found_RX, rows=step.rows)
+            token_R, logprob_R, scored = self.sampler(
+                self.params, self.unembed, hidden_TD, tensors, step.stages, step.top
+            )
+            self.last_token_R, self.drawn = token_R, token_R.tolist
+            draw_2R = torch.stack((token_R, logprob_R.view(torch.int32))).numpy()
+            likeliest = scored and partial(scores_of, *(x.numpy() for x in scored), rows=step.rows)
         return kv, read_out(self.params, self.unembed, hidden_TD, step, lambda: draw_2R, likeliest)
 
 

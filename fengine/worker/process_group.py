@@ -174,11 +174,12 @@ def ranked_rows(group: Group) -> SampleFn:
         top: int | None,
     ) -> Sampled:  # fmt: skip
         if group.rank == 0:
-            sampled = sample_rows(params, unembed, hidden_TD, tensors, stages, top)
+            token_R, logprob_R, likeliest = sample_rows(params, unembed, hidden_TD, tensors, stages, top)
         else:
             logits_RV = unembed(params, edges.take(hidden_TD, tensors["logit_index_R"]))
-            sampled = Sampled(torch.zeros_like(tensors["logit_index_R"]), torch.zeros_like(logits_RV[:, 0]))
-        return sampled._replace(token_R=share(sampled.token_R, group))
+            token_R, logprob_R = torch.zeros_like(tensors["logit_index_R"]), torch.zeros_like(logits_RV[:, 0])
+            likeliest = None
+        return share(token_R, group), logprob_R, likeliest
 
     return run
 

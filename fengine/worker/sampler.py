@@ -1,7 +1,6 @@
 """From logits to one drawn token per row, and what is told of the draw: stages, draw, logprobs."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +25,9 @@ def logits_stages(rows: int, vocab: int, device: torch.device) -> tuple[LogitsSt
 DRAW = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "pos_R")  # what `ops.sampling.draw` takes
 
 
-class Sampled(NamedTuple):
-    """One drawn token per row and its log-probability under softmax(logits / temperature)."""
-
-    token_R: Tensor  # int32
-    logprob_R: Tensor  # float32; NaN where the row's logits were not finite
-    likeliest: Likeliest | None = None  # where some row wants logprobs of other ids
+# One drawn token per row, int32; its logprob under softmax(logits / temperature), float32, NaN where the row's logits
+# were not finite; and logprobs of other ids, where some row wants them.
+Sampled = tuple[Tensor, Tensor, Likeliest | None]
 
 
 def sample(logits_RV: Tensor, tensors: Tensors, stages: Sequence[LogitsStage] = (), top: int | None = None) -> Sampled:
@@ -49,7 +45,7 @@ def sample(logits_RV: Tensor, tensors: Tensors, stages: Sequence[LogitsStage] = 
     for stage in stages:
         stage.drawn(logits_RV, token_R, tensors)
     likeliest = None if top is None else score(logits_RV, tensors["temperature_R"], tensors["asked_RK"], top)
-    return Sampled(token_R, logprob_R, likeliest)
+    return token_R, logprob_R, likeliest
 
 
 def warm_up(logits_RV: Tensor) -> None:

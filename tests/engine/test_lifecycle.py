@@ -13,7 +13,6 @@ from extended_cases import Ask
 from loops import in_loop
 
 from fengine.core.request import Request
-from fengine.engine.inbox import Command
 from fengine.engine.request_state import RequestState
 from fengine.errors import EngineClosedError, EngineDeadError
 
@@ -125,7 +124,7 @@ def test_the_engines_own_threads_may_shut_it_down(thread: int) -> None:
         core, stream = engine._parts.core, engine.generate(input_ids=[1], stream=True)
         if thread == 0:
             core.handlers["ping"] = engine.shutdown
-            core.inbox.put(Command("ping", {}))
+            core.inbox.put("ping", {})
         else:
             state = RequestState(stream._collector.states[0].request, None, True, lambda _: engine.shutdown())
             core.requests.steps.put(([], [state]))

@@ -11,7 +11,6 @@ from fengine.core.plain import Handles, from_plain, to_plain
 from fengine.core.request import Adapter, Request
 from fengine.core.sampling_params import SamplingParams
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.engine.inbox import Command
 from fengine.errors import UnsupportedFeatureError
 from fengine.structured_output.backend import Source
 
@@ -84,14 +83,14 @@ def test_steps_that_went_through_json_have_the_same_bits(options: dict[str, Any]
             steps.append(sent(output, handles))
             return stage(steps[-1])
 
-        def putting(command: Command) -> None:
-            there = json.loads(json.dumps(to_plain(command.arguments, handles)))
-            if command.name == "add":
+        def putting(name: str, arguments: dict[str, Any], attached: Any = None, reply: Any = None) -> None:
+            there = json.loads(json.dumps(to_plain(arguments, handles)))
+            if name == "add":
                 there["requests"] = [from_plain(Request, request, handles) for request in there["requests"]]
-                for request, state in zip(there["requests"], command.attached, strict=True):
+                for request, state in zip(there["requests"], attached, strict=True):
                     assert to_plain(request, handles) == to_plain(state.request, handles)
-            names.add(command.name)
-            put(command._replace(arguments=there))
+            names.add(name)
+            put(name, there, attached, reply)
 
         core.stepper.input_batch.stage = staged  # type: ignore[method-assign]
         core.inbox.put = putting  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ def test_a_seed_decides_everything() -> None:
     def trace(seed: int) -> tuple[int, float, list[list[int]], list[object]]:
         world = world_of(plan_of(seed))
         world.run()
-        states = [state for _, collector in world.collectors for state in collector.states]
+        states = [state for _, states, _ in world.calls for state in states]
         return (world.machine.turns, world.machine.clock, [state.request.token_ids for state in states],
                 [(state.finished, state.output.finish, str(state.error)) for state in states])  # fmt: skip
 

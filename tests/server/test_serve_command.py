@@ -16,7 +16,6 @@ import serving
 from serving import GET, GOOD, POST, STREAMED, Answer, Live, live, read, receive, request, until
 
 from fengine.api.engine import Engine
-from fengine.engine.inbox import Command
 from fengine.errors import ConfigError, MissingExtraError
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.commands import serve as command
@@ -42,7 +41,7 @@ def test_a_failing_engine_is_told() -> None:
             raise RuntimeError("the device is gone")
 
         engine._parts.core.handlers["ping"] = fail
-        engine._parts.core.inbox.put(Command("ping", {}))
+        engine._parts.core.inbox.put("ping", {})
         whole, stream = (read(link) for link in links)
         assert whole.status == 503 and "the device is gone" in whole.error["message"]
         assert stream.status == 200 and b"the device is gone" in stream.body and b"[DONE]" in stream.body
