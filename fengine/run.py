@@ -1,4 +1,4 @@
-"""The command line: `fengine ...`, `python -m fengine.run ...`, and commands such as `fengine eval`, each a module.
+"""The command line: `fengine ...`, `python -m fengine.run ...`, and commands such as `fengine eval`.
 
 No torch is imported before the first job starts: `eval/cli/engines.py` is the one place that does.
 Exit codes: 0 ok, 1 rows failed or the engine died, 2 usage or configuration, 130 interrupted, 143 terminated.
@@ -8,24 +8,24 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 
 from fengine.errors import ConfigError
+from fengine.eval.cli import command
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
-from fengine.eval.cli.help import keys_of
+from fengine.eval.cli.schema import keys_of
 from fengine.eval.commands import (
     batch,
     bench,
     chat,
     diff,
-    env,
     evaluate,
+    inform,
     lm_eval,
     merge,
-    models,
     report,
     rerun,
     serve,
-    steps,
     verify,
 )
 from fengine.eval.runs.config import EVAL, RUN
@@ -34,20 +34,16 @@ __all__ = ["FAILED", "INTERRUPTED", "OK", "TERMINATED", "USAGE", "main"]
 # The first word, and who takes those behind it. Their modules import no torch (tests/eval/test_commands.py).
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate.main,
-    "batch": batch.main,
-    "bench": bench.main,
-    "chat": chat.main,
-    "env": env.main,
-    "merge": merge.main,
-    "models": models.main,
-    "diff": diff.main,
-    "lm-eval": lm_eval.main,
-    "report": report.main,
-    "rerun": rerun.main,
-    "replay": steps.main,
-    "verify": verify.main,
     "serve": serve.main,
-}
+    "lm-eval": lm_eval.main,
+    "env": partial(command.run, inform.ENV, inform.env),
+    "models": partial(command.run, inform.MODELS, inform.models),
+    "replay": partial(command.run, inform.REPLAY, inform.replay_steps),
+    **{name: partial(command.run, module.USAGE, module.work) for name, module in {
+        "batch": batch, "bench": bench, "chat": chat, "diff": diff, "merge": merge, "report": report, "rerun": rerun,
+        "verify": verify,
+    }.items()},
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,11 +71,11 @@ def _complete(words: Sequence[str], line: str) -> int:
     """Prints what the shell's line may go on with: commands, and what Hydra knows of the keys of one. Behind a command
     that takes folders nothing is printed, so that the shell completes them. Modifies: the environment's COMP_LINE."""
     program, _, rest = line.partition(" ")
-    command, blank, more = rest.lstrip().partition(" ")
-    if blank and command in COMMANDS:
+    first, blank, more = rest.lstrip().partition(" ")
+    if blank and first in COMMANDS:
         os.environ["COMP_LINE"] = f"{program} {more}"
-        return COMMANDS[command](words) if command in ("eval", "serve") else OK
-    names = [name for name in COMMANDS if command and not blank and name.startswith(command)]
+        return COMMANDS[first](words) if first in ("eval", "serve") else OK
+    names = [name for name in COMMANDS if first and not blank and name.startswith(first)]
     if names:
         print(" ".join(names))
         return OK

@@ -70,9 +70,9 @@ def test_errors_become_exit_codes(raised: BaseException, code: int, capsys: Any)
     def work(argv: Any) -> int:
         raise raised
 
-    assert command.run("usage", [], work) == code
+    assert command.run("usage", work, []) == code
     assert "fengine: " in capsys.readouterr().err
-    assert command.run("how to use it", ["x", "--help"], work) == command.OK
+    assert command.run("how to use it", work, ["x", "--help"]) == command.OK
     assert capsys.readouterr().out == "how to use it\n"
 
 

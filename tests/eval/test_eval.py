@@ -29,7 +29,7 @@ from fengine.errors import InputFileError, InvalidRequestError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.cli.engines import EngineCache
-from fengine.eval.cli.files import conf_dir
+from fengine.eval.cli.guard import conf_dir
 from fengine.eval.cli.schema import Point
 from fengine.eval.cli.view import QuietView
 from fengine.eval.commands import evaluate

@@ -3,8 +3,8 @@
 import pytest
 
 from fengine import models
-from fengine.eval.cli.files import conf_dir
-from fengine.eval.commands.models import presets_of
+from fengine.eval.cli.guard import conf_dir
+from fengine.eval.commands.inform import presets_of
 from fengine.run import main
 
 

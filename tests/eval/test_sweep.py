@@ -20,7 +20,7 @@ from fengine.errors import ConfigError, ModelLoadError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.compose import jobs, parse, points
 from fengine.eval.cli.guard import LAUNCHERS
-from fengine.eval.cli.launch import launch
+from fengine.eval.cli.recompose import launch
 from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.runs import manifest
 from fengine.eval.runs import run as run_file

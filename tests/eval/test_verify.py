@@ -18,7 +18,7 @@ from fengine import run
 from fengine.config import EngineConfig, check
 from fengine.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from fengine.eval.cli import engines as engines_file
-from fengine.eval.cli.restore import restore
+from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.schema import flat
 from fengine.eval.commands.layouts import LAYOUTS, Sizes, layout
 from fengine.eval.commands.verify import drawn

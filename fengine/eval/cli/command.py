@@ -51,7 +51,7 @@ def ended(work: Callable[[], int], program: str = "fengine") -> int:
         return reported(StorageError(f"{(error.strerror or str(error)).lower()}:{name}"))
 
 
-def run(usage: str, argv: Sequence[str], work: Callable[[Sequence[str]], int]) -> int:
+def run(usage: str, work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """A command with arguments of its own; `--help` prints `usage` instead."""
     if "-h" in argv or "--help" in argv:
         return ended(lambda: print(usage.strip(), flush=True) or OK)

@@ -32,9 +32,8 @@ from omegaconf.errors import OmegaConfBaseException
 import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import guard, mistakes
-from fengine.eval.cli.files import ConfigFiles, conf_dir
-from fengine.eval.cli.help import annotated
-from fengine.eval.cli.schema import BadPoint, Point, Schema
+from fengine.eval.cli.guard import ConfigFiles, conf_dir
+from fengine.eval.cli.schema import BadPoint, Point, Schema, annotated
 
 MAX_POINTS = 1000
 

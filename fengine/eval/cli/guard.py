@@ -3,15 +3,20 @@
 Besides, errors of Hydra, OmegaConf and YAML as lines that a user can act on. No torch.
 """
 
+import copy
 import dataclasses
 import difflib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+from hydra._internal.config_repository import ConfigRepository
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+import fengine
 from fengine.errors import ConfigError
 from fengine.eval.cli import mistakes
 from fengine.eval.cli.schema import Schema
@@ -174,6 +179,67 @@ def _names(section: Any, prefix: str) -> dict[str, Any]:
 def leaves(section: Any) -> list[str]:
     """Every "section.key" that has a value. Pure."""
     return [name for name, kind in _names(section, "").items() if not dataclasses.is_dataclass(kind)]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+MAX_FILE, MAX_NODES = 4 << 20, 200_000  # bytes of a YAML file; its values, each counted as often as aliases name it
+
+
+def conf_dir() -> Path:
+    """Our YAML files: inside the package when installed, beside it in a checkout."""
+    package = Path(fengine.__file__).resolve().parent
+    for path in (package / "conf", package.parent / "conf"):
+        if (path / "config.yaml").is_file():
+            return path
+    raise ConfigError(f"the configuration files are missing: no conf/config.yaml in {package} or beside it; reinstall")
+
+
+class ConfigFiles(ConfigRepository):
+    """The configs of a search path, each read once. Errors: ConfigError for a file that would not end."""
+
+    def __init__(self, search_path: Any) -> None:
+        super().__init__(search_path)
+        self.known: dict[str, Any] = {}
+
+    def __deepcopy__(self, _: Any) -> "ConfigFiles":
+        return self  # Hydra copies what hydra.searchpath may change, and that is refused
+
+    def load_config(self, config_path: str) -> Any:
+        if config_path not in self.known:
+            for source in self.sources:
+                if source.scheme() == "file" and source.is_config(config_path):
+                    check_yaml(Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml"))
+            self.known[config_path] = super().load_config(config_path)
+        return copy.deepcopy(self.known[config_path])
+
+
+def check_yaml(path: Path) -> None:
+    """Refuses a file that would not end: one that is no file, or whose aliases multiply. Errors: ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file")
+    if path.stat().st_size > MAX_FILE:
+        raise ConfigError(f"{path} has {path.stat().st_size:,} bytes, at most {MAX_FILE:,} are read")
+    try:
+        root = yaml.compose(path.read_bytes().decode(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if root is not None and _values(root, {}) > MAX_NODES:
+            problem = f"has more than {MAX_NODES:,} values, each counted as often as aliases name it"
+            raise ConfigError(f"{path} {problem}")
+    except ConfigError:
+        raise
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error or type(error).__name__}") from error
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node has once its aliases are written out. A node within itself has no end. Modifies: known."""
+    if id(node) not in known:
+        known[id(node)] = MAX_NODES + 1
+        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        total = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_values(one, known) for one in inner)
+        known[id(node)] = min(total, MAX_NODES + 1)
+    return known[id(node)]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -43,11 +43,6 @@ LONG = {"-i": "in", "--input-file": "in", "-o": "out", "--output-file": "out", "
 OWN = ("prompts", "out", "chat", "return_logprob", "adapter")  # keys of RUN that mean nothing here
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs `fengine batch` with these arguments and returns the exit code."""
-    return command.run(USAGE, argv, lambda words: _work(words, argv))
-
-
 def arguments(words: Sequence[str]) -> list[str]:
     """The words of a run of prompts: the two files, and what configures it. Errors: ConfigError."""
     given, rest, left = {}, [], iter(words)
@@ -71,8 +66,9 @@ def arguments(words: Sequence[str]) -> list[str]:
     return [f"prompts={quoted(files[0])}", f"out={quoted(files[1])}", *model, *found.overrides]
 
 
-def _work(words: Sequence[str], argv: Sequence[str]) -> int:
-    given = compose.parse(arguments(words), RUN)
+def work(argv: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
+    given = compose.parse(arguments(argv), RUN)
     (point,) = compose.points(given, RUN)
     return evaluate.go(given, RUN, [evaluate.in_place(point)], partial(run_batch, argv=["batch", *argv]), argv)
 

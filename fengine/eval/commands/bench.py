@@ -20,7 +20,7 @@ from fengine.errors import ConfigError
 from fengine.eval.cli import command, compose
 from fengine.eval.cli.engines import EngineCache, transformers_model
 from fengine.eval.cli.view import duration
-from fengine.eval.commands.env import facts
+from fengine.eval.commands.inform import facts
 from fengine.eval.commands.serve import SERVE, server_module
 from fengine.eval.runs.folder import write_file
 
@@ -67,12 +67,8 @@ class Work(NamedTuple):
 Measured = Callable[[Any, Work, int], Round]  # of an engine, and how many streams are open
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs `fengine bench` with these arguments and returns the exit code."""
-    return command.run(USAGE, argv, _work)
-
-
-def _work(argv: Sequence[str]) -> int:
+def work(argv: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
     words = command.parse(argv, OPTIONS, overrides=True)
     kind = "".join(words.places)
     if strange := [word for word in words.overrides if word.startswith("bench.")]:

@@ -43,12 +43,8 @@ OTHER = ("prompts", "out", "return_logprob", "trace", "resume", "max_errors", "s
 HELP = "/reset  /seed N  /system TEXT  /undo  /save FILE  /exit"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs `fengine chat` with these arguments and returns the exit code."""
-    return command.run(USAGE, argv, _work)
-
-
-def _work(words: Sequence[str]) -> int:
+def work(words: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
     for word in words:
         if (key := word.partition("=")[0]) in OTHER or key.partition(".")[0] in OTHER:
             raise ConfigError(f"{word:.200}: a chat has no {key}; fengine chat --help tells what it has")

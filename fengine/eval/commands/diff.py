@@ -27,11 +27,8 @@ Exit codes: 0 the same records   1 they differ, or a file is damaged   2 usage, 
 KEPT = 100  # differing rows in the JSON
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.run(USAGE, argv, _work)
-
-
-def _work(argv: Sequence[str]) -> int:
+def work(argv: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
     words = command.parse(argv, {"show": command.whole(0, 10_000)}, ["--json"])
     if len(words.places) != 2:
         raise ConfigError(f"fengine diff takes two run folders, got {len(words.places)}; see fengine diff --help")

@@ -22,7 +22,7 @@ model_args are the arguments of fengine.eval.harness.lm_eval_model.FengineLM and
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the words behind `fengine lm-eval` (default: those of this process) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return command.run(USAGE, words[:1], lambda _: evaluate(words))
+    return command.run(USAGE, lambda _: evaluate(words), words[:1])
 
 
 def evaluate(words: Sequence[str]) -> int:

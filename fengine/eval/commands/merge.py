@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from fengine.errors import InputFileError, ResumeMismatchError, StorageError
-from fengine.eval.cli.command import DIFFERS, OK, parse, run
-from fengine.eval.cli.restore import restore
+from fengine.eval.cli.command import DIFFERS, OK, parse
+from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.view import count, place
 from fengine.eval.records.records import read_manifest, runs_of
 from fengine.eval.runs import digests, manifest
@@ -81,11 +81,8 @@ class Shard:
         return table
 
 
-def main(argv: Sequence[str]) -> int:
-    return run(USAGE, argv, _work)
-
-
-def _work(argv: Sequence[str]) -> int:
+def work(argv: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
     places = [Path(word) for word in parse(argv).places]
     if len(places) < 2:
         raise InputFileError("fengine merge takes a new folder and the shards: fengine merge OUT SHARD ...")

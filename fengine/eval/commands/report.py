@@ -27,11 +27,8 @@ Exit codes: 0 written   2 usage, a folder that is no run's, or a file that canno
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.run(USAGE, argv, _work)
-
-
-def _work(argv: Sequence[str]) -> int:
+def work(argv: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
     options = {"out": _file, "rows": command.whole(0, 100_000), "megabytes": command.number(0.5, 500)}
     words = command.parse(argv, options)
     if len(words.places) not in (1, 2):

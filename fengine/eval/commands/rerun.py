@@ -10,7 +10,7 @@ from fengine.errors import ConfigError, ResumeMismatchError, StorageError
 from fengine.eval.cli import command, view
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.engines import EngineCache
-from fengine.eval.cli.restore import restore
+from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.schema import Point
 from fengine.eval.cli.view import place, say
 from fengine.eval.records.records import read_manifest, runs_of
@@ -43,11 +43,8 @@ EXCUSED = {
 }  # by a change that is asked for in this section
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.run(USAGE, argv, _work)
-
-
-def _work(argv: Sequence[str]) -> int:
+def work(argv: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
     words = command.parse(argv, {"rerun.changed": command.switch}, overrides=True)
     if len(words.places) != 1:
         raise ConfigError(f"fengine rerun takes one run folder, got {len(words.places)}; see fengine rerun --help")

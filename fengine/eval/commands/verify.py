@@ -16,7 +16,7 @@ from fengine.errors import ConfigError, EngineClosedError, EngineDeadError, Feng
 from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.engines import EngineCache, model_directory
-from fengine.eval.cli.restore import restore
+from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.view import clean, clock, count, place, say
 from fengine.eval.commands.layouts import (
     COUNTERS,
@@ -71,11 +71,8 @@ CHANGES = ("model.path", "model.tokenizer_path", "model.device")  # where things
 LEGITIMATE = "not the run's, so that bits may differ legitimately"
 
 
-def main(argv: Sequence[str]) -> int:
-    return command.run(USAGE, argv, _work)
-
-
-def _work(argv: Sequence[str]) -> int:
+def work(argv: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
     words = command.parse(argv, OPTIONS, overrides=True)
     if len(words.places) != 1:
         raise ConfigError(f"fengine verify takes one run folder, got {len(words.places)}; see fengine verify --help")

@@ -18,7 +18,7 @@ from typing import Any
 from fengine.errors import ConfigError, FengineError, ResumeMismatchError, StorageError
 from fengine.eval.cli import view
 from fengine.eval.cli.engines import EngineCache, report
-from fengine.eval.cli.launch import launch
+from fengine.eval.cli.recompose import launch
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.cli.view import count, place
 from fengine.eval.runs.finish import METRICS

@@ -1,0 +1,108 @@
+"""`fengine env`, `fengine models` and `fengine replay`: facts of this machine, what loads, steps that were recorded."""
+
+import json
+import platform
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fengine.core.recording import replay
+from fengine.errors import ConfigError, FengineError
+from fengine.eval.cli.command import OK, parse
+from fengine.eval.cli.engines import devices, model_families
+from fengine.eval.cli.guard import conf_dir
+from fengine.eval.runs import machine, manifest
+from fengine.ops.compiler import find_compiler, private_cache_dir
+
+ENV = """
+Usage:  fengine env [--json]
+
+Prints what results and speed depend on: versions, hardware, compiler, caches, environment. It has no names of users, no
+keys and no values of other variables, so that it can be sent with a question.
+"""
+MODELS = """
+Usage:  fengine models [WORD]
+
+Prints the model families that load, each with its classes in Transformers, and the presets model=NAME; with WORD those
+whose names hold it. A checkpoint loads if architectures in its config.json names one of the classes.
+"""
+REPLAY = """
+fengine replay FILE: schedules the recorded steps of an engine again, and executes them on a simulated device.
+
+    fengine prompts=a.jsonl scheduler.record=steps.jsonl     records them: ids as hashes, no texts
+    fengine replay steps.jsonl                               every step must be the same, and read its own KV
+
+Exit codes: 0 all are, 1 one is not, 2 usage.
+"""
+WANTED = ("torch triton numpy tokenizers transformers safetensors huggingface-hub hydra-core llguidance fastapi "
+          "uvicorn lm-eval inspect-ai").split()  # fmt: skip
+
+
+def env(argv: Sequence[str]) -> int:
+    """Imports torch. Errors: ConfigError."""
+    flags, found = parse(argv, flags=["--json"]).flags, facts()
+    if "--json" in flags:
+        print(json.dumps(found, indent=1), flush=True)
+        return OK
+    for name, value in found.items():
+        told = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{name + ':':<14}{'none' if told in (None, '', []) else told}", flush=True)
+    return OK
+
+
+def facts() -> dict[str, Any]:
+    """Facts about this machine by name, as JSON's values: what a manifest has."""
+    there, around, seen = machine.packages(), manifest.surroundings(), devices()
+    checkout = machine.checkout()
+    return {
+        "fengine": manifest.versions()["fengine"],
+        "commit": checkout and checkout["commit"][:12] + (" and changes" if checkout["dirty"] else ""),
+        "code": manifest.code_digest()[:16],
+        "python": f"{around['python']} ({platform.python_implementation()})",
+        "system": around["system"],
+        "cpu": f"{manifest.cpu_name()}, {around['cpus']} cores",
+        **seen,
+        "compiler": _or_error(lambda: " ".join(map(str, (shutil.which(find_compiler()[0]), *find_compiler()[1:])))),
+        "cache": _or_error(lambda: "a private directory" if private_cache_dir().is_dir() else None),
+        "packages": {name: there[name][1] for name in WANTED if name in there},
+        "environment": around["environment"],
+    }
+
+
+def _or_error(read: Any) -> Any:
+    try:
+        return read()
+    except FengineError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def models(argv: Sequence[str]) -> int:
+    """Imports torch. Errors: ConfigError."""
+    if len(argv) > 1:
+        raise ConfigError(f"fengine models takes one word, got {len(argv)}")
+    word = "".join(argv).lower()
+    families = {title: ", ".join(names) for title, names in model_families().items()}
+    shown = [f"{title}\n    {names}" for title, names in families.items() if word in f"{title} {names}".lower()]
+    presets = [f"{name:<24}{path}" for name, path in presets_of().items() if word in f"{name} {path}".lower()]
+    if not shown and not presets:
+        raise ConfigError(f"no family or preset has {word!r:.80} in its name; fengine models shows all")
+    print("\n".join([*shown, *(["model=NAME loads:\n    " + "\n    ".join(presets)] if presets else [])]), flush=True)
+    return OK
+
+
+def presets_of() -> dict[str, str]:
+    """What each preset loads: a hub id, or "box"."""
+    files = sorted((conf_dir() / "model").glob("*.yaml"))
+    return {file.stem: str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"]) for file in files}
+
+
+def replay_steps(argv: Sequence[str]) -> int:
+    """Errors: ConfigError, InputFileError, InvariantError."""
+    if len(argv) != 1:
+        raise ConfigError(f"fengine replay takes one file, got {len(argv)} arguments; see fengine replay --help")
+    requests, steps = replay(Path(argv[0]))
+    print(f"{requests:,} requests, {steps:,} steps: each is scheduled as it was, and reads its own KV")
+    return OK
