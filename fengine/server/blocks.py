@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fengine.api.outputs import Output
-from fengine.server.answers import finish_reason
+from fengine.server.answers import Writer, finish_reason
 from fengine.server.chat import ChatWriter
 
 Kind = Literal["reasoning", "text", "call"]
-Step = tuple[Literal["open", "delta", "close"], "Block", str]
+Did = Literal["open", "delta", "close"]
+Step = tuple[Did, "Block", str]
 
 
 @dataclass(slots=True)
@@ -24,17 +25,39 @@ class Block:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Blocks:
-    """Cuts the one choice of a chat into blocks. Modifies: itself, as output comes."""
+class BlockWriter(Writer):
+    """An answer that tells the one choice of a chat as blocks. Modifies: itself, in a stream."""
 
-    def __init__(self, form: ChatWriter) -> None:
-        self._form = form
-        self.found: list[Block] = []
+    def __init__(self, chat: ChatWriter) -> None:
+        self.chat, self.found = chat, list[Block]()
         self._open = False  # the last one
 
-    def feed(self, output: Output) -> Iterator[Step]:
+    def answer(self, output: Output) -> dict[str, Any]:
+        """The whole answer, once all blocks are found."""
+        raise NotImplementedError
+
+    def step(self, did: Did, block: Block, said: str) -> bytes:
+        """The events of one step of a block."""
+        raise NotImplementedError
+
+    def ending(self, output: Output) -> bytes:
+        """The events behind the last block."""
+        raise NotImplementedError
+
+    def whole(self, outputs: list[Output]) -> dict[str, Any]:
+        for _ in self._steps(outputs[0]):
+            pass
+        return self.answer(outputs[0])
+
+    def piece(self, index: int, output: Output) -> bytes:
+        return b"".join(self.step(*step) for step in self._steps(output))
+
+    def last(self, outputs: list[Output]) -> bytes:
+        return self.ending(outputs[0]) if outputs[0] else b""
+
+    def _steps(self, output: Output) -> Iterator[Step]:
         """What a piece adds, or a whole output."""
-        parts = self._form.parts(0, output, streamed=True)
+        parts = self.chat.parts(0, output, streamed=True)
         kinds: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("text", "content"))
         for kind, name in kinds:
             if parts.get(name):
@@ -44,8 +67,8 @@ class Blocks:
             yield from self._close()
             yield from self._add(Block("call", len(self.found), call["id"], function["name"]), function["arguments"])
             yield from self._close()
-        if self._form.given["logprobs"] is not None and self.found and self.found[-1].kind == "text":
-            self.found[-1].logprobs += self._form.logprobs(output)
+        if self.chat.given["logprobs"] is not None and self.found and self.found[-1].kind == "text":
+            self.found[-1].logprobs += self.chat.logprobs(output)
         if finish_reason(output) is not None:
             if not self.found:
                 yield from self._add(Block("text", 0), "")

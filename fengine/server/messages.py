@@ -6,8 +6,8 @@ from typing import Any
 
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
-from fengine.server.answers import Writer, event, new_id
-from fengine.server.blocks import Block, Blocks, Step
+from fengine.server.answers import event, new_id
+from fengine.server.blocks import Block, BlockWriter, Did
 from fengine.server.chat import ChatWriter
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Fields, array, flag, loose, record, take
@@ -31,6 +31,8 @@ COUNTED: Fields = {name: FIELDS[name] for name in ("model", "messages", "system"
 REFUSED = {"mcp_servers": "tools of the server", "container": "containers"}
 WORDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+          "call": ("input_json_delta", "partial_json")}  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -98,93 +100,72 @@ def _texts(content: Any, where: str) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
-def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool's result as a message of a chat. Errors: ApiError."""
-    content, call_id = _texts(block.get("content"), where), block.get("tool_use_id") or block.get("id")
-    return {"role": "tool", "tool_call_id": call_id, "content": content or ""}
-
-
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool as those of chats. Pure."""
-    function = {"name": block.get("name"), "arguments": block.get("input")}
-    return {"id": block.get("id"), "type": "function", "function": function}
-
-
 def _message(message: Any, where: str) -> list[Any]:
     """One message as those of a chat: results of tools are messages of their own. Errors: ApiError."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return [message]
-    told: dict[str, Any] = {"role": message.get("role")}
-    parts: list[Any] = []
-    calls, results = [], []
+    told, parts, calls, results = {"role": message.get("role")}, list[Any](), list[Any](), list[Any]()
     for i, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        at = f"{where}.content[{i}]"
+        kind, at = block.get("type") if isinstance(block, dict) else None, f"{where}.content[{i}]"
         if kind == "text":
             parts.append({"type": "text", "text": _texts([block], at)})
         elif is_image(block):
             parts.append(block)
         elif kind == "tool_use":
-            calls.append(_call(block))
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            results.append(_result(block, at))
+            said, call_id = _texts(block.get("content"), at) or "", block.get("tool_use_id") or block.get("id")
+            results.append({"role": "tool", "tool_call_id": call_id, "content": said})
         elif kind == "thinking":
             told["reasoning_content"] = block.get("thinking")
         elif kind != "redacted_thinking":
-            raise invalid(
-                "messages", f"{at} has the type {kind!r:.80}, not text, image, tool_use, tool_result, thinking."
-            )
-    if calls:
-        told["tool_calls"] = calls
-    if parts or calls or not results:
-        results.append(told | {"content": _content(parts)})
-    return results
-
-
-def _content(parts: list[dict[str, Any]]) -> Any:
-    """The parts if there are images, else their texts. Pure."""
-    return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
+            known = "text, image, tool_use, tool_result, thinking"
+            raise invalid("messages", f"{at} has the type {kind!r:.80}, not {known}.")
+    told |= {"tool_calls": calls} if calls else {}
+    said = parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
+    return results + ([told | {"content": said}] if parts or calls or not results else [])
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-class MessageWriter(Writer):
+class MessageWriter(BlockWriter):
     """Modifies: itself, in a stream."""
 
-    def __init__(self, form: ChatWriter, model: str) -> None:
-        self._form, self._blocks = form, Blocks(form)
+    def __init__(self, chat: ChatWriter, model: str) -> None:
+        super().__init__(chat)
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 
-    def whole(self, outputs: list[Output]) -> dict[str, Any]:
-        for _ in self._blocks.feed(outputs[0]):
-            pass
-        content = [_block(block, whole=True) for block in self._blocks.found]
-        return self._head | {"content": content, **self._ending(outputs[0])}
+    def answer(self, output: Output) -> dict[str, Any]:
+        content = [_block(block, block.text) for block in self.found]
+        return self._head | {"content": content, **self._told(output)}
 
     def first(self) -> bytes:
-        usage = {"input_tokens": len(self._form.ids), "output_tokens": 0}
+        usage = {"input_tokens": len(self.chat.ids), "output_tokens": 0}
         head = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        return _event({"type": "message_start", "message": head})
+        return _event("message_start", message=head)
 
-    def piece(self, index: int, output: Output) -> bytes:
-        return b"".join(_step(step) for step in self._blocks.feed(output))
+    def step(self, did: Did, block: Block, said: str) -> bytes:
+        if did == "open":
+            return _event("content_block_start", index=block.index, content_block=_block(block, ""))
+        if did == "close":
+            return _event("content_block_stop", index=block.index)
+        kind, name = DELTAS[block.kind]
+        return _event("content_block_delta", index=block.index, delta={"type": kind, name: said})
 
-    def last(self, outputs: list[Output]) -> bytes:
-        if not outputs[0]:
-            return b""
-        ending = self._ending(outputs[0])
-        usage = ending.pop("usage")
-        return _event({"type": "message_delta", "delta": ending, "usage": usage}) + _event({"type": "message_stop"})
+    def ending(self, output: Output) -> bytes:
+        told = self._told(output)
+        return _event("message_delta", usage=told.pop("usage"), delta=told) + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        return _event(error_body(error))
+        return _event(**error_body(error))
 
-    def _ending(self, output: Output) -> dict[str, Any]:
+    def _told(self, output: Output) -> dict[str, Any]:
         meta = output["meta_info"]
         finish = meta["finish_reason"] or {}
-        matched, called = finish.get("matched"), any(block.kind == "call" for block in self._blocks.found)
+        matched, called = finish.get("matched"), any(block.kind == "call" for block in self.found)
         reason = REASONS.get("tool_calls" if called and finish.get("type") == "stop" else finish.get("type", "stop"))
         stop = matched if isinstance(matched, str) and not called else None
         cached = meta["cached_tokens"]
@@ -199,30 +180,14 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": told["type"], "message": told["message"]}}
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return event(value, value["type"])
+def _event(type: str, **more: Any) -> bytes:
+    return event({"type": type, **more}, type)
 
 
-def _block(block: Block, whole: bool) -> dict[str, Any]:
-    """One block of the content, or with nothing in it yet. Pure."""
-    said = block.text if whole else ""
+def _block(block: Block, said: str) -> dict[str, Any]:
+    """One block of the content. Pure."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(said or "{}")}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": said, "signature": ""}
     return {"type": "text", "text": said}
-
-
-DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
-          "call": ("input_json_delta", "partial_json")}  # fmt: skip
-
-
-def _step(step: Step) -> bytes:
-    did, block, said = step
-    if did == "open":
-        begun = _block(block, whole=False)
-        return _event({"type": "content_block_start", "index": block.index, "content_block": begun})
-    if did == "close":
-        return _event({"type": "content_block_stop", "index": block.index})
-    kind, name = DELTAS[block.kind]
-    return _event({"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: said}})

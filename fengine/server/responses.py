@@ -9,8 +9,8 @@ from typing import Any
 
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
-from fengine.server.answers import Writer, event, finish_reason, new_id, usage_of
-from fengine.server.blocks import Block, Blocks, Step
+from fengine.server.answers import event, finish_reason, new_id, usage_of
+from fengine.server.blocks import Block, BlockWriter, Did
 from fengine.server.chat import ChatWriter
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Fields, array, flag, loose, one_of, record, sampling_fields, take, text, whole
@@ -55,34 +55,28 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a chat that asks the same. Pure. Errors: ApiError."""
     given = take(body, FIELDS, REFUSED)
     take(given["stream_options"] or {}, {"include_obfuscation": flag("")})
+    effort = take(given["reasoning"] or {}, {"effort": loose(""), "summary": loose(""), "generate_summary": loose("")})
     if given["input"] is None:
         raise missing("input")
-    chat = {name: given[name] for name in (*AS_IN_CHATS, *(name for name in sampling_fields() if name != "n"))}
+    for name in given["include"] or ():
+        if name not in (LOGPROBS, "reasoning.encrypted_content"):
+            raise unsupported("include", f"include may hold {LOGPROBS}; {name!r:.80} is not built.")
+    logprobs, choice = LOGPROBS in (given["include"] or ()), given["tool_choice"]
+    if isinstance(choice, dict) and "name" in choice:
+        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
     first = [{"role": "system", "content": given["instructions"]}] if given["instructions"] else []
+    chat = {name: given[name] for name in (*AS_IN_CHATS, *(name for name in sampling_fields() if name != "n"))}
     chat |= {
         "messages": first + _messages(given["input"]),
         "max_completion_tokens": given["max_output_tokens"],
         "tools": None if given["tools"] is None else [_tool(tool, i) for i, tool in enumerate(given["tools"])],
-        "tool_choice": _choice(given["tool_choice"]),
+        "tool_choice": choice,
         "response_format": _format(given["text"]),
-        "reasoning_effort": _effort(given["reasoning"]),
-        "logprobs": _wants_logprobs(given["include"]),
+        "reasoning_effort": effort["effort"],
+        "logprobs": logprobs,
+        "top_logprobs": given["top_logprobs"] if logprobs else None,
     }
-    if not chat["logprobs"]:
-        chat["top_logprobs"] = None
     return {name: value for name, value in chat.items() if value is not None}
-
-
-def _wants_logprobs(include: list[Any] | None) -> bool:
-    """Errors: ApiError for anything else to include."""
-    for name in include or ():
-        if name not in (LOGPROBS, "reasoning.encrypted_content"):
-            raise unsupported("include", f"include may hold {LOGPROBS}; {name!r:.80} is not built.")
-    return LOGPROBS in (include or ())
-
-
-def _effort(reasoning: dict[str, Any] | None) -> Any:
-    return take(reasoning or {}, {"effort": loose(""), "summary": loose(""), "generate_summary": loose("")})["effort"]
 
 
 def _format(told: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -101,61 +95,43 @@ def _tool(tool: Any, i: int) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and "name" in choice:
-        return {"type": choice.get("type"), "function": {"name": choice["name"]}}
-    return choice
-
-
-# -- the input ---------------------------------------------------------------------------------------------------------
-
-
 def _messages(given: Any) -> list[Any]:
-    """Errors: ApiError."""
+    """The input as a chat: calls, and what follows a thought, join the assistant's message before. Errors: ApiError."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise invalid("input", f"input must be a text or a list of items, got {given!r:.80}.")
     messages: list[Any] = []
     for i, item in enumerate(given):
-        _append(messages, item, f"input[{i}]")
+        new, last = _message(item, f"input[{i}]"), messages[-1] if messages else {}
+        calls = new.get("tool_calls", [])
+        follows = calls or last.get("reasoning_content") and not last["content"]
+        if new["role"] == last.get("role") == "assistant" and follows:
+            last["content"] = last["content"] or new["content"]
+            last |= {"tool_calls": last.get("tool_calls", []) + calls} if calls else {}
+        elif new.get("reasoning_content") != "":  # an empty thought says nothing
+            messages.append(new)
     return messages
 
 
-def _append(messages: list[Any], item: Any, where: str) -> None:
-    """Calls and thoughts join the assistant's message before them. Errors: ApiError."""
+def _message(item: Any, where: str) -> dict[str, Any]:
+    """One item as a message of a chat. Errors: ApiError."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"), where)})
-    elif kind == "function_call_output":
+        return {"role": item.get("role"), "content": _content(item.get("content"), where)}
+    if kind == "function_call_output":
         told = _content(item.get("output"), where)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": told})
-    elif kind == "function_call":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": told}
+    if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        _assistant(messages).setdefault("tool_calls", []).append(call)
-    elif kind == "reasoning":
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "reasoning":
         parts = _content(item.get("content") or [], where)
-        if thought := parts if isinstance(parts, str) else "".join(part["text"] for part in parts):
-            messages.append({"role": "assistant", "reasoning_content": thought, "content": ""})
-    else:
-        raise invalid("input", f"{where} has the type {kind!r:.80}; known are message, function_call, "
-                      "function_call_output and reasoning.")  # fmt: skip
-    _join(messages)
-
-
-def _assistant(messages: list[Any]) -> dict[str, Any]:
-    """The assistant's message at the end, which is made if there is none. Modifies: `messages`."""
-    if not messages or messages[-1].get("role") != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def _join(messages: list[Any]) -> None:
-    """A thought and the text behind it are one message. Modifies: `messages`."""
-    if len(messages) > 1 and messages[-2].get("reasoning_content") and messages[-1].get("role") == "assistant":
-        last, before = messages.pop(), messages[-1]
-        before["content"] = before["content"] or last["content"]
+        thought = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
+        return {"role": "assistant", "reasoning_content": thought, "content": ""}
+    raise invalid("input", f"{where} has the type {kind!r:.80}; known are message, function_call, "
+                  "function_call_output and reasoning.")  # fmt: skip
 
 
 def _content(content: Any, where: str) -> Any:
@@ -180,43 +156,18 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class ResponseWriter(Writer):
+class ResponseWriter(BlockWriter):
     """Modifies: itself, in a stream."""
 
-    def __init__(self, form: ChatWriter, body: Mapping[str, Any], model: str) -> None:
-        self._blocks, self._ids, self._number = Blocks(form), dict[int, str](), 0
+    def __init__(self, chat: ChatWriter, body: Mapping[str, Any], model: str) -> None:
+        super().__init__(chat)
+        self._ids, self._number = dict[int, str](), 0
         echoed = {name: DEFAULTS.get(name) if body.get(name) is None else body[name] for name in ECHOED}
         self._head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": model,
                       "background": False, "store": False, "previous_response_id": None, "error": None}  # fmt: skip
         self._head |= echoed
 
-    def whole(self, outputs: list[Output]) -> dict[str, Any]:
-        for _ in self._blocks.feed(outputs[0]):
-            pass
-        return self._answer(outputs[0])
-
-    def first(self) -> bytes:
-        head = self._head | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        return self._event("response.created", response=head) + self._event("response.in_progress", response=head)
-
-    def piece(self, index: int, output: Output) -> bytes:
-        return b"".join(self._step(step) for step in self._blocks.feed(output))
-
-    def last(self, outputs: list[Output]) -> bytes:
-        if not outputs[0]:
-            return b""
-        answer = self._answer(outputs[0])
-        return self._event(f"response.{answer['status']}", response=answer)
-
-    def failed(self, error: ApiError) -> bytes:
-        told = error.body()["error"]
-        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
-
-    def _event(self, kind: str, **more: Any) -> bytes:
-        self._number += 1
-        return event({"type": kind, "sequence_number": self._number - 1, **more}, kind)
-
-    def _answer(self, output: Output) -> dict[str, Any]:
+    def answer(self, output: Output) -> dict[str, Any]:
         finish, usage = finish_reason(output), usage_of([output])
         whole = finish in ("stop", None)
         reason = {"length": "max_output_tokens"}.get(finish or "", finish)
@@ -226,28 +177,19 @@ class ResponseWriter(Writer):
         return self._head | {
             "status": "completed" if whole else "incomplete",
             "incomplete_details": None if whole else {"reason": reason},
-            "output": [self._item(block, "completed") for block in self._blocks.found],
+            "output": [self._item(block, "completed") for block in self.found],
             "usage": usage | told,
         }
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
-        """One item of the output, as far as it has come. Modifies: the ids, when an item is new."""
-        kind = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}[block.kind]
-        head = {"id": self._ids.setdefault(block.index, new_id(kind)), "status": status}
-        if block.kind == "call":
-            return {**head, "type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
-        content = [_part(block)] if status == "completed" else []
-        if block.kind == "reasoning":
-            return {**head, "type": "reasoning", "summary": [], "content": content}
-        return {**head, "type": "message", "role": "assistant", "content": content}
+    def first(self) -> bytes:
+        head = self._head | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        return self._event("response.created", response=head) + self._event("response.in_progress", response=head)
 
-    def _step(self, step: Step) -> bytes:
-        """The events of one step of a block."""
-        did, block, said = step
+    def step(self, did: Did, block: Block, said: str) -> bytes:
         call, item = block.kind == "call", self._item(block, "completed" if did == "close" else "in_progress")
         at: dict[str, Any] = {"item_id": item["id"], "output_index": block.index}
-        named = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}[block.kind]
         inside = at if call else at | {"content_index": 0}
+        named = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}[block.kind]
         if did == "delta":
             more = {"logprobs": []} if block.kind == "text" else {}
             return self._event(f"response.{named}.delta", **inside, delta=said, **more)
@@ -263,6 +205,29 @@ class ResponseWriter(Writer):
         if not call:
             done += self._event("response.content_part.done", **inside, part=_part(block))
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def ending(self, output: Output) -> bytes:
+        answer = self.answer(output)
+        return self._event(f"response.{answer['status']}", response=answer)
+
+    def failed(self, error: ApiError) -> bytes:
+        told = error.body()["error"]
+        return self._event("error", code=told["code"], message=told["message"], param=told["param"])
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number - 1, **more}, kind)
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        """One item of the output, as far as it has come. Modifies: the ids, when an item is new."""
+        kind = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}[block.kind]
+        head = {"id": self._ids.setdefault(block.index, new_id(kind)), "status": status}
+        if block.kind == "call":
+            return {**head, "type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+        content = [_part(block)] if status == "completed" else []
+        if block.kind == "reasoning":
+            return {**head, "type": "reasoning", "summary": [], "content": content}
+        return {**head, "type": "message", "role": "assistant", "content": content}
 
 
 def _part(block: Block) -> dict[str, Any]:
