@@ -30,6 +30,9 @@ RESERVED = frozenset("messages tools add_generation_prompt continue_final_messag
 _NAME = re.compile(r"[\w.:-]{1,128}")
 
 
+Functions = tuple[dict[str, Any], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """`tools`: what the template is shown, None: nothing. `callable`: the functions whose calls are looked for.
@@ -41,8 +44,8 @@ class ChatOptions:
 
     messages: Any
     tools: list[dict[str, Any]] | None
-    callable: tuple[dict[str, Any], ...]
-    forced: tuple[dict[str, Any], ...]
+    callable: Functions
+    forced: Functions
     parallel: bool
     legacy: bool
     template_values: dict[str, Any]
@@ -56,12 +59,13 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
     """`given`: the fields of CHAT, taken. Pure. Errors: ApiError."""
     if given["messages"] is None:
         raise missing("messages")
-    tools, choice, legacy = _tools(given)
+    legacy = given["functions"] is not None or given["function_call"] is not None
+    if legacy and (given["tools"] is not None or given["tool_choice"] is not None):
+        said = "functions and function_call are the older form of tools and tool_choice; give one."
+        raise invalid("functions", said)
+    tools = _tools(given, legacy)
     functions = tuple(tool["function"] for tool in tools)
-    forced = _forced(functions, choice, legacy)
-    if forced and has_grammar:
-        name = "function_call" if legacy else "tool_choice"
-        raise invalid(name, f"{name} forces a call, and the body has a grammar, too; give one.")
+    choice, forced = _choice(given, legacy, functions, has_grammar)
     shown, messages = bool(tools) and choice != "none", messages_of(given["messages"])
     return ChatOptions(
         messages=messages,
@@ -168,63 +172,45 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Any, bool]:
-    """(tools, the choice: auto, none, required or {"name": …}, whether the body has OpenAI's older words)."""
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    legacy = any(body.get(word) is not None for word in ("functions", "function_call"))
+def _tools(given: Mapping[str, Any], legacy: bool) -> list[dict[str, Any]]:
+    """The tools, as chats write them. Errors: ApiError."""
     name = "functions" if legacy else "tools"
-    if legacy:
-        if tools is not None or choice is not None:
-            raise invalid(name, "functions and function_call are the older form of tools and tool_choice; give one.")
-        tools, choice = _older(body.get("functions")), body.get("function_call")
-    tools = [] if tools is None else tools
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+    tools = given[name] or []
+    if len(tools) > MAX_TOOLS:
         raise invalid(name, f"{name} must be a list of at most {MAX_TOOLS}, got {tools!r:.80}.")
-    for i, tool in enumerate(tools):
-        _check_tool(tool, f"{name}[{i}]", name)
-    return list(tools), _choice(choice, legacy), legacy
+    found = [{"type": "function", "function": one} for one in tools] if legacy else tools
+    for i, tool in enumerate(found):
+        function, told = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None, ""
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            told = ' must be {"type": "function", "function": {"name": …}}.'
+        elif not _NAME.fullmatch(function["name"]):
+            told = f": a function's name has letters, digits and _ . : -, got {function['name']!r:.80}."
+        elif not isinstance(function.get("parameters"), dict | None):
+            told = f": parameters must be a JSON schema, got {function['parameters']!r:.80}."
+        if told:
+            raise invalid(name, f"{name}[{i}]{told}")
+    return list(found)
 
 
-def _older(functions: Any) -> list[dict[str, Any]]:
-    """OpenAI's older `functions` as tools. Errors: ApiError."""
-    if functions is not None and not isinstance(functions, list):
-        raise invalid("functions", f"functions must be a list, got {functions!r:.80}.")
-    return [{"type": "function", "function": one} for one in functions or ()]
+def _choice(given: Mapping[str, Any], legacy: bool, functions: Functions, has_grammar: bool) -> tuple[Any, Functions]:
+    """(the choice as it stands in the body, the functions of which one must be called; none: no call is forced).
 
-
-def _check_tool(tool: Any, where: str, name: str) -> None:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(name, f'{where} must be {{"type": "function", "function": {{"name": …}}}}.')
-    if not _NAME.fullmatch(function["name"]):
-        raise invalid(
-            name, f"{where}: a function's name has letters, digits and _ . : -, got {function['name']!r:.80}."
-        )
-    if not isinstance(function.get("parameters"), dict | None):
-        raise invalid(name, f"{where}: parameters must be a JSON schema, got {function['parameters']!r:.80}.")
-
-
-def _choice(choice: Any, legacy: bool) -> Any:
-    """auto, none, required, or {"name": …}. Errors: ApiError."""
-    name = "function_call" if legacy else "tool_choice"
-    known = ("auto", "none") if legacy else ("auto", "none", "required")
-    if choice is None or isinstance(choice, str) and choice in known:
-        return choice or "auto"
-    inner = choice if legacy else choice.get("function") if isinstance(choice, dict) else None
-    if not legacy and isinstance(choice, dict) and choice.get("type") not in (None, "function"):
-        raise unsupported(name, f"{name} of the type {choice['type']!r:.80} is not built.")
-    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise invalid(name, f"{name} must be {', '.join(known)}, or name a function, got {choice!r:.80}.")
-    return {"name": inner["name"]}
-
-
-def _forced(functions: tuple[dict[str, Any], ...], choice: Any, legacy: bool) -> tuple[dict[str, Any], ...]:
-    """The functions of which one must be called; none: no call is forced. Errors: ApiError."""
+    Errors: ApiError.
+    """
+    name, known = ("function_call", "auto, none") if legacy else ("tool_choice", "auto, none, required")
+    choice = "auto" if given[name] is None else given[name]
     if choice in ("auto", "none"):
-        return ()
-    name = "function_call" if legacy else "tool_choice"
-    found = functions if choice == "required" else tuple(f for f in functions if f["name"] == choice["name"])
+        return choice, ()
+    found, asked = functions, "is required"
+    if legacy or choice != "required":
+        if not legacy and isinstance(choice, dict) and choice.get("type") not in (None, "function"):
+            raise unsupported(name, f"{name} of the type {choice['type']!r:.80} is not built.")
+        inner = choice if legacy else choice.get("function") if isinstance(choice, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise invalid(name, f"{name} must be {known}, or name a function, got {choice!r:.80}.")
+        found, asked = tuple(f for f in functions if f["name"] == inner["name"]), f"names {inner['name']!r:.80}"
     if not found:
-        asked = "is required" if choice == "required" else f"names {choice['name']!r:.80}"
         raise invalid(name, f"{name} {asked}, and there is no such function in {'functions' if legacy else 'tools'}.")
-    return found
+    if has_grammar:
+        raise invalid(name, f"{name} forces a call, and the body has a grammar, too; give one.")
+    return choice, found

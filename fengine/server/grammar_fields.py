@@ -5,7 +5,7 @@ No torch.
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from fengine.core.sampling_params import GRAMMARS
@@ -35,7 +35,8 @@ def grammar_of(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str
     own = len(asked)
     for field in FIELDS:
         if (given := body.get(field)) is not None:
-            read = _response_format(given) if field == "response_format" else _structured(field, given)
+            value = {GUIDED[field]: given} if field in GUIDED else given
+            read = _response_format(given) if field == "response_format" else _structured(field, value)
             asked += [(field, name, value) for name, value in read.items()]
     if len(asked) > max(own, 1):
         raise invalid(asked[-1][0], f"{asked[-1][0]} and {asked[0][0]} are two grammars; give one.")
@@ -44,15 +45,16 @@ def grammar_of(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str
 
 def _structured(field: str, value: Any) -> dict[str, Any]:
     """vLLM's way to ask for a grammar, as a sampling parameter. Pure. Errors: ApiError."""
-    if field in GUIDED:
-        value = {GUIDED[field]: value}
     known = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
     given = {key: one for key, one in value.items() if one is not None} if isinstance(value, dict) else {}
     if len(given) != 1 or next(iter(given)) not in known:
         raise invalid(field, f"{field} must have one of {', '.join(known)}, and nothing else; got {value!r:.80}.")
     ((key, one),) = given.items()
     if key == "choice":
-        return {"regex": _choice(field, one)}
+        texts = isinstance(one, list) and all(isinstance(text, str) and text for text in one)
+        if not texts or not 0 < len(one) <= MAX_CHOICES:
+            raise invalid(field, f"{field}: choice must be a list of 1 to {MAX_CHOICES} texts, got {one!r:.80}.")
+        return {"regex": f"(?:{'|'.join(re.sub(r'[^A-Za-z0-9 ]', _escaped, text) for text in one)})"}
     if key == "json_object":
         if one is not True:
             raise invalid(field, f"{field}.json_object must be true, got {one!r:.80}.")
@@ -64,15 +66,6 @@ def _structured(field: str, value: Any) -> dict[str, Any]:
     return {{"json": "json_schema", "grammar": "ebnf"}.get(key, key): one}
 
 
-def _choice(field: str, choices: Any) -> str:
-    """A pattern of these texts and no others. Errors: ApiError."""
-    if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES or not all(
-        isinstance(one, str) and one for one in choices
-    ):  # fmt: skip
-        raise invalid(field, f"{field}: choice must be a list of 1 to {MAX_CHOICES} texts, got {choices!r:.80}.")
-    return f"(?:{'|'.join(re.sub(r'[^A-Za-z0-9 ]', _escaped, one) for one in choices)})"
-
-
 def _escaped(found: re.Match[str]) -> str:
     """A character that stands for itself in a pattern."""
     return found[0] if ord(found[0]) > 127 else f"\\x{ord(found[0]):02x}"
@@ -82,27 +75,19 @@ def _response_format(value: Any) -> dict[str, Any]:
     """OpenAI's way to ask for a grammar, as a sampling parameter. Pure. Errors: ApiError."""
     name = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind in FORMATS:
-        _check_inside(name, value, FORMATS[kind])
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"json_schema": ANY_OBJECT}
-    if kind == "structural_tag":
-        return {"structural_tag": json.dumps(value)}
-    if kind != "json_schema":
+    if not isinstance(kind, str) or kind not in FORMATS:
         told = "response_format must have the type text, json_object, json_schema or structural_tag"
         raise invalid(name, f"{told}: {value!r:.80}.")
     outer = value.get("json_schema")
-    if not isinstance(outer, dict) or not isinstance(outer.get("schema"), (dict, bool)):
+    if kind == "json_schema" and not (isinstance(outer, dict) and isinstance(outer.get("schema"), (dict, bool))):
         raise invalid(name, 'response_format must have {"json_schema": {"schema": {…}}}.')
-    _check_inside(f"{name}.json_schema", outer, {"name", "description", "schema", "strict"})
-    return {"json_schema": json.dumps(outer["schema"])}
-
-
-def _check_inside(where: str, value: Mapping[str, Any], known: Set[str]) -> None:
-    """Errors: ApiError for a field of a response_format that would otherwise be ignored."""
-    for name, inner in value.items():
-        if inner is not None and name not in known:
-            told = f"{where} has the unknown field {name!r:.80}; known are {', '.join(sorted(known))}."
-            raise ApiError(400, told, "response_format", "unknown_parameter")
+    inside = {"name", "description", "schema", "strict"}
+    for where, found, known in ((name, value, FORMATS[kind]), (f"{name}.json_schema", outer or {}, inside)):
+        for field, inner in found.items():
+            if inner is not None and field not in known:
+                told = f"{where} has the unknown field {field!r:.80}; known are {', '.join(sorted(known))}."
+                raise ApiError(400, told, name, "unknown_parameter")
+    if kind == "structural_tag":
+        return {kind: json.dumps(value)}
+    schema = {"json_object": ANY_OBJECT, "json_schema": json.dumps((outer or {}).get("schema"))}
+    return {} if kind == "text" else {"json_schema": schema[kind]}
