@@ -83,26 +83,26 @@ def event(value: Any, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {json.dumps(value)}\n\n".encode()
 
 
-async def events(call: OutputCollector, writer: Writer) -> AsyncIterator[tuple[bytes, bool]]:
-    """The server-sent events of one call: (bytes of some whole events, whether more follow).
+async def events(call: OutputCollector, writer: Writer) -> AsyncIterator[bytes]:
+    """The server-sent events of one call: bytes of some whole events at a time.
 
     An error ends the stream with an event that holds it. Whoever reads must abort the call behind.
     """
     last: list[Output] = [{}] * len(call.states)
     pieces = b""
     if first := writer.first():
-        yield first, True
+        yield first
     while call.open:
         try:
             pieces = _piece(call, writer, last, await call.ready.get())
             while call.ready:  # all that is new by now, of any output
                 pieces += _piece(call, writer, last, call.ready.pop())
         except Exception as error:
-            yield writer.failed(api_error_of(error)), False
+            yield writer.failed(api_error_of(error))
             return
         if call.open and pieces:
-            yield pieces, True
-    yield pieces + writer.last(last), False
+            yield pieces
+    yield pieces + writer.last(last)
 
 
 def _piece(call: OutputCollector, writer: Writer, last: list[Output], index: int) -> bytes:

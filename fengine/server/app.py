@@ -1,15 +1,15 @@
-"""The HTTP face of a `Service`: routes, streams, errors. FastAPI routes; bodies are read by us."""
+"""The HTTP face of a `Service`: routes, bodies, streams, errors. FastAPI routes; bodies are read by us."""
 
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -22,13 +22,14 @@ from fengine.server.config import ServerConfig
 from fengine.server.endpoints import ENDPOINTS, Endpoint, open_api
 from fengine.server.errors import ApiError, api_error_of
 from fengine.server.gate import Access, Gate
-from fengine.server.json_body import read_json
 from fengine.server.metrics import CONTENT_TYPE
 from fengine.server.service import Call, ClientGone, Service
 
 CLOSED_BY_CLIENT = 499  # nginx's word in logs and counters; no client reads it
 KEY_VARIABLE, ADMIN_VARIABLE = "FENGINE_API_KEY", "FENGINE_ADMIN_KEY"
 FLAT = frozenset({"/v1/score", "/v1/rerank"})  # whose errors SGLang's clients read without an "error" around them
+BY_PAGES = ("origin", "sec-fetch-site")  # headers of what a web page sends, which needs no permission without a body
+LONG = 1 << 16  # bytes of a body that would hold up the other answers while it is parsed
 
 
 def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
@@ -37,9 +38,8 @@ def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
     Shutting the engine down stays its owner's business.
     """
     config = config or ServerConfig()
-    service = Service(engine, config)
-
     app = FastAPI(title="fengine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.service = service = Service(engine, config)
     paths = _add_routes(app, service)
     for kind in (ApiError, HTTPException, ClientDisconnect, ClientGone, Exception):
         app.add_exception_handler(kind, _refuse)
@@ -52,75 +52,23 @@ def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
             CORSMiddleware, allow_origins=list(config.allow_origins), allow_methods=["*"], allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )  # fmt: skip
-    app.state.service = service
     return app
 
 
-def _add_routes(app: FastAPI, service: Service) -> dict[str, Any]:
+def _add_routes(app: FastAPI, service: Service) -> dict[str, Access]:
     """Who may call each path. Modifies: app."""
-    paths = {path: one.access for one in ENDPOINTS for path in one.paths}
-    for one in ENDPOINTS:  # bodies are ours to read, so nothing is FastAPI's to solve
-        handler = partial(_planned if one.plan else _called, service, one)
-        for path in one.paths:
-            app.add_route(path, handler, methods=["GET" if one.fields is None else "POST"])
-    for path, handler, access in _pages(service):
-        app.add_route(path, handler, methods=["GET", "POST"] if path == "/ping" else ["GET"])
-        paths[path] = access
-    return paths
-
-
-async def _planned(service: Service, endpoint: Endpoint, request: Request) -> Response:
-    """What the model computes, whole or as events."""
-    assert endpoint.plan is not None, "an endpoint with a plan"
-    body = await _body(service, endpoint, request)
-    call = await service.begin(endpoint.plan, body, endpoint.words)
-    if call.plan.writer is not None and body.get("stream"):
-        return EventStream(call, service)
-    try:
-        outputs = await service.outputs(call.collector.wait_async(), gone(request.receive))
-    finally:
-        service.end(call)
-    return json_response(call.plan.whole(outputs))
-
-
-async def _called(service: Service, endpoint: Endpoint, request: Request) -> Response:
-    """What the engine is asked or told."""
-    assert endpoint.call is not None, "an endpoint with a call"
-    body = await _body(service, endpoint, request)
-    found = await service.ask(partial(endpoint.call, service, body), body, endpoint.words)
-    if not hasattr(found, "_asdict"):
-        return json_response(found)
-    return json_response(found._asdict(), 200 if found.success else 400)
-
-
-async def _body(service: Service, endpoint: Endpoint, request: Request) -> dict[str, Any]:
-    if endpoint.fields is None:
-        return {}
-    return await read_json(request, service.config, may_be_empty=endpoint.access is not Access.KEY)
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """A value as JSON; what JSON does not know is written as text."""
-    return Response(json.dumps(value, default=str), status, media_type="application/json")
-
-
-def _pages(service: Service) -> list[tuple[str, Callable[..., Any], Access]]:
-    """What the server tells about itself."""
-
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(service.cards().values())})
 
     async def model(request: Request) -> Response:
         return JSONResponse(service.card(request.path_params["name"]))
 
     async def health(request: Request) -> Response:
-        wrong = await service.healthy()
-        if wrong is not None:
+        if (wrong := await service.healthy()) is not None:
             raise ApiError(503, wrong, code="unavailable")
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(await service.metrics(), media_type=CONTENT_TYPE)
+        up = await service.healthy() is None
+        return PlainTextResponse(service.meter.page(service.engine.stats(), up, service.rows), media_type=CONTENT_TYPE)
 
     async def schema(request: Request) -> Response:
         return JSONResponse(open_api("fengine"))
@@ -128,11 +76,43 @@ def _pages(service: Service) -> list[tuple[str, Callable[..., Any], Access]]:
     async def docs(request: Request) -> Response:
         return get_swagger_ui_html(openapi_url="/openapi.json", title="fengine", swagger_favicon_url="data:,")
 
-    return [
-        ("/v1/models", models, Access.KEY), ("/v1/models/{name:path}", model, Access.KEY),
-        ("/health", health, Access.OPEN), ("/ping", health, Access.OPEN), ("/metrics", metrics, Access.KEY),
-        ("/openapi.json", schema, Access.OPEN), ("/docs", docs, Access.OPEN),
-    ]  # fmt: skip
+    paths = {path: one.access for one in ENDPOINTS for path in one.paths}
+    for one in ENDPOINTS:
+        for path in one.paths:
+            app.add_route(path, partial(_answer, service, one), methods=["GET" if one.fields is None else "POST"])
+    for path, page, access in (
+        ("/v1/models/{name:path}", model, Access.KEY), ("/health", health, Access.OPEN), ("/ping", health, Access.OPEN),
+        ("/metrics", metrics, Access.KEY), ("/openapi.json", schema, Access.OPEN), ("/docs", docs, Access.OPEN),
+    ):  # fmt: skip
+        app.add_route(path, page, methods=["GET", "POST"] if path == "/ping" else ["GET"])
+        paths[path] = access
+    return paths
+
+
+async def _answer(service: Service, endpoint: Endpoint, request: Request) -> Response:
+    """What the model computes, whole or as events, or what the engine is asked or told."""
+    body: dict[str, Any] = {}
+    if endpoint.fields is not None:
+        body = await read_json(request, service.config, may_be_empty=endpoint.access is not Access.KEY)
+    if endpoint.call is not None:
+        found = await service.ask(partial(endpoint.call, service, body), body, endpoint.words)
+        if not hasattr(found, "_asdict"):
+            return _json(found)
+        return _json(found._asdict(), 200 if found.success else 400)
+    assert endpoint.plan is not None, "an endpoint has a call or a plan"
+    call = await service.begin(endpoint.plan, body, endpoint.words)
+    if call.plan.writer is not None and body.get("stream"):
+        return EventStream(call, service)
+    try:
+        outputs = await service.outputs(call, gone(request.receive))
+    finally:
+        service.end(call)
+    return _json(call.plan.whole(outputs))
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    """A value as JSON; what JSON does not know is written as text."""
+    return Response(json.dumps(value, default=str), status, media_type="application/json")
 
 
 async def gone(receive: Receive) -> None:
@@ -141,33 +121,28 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A call's events as they come; in one piece for HTTP/1.0, which knows no chunks. The call ends with its events, or
     when the client goes."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, call: Call, service: Service) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        assert call.plan.writer is not None, "a plan of a stream"
+        super().__init__(events(call.collector, call.plan.writer), 200, headers, "text/event-stream")
         self.call, self.service = call, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = self.call
-        assert call.plan.writer is not None, "a plan of a stream"
-        found, watch = events(call.collector, call.plan.writer), asyncio.create_task(gone(receive))
-        watch.add_done_callback(lambda _: call.collector.abort())  # which ends the events
         try:
             if scope["http_version"] == "1.0":
-                whole = b"".join([piece async for piece, _ in found])
-                await Response(whole, headers=self.headers, media_type=self.media_type)(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for piece, more in found:
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
+                watch = asyncio.create_task(gone(receive))
+                watch.add_done_callback(lambda _: self.call.collector.abort())  # which ends the events
+                whole = b"".join([piece async for piece in self.body_iterator])  # type: ignore[misc]
+                watch.cancel()
+                await Response(whole, headers=dict(self.headers))(scope, receive, send)
+            else:
+                await super().__call__(scope, receive, send)
         finally:
-            watch.cancel()
-            self.service.end(call)
+            self.service.end(self.call)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -186,3 +161,60 @@ async def _refuse(request: Request, error: Exception) -> Response:
         kind = "BadRequestError" if refusal.status == 400 else "InternalServerError"
         body |= body["error"] | {"object": "error", "type": kind, "code": refusal.status}
     return JSONResponse(body, refusal.status, headers=dict(refusal.headers))
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+async def read_json(request: Request, limits: ServerConfig, may_be_empty: bool = False) -> dict[str, Any]:
+    """The body's object; with `may_be_empty` no body is an empty one. Errors: ApiError 400 (no JSON, no object), 408
+    (too slow), 413 (too large), 415 (other type); ClientDisconnect."""
+    headers = request.headers
+    empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    if may_be_empty and empty and not any(name in headers for name in BY_PAGES):
+        return {}
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # which is also what no web page can send here without being asked
+        raise ApiError(415, f"Content-Type must be application/json, got {kind!r:.80}.")
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "a Content-Encoding is not built; send plain JSON.")
+    raw, most, length = bytearray(), limits.max_body_bytes, headers.get("content-length", "")
+    size = int(length[:20]) if length.isdecimal() else 0
+    try:
+        async with asyncio.timeout(limits.read_seconds):
+            stream = request.stream()
+            while size <= most and (piece := await anext(stream, None)) is not None:
+                raw += piece
+                size = max(size, len(raw))
+    except TimeoutError:
+        told = f"the body did not come within {limits.read_seconds:g} seconds (serve.read_seconds)."
+        raise ApiError(408, told, headers={"Connection": "close"}) from None
+    if size > most:
+        told = f"the body is larger than {most} bytes (serve.max_body_bytes); send less, or start the server with more."
+        raise ApiError(413, told, code="body_too_large")
+    return await asyncio.to_thread(parse, raw) if size > LONG else parse(raw)
+
+
+def parse(raw: bytes | bytearray) -> dict[str, Any]:
+    """Pure. Errors: ApiError."""
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply.", code="invalid_json") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error!s:.200}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(value).__name__}.", code="invalid_json")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different: which of two values is meant would be a guess."""
+    if len(found := dict(pairs)) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r:.80} is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

@@ -10,10 +10,10 @@ from fengine.api.outputs import Output
 from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig
 from fengine.server.endpoints import ENDPOINTS
-from fengine.server.errors import ApiError, unsupported
+from fengine.server.errors import invalid, unsupported
 from fengine.server.service import Service
 
-PATHS = {path: one for one in ENDPOINTS if one.plan and one.fields for path in one.paths}
+PATHS = {path: (one.plan, one.words) for one in ENDPOINTS if one.plan and one.fields for path in one.paths}
 MAX_ROWS = 1 << 31  # of a batch the caller decides how many are open
 
 
@@ -26,25 +26,25 @@ async def respond(service: Service, request: Mapping[str, Any], seed: int) -> tu
     """(the answer's body, the outputs that it is made of). `seed`: of a request that brings none. Errors: ApiError."""
     url, method, body = (request.get(name) for name in ("url", "method", "body"))
     if not isinstance(url, str) or url not in PATHS:
-        raise ApiError(400, f"url must be one of {', '.join(PATHS)}, got {url!r:.80}.", "url", "invalid_value")
+        raise invalid("url", f"url must be one of {', '.join(PATHS)}, got {url!r:.80}.")
     if method not in (None, "POST"):
-        raise ApiError(400, f"method must be POST, got {method!r:.40}.", "method", "invalid_value")
+        raise invalid("method", f"method must be POST, got {method!r:.40}.")
     if not isinstance(body, Mapping):
-        raise ApiError(400, f"body must be a JSON object, got {type(body).__name__}.", "body", "invalid_value")
+        raise invalid("body", f"body must be a JSON object, got {type(body).__name__}.")
     if body.get("stream"):
         raise unsupported("stream", "stream: a batch has whole answers; leave it out.")
-    endpoint = PATHS[url]
+
+    read, words = PATHS[url]
 
     def plan(service: Service, body: Mapping[str, Any]) -> Plan:
-        assert endpoint.plan is not None, "an endpoint with a plan"
-        found = endpoint.plan(service, body)
+        found = read(service, body)
         if isinstance(found.request, GenerateReqInput):
             found.request.sampling_params = _seeded(found.request.sampling_params, seed)
         return found
 
-    call = await service.begin(plan, body, endpoint.words)
+    call = await service.begin(plan, body, words)
     try:
-        outputs = await service.outputs(call.collector.wait_async(), asyncio.get_running_loop().create_future())
+        outputs = await service.outputs(call, asyncio.get_running_loop().create_future())
     finally:
         service.end(call)
     return call.plan.whole(outputs), outputs

@@ -1,16 +1,22 @@
-"""The settings of a server: `ServerConfig`, whose defaults `conf/serve.yaml` repeats under `serve`, and `check`.
+"""The settings of a server: `ServerConfig`, whose defaults `conf/serve.yaml` repeats under `serve`, and its log.
 
 No torch.
 """
 
+import json
+import logging
 import math
+import sys
 from dataclasses import dataclass, field
 
 LEAST = {  # the least values
     "port": 0, "max_body_bytes": 1, "max_header_bytes": 1, "max_samples": 1, "max_rows": 1, "max_connections": 1,
     "drain_seconds": 0,
 }  # fmt: skip
-POSITIVE = ("read_seconds", "write_seconds", "keep_alive_seconds")
+POSITIVE = {  # and whether a value may be infinite
+    "read_seconds": False, "write_seconds": False, "keep_alive_seconds": False, "chunks_per_second": True,
+    "status_seconds": True,
+}  # fmt: skip
 CHOICES = {
     "sampling_defaults": ("model", "openai"),
     "log": ("text", "json", "none"),
@@ -57,27 +63,45 @@ class ServerConfig:
 
 def check(config: ServerConfig) -> list[str]:
     """Every problem with the values, one line each. Pure."""
-    problems = [
-        f"serve.{name} must be at least {least}, got {getattr(config, name)}"
-        for name, least in LEAST.items()
-        if getattr(config, name) < least
-    ]
-    problems += [
-        f"serve.{name} must be positive and finite, got {getattr(config, name)}"
-        for name in POSITIVE
-        if not 0 < getattr(config, name) < math.inf
-    ]
+    values, problems = vars(config), list[str]()
+    for name, least in LEAST.items():
+        if values[name] < least:
+            problems.append(f"serve.{name} must be at least {least}, got {values[name]}")
+    for name, endless in POSITIVE.items():
+        if not (0 < values[name] < math.inf or endless and values[name] == math.inf):
+            told = (" and finite", "") if not endless else ("", "; .inf: never")
+            problems.append(f"serve.{name} must be positive{told[0]}, got {values[name]}{told[1]}")
     if config.port > 65535:
         problems.append(f"serve.port must be in [0, 65535], got {config.port}; 0 takes a free one")
     if not config.host.strip():
         problems.append("serve.host must name an address: 127.0.0.1, or 0.0.0.0 for every address of this machine")
     for name in ("api_key", "admin_key", "model_name"):
-        if (value := getattr(config, name)) is not None and not value.strip():
+        if values[name] is not None and not values[name].strip():
             problems.append(f"serve.{name} must not be empty; leave it out for its default")
-    for name in ("chunks_per_second", "status_seconds"):
-        if not getattr(config, name) > 0:
-            problems.append(f"serve.{name} must be positive, got {getattr(config, name)}; .inf: never")
     for name, choices in CHOICES.items():
-        if (value := getattr(config, name)) not in choices:
-            problems.append(f"serve.{name} must be one of {', '.join(choices)}, got {value!r}")
+        if values[name] not in choices:
+            problems.append(f"serve.{name} must be one of {', '.join(choices)}, got {values[name]!r}")
     return problems
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        told = {"time": record.created, "level": record.levelname, "logger": record.name}
+        told["message"] = record.getMessage()
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+def log_to_stderr(form: str, level: str = "info") -> None:
+    """Lets what the package logs be seen. `form`: text, json or none; `level`: the least that is.
+
+    Modifies: the logger `fengine`, unless the process has given it handlers of its own.
+    """
+    package = logging.getLogger("fengine")
+    if form == "none" or package.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    package.addHandler(handler)
+    package.setLevel(level.upper())

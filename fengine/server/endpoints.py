@@ -214,6 +214,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/get_model_info", "/model_info"), "What kind of model runs.", call=_method("get_model_info", {})),
     Endpoint(("/server_info", "/get_server_info"), "Every setting as resolved, and counters.",
              call=lambda service, _: service.server_info()),
+    Endpoint(("/v1/models",), "The model and its adapters.",
+             call=lambda service, _: {"object": "list", "data": list(service.cards().values())}),
     Endpoint(("/get_load",), "SGLang's load of each rank.", call=_method("get_load", {})),
     Endpoint(("/load",), "vLLM's: samples that run or wait.", call=lambda service, _: {"server_load": service.rows}),
     Endpoint(("/version",), "The version.", call=lambda *_: {"version": __version__}),

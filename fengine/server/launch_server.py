@@ -12,8 +12,7 @@ from fengine.api.engine import Engine
 from fengine.api.server_args import ServerArgs, prepare_server_args
 from fengine.api.sglang_args import FOREIGN, HARMLESS, SERVERS
 from fengine.errors import ConfigError, FengineError, MissingExtraError, UnsupportedFeatureError
-from fengine.server.config import ServerConfig, check
-from fengine.server.logs import log_to_stderr
+from fengine.server.config import ServerConfig, check, log_to_stderr
 
 try:
     from fengine.server.server import listen, serve

@@ -19,7 +19,7 @@ from fengine.api.engine import Engine
 from fengine.errors import ConfigError
 from fengine.server.app import make_app
 from fengine.server.config import ServerConfig
-from fengine.server.logs import logger, report
+from fengine.server.metrics import logger, report
 from fengine.server.protocol import LimitedProtocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

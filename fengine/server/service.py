@@ -22,7 +22,7 @@ from fengine.core.parameters import MAX_BIAS
 from fengine.errors import ConfigError
 from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig
-from fengine.server.errors import ApiError, api_error_of, unsupported
+from fengine.server.errors import ApiError, api_error_of, invalid, unsupported
 from fengine.server.metrics import Meter
 from fengine.server.openai_body import OpenAIRequest
 from fengine.server.output_parser import template_facts
@@ -32,13 +32,12 @@ THREADS = 8  # that tokenize and check; a template may run for seconds
 PROBE_SECONDS = 5.0
 SLOWEST = 0.25  # seconds between two chunks, however many streams there are
 Result = TypeVar("Result")
+Body = Mapping[str, Any]
+Words = Mapping[str, str]
 
 
 class ClientGone(Exception):
     """The client has closed its connection; nobody reads the answer."""
-
-
-Planner = Callable[["Service", Mapping[str, Any]], Plan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,132 +49,74 @@ class Call:
 
 
 class Service:
-    """Not tied to a web framework. Methods are for one event loop's thread, but for `begin_*`, which run in threads."""
+    """Not tied to a web framework. Methods are for one event loop's thread, but for what plans call, in threads."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         """Errors: ConfigError if the engine has no tokenizer; ModelLoadError for a bad generation_config.json."""
         if engine.tokenizer is None:
             raise ConfigError("a server speaks text: make the engine without skip_tokenizer_init")
         self.engine, self.config, self.tokenizer, self.meter = engine, config, engine.tokenizer, Meter()
-        self.model = config.model_name or str(engine.config.model.path)
+        self.model, self.context = config.model_name or str(engine.config.model.path), engine._parts.context_length
         self.fingerprint, self.created = fingerprint_of(engine), int(time.time())
-        self.sampling_defaults = {} if config.sampling_defaults == "openai" else defaults_of(engine)
+        model_dir = engine._parts.model_dir
+        self.sampling_defaults = {} if config.sampling_defaults == "openai" else read_sampling_defaults(model_dir)
         self.rows = 0  # that are open
         self._lock = threading.Lock()  # of `rows`
-        self.context = engine._parts.context_length
         self.template_facts = cache(partial(template_facts, self.tokenizer))
         self._pool = ThreadPoolExecutor(THREADS, "fengine-serve")
         self._probe: asyncio.Future[Any] | None = None
 
-    # -- rows ----------------------------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    async def begin(self, plan: Callable[["Service", Body], Plan], body: Body, words: Words) -> Call:
+        """A body of what `plan` reads, checked and queued; `end` its call. Errors: ApiError."""
+        return await self._in_thread(partial(self._begin, plan, body, words, asyncio.get_running_loop()), self.end)
+
+    def _begin(self, plan: Any, body: Body, words: Words, loop: asyncio.AbstractEventLoop) -> Call:
+        try:
+            self.adapter_of(body)  # a wrong name is told first
+            found: Plan = plan(self, body)
+            words = {**found.words, **words}
+            self._reserve(found.rows)
+            try:
+                return Call(found, self._submitted(found, loop))
+            except BaseException:
+                self._reserve(-found.rows)
+                raise
+        except Exception as error:
+            raise api_error_of(error, body, words) from error
+
+    def _submitted(self, plan: Plan, loop: asyncio.AbstractEventLoop) -> OutputCollector:
+        images = self.engine._parts.images
+        if images is not None and plan.request.image_data is not None:  # whoever asks may not read this machine's files
+            plan.request.image_data = images.read_all(plan.request.image_data, inside=True)
+        if isinstance(plan.request, EncodeReqInput):
+            return self.engine.submit_encode(plan.request, loop)
+        how: dict[str, Any] = {"deltas": True, "pace": self._pace} if plan.deltas else {}
+        return self.engine.submit(plan.request, loop, **how)
 
     def _reserve(self, rows: int) -> None:
         """Errors: ApiError 429 when they would be too many."""
         with self._lock:
-            if self.rows + rows > self.config.max_rows:
-                message = (
-                    f"{self.rows} rows are open, and {rows} more would exceed serve.max_rows={self.config.max_rows}"
-                )
-                raise ApiError(429, f"{message}; try again later.", code="queue_full", headers={"Retry-After": "1"})
+            if rows > 0 and self.rows + rows > self.config.max_rows:
+                told = f"{self.rows} rows are open, and {rows} more would exceed serve.max_rows={self.config.max_rows}"
+                raise ApiError(429, f"{told}; try again later.", code="queue_full", headers={"Retry-After": "1"})
             self.rows += rows
-
-    def _release(self, rows: int) -> None:
-        with self._lock:
-            self.rows -= rows
 
     def end(self, call: Call) -> None:
         """Aborts what is open of a call and gives its rows back; called once, however the call ends."""
         call.collector.abort()
         for state in call.collector.states:
             self.meter.ended(state)
-        self._release(call.plan.rows)
+        self._reserve(-call.plan.rows)
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
-    async def begin(self, plan: Planner, body: Mapping[str, Any], words: Mapping[str, str]) -> Call:
-        """A body of what `plan` reads, checked and queued; `end` its call. Errors: ApiError."""
-        work = partial(self._begin, plan, body, words, asyncio.get_running_loop())
-        return await self._in_thread(work, self.end)
-
-    def _begin(
-        self, plan: Planner, body: Mapping[str, Any], words: Mapping[str, str], loop: asyncio.AbstractEventLoop
-    ) -> Call:
-        try:
-            self.adapter_of(body)  # a wrong name is told first
-            found = plan(self, body)
-            words = {**found.words, **words}
-            return self._holding(found.rows, lambda: self._submitted(found, loop))
-        except Exception as error:
-            raise api_error_of(error, body, words) from error
-
-    def _submitted(self, plan: Plan, loop: asyncio.AbstractEventLoop) -> Call:
-        images = self.engine._parts.images
-        if images is not None and plan.request.image_data is not None:  # whoever asks may not read this machine's files
-            plan.request.image_data = images.read_all(plan.request.image_data, inside=True)
-        if isinstance(plan.request, EncodeReqInput):
-            return Call(plan, self.engine.submit_encode(plan.request, loop))
-        how: dict[str, Any] = {"deltas": True, "pace": self._pace} if plan.deltas else {}
-        return Call(plan, self.engine.submit(plan.request, loop, **how))
-
-    async def ask(self, work: Callable[[], Result], body: Mapping[str, Any], words: Mapping[str, str]) -> Result:
+    async def ask(self, work: Callable[[], Result], body: Body, words: Words) -> Result:
         """What `work` returns, in a thread. Errors: ApiError."""
         try:
             self.adapter_of(body)
             return await self._in_thread(work, lambda _: None)
         except Exception as error:
             raise api_error_of(error, body, words) from error
-
-    # -- what plans are made of ----------------------------------------------------------------------------------------
-
-    def request_of(
-        self, body: Mapping[str, Any], arguments: dict[str, Any], request: OpenAIRequest
-    ) -> GenerateReqInput:
-        """The call's arguments, with the server's sampling defaults, the body's adapter and its bad words.
-
-        Errors: ApiError.
-        """
-        sampling = self.sampling_defaults | arguments["sampling_params"]
-        bias, words = sampling.get("logit_bias", {}), request.given["bad_words"]
-        if words and isinstance(bias, dict):  # another is the engine's to refuse
-            sampling["logit_bias"] = bias | self._barred(words)
-        arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}
-        return GenerateReqInput(**arguments, stream=request.given["stream"])
-
-    def _barred(self, words: Sequence[str]) -> dict[str, float]:
-        """A bias that bans each word, with and without a space before it. Errors: ApiError."""
-        found = set[int]()
-        for word in words:
-            for text in (word, f" {word.lstrip()}"):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-                if len(ids) != 1:
-                    raise unsupported("bad_words", f"bad_words: {text!r:.80} is {len(ids)} tokens of this model; only "
-                                      "words that are one token can be banned.")  # fmt: skip
-                found.update(ids)
-        return {str(token): -MAX_BIAS for token in sorted(found)}
-
-    def head(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What OpenAI's answers tell of the model. Errors: ApiError."""
-        return {"model": self.name_of(body), "system_fingerprint": self.fingerprint}
-
-    def name_of(self, body: Mapping[str, Any]) -> str:
-        """What an answer calls the model. Errors: ApiError."""
-        return self.adapter_of(body) or self.model
-
-    def lora_path(self, body: Mapping[str, Any], given: Any) -> Any:
-        """The adapter that a body asks for, by its model or its lora_path. Errors: ApiError."""
-        adapter = self.adapter_of(body)
-        if adapter is not None and given not in (None, adapter):
-            raise ApiError(400, "model and lora_path name two adapters; give one.", "lora_path", "invalid_value")
-        return given if adapter is None else adapter
-
-    def _holding(self, rows: int, begin: Callable[[], Result]) -> Result:
-        """What `begin` returns, with its rows reserved; not if it fails."""
-        self._reserve(rows)
-        try:
-            return begin()
-        except BaseException:
-            self._release(rows)
-            raise
 
     async def _in_thread(self, begin: Callable[[], Result], undo: Callable[[Result], None]) -> Result:
         """`begin()` in a thread. If this task is cancelled meanwhile, what begins all the same is undone."""
@@ -186,9 +127,9 @@ class Service:
             future.add_done_callback(lambda done: done.cancelled() or done.exception() or undo(done.result()))
             raise
 
-    async def outputs(self, wait: Awaitable[Any], gone: Awaitable[None]) -> list[Output]:
+    async def outputs(self, call: Call, gone: Awaitable[None]) -> list[Output]:
         """The results of a call. Errors: ApiError; ClientGone when `gone` is done first."""
-        work, watch = asyncio.ensure_future(wait), asyncio.ensure_future(gone)
+        work, watch = asyncio.ensure_future(call.collector.wait_async()), asyncio.ensure_future(gone)
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -206,16 +147,54 @@ class Service:
         every, now = min(self.rows / self.config.chunks_per_second, SLOWEST), time.perf_counter()
         return now - now % every + every if every else now
 
-    # -- what the server tells about itself ----------------------------------------------------------------------------
+    # -- what plans are made of ----------------------------------------------------------------------------------------
 
-    def adapter_of(self, body: Mapping[str, Any]) -> str | None:
+    def request_of(self, body: Body, arguments: dict[str, Any], request: OpenAIRequest) -> GenerateReqInput:
+        """The call's arguments, with the server's sampling defaults, the body's adapter and its bad words.
+
+        Errors: ApiError.
+        """
+        sampling, words = self.sampling_defaults | arguments["sampling_params"], request.given["bad_words"]
+        bias = sampling.get("logit_bias", {})
+        if words and isinstance(bias, dict):  # another is the engine's to refuse
+            sampling["logit_bias"] = bias | self._barred(words)
+        arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}
+        return GenerateReqInput(**arguments, stream=request.given["stream"])
+
+    def _barred(self, words: Sequence[str]) -> dict[str, float]:
+        """A bias that bans each word, with and without a space before it. Errors: ApiError."""
+        found = set[int]()
+        for text in (text for word in words for text in (word, f" {word.lstrip()}")):
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) != 1:
+                raise unsupported("bad_words", f"bad_words: {text!r:.80} is {len(ids)} tokens of this model; only "
+                                  "words that are one token can be banned.")  # fmt: skip
+            found.update(ids)
+        return {str(token): -MAX_BIAS for token in sorted(found)}
+
+    def head(self, body: Body) -> dict[str, Any]:
+        """What OpenAI's answers tell of the model. Errors: ApiError."""
+        return {"model": self.name_of(body), "system_fingerprint": self.fingerprint}
+
+    def name_of(self, body: Body) -> str:
+        """What an answer calls the model. Errors: ApiError."""
+        return self.adapter_of(body) or self.model
+
+    def lora_path(self, body: Body, given: Any) -> Any:
+        """The adapter that a body asks for, by its model or its lora_path. Errors: ApiError."""
+        adapter = self.adapter_of(body)
+        if adapter is not None and given not in (None, adapter):
+            raise invalid("lora_path", "model and lora_path name two adapters; give one.")
+        return given if adapter is None else adapter
+
+    def adapter_of(self, body: Body) -> str | None:
         """The LoRA adapter that a body's model is; None: the model itself, which it is without a name or as "default".
 
         An adapter's name may stand behind the model's, with a colon. Errors: ApiError (400, 404).
         """
         name, adapters = body.get("model") or "default", self.engine.lora_adapters()
         if not isinstance(name, str):
-            raise ApiError(400, f"model must be a string, got {name!r:.80}.", "model", "invalid_value")
+            raise invalid("model", f"model must be a string, got {name!r:.80}.")
         adapter = name.removeprefix(f"{self.model}:")
         if adapter in adapters:
             return adapter
@@ -223,12 +202,14 @@ class Service:
             return None
         raise self._unknown(name)
 
+    # -- what the server tells about itself ----------------------------------------------------------------------------
+
     def _unknown(self, name: str) -> ApiError:
         known = ", ".join([self.model, *self.engine.lora_adapters()])
-        message = (
+        told = (
             f"The model `{name:.200}` does not exist. The served model name is `{self.model}`; there is {known:.500}."
         )
-        return ApiError(404, message, "model", "model_not_found")
+        return ApiError(404, told, "model", "model_not_found")
 
     def card(self, name: str) -> dict[str, Any]:
         """Of the model or an adapter by its own name. Errors: ApiError."""
@@ -241,9 +222,11 @@ class Service:
         """The model and its adapters by name, in OpenAI's words and vLLM's `max_model_len` and `parent`. Pure."""
         told = {"object": "model", "created": self.created, "owned_by": "fengine", "max_model_len": self.context}
         told["sampling_defaults"] = self.sampling_defaults
-        adapters = self.engine.lora_adapters()
-        cards = {name: {"id": name, **told, "root": path, "parent": self.model} for name, path in adapters.items()}
-        return {self.model: {"id": self.model, **told, "root": self.model, "parent": None}, **cards}
+        known = [
+            (self.model, self.model, None),
+            *((n, path, self.model) for n, path in self.engine.lora_adapters().items()),
+        ]
+        return {name: {"id": name, **told, "root": root, "parent": parent} for name, root, parent in known}
 
     def server_info(self) -> dict[str, Any]:
         """The engine's, but for what its command line may have held."""
@@ -261,15 +244,6 @@ class Service:
         except Exception as error:
             return str(error)
         return None
-
-    async def metrics(self) -> str:
-        up = await self.healthy() is None
-        return self.meter.page(self.engine.stats(), up, self.rows)
-
-
-def defaults_of(engine: Engine) -> dict[str, Any]:
-    """The sampling parameters that the model's files recommend. Errors: ModelLoadError."""
-    return read_sampling_defaults(engine._parts.model_dir)
 
 
 def fingerprint_of(engine: Engine) -> str:

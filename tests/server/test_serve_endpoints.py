@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from serving import Live, live, until
 
 from fengine.api.engine import Engine
+from fengine.server.config import log_to_stderr
 from fengine.server.endpoints import ENDPOINTS, open_api
 from fengine.server.gate import Access
-from fengine.server.logs import log_to_stderr, status_line
+from fengine.server.metrics import status_line
 
 BOX = Path(__file__).resolve().parents[2] / "fengine" / "models" / "box"
 PROMPT = "Once upon a time"

@@ -4,6 +4,7 @@ Exit codes: 0 ended by a signal with every answer finished, 1 the server failed,
 answers were cut off by a second Ctrl-C or SIGTERM, or at the end of serve.drain_seconds.
 """
 
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,9 @@ from fengine.eval.cli.compose import points
 from fengine.eval.cli.engines import open_engine
 from fengine.eval.cli.schema import Schema
 from fengine.server import config as server_config
-from fengine.server.config import ServerConfig
-from fengine.server.logs import log_to_stderr, logger
+from fengine.server.config import ServerConfig, log_to_stderr
+
+logger = logging.getLogger("fengine.server")
 
 
 @dataclass(frozen=True)
