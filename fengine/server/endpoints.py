@@ -9,7 +9,7 @@ from fengine import __version__
 from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
-from fengine.server import chat, choices, fields, messages, openai_body, pooled, responses, sglang, tokens
+from fengine.server import chat, choices, fields, messages, native, openai_body, pooled, responses
 from fengine.server.answers import Plan, Writer, usage_of
 from fengine.server.errors import ApiError, invalid, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, take
@@ -97,13 +97,7 @@ def _messages(service: Service, body: Body) -> Plan:
     return _planned(service, body, request, arguments, told, messages.WORDS)
 
 
-def _generate(service: Service, body: Body) -> Plan:
-    request, rows, writer = sglang.read(body, service.tokenizer)
-    request.lora_path = service.lora_path(body, request.lora_path)
-    return Plan(request, rows, writer.whole, writer, deltas=False)
-
-
-def _pooled(read: Callable[[Body, Engine, str], Plan]) -> Callable[[Service, Body], Plan]:
+def _of_engine(read: Callable[[Body, Engine, str], Plan]) -> Callable[[Service, Body], Plan]:
     def plan(service: Service, body: Body) -> Plan:
         found = read(body, service.engine, service.name_of(body))
         found.request.lora_path = service.lora_path(body, found.request.lora_path)
@@ -130,8 +124,8 @@ def _invocations(service: Service, body: Body) -> Plan:
     raise ApiError(400, "the body must have messages, prompt, input, documents or text_1.", code="invalid_value")
 
 
-_EMBEDDINGS, _SCORE = _pooled(pooled.embeddings), _pooled(pooled.score)
-_RERANK = _pooled(partial(pooled.rerank, jina=True))
+_EMBEDDINGS, _SCORE = _of_engine(pooled.embeddings), _of_engine(pooled.score)
+_RERANK = _of_engine(partial(pooled.rerank, jina=True))
 _OK = {"status": "ok"}
 
 # -- what the engine is asked or told ----------------------------------------------------------------------------------
@@ -196,20 +190,20 @@ ENDPOINTS: tuple[Endpoint, ...] = (
              words=responses.WORDS),
     Endpoint(("/v1/messages",), "Anthropic's messages.", messages.FIELDS, _messages, words=messages.WORDS),
     Endpoint(("/v1/messages/count_tokens",), "How many tokens a chat has.", messages.COUNTED, call=_count_tokens),
-    Endpoint(("/generate",), "SGLang's: Engine.generate.", sglang.FIELDS, _generate),
-    Endpoint(("/encode",), "SGLang's: Engine.encode.", pooled.ENCODE, _pooled(pooled.encode)),
+    Endpoint(("/generate",), "SGLang's: Engine.generate.", native.GENERATE, _of_engine(native.generate)),
+    Endpoint(("/encode",), "SGLang's: Engine.encode.", pooled.ENCODE, _of_engine(pooled.encode)),
     Endpoint(("/v1/embeddings",), "Vectors of texts.", pooled.EMBEDDINGS, _EMBEDDINGS),
     Endpoint(("/v1/score", "/score"), "Scores: of labels (SGLang's) or of pairs (vLLM's).", pooled.SCORE, _SCORE),
     Endpoint(("/v1/rerank",), "Documents, the best first; SGLang's answer.", pooled.RERANK,
-             _pooled(partial(pooled.rerank, jina=False))),
+             _of_engine(partial(pooled.rerank, jina=False))),
     Endpoint(("/rerank", "/v2/rerank"), "Documents, the best first; Jina's and vLLM's answer.", pooled.RERANK, _RERANK),
     Endpoint(("/invocations",), "One of those above, by what the body has.", {}, _invocations),
-    Endpoint(("/tokenize", "/v1/tokenize"), "Ids of a text, several or a chat.", tokens.TOKENIZE,
-             call=lambda service, body: tokens.tokenize(body, service.engine)),
-    Endpoint(("/detokenize", "/v1/detokenize"), "The text of ids.", tokens.DETOKENIZE,
-             call=lambda service, body: tokens.detokenize(body, service.engine)),
+    Endpoint(("/tokenize", "/v1/tokenize"), "Ids of a text, several or a chat.", native.TOKENIZE,
+             call=lambda service, body: native.tokenize(body, service.engine)),
+    Endpoint(("/detokenize", "/v1/detokenize"), "The text of ids.", native.DETOKENIZE,
+             call=lambda service, body: native.detokenize(body, service.engine)),
     Endpoint(("/tokenizer_info",), "Special tokens and chat template.",
-             call=lambda service, _: tokens.tokenizer_info(service.engine)),
+             call=lambda service, _: native.tokenizer_info(service.engine)),
     Endpoint(("/health_generate",), "One token through the whole engine.", plan=_one_token),
     Endpoint(("/get_model_info", "/model_info"), "What kind of model runs.", call=_method("get_model_info", {})),
     Endpoint(("/server_info", "/get_server_info"), "Every setting as resolved, and counters.",

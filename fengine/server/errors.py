@@ -22,13 +22,8 @@ UNAVAILABLE = (EngineClosedError, EngineDeadError, MemoryReleasedError, AbortedE
 OURS = (NumericsError, LogitProcessorError)  # a request failed, and not for what it asked
 MAX_MESSAGE, MAX_PARAM = 2000, 80  # characters
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools", "functions")
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-}
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+         429: "rate_limit_error"}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -40,10 +35,8 @@ class ApiError(Exception):
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers or {}
-        self.message, self.param = (
-            _shortened(message, MAX_MESSAGE),
-            None if param is None else _shortened(param, MAX_PARAM),
-        )
+        self.message = _shortened(message, MAX_MESSAGE)
+        self.param = None if param is None else _shortened(param, MAX_PARAM)
 
     def body(self) -> dict[str, Any]:
         """{"error": {"message", "type", "param", "code"}}. Pure."""
@@ -76,11 +69,6 @@ def api_error_of(
         return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, OURS) or not isinstance(error, ValueError):
         return ApiError(500, message, code="request_failed")
-    return _refusal(error, message, body)
-
-
-def _refusal(error: Exception, message: str, body: Mapping[str, Any]) -> ApiError:
-    """What the caller can mend: status 400, with the field that it lies in. Pure."""
     if isinstance(error, ContextLengthError):
         param = next((name for name in ("messages", "prompt", "input") if name in body), None)
         return ApiError(400, message, param, "context_length_exceeded")

@@ -34,13 +34,11 @@ def misdirected(scope: Scope) -> ApiError | None:
     """What came over the loopback must be meant for it. A web page whose name was pointed here (DNS rebinding) may send
     what it likes, but its own name stands in Host. Pure."""
     arrived, _ = scope.get("server") or ("", None)
-    for _, value in [pair for pair in scope["headers"] if pair[0] == b"host"]:
+    for value in _values(scope, b"host"):
         name = re.sub(r":[0-9]*$", "", value.decode("latin-1")).strip("[]").lower()
         if not (f".{name}".endswith(".localhost") or is_loopback(name)) and is_loopback(arrived):
-            told = (
-                f"Host is {name!r:.200}, not localhost: refused, as a web page may have sent it; to serve such names, "
-            )
-            return ApiError(403, f"{told}set an API key.", None, "foreign_host")
+            told = "not localhost: refused, as a web page may have sent it; to serve such names, set an API key."
+            return ApiError(403, f"Host is {name!r:.200}, {told}", None, "foreign_host")
     return None
 
 
@@ -54,8 +52,12 @@ def is_loopback(address: str) -> bool:
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
-def _digest(key: str | None) -> bytes | None:
-    return None if key is None else hashlib.sha256(key.encode()).digest()
+def _values(scope: Scope, wanted: bytes) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name == wanted]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class Gate:
@@ -65,14 +67,14 @@ class Gate:
         self, app: ASGIApp, meter: Meter, paths: Mapping[str, Access], key: str | None, admin_key: str | None, log: bool
     ) -> None:
         self.app, self.meter, self.paths, self.log = app, meter, paths, log
-        self.digest, self.admin = _digest(key), _digest(admin_key)
+        self.key, self.admin = (None if one is None else _digest(one.encode()) for one in (key, admin_key))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        rid = given if ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        given = _values(scope, b"x-request-id")
+        rid = given[0] if given and ID.fullmatch(given[0]) else uuid.uuid4().hex.encode()
         begun, status = time.perf_counter(), 0
 
         async def counted(message: Message) -> None:
@@ -84,14 +86,11 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", rid)]
             await send(message)
 
-        refusal = self._refusal(scope)
+        app, refusal = self.app, self._refusal(scope)
+        if refusal is not None:
+            app = JSONResponse(refusal.body(), refusal.status, headers=dict(refusal.headers))
         try:
-            if refusal is None:
-                await self.app(scope, receive, counted)
-            else:
-                await JSONResponse(refusal.body(), refusal.status, headers=dict(refusal.headers))(
-                    scope, receive, counted
-                )
+            await app(scope, receive, counted)
         finally:
             if self.log:
                 took = 1000 * (time.perf_counter() - begun)
@@ -100,26 +99,26 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         access = self.paths.get(scope["path"], Access.KEY)
         steers = access is Access.ADMIN or access is Access.STEER and self.admin is not None
-        if self.digest is None and not steers:
+        if self.key is None and not steers:
             return misdirected(scope)
         if access is Access.OPEN:
             return None
         if steers and self.admin is None:
             return ApiError(403, f"{scope['path']} needs an admin key; start the server with one (serve.admin_key, or "
                             "the variable FENGINE_ADMIN_KEY).", None, "no_admin_key")  # fmt: skip
-        if self._has_key(scope, self.admin) or not steers and self._has_key(scope, self.digest):
+        given = self._given(scope)
+        if hmac.compare_digest(given, self.admin or b"") or not steers and hmac.compare_digest(given, self.key or b""):
             return None
         kind = "admin key" if steers else "API key"
         return ApiError(401, f"the {kind} is missing or wrong: send Authorization: Bearer KEY.", None,
                        "invalid_api_key", {"WWW-Authenticate": "Bearer"})  # fmt: skip
 
     @staticmethod
-    def _has_key(scope: Scope, wanted: bytes | None) -> bool:
-        """Compared in constant time, by digests of one length. Anthropic's clients send it as x-api-key."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        if not given:
-            alone = [value for name, value in scope["headers"] if name == b"x-api-key"]
-            kind, key = (b"bearer", alone[0]) if len(alone) == 1 else (b"", b"")
-        digest = hashlib.sha256(key.strip()).digest()
-        return hmac.compare_digest(digest, wanted or b"") and kind.lower() == b"bearer"
+    def _given(scope: Scope) -> bytes:
+        """The digest of the key that comes with a request, so that keys are compared in constant time; none: of no
+        key. Anthropic's clients send it as x-api-key."""
+        bearers, alone = _values(scope, b"authorization"), _values(scope, b"x-api-key")
+        kind, _, key = bearers[0].partition(b" ") if len(bearers) == 1 else (b"", b"", b"")
+        if not bearers and len(alone) == 1:
+            kind, key = b"bearer", alone[0]
+        return _digest(key.strip()) if kind.lower() == b"bearer" else b"none"

@@ -48,10 +48,8 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Unlike uvicorn's, does not raise the signals again: the process ends by itself, in order."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        here = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS if here}
         try:
             yield
         finally:
@@ -99,57 +97,37 @@ def listen(config: ServerConfig) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise ConfigError(
-            f"cannot listen on serve.host={config.host} serve.port={config.port}: {error.strerror}; choose another "
-            "port, or 0 for a free one"
-        ) from error
+        told = f"cannot listen on serve.host={config.host} serve.port={config.port}: {error.strerror}"
+        raise ConfigError(f"{told}; choose another port, or 0 for a free one") from error
     return bound
-
-
-def address_of(bound: socket.socket) -> str:
-    """The URL of a bound socket. Pure."""
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def server_of(app: FastAPI, config: ServerConfig, ready: Callable[[], None] = lambda: None) -> Server:
     """A server of an app; `run(sockets=[listen(config)])` it, in any thread."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients do wrong is told to them
     protocol = type("Protocol", (LimitedProtocol,), {"limits": config})
-    return Server(
-        uvicorn.Config(
-            app,
-            http=protocol,
-            ws="none",
-            loop="uvloop",
-            lifespan="off",
-            timeout_keep_alive=config.keep_alive_seconds,
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-        ),
-        config,
-        ready,
-    )
-
-
-def raise_file_limit() -> None:
-    """As many open connections as the system allows this process. Modifies: the process's limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+    of_uvicorn = uvicorn.Config(
+        app, http=protocol, ws="none", loop="uvloop", lifespan="off", timeout_keep_alive=config.keep_alive_seconds,
+        log_config=None, access_log=False, proxy_headers=False, server_header=False,
+    )  # fmt: skip
+    return Server(of_uvicorn, config, ready)
 
 
 def serve(engine: Engine, config: ServerConfig, bound: socket.socket) -> int | None:
-    """Serves until a signal; returns the one that cut answers off, None if all were finished. The engine stays open."""
-    raise_file_limit()
+    """Serves until a signal; returns the one that cut answers off, None if all were finished. The engine stays open.
+
+    Modifies: the process's limit of open files, to as many as the system allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
     app = make_app(engine, config)
     engine.freeze_gc()  # or the collector would stop every stream, to look through what never goes
-    service, stats = app.state.service, engine.stats()
-    logger.info("the KV cache has %d pages, for %d tokens", stats["pages_total"], engine._parts.pool_tokens)
-    told, defaults = f"fengine serves {service.model} at {address_of(bound)}/v1", service.sampling_defaults
-    if defaults:
+    service, (host, port, *_) = app.state.service, bound.getsockname()
+    pages, tokens = engine.stats()["pages_total"], engine._parts.pool_tokens
+    logger.info("the KV cache has %d pages, for %d tokens", pages, tokens)
+    told = f"fengine serves {service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    if defaults := service.sampling_defaults:
         told += f" (where a request gives none: {', '.join(f'{name}={value}' for name, value in defaults.items())})"
     server = server_of(app, config, lambda: logger.info(told))
     server.run(sockets=[bound])
