@@ -76,7 +76,8 @@ def async_stream(world: World, event: Event) -> None:
 def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: OutputCollector, chunk: Any) -> None:
     """What has come of each request so far; what is there only grows."""
     index = chunk.get("index", 0)
-    if (id(collector), index) in world.answered:
+    state = id(collector.states[index])  # which the world keeps, so that no other has its number
+    if state in world.answered:
         raise Violation("a request was answered twice")
     text, ids = seen.get(index, ("", []))
     if world.settings.incremental:
@@ -86,7 +87,7 @@ def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: Output
             raise Violation("a stream takes back what it has shown")
         seen[index] = chunk["text"], chunk["output_ids"]
     if chunk["meta_info"]["finish_reason"] is not None:
-        world.answered.add((id(collector), index))
+        world.answered.add(state)
         check_output(chunk)
 
 

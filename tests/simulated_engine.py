@@ -106,7 +106,7 @@ class World:
         self.loads = len(self.adapters)
         self.labels = {"default": 0}
         self.aborted: set[str] = set()
-        self.answered: set[tuple[int, int]] = set()  # (call, index) of streams that have ended
+        self.answered: set[int] = set()  # ids of the states of streams that have ended
         self.excused: set[type] = {EngineBusyError}  # errors that callers may get, for what was done to the engine
         self.fault: tuple[str, int] | None = None  # what the device does wrong: in which step
         self.died_at: float | None = None
