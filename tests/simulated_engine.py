@@ -29,7 +29,7 @@ from fengine.core.speculation import Ask, Speculation
 from fengine.core.window_pages import WindowPages
 from fengine.engine import memory
 from fengine.engine.engine_core import EngineCore
-from fengine.engine.memory import Memory
+from fengine.engine.memory import DeviceMemory, Memory
 from fengine.engine.request_state import RequestState
 from fengine.errors import (
     CapacityError,
@@ -154,10 +154,9 @@ class World:
         batch: Any = SimpleNamespace(stage=lambda output: output, release=self.device.release)
         runner: Any = SimpleNamespace(params={}, launch=self._execute)
         self.core = EngineCore(self.scheduler, batch, runner, self._kv(), overlap=s.overlap, system=self.machine.system)
-        weights: Any = SimpleNamespace(
-            places={}, origin=None, lose=lambda names: None, tensors=list, few_bits=False, ranks=None
-        )
-        self.memory = Memory(self.core, runner, weights, self._kv, s.page_size)
+        weights: Any = SimpleNamespace(places={}, tensors=list, few_bits=False, read_again=lambda: True)
+        device = DeviceMemory(runner, weights, self._kv, s.page_size, self.core.stepper.swap_kv)
+        self.memory = Memory(self.core, device, lambda names: None)
         self.core.handlers["update_weights"] = self._update_weights
         self.sessions = Sessions(self.core.abort, self.machine.system)
         update, close = self.scheduler.update, self.core.inbox.close

@@ -166,7 +166,7 @@ def save_sharded_model(engine: HasContext, path: str, pattern: str | None = None
     bytes at most. Errors: InvalidRequestError, StorageError, MemoryReleasedError."""
     parts = engine._parts
     with parts.updates.alone():
-        save_weights(parts.weights, parts.model_dir, parts.config.model.json_overrides, path, pattern, max_size)
+        save_weights(parts.updates, parts.model_dir, parts.config.model.json_overrides, path, pattern, max_size)
 
 
 def save_remote_model(engine: HasContext, **kwargs: Any) -> None:

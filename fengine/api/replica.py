@@ -3,6 +3,7 @@
 import queue
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from fengine.api.features import FEATURES
@@ -10,8 +11,8 @@ from fengine.config import EngineConfig
 from fengine.core.plain import from_plain
 from fengine.core.request import Request
 from fengine.engine.build import build
-from fengine.engine.parallel.child import Link
-from fengine.engine.parallel.progress import NOTHING, Sent, handles, progress
+from fengine.engine.parallel.child import NOTHING, Link
+from fengine.engine.parallel.progress import Sent, progress
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.errors import FengineError
@@ -35,7 +36,7 @@ class Server:
         """Of grammars; None: they are off."""
         parts, kind = self.parts, None if whitespace is None else Whitespace(*whitespace)
         grammars = Grammars(lambda: token_texts(parts.tokenizer, parts.spec.vocab_size), kind)
-        self.handles = handles(lambda kind, text: grammars.compile(Source(kind, text)))
+        self.handles = replace(NOTHING, grammar=lambda kind, text: grammars.compile(Source(kind, text)))
 
     def run(self) -> None:
         """Until the process ends."""

@@ -103,7 +103,7 @@ def end_weight_update(
 
 def get_weights_by_name(engine: HasContext, name: str, truncate_size: int = 100) -> list[Any] | None:
     """The first `truncate_size` rows of a tensor as lists of floats; None for a name that the model has not."""
-    return engine._parts.weights.read(name, truncate_size)
+    return engine._parts.updates.read(name, truncate_size)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

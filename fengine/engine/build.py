@@ -23,10 +23,10 @@ from fengine.core.speculation import Speculation
 from fengine.core.window_pages import WindowPages
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.load import Loaded, load, read_spec
-from fengine.engine.memory import Memory
-from fengine.engine.parallel.child import Link
-from fengine.engine.parallel.follower import NOTHING, Follower
-from fengine.engine.parallel.ranks import RankedRunner, Ranks
+from fengine.engine.memory import DeviceMemory, Memory
+from fengine.engine.parallel.child import NOTHING, Link
+from fengine.engine.parallel.follower import Follower
+from fengine.engine.parallel.ranks import Ranks
 from fengine.engine.parallel.replicas import open_replicas
 from fengine.engine.parts import Parts, compile_count
 from fengine.engine.profiling import Profile
@@ -163,7 +163,8 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
             with process_group(group, device):
                 worker = make_worker(config, loaded, features, group)
                 new_kv = pool_of(config, loaded.spec, worker)
-                follower = Follower(link, loaded, worker.runner, worker.input_batch, worker.kv, new_kv, group)
+                weights = LiveWeights(loaded.params, loaded.spec, loaded.model_dir, loaded.from_disk, group)
+                follower = Follower(link, worker.runner, worker.input_batch, worker.kv, weights, new_kv, group)
                 del worker  # it names the first KV state, which may be released
                 follower.run()
 
@@ -191,9 +192,10 @@ def assemble(
     size, kv_dtype, adapters = worker.size, worker.kv_dtype, worker.adapters
     images = image_rows(config, loaded.params)
     scheduler = make_scheduler(config, spec, size, speculation, 0 if adapters is None else adapters.slots, images)
-    runner = worker.runner if ranks is None else RankedRunner(worker.runner, ranks)
+    runner = worker.runner if ranks is None else ranks.over(worker.runner)
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
-    weights = LiveWeights(loaded.params, spec, core, loaded.model_dir, loaded.from_disk, ranks)
+    weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.from_disk, group)
+    updates = WeightUpdates(weights, core, ranks)
     empty, input_batch = pool_of(config, loaded.spec, worker), worker.input_batch
 
     def new_kv() -> KVState:  # names no worker, whose first KV state it would keep
@@ -202,16 +204,16 @@ def assemble(
             speculation.open(kv, input_batch)
         return kv
 
-    memory = Memory(core, worker.runner, weights, new_kv, page_size)
+    memory = DeviceMemory(worker.runner, weights, new_kv, page_size, core.stepper.swap_kv)
     if ranks is not None:
         ranks.attach(core)
     return Parts(
         config=config, spec=spec, tokenizer=loaded.tokenizer, context_length=loaded.context_length,
         pool_tokens=(size.pages - 1) * page_size, eos_ids=loaded.eos_ids, core=core, model_dir=loaded.model_dir,
         start_seconds=time.perf_counter() - started, compile_seconds=worker.compile_seconds,
-        compiles_at_start=compiles, weights=weights, updates=WeightUpdates(weights), profile=Profile(core),
+        compiles_at_start=compiles, weights=weights, updates=updates, profile=Profile(core),
         kv_dtype=kv_dtype, kv_bytes=pool_bytes(spec, size, page_size, kv_dtype),
-        adapters=adapters, memory=memory, pooling=loaded.pooling, ranks=ranks,
+        adapters=adapters, memory=Memory(core, memory, updates.lose, ranks), pooling=loaded.pooling, ranks=ranks,
         images=features.images(config, loaded.model_dir, spec, loaded.tokenizer),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@
     ping                          * answers as soon as the loop can
     watch_steps, unwatch_steps key  tell of every step from here on; attached: who is called with each `StepRecord`
     label_weights  version          the label of the weights that steps run with
-    update_weights names, version   write tensors; attached: the checked changes, their origin; see `LiveWeights`
+    update_weights names, version   write tensors; attached: the checked changes, their origin; see `WeightUpdates`
     read_weights   tensor, rows   * a tensor, or None for a name that the model has not
     release_memory, resume_memory tags, everything                          see `Memory`
     start_profile, stop_profile                                             see `Profile`

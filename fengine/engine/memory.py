@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fengine.engine.engine_core import EngineCore
+from fengine.engine.parallel.ranks import Ranks
 from fengine.engine.stepper import Runner
 from fengine.engine.weights.live import LiveWeights
 from fengine.errors import InvalidRequestError, MemoryReleasedError, ModelLoadError, OutOfMemoryError
@@ -34,16 +35,95 @@ def checked_tags(tags: Any) -> list[str]:
     return [tag for tag in TAGS if tag in asked]
 
 
-class Memory:
-    """Modifies, in the loop's thread: the core's KV state, the parameters' storage, the runner's graphs."""
+class DeviceMemory:
+    """What one process holds, of a group its rank's part. Modifies: the KV state, the parameters' storage, the graphs.
+    Between two steps."""
 
     def __init__(
-        self, core: EngineCore, runner: Runner, weights: LiveWeights, new_kv: Callable[[], KVState], page_size: int
-    ) -> None:
-        self.core, self.runner, self.weights, self.new_kv, self.page_size = core, runner, weights, new_kv, page_size
-        self.keeps_weights = False  # released weights are kept in CPU memory
+        self, runner: Runner, weights: LiveWeights, new_kv: Callable[[], KVState], page_size: int,
+        swap_kv: Callable[[Callable[[KVState | None], KVState | None]], None],
+    ) -> None:  # fmt: skip
+        """`swap_kv` replaces the KV state by what a function makes of it."""
+        self.runner, self.weights, self.new_kv, self.page_size, self.swap_kv = (
+            runner, weights, new_kv, page_size, swap_kv
+        )  # fmt: skip
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []  # of released weights, in bytes
         self._kept: list[torch.UntypedStorage] = []  # their copies
+
+    def drop_graphs(self) -> None:
+        """Releases what holds addresses."""
+        if isinstance(self.runner, CudaRunner):
+            self.runner.graphs.clear()
+
+    def release(self, tags: Sequence[str], keep: bool) -> None:
+        """`keep`: weights stay in CPU memory."""
+        self.drop_graphs()
+        if "kv_cache" in tags:
+            self.swap_kv(self._free_kv)
+        if "weights" in tags:
+            storages = [tensor.untyped_storage() for tensor in self.weights.tensors()]
+            own = {s.data_ptr(): s for s in storages if s.resizable()}  # not what is somebody else's memory
+            self._sizes = [(s, s.nbytes()) for s in own.values()]
+            if keep or self.weights.few_bits:
+                self._kept = [s.cpu() if s.is_cuda else s.clone() for s in own.values()]
+            self._free_weights()
+        trim()
+
+    def _free_kv(self, kv: KVState | None) -> None:
+        for tensor in () if kv is None else kv.tensors:
+            if tensor.is_cuda:  # the runner still names these tensors; a CPU's are freed with their last name
+                tensor.untyped_storage().resize_(0)
+
+    def _free_weights(self) -> None:
+        for storage, _ in self._sizes:
+            storage.resize_(0)
+
+    def resume(self, tag: str) -> bool:
+        """Whether it holds its values again. Errors: OutOfMemoryError."""
+        if tag == "kv_cache":
+            self.swap_kv(lambda kv: self.new_kv())
+        return tag != "weights" or self._resume_weights()
+
+    def _resume_weights(self) -> bool:
+        """Storage for every parameter, and its values: kept ones, or those of a checkpoint that is unchanged."""
+        try:
+            for storage, size in self._sizes:
+                storage.resize_(size)
+        except (RuntimeError, MemoryError) as error:
+            self._free_weights()
+            size = sum(size for _, size in self._sizes) / 2**20
+            raise OutOfMemoryError(
+                f"no memory for weights of {size:.0f} MiB: {str(error).partition('.')[0]}. Free some and resume again"
+            ) from None
+        (sizes, self._sizes), (copies, self._kept) = (self._sizes, []), (self._kept, [])
+        for (storage, _), kept in zip(sizes, copies, strict=bool(copies)):
+            storage.copy_(kept, non_blocking=False)
+        try:
+            return bool(copies) or self.weights.read_again()
+        except (ModelLoadError, InvalidRequestError):
+            return False
+
+    def capture(self) -> None:
+        """Graphs over the new addresses. Errors: what torch raises, and there are none."""
+        runner = self.runner
+        if isinstance(runner, CudaRunner):
+            try:
+                self.swap_kv(lambda kv: None if kv is None else runner.warm_up(kv, self.page_size))
+            except Exception:
+                self.drop_graphs()
+                raise
+        trim()  # what was read from disk
+
+
+class Memory:
+    """Modifies, in the loop's thread: the core, and what this process and the other ranks hold."""
+
+    def __init__(
+        self, core: EngineCore, device: DeviceMemory, lose: Callable[[set[str]], None], ranks: Ranks | None = None
+    ) -> None:
+        """`lose` sets which tensors hold no values."""
+        self.core, self.device, self.ranks, self._lose = core, device, ranks, lose
+        self.keeps_weights = False  # released weights are kept in CPU memory
         core.handlers |= {"release_memory": self._release, "resume_memory": self._resume}
 
     def keep_weights(self, kept: bool) -> None:
@@ -52,8 +132,7 @@ class Memory:
 
     def close(self) -> None:
         """Drops the graphs."""
-        if isinstance(self.runner, CudaRunner):
-            self.runner.graphs.clear()
+        self.device.drop_graphs()
 
     def release(self, tags: Any = None) -> None:
         """Gives memory back. None: all that is not released yet.
@@ -73,8 +152,7 @@ class Memory:
 
     def _choose(self, asked: Sequence[str], released: bool, everything: bool) -> list[str]:
         """Those of the asked tags that are (not) released. Errors: MemoryReleasedError if one is in the wrong state."""
-        refusals = self.core.stats()["refusals"]
-        fit = [tag for tag in asked if (tag in refusals) == released]
+        fit = [tag for tag in asked if (self.core.refusal(tag) is not None) == released]
         if not fit or (len(fit) < len(asked) and not everything):
             wrong = [tag for tag in asked if tag not in fit]
             state, call = ("not released", "release") if released else ("released already", "resume")
@@ -86,85 +164,32 @@ class Memory:
         reason = "the memory of {0!r} is released: call resume_memory_occupation(tags=[{0!r}]) first"
         self.core.refuse({tag: reason.format(tag) for tag in tags}, idle=True)
         self.core.stepper.drain()
-        self._tell("release_memory", tags)
-        if isinstance(self.runner, CudaRunner):
-            self.runner.graphs.clear()
+        if self.ranks is not None:
+            self.ranks.tell("release_memory", tags=tags, keep=self.keeps_weights)
         if "kv_cache" in tags:
             self.core.stepper.flush_cache()
-            self.core.stepper.swap_kv(self._free_kv)
-        if "weights" in tags:
-            storages = [tensor.untyped_storage() for tensor in self.weights.tensors()]
-            own = {s.data_ptr(): s for s in storages if s.resizable()}  # not what is somebody else's memory
-            self._sizes = [(s, s.nbytes()) for s in own.values()]
-            if self.keeps_weights or self.weights.few_bits:
-                self._kept = [s.cpu() if s.is_cuda else s.clone() for s in own.values()]
-            self._free_weights()
-        trim()
-
-    def _tell(self, name: str, tags: Sequence[str]) -> None:
-        """The other ranks, if there are any, do the same meanwhile."""
-        if self.weights.ranks is not None:
-            self.weights.ranks.tell("keep_weights", kept=self.keeps_weights)
-            self.weights.ranks.tell(name, tags=list(tags), everything=False)
-
-    def _free_kv(self, kv: KVState | None) -> None:
-        for tensor in () if kv is None else kv.tensors:
-            if tensor.is_cuda:  # the runner still names these tensors; a CPU's are freed with their last name
-                tensor.untyped_storage().resize_(0)
-
-    def _free_weights(self) -> None:
-        for storage, _ in self._sizes:
-            storage.resize_(0)
+        self.device.release(tags, self.keeps_weights)
 
     def _resume(self, tags: Sequence[str], everything: bool) -> None:
         tags = self._choose(tags, released=True, everything=everything)
-        self._tell("resume_memory", tags)
+        left = [tag for tag in TAGS if self.core.refusal(tag) is not None and tag not in tags]
+        if self.ranks is not None:
+            self.ranks.tell("resume_memory", tags=tags, capture=not left)
         for tag in tags:
-            if tag == "weights":
-                self._resume_weights()
-            elif tag == "kv_cache":
-                self.core.stepper.swap_kv(lambda kv: self.new_kv())
+            if not self.device.resume(tag):  # until an update gives every tensor
+                self._lose(set(self.device.weights.places))
             self.core.allow(tag)
-        released = self.core.stats()["refusals"]
-        if isinstance(self.runner, CudaRunner) and not any(tag in released for tag in TAGS):
-            self._capture(self.runner)
-        trim()  # what was read from disk
+        if not left:
+            self._capture()
 
-    def _capture(self, runner: CudaRunner) -> None:
-        """Graphs over the new addresses. Without memory for them they count as released, and may be asked for again."""
+    def _capture(self) -> None:
+        """Without memory for graphs they count as released, and may be asked for again."""
         try:
-            self.core.stepper.swap_kv(lambda kv: None if kv is None else runner.warm_up(kv, self.page_size))
+            self.device.capture()
         except Exception:
-            runner.graphs.clear()
             again = "the graphs could not be captured again: call resume_memory_occupation(tags=['cuda_graph'])"
             self.core.refuse({"cuda_graph": again})
             raise
-
-    def _resume_weights(self) -> None:
-        """Storage for every parameter, and its values: kept ones, or those of a checkpoint that is unchanged."""
-        weights = self.weights
-        try:
-            for storage, size in self._sizes:
-                storage.resize_(size)
-        except (RuntimeError, MemoryError) as error:
-            self._free_weights()
-            size = sum(size for _, size in self._sizes) / 2**20
-            raise OutOfMemoryError(
-                f"no memory for weights of {size:.0f} MiB: {str(error).partition('.')[0]}. Free some and resume again"
-            ) from None
-        sizes, self._sizes = self._sizes, []
-        if self._kept:
-            for (storage, _), kept in zip(sizes, self._kept, strict=True):
-                storage.copy_(kept, non_blocking=False)
-            self._kept = []
-            return
-        weights.lose(set(weights.places))
-        origin = weights.origin
-        try:
-            if origin is not None and type(origin).of(origin.directory) == origin:
-                weights.write(weights.check(weights.read_origin(origin), set()))
-        except (ModelLoadError, InvalidRequestError):
-            return  # lost: requests are refused until an update gives every tensor
 
 
 def trim() -> None:

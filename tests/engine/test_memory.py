@@ -158,7 +158,7 @@ def test_a_checkpoint_that_changed_meanwhile_is_not_read(tmp_path: Path) -> None
 def test_no_memory_to_resume(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     before = ask(engine)
     engine.release_memory_occupation()
-    memory = engine._parts.memory
+    memory = engine._parts.memory.device
     with monkeypatch.context() as patch:
         patch.setattr(memory, "new_kv", lambda: (_ for _ in ()).throw(OutOfMemoryError("no pages")))
         with pytest.raises(OutOfMemoryError, match="no pages"):
@@ -173,7 +173,9 @@ def test_no_memory_to_resume(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
     assert ask(engine) == before
 
 
-def test_graphs_that_cannot_be_captured_again_leave_the_engine_refusing(checkpoint: Path) -> None:
+def test_graphs_that_cannot_be_captured_again_leave_the_engine_refusing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Runner:
         graphs = {1: "half of them"}
 
@@ -182,8 +184,10 @@ def test_graphs_that_cannot_be_captured_again_leave_the_engine_refusing(checkpoi
 
     with start(checkpoint) as engine:
         before, memory, core, runner = ask(engine), engine._parts.memory, engine._parts.core, Runner()
-        with pytest.raises(torch.OutOfMemoryError):
-            in_loop(core, lambda: memory._capture(runner))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr("fengine.engine.memory.CudaRunner", Runner)
+            patch.setattr(memory.device, "runner", runner)
+            in_loop(core, memory._capture)
         assert not runner.graphs
         with pytest.raises(MemoryReleasedError, match="cuda_graph"):
             ask(engine)

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import fengine
+from fengine.core.plain import Handles
+from fengine.errors import UnsupportedFeatureError
 from fengine.ops.peers import RankGoneError
 
 MAIN = "fengine.api.rank"  # the module that a child runs
@@ -27,6 +29,13 @@ FIRST = 120.0  # seconds until a child gives its first sign of life, while its p
 SILENCE = 8.0  # seconds without a sign of life after which a child is taken for dead
 ENDING = 3.0  # seconds that a child may take to end
 BEAT = 1.0  # seconds between two signs of life
+
+
+def no_adapter(name: str, number: int) -> Any:
+    raise UnsupportedFeatureError(f"the LoRA adapter {name!r} is not known to other processes")
+
+
+NOTHING = Handles({}, lambda kind, text: None, no_adapter)
 
 
 def lines(sock: socket.socket) -> Iterator[bytes]:

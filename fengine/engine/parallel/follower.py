@@ -1,20 +1,18 @@
 """One of the other ranks of an engine: its part of every step and of every command that rank 0 tells of."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from fengine.core.plain import Handles, from_plain
+from fengine.core.plain import from_plain
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.engine.load import Loaded
-from fengine.engine.memory import Memory
-from fengine.engine.parallel.child import Link
+from fengine.engine.memory import DeviceMemory
+from fengine.engine.parallel.child import NOTHING, Link
 from fengine.engine.stepper import Runner
 from fengine.engine.weights.incoming import Origin
 from fengine.engine.weights.live import LiveWeights
@@ -24,102 +22,52 @@ from fengine.worker.input_batch import InputBatch
 from fengine.worker.process_group import checksum, swap
 from fengine.worker.step import Result
 
-NOTHING = Handles({}, lambda kind, text: None, lambda name, number: cast(Any, None))
-
-
-class FollowerCore:
-    """What weights and memory need of an `EngineCore`, where there are no requests. It is its own stepper."""
-
-    def __init__(self, kv: KVState) -> None:
-        self.kv: KVState | None = kv
-        self.stepper = self
-        self.handlers: dict[str, Callable[..., Any]] = {}
-        self.refusals: dict[str, str] = {}
-
-    def refuse(self, reasons: dict[str, str], *, idle: bool = False) -> None:
-        self.refusals.update(reasons)
-
-    def allow(self, cause: str) -> None:
-        self.refusals.pop(cause, None)
-
-    def refusal(self, cause: str) -> str | None:
-        return self.refusals.get(cause)
-
-    def stats(self) -> dict[str, Any]:
-        return {"refusals": dict(self.refusals)}
-
-    def label_weights(self, version: str) -> None: ...
-
-    def abort_rids(self, rids: set[str] | None) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def flush_cache(self) -> None: ...
-
-    def forget_weights(self) -> int:
-        return 0
-
-    def swap_kv(self, change: Callable[[KVState | None], KVState | None]) -> None:
-        self.kv = change(self.kv)
-
-
-class FollowerRanks:
-    """As `RankCommands`: rank 0 tells, and nobody else."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def swap(self, part: Tensor) -> Tensor:
-        return swap(part, self.group)
-
-    def tell(self, name: str, **arguments: Any) -> None: ...
-
-    def update(self, tensors: dict[str, Tensor], origin: Origin | None, version: str | None) -> None: ...
-
 
 class Follower:
     """Modifies: itself, its parameters and KV state."""
 
     def __init__(
-        self, link: Link, loaded: Loaded, runner: Runner, input_batch: InputBatch, kv: KVState,
+        self, link: Link, runner: Runner, input_batch: InputBatch, kv: KVState, weights: LiveWeights,
         new_kv: Callable[[], KVState], group: Group,
     ) -> None:  # fmt: skip
-        self.link, self.runner, self.input_batch = link, runner, input_batch
-        self.core = core = FollowerCore(kv)
-        self.ranks = FollowerRanks(group)
-        self.weights = LiveWeights(
-            loaded.params, loaded.spec, cast(Any, core), loaded.model_dir, loaded.from_disk, self.ranks
-        )
-        memory = Memory(cast(Any, core), runner, self.weights, new_kv, input_batch.page_size)
-        core.handlers |= {"keep_weights": memory.keep_weights, "update_weights": self._update}
+        self.link, self.runner, self.input_batch, self.weights, self.group = link, runner, input_batch, weights, group
+        self.kv: KVState | None = kv
+        self.memory = DeviceMemory(runner, weights, new_kv, input_batch.page_size, self._swap_kv)
+        self.commands: dict[str, Callable[..., object]] = {
+            "update_weights": self._update, "read_weights": weights.read, "release_memory": self.memory.release,
+            "resume_memory": self._resume,
+        }  # fmt: skip
 
     def run(self) -> None:
         """Until the process ends."""
         pending: tuple[int, int, Result] | None = None  # the step whose result is not read yet
         while True:
-            told = self.link.told.get()
-            if "command" in told:
-                if pending is not None:
-                    self._land(*pending)
-                    pending = None
-                self.core.handlers[told["command"]](**told["arguments"])
-                continue
-            output = from_plain(SchedulerOutput, told, NOTHING)
-            step = self.input_batch.stage(output)
-            step.stages, step.top, step.hidden_H = (), None, None  # rank 0's alone
-            self.core.kv, result = self.runner.launch(cast(KVState, self.core.kv), step)
+            told = self.link.told.get() if pending is None or not self.link.told.empty() else None
+            launched = None
+            if told is not None and "command" not in told:
+                output = from_plain(SchedulerOutput, told, NOTHING)
+                step = self.input_batch.stage(output)
+                step.stages, step.top, step.hidden_H = (), None, None  # rank 0's alone
+                self.kv, result = self.runner.launch(cast(KVState, self.kv), step)
+                launched = output.step, checksum(step), result
             if pending is not None:
-                self._land(*pending)
-            pending = output.step, checksum(step), result
-            if self.link.told.empty():
-                self._land(*pending)
-                pending = None
+                number, digest, result = pending
+                sampled = np.array(result().tokens, np.int32)
+                self.link.say(step=number, sum=zlib.crc32(sampled.tobytes(), digest))
+            pending = launched
+            if told is not None and "command" in told:
+                self.commands[told["command"]](**told["arguments"])
 
-    def _land(self, number: int, digest: int, result: Result) -> None:
-        self.link.say(step=number, sum=zlib.crc32(np.array(result().tokens, np.int32).tobytes(), digest))
+    def _swap_kv(self, change: Callable[[KVState | None], KVState | None]) -> None:
+        self.kv = change(self.kv)
 
-    def _update(self, path: str, origin: str | None, version: str | None) -> None:
+    def _update(self, path: str, origin: str | None) -> None:
         changes = self.weights.check(load_file(path).items(), set())
-        self.ranks.swap(torch.zeros(1))
-        found = None if origin is None else Origin.of(Path(origin))
-        self.weights.update((changes, found), [change.name for change in changes], version)
+        swap(torch.zeros(1), self.group)  # everybody has read it
+        self.weights.write(changes, None if origin is None else Origin.of(Path(origin)))
+
+    def _resume(self, tags: Sequence[str], capture: bool) -> None:
+        for tag in tags:
+            self.memory.resume(tag)
+        if capture:
+            self.memory.capture()

@@ -1,31 +1,19 @@
 """`Progress`: what is new of a request that another process computes, as plain values, and how it enters the state."""
 
 import base64
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fengine import errors
-from fengine.core.plain import Handles, from_plain, to_plain
+from fengine.core.plain import from_plain, to_plain
 from fengine.core.request import Drafting, FinishReason
+from fengine.engine.parallel.child import NOTHING
 from fengine.engine.request_state import RequestState
-from fengine.errors import EngineDeadError, FengineError, UnsupportedFeatureError
+from fengine.errors import EngineDeadError, FengineError
 
 Pairs = list[list[tuple[float, int]]]
-
-
-def _no_adapter(name: str, number: int) -> Any:
-    raise UnsupportedFeatureError(f"the LoRA adapter {name!r} is not known to replicas")
-
-
-def handles(grammar: Callable[[str, str], Any]) -> Handles:
-    """Of a replica, which compiles the grammars of its requests by kind and text."""
-    return Handles({}, grammar, _no_adapter)
-
-
-NOTHING = handles(lambda kind, text: None)
 
 
 class Progress(NamedTuple):

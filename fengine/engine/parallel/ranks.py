@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,11 @@ from fengine.core.plain import to_plain
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput, StepOutput
 from fengine.engine.engine_core import EngineCore
-from fengine.engine.parallel.child import SILENCE, Child
-from fengine.engine.parallel.follower import NOTHING
+from fengine.engine.parallel.child import NOTHING, SILENCE, Child
 from fengine.engine.stepper import Runner
 from fengine.engine.weights.incoming import Origin
 from fengine.errors import EngineDeadError
-from fengine.models.kv_state import KVState
+from fengine.models.kv_state import KVState, Params
 from fengine.ops import peers
 from fengine.worker.input_batch import StepInput
 from fengine.worker.process_group import checksum, device_of_rank, group_of, process_group, release, swap
@@ -60,9 +58,10 @@ class Ranks:
         self.group = group_of(name, 0, self.folder.name, sockets[0], self.device)
         weakref.finalize(self, peers.close, sockets[0])  # whoever exchanges names the ranks
         self.fault: EngineDeadError | None = None
-        self._updates = count()
         self._step = 0  # that is being launched
         self._core: EngineCore | None = None
+        self._runner: Any = None
+        self.params: Params = {}
         self._sums: dict[int, dict[int, int]] = {}  # of each step, by rank
         self._news = threading.Condition()
         self._told: dict[int, set[str]] = {}  # what each rank has said so far
@@ -118,8 +117,7 @@ class Ranks:
     def join(self) -> None:
         """Joins the group when every rank has its weights. Errors: EngineDeadError if a rank has failed."""
         self.wait("loaded")
-        for child in self._ranks.values():
-            child.send("join")
+        self._send("join")
         self._held.enter_context(process_group(self.group, self.device))
 
     def attach(self, core: EngineCore) -> None:
@@ -127,25 +125,35 @@ class Ranks:
         self._core = core
         core.stepper.watch(self)
 
+    def over(self, runner: Runner) -> "Ranks":
+        """Themselves, who run this rank's part by `runner`."""
+        self._runner, self.params = runner, runner.params
+        return self
+
     # -- commands, between two steps -----------------------------------------------------------------------------------
 
-    def tell(self, name: str, **arguments: Any) -> None:
-        """As `RankCommands.tell`."""
+    def tell(self, command: str, **arguments: Any) -> None:
+        """Has the other ranks execute a command of this name."""
+        self._send({"command": command, "arguments": arguments})
+
+    def _send(self, value: Any) -> None:
         for child in self._ranks.values():
-            child.send({"command": name, "arguments": arguments})
+            child.send(value)
 
-    def update(self, tensors: dict[str, Tensor], origin: Origin | None, version: str | None) -> None:
-        """As `RankCommands.update`: by a file, of which there is one at a time. Errors: OSError."""
-        path = Path(self.folder.name) / f"update-{next(self._updates)}.safetensors"
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        self.tell("update_weights", path=str(path), origin=origin and str(origin.directory), version=version)
-        self.swap(torch.zeros(1))  # everybody has read it
-        path.unlink()
-
-    def swap(self, part: Tensor) -> Tensor:
-        """As `RankCommands.swap`. Errors: EngineDeadError if a rank has ended."""
+    @contextmanager
+    def told(self, command: str, **arguments: Any) -> Iterator[None]:
+        """As `tell`, of one in which all exchange. Errors: EngineDeadError if a rank has ended."""
+        self.tell(command, **arguments)
         with self.named():
-            return swap(part, self.group)
+            yield
+
+    def update(self, tensors: dict[str, Tensor], origin: Origin | None) -> None:
+        """Has the other ranks write checked tensors, from a file. Errors: OSError, EngineDeadError."""
+        path = Path(self.folder.name) / "update.safetensors"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        with self.told("update_weights", path=str(path), origin=origin and str(origin.directory)):
+            swap(torch.zeros(1), self.group)  # everybody has read it
+        path.unlink()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -153,19 +161,17 @@ class Ranks:
         """Tells the ranks. The edits of logits are rank 0's alone."""
         self._step = output.step
         new = [_without_handles(row) for row in output.new_rows]
-        told = to_plain(replace(output, new_rows=new), NOTHING)
-        for child in self._ranks.values():
-            child.send(told)
+        self._send(to_plain(replace(output, new_rows=new), NOTHING))
 
     def launched(self, output: SchedulerOutput) -> None: ...
 
     def landed(self, output: SchedulerOutput) -> None: ...
 
-    def launch(self, runner: Runner, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
+    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
         """As `Runner.launch`; the result compares the ranks' checksums of steps before. Errors: EngineDeadError."""
         number, digest = self._step, checksum(step)
         with self.named():
-            kv, result = runner.launch(kv, step)
+            kv, result = self._runner.launch(kv, step)
 
         def checked() -> StepOutput:
             with self.named():
@@ -205,17 +211,6 @@ class Ranks:
             child.close()
         self._held.close()
         self.folder.cleanup()
-
-
-class RankedRunner:
-    """Rank 0's runner, in step with the others."""
-
-    def __init__(self, runner: Runner, ranks: Ranks) -> None:
-        self.runner, self.ranks, self.params = runner, ranks, runner.params
-
-    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
-        """As `Runner.launch`. Errors: EngineDeadError."""
-        return self.ranks.launch(self.runner, kv, step)
 
 
 def _without_handles(row: Request) -> Request:

@@ -8,8 +8,8 @@ from fengine.engine.weights.updates import UpdateResult
 from fengine.errors import UnsupportedFeatureError
 
 METHODS = {  # of parts of an engine, asked of every replica
-    "weights": ("read", "nbytes"),
-    "updates": ("update_from_disk", "begin", "end"),
+    "weights": ("nbytes",),
+    "updates": ("update_from_disk", "begin", "end", "read"),
     "memory": ("release", "resume", "keep_weights"),
 }
 

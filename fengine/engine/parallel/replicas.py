@@ -22,8 +22,8 @@ from fengine.config import EngineConfig
 from fengine.core.plain import to_plain
 from fengine.engine.load import Loaded
 from fengine.engine.output_processor import OutputProcessor
-from fengine.engine.parallel.child import Child
-from fengine.engine.parallel.progress import NOTHING, error_of, take
+from fengine.engine.parallel.child import NOTHING, Child
+from fengine.engine.parallel.progress import error_of, take
 from fengine.engine.parallel.remote import Remote, joined
 from fengine.engine.parallel.routing import BLOCK, Replica, chosen, prefix_keys
 from fengine.engine.parts import Parts

@@ -8,6 +8,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from fengine.engine.weights.live import LiveWeights
+from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import InvalidRequestError, StorageError
 from fengine.worker.loader import read_config
 from fengine.worker.safetensors_file import INDEX
@@ -18,14 +19,14 @@ BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # files that belong
 
 
 def save_weights(
-    live: LiveWeights, model_dir: Path, overrides: str, path: Any, pattern: Any = None, max_size: Any = None
+    updates: WeightUpdates, model_dir: Path, overrides: str, path: Any, pattern: Any = None, max_size: Any = None
 ) -> Path:
     """Writes every tensor under its checkpoint name, in shards of at most `max_size` bytes. Returns the folder.
 
     `pattern` names a shard by `part` (and `rank`, which is 0). One shard at a time is in CPU memory.
     Errors: InvalidRequestError, StorageError, MemoryReleasedError, EngineClosedError, EngineDeadError.
     """
-    live.refuse_few_bits("saved")
+    updates.live.refuse_few_bits("saved")
     folder, most = _checked_folder(path), SHARD_BYTES if max_size is None else max_size
     if type(most) is not int or most < 1:
         raise InvalidRequestError(f"max_size must be a number of bytes of at least 1, got {max_size!r:.80}.")
@@ -33,9 +34,9 @@ def save_weights(
     total = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for part, names in enumerate(_shards(live, most)):
+        for part, names in enumerate(_shards(updates.live, most)):
             file = _shard_name(PATTERN if pattern is None else pattern, part)
-            tensors = {name: tensor for name in names if (tensor := live.read_tensor(name)) is not None}
+            tensors = {name: tensor for name in names if (tensor := updates.read_tensor(name)) is not None}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
             index |= dict.fromkeys(names, file)
             total += sum(tensor.nbytes for tensor in tensors.values())

@@ -1,19 +1,25 @@
-"""`WeightUpdates`: every way to give an engine new weights.
+"""`WeightUpdates`: every way to give an engine new weights, and to read those that it has.
 
     tensors, a directory, a broadcast  --checked, in the caller's thread-->  changes  --one call of the loop-->  live
 
-A change is all or nothing. Between `begin` and `end` changes are collected in CPU memory and take effect together.
+A change is all or nothing, and happens between two steps. What the old weights computed is forgotten: the prefix cache
+is emptied, and requests that run go back to the queue and are computed again from their tokens, so they go on as the
+new weights would from there. Between `begin` and `end` changes are collected in CPU memory and take effect together.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fengine import models
+from fengine.engine.engine_core import EngineCore
+from fengine.engine.parallel.ranks import Ranks
 from fengine.engine.weights.group import GroupError, Groups, buffers
 from fengine.engine.weights.incoming import Change, Origin, pairs, settle_head, unflattened
 from fengine.engine.weights.live import LiveWeights
@@ -26,14 +32,13 @@ from fengine.errors import (
     OutOfMemoryError,
     UnsupportedFeatureError,
 )
-from fengine.models.weights import EMBEDDING
+from fengine.models.weights import EMBEDDING, HEAD
 from fengine.worker.hub import resolve_model
 
 Reader = Callable[[], list[tuple[str, Tensor]]]
-DISK_FORMATS = (None, "auto", "safetensors")
-TENSOR_FORMATS = (None, "direct", "flattened_bucket")
-BROADCAST_FORMATS = (None, "direct", "flattened_bucket")
+FORMATS = (None, "direct", "flattened_bucket")  # of tensors
 SELECTORS = ("all", "target")
+LOST = "the weights are incomplete"  # the key of a refusal
 
 
 class UpdateResult(NamedTuple):
@@ -43,12 +48,12 @@ class UpdateResult(NamedTuple):
     message: str
 
 
+@dataclass
 class Session:
     """What came between `begin` and `end`. `fault`: why all of it will be refused."""
 
-    def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self.fault: str | None = None
+    changes: list[Change] = field(default_factory=list)
+    fault: str | None = None
 
 
 class WeightUpdates:
@@ -58,12 +63,13 @@ class WeightUpdates:
     malformed call, UnsupportedFeatureError, EngineClosedError, EngineDeadError.
     """
 
-    def __init__(self, live: LiveWeights) -> None:
-        self.live, self.core = live, live.core
+    def __init__(self, live: LiveWeights, core: EngineCore, ranks: Ranks | None = None) -> None:
+        self.live, self.core, self.ranks = live, core, ranks
+        self.missing: set[str] = set()  # tensors whose values were lost
         self._session: Session | None = None
-        device = next((str(place.leaf.device) for place in live.places.values()), "cpu")
-        self.groups = Groups(device)
+        self.groups = Groups(next((str(place.leaf.device) for place in live.places.values()), "cpu"))
         self._lock = threading.Lock()  # see `alone`
+        core.handlers |= {"update_weights": self._replace, "read_weights": self._read}
 
     def close(self) -> None:
         """Leaves every group."""
@@ -74,7 +80,7 @@ class WeightUpdates:
         self, path: Any, load_format: Any, *, version: str | None = None, abort: bool = False
     ) -> UpdateResult:
         """Every tensor of a checkpoint directory or hub id, read into CPU memory before anything changes."""
-        if load_format not in DISK_FORMATS:
+        if load_format not in (None, "auto", "safetensors"):
             raise UnsupportedFeatureError(f"load_format={load_format!r} is not built; use 'auto' or 'safetensors'.")
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidRequestError(f"model_path must be a directory or a hub id, got {path!r:.80}.")
@@ -88,7 +94,7 @@ class WeightUpdates:
         self, named_tensors: Any, load_format: Any, *, version: str | None = None, abort: bool = False
     ) -> UpdateResult:
         """Some or all tensors by name, from any device. They are copied before the call returns."""
-        if load_format not in TENSOR_FORMATS:
+        if load_format not in FORMATS:
             raise UnsupportedFeatureError(
                 f"load_format={load_format!r} is not built: custom loaders are code. Pass (name, tensor) pairs with "
                 "load_format=None, or 'flattened_bucket'."
@@ -101,7 +107,7 @@ class WeightUpdates:
         abort: bool = False,
     ) -> UpdateResult:  # fmt: skip
         """What rank 0 of a group broadcasts, one tensor after another. It is received whole, then checked."""
-        if load_format not in BROADCAST_FORMATS:
+        if load_format not in FORMATS:
             raise UnsupportedFeatureError(f"load_format={load_format!r} is not built; use None or 'flattened_bucket'.")
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             raise InvalidRequestError(f"names must be a list of tensor names, got {names!r:.80}.")
@@ -187,7 +193,7 @@ class WeightUpdates:
 
     def _settled(self, changes: list[Change]) -> list[Change]:
         """As `incoming.settle_head`. The live embedding, if it is needed, is read by the loop, which may release it."""
-        return settle_head(self.live.spec, changes, lambda: self.live.read_tensor(EMBEDDING))
+        return settle_head(self.live.spec, changes, lambda: self.read_tensor(EMBEDDING))
 
     def _check_version(self, version: str | None) -> None:
         if version is not None and (not isinstance(version, str) or not version):
@@ -198,6 +204,89 @@ class WeightUpdates:
     ) -> UpdateResult:
         if abort:
             self.core.abort_rids(None)
-        retracted = self.live.replace(changes, version, origin)
+        names = [change.name for change in changes]
+        retracted = self.core.call("update_weights", (changes, origin), names=names, version=version)
         again = f"; {retracted} running requests go on with the new weights" if retracted else ""
         return UpdateResult(True, f"{len(changes)} tensors were updated, the prefix cache is empty{again}")
+
+    # -- what the weights are ------------------------------------------------------------------------------------------
+
+    def read(self, name: Any, rows: Any) -> list[Any] | None:
+        """The first `rows` rows of a tensor as nested lists of floats; None for a name that the model has not.
+
+        Errors: InvalidRequestError, MemoryReleasedError, EngineClosedError.
+        """
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"name must be the name of a tensor, got {name!r:.80}.")
+        if type(rows) is not int or rows < 0:
+            raise InvalidRequestError(f"truncate_size must be a whole number of rows, got {rows!r:.80}.")
+        spec = self.live.spec
+        name = models.lookup(spec.architecture).rename(spec, name)
+        name = EMBEDDING if spec.tie_embeddings and name == HEAD else name
+        out: list[Any] = []
+        for part in self.live.fused.get(name, (name,)):
+            found = self.read_tensor(part, rows - len(out))
+            if found is None:
+                return None
+            out += found.float().tolist()
+        return out
+
+    def read_tensor(self, tensor: str, rows: int | None = None) -> Tensor | None:
+        """The first rows of a live tensor, or all; None for a name that the model has not. Errors: as `read`."""
+        return self.core.call("read_weights", tensor=tensor, rows=rows)
+
+    # -- in the loop's thread ------------------------------------------------------------------------------------------
+
+    def _read(self, tensor: str, rows: int | None) -> Tensor | None:
+        """Errors: MemoryReleasedError where there are no values."""
+        if tensor not in self.live.places:
+            return None
+        reason = self.core.refusal("weights") or (self.core.refusal(LOST) if tensor in self.missing else None)
+        if reason is not None:
+            raise MemoryReleasedError(reason)
+        if self.ranks is None or self.live.places[tensor].cut is None:
+            return self.live.read(tensor, rows)
+        with self.ranks.told("read_weights", name=tensor, rows=None):
+            return self.live.read(tensor, rows)
+
+    def _replace(
+        self, attached: tuple[list[Change], Origin | None], names: Sequence[str], version: str | None
+    ) -> int:  # fmt: skip
+        """Forgets what the old weights computed, then writes. Returns how many requests go on with the new.
+
+        Errors: MemoryReleasedError.
+        """
+        changes, origin = attached
+        if (reason := self.core.refusal("weights")) is not None:
+            raise MemoryReleasedError(reason)
+        if self.ranks is not None:
+            self.ranks.update({change.name: change.tensor for change in changes}, origin)
+        retracted = self.core.stepper.forget_weights()
+        self._write(changes, origin)
+        if version is not None:
+            self.core.label_weights(version)
+        return retracted
+
+    def _write(self, changes: list[Change], origin: Origin | None) -> None:
+        """Should a copy fail, nobody may compute with the mixture: what runs is aborted, and requests are refused until
+        every tensor has been given again."""
+        names = {change.name for change in changes}
+        self.lose(self.missing | names)
+        try:
+            self.live.write(changes, origin)
+        except Exception:
+            self.live.origin = None
+            self.core.abort_rids(None)  # before the next step
+            raise
+        self.lose(self.missing - names)
+
+    def lose(self, names: set[str]) -> None:
+        """Sets which tensors hold no values; while there are any, requests are refused."""
+        self.missing = names
+        if not names:
+            return self.core.allow(LOST)
+        shown = ", ".join(sorted(names)[:3]) + (" …" if len(names) > 3 else "")
+        self.core.refuse({
+            LOST: f"{LOST}: {len(names)} tensors hold no values ({shown}); give them with update_weights_from_disk or "
+            "update_weights_from_tensor"
+        })  # fmt: skip
