@@ -80,12 +80,29 @@ def _tile_processor() -> Any:
     return transformers.SmolVLMImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
 
 
+def _gemma3(**more: Any) -> Any:
+    """Two tokens of a side of an image; a window that does not reach over one."""
+    vision = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
+    text = TEXT | {"model_type": "gemma3_text", "head_dim": 16} | more.pop("text_config", {})
+    tokens = {"image_token_index": TOKEN, "boi_token_index": 122, "eoi_token_index": 123} | more
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "query_pre_attn_scalar": 16}
+    config = transformers.Gemma3Config(
+        text_config=text | layers, vision_config=vision, mm_tokens_per_image=4, **tokens
+    )  # fmt: skip
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _gemma_processor() -> Any:
+    return transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, do_pan_and_scan=False)
+
+
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llava": (_llava, _clip_processor),
     "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor),
     "qwen3_vl": (_qwen3_vl, _qwen_processor),
     "smolvlm": (_smolvlm, _tile_processor),
     "idefics3": (_idefics3, _tile_processor),
+    "gemma3": (_gemma3, _gemma_processor),
 }
 
 
@@ -114,16 +131,20 @@ CHAT = (
 )
 
 
-def write_with_text(directory: Path) -> Path:
-    """A LLaVA whose tokens are bytes, "<image>" and the ends of a text; with a chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<image>"])
-    text = {"vocab_size": 260, "bos_token_id": 256, "eos_token_id": 257}
-    write(directory, text_config=text, image_token_index=258)
+def write_with_text(directory: Path, family: str = "llava") -> Path:
+    """A LLaVA or Gemma whose tokens are bytes, up to three line ends, and special ones; with a chat template."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĊĊĊ"]
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<image>", "<start_of_image>", "<end_of_image>"])
+    text = {"vocab_size": 263, "bos_token_id": 258, "eos_token_id": 259}
+    own = {} if family == "llava" else {"boi_token_index": 261, "eoi_token_index": 262}
+    write(directory, family, text_config=text, image_token_index=260, **own)
+    chat = CHAT if family == "llava" else CHAT.replace("<image>{{ '\n' }}", "<start_of_image>")
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=chat
     ).save_pretrained(directory)
     return directory
 

@@ -20,7 +20,7 @@ def prompt_in_place(context: EngineContext, prompt: GenerateReqInput, ids: list[
     if prompt.session_params is not None:
         turn = _turn(context, prompt, ids, turns)
         turn.images = pictures
-        ids, pictures = turn.prompt(-1 if images is None else images.spec.token)
+        ids, pictures = turn.prompt(-1 if images is None else images.placeholder)
         if not ids:
             raise InvalidRequestError("session_params['offset'] leaves nothing of the context; the prompt is empty.")
     return Prompt(ids) if images is None else images.prompt(ids, pictures)

@@ -12,7 +12,7 @@ from heapq import nsmallest
 from itertools import islice
 
 from fengine.config import Policy
-from fengine.core.images import Encode, ImageRows
+from fengine.core.images import Encode, ImageRows, uncut
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request
 from fengine.core.running import Rows
@@ -104,7 +104,6 @@ class Admission:
             if not left or (self.whole_prompts and len(request.token_ids) > left):
                 return
             if not (count := self._start(output, request, left)):
-                self.blocked = True  # none goes in its place, or pages might never suffice for a large request
                 return
             left -= count
 
@@ -141,20 +140,23 @@ class Admission:
             whole = False
 
     def _start(self, output: SchedulerOutput, request: Request, left: int) -> int:
-        """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages.
+        """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages, or too
+        little is left of the step for the image that it begins with. Modifies: `blocked`.
 
         Pages must suffice for all its known tokens and for the reserve of those that run, or it might be preempted at
         once. When nothing runs, every page is free or idle, and `add` has made sure that it fits.
         """
         rows, pool, known = self.rows, self.rows.pool, len(request.token_ids)
         pages = rows.hit(request)
-        if not rows.admits(rows.pages_for(known) - len(pages)):
-            pool.release(pages, pool.window_start(len(pages) * rows.page_size))
+        start = len(pages) * rows.page_size
+        self.blocked = not rows.admits(rows.pages_for(known) - len(pages))  # none goes in its place, or pages might
+        if self.blocked or not uncut(request.images, start, min(known - start, left)):  # never suffice for a large one
+            pool.release(pages, pool.window_start(start))
             return 0
         self.waiting.admit(request)
         output.adapters += rows.enter(request, pages)
         if request.images and self.images is not None:
             request.placed = self.images.placed(request.images)
-        count = min(known - request.num_computed, left, pool.room * rows.page_size)
+        count = uncut(request.images, start, min(known - start, left, pool.room * rows.page_size))
         rows.compute(output, request, count)
         return count

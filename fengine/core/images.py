@@ -21,6 +21,7 @@ class Image:
     tokens: int  # placeholder tokens, so rows of the table
     patches: int  # what encoding it costs
     arrays: Mapping[str, Any]
+    bidirectional: bool = False  # its tokens see each other, so one step computes all of them
 
 
 class ImageSpan(NamedTuple):
@@ -60,6 +61,20 @@ def page_salts(salt: Hashable | None, spans: Iterable[ImageSpan], page_size: int
         for page in range(start // page_size, (start + image.tokens - 1) // page_size + 1):
             found[page] = (*found.get(page, ()), image.key, page * page_size - start)
     return dict(found)
+
+
+def uncut(spans: Iterable[ImageSpan], start: int, count: int) -> int:
+    """The most of `count` tokens from `start` on behind which no bidirectional image is cut. Pure."""
+    for at, image in spans:
+        if image.bidirectional and at < start + count < at + image.tokens:
+            return max(at - start, 0)
+    return count
+
+
+def least(spans: Iterable[ImageSpan], start: int) -> int:
+    """How many tokens from `start` on one step must compute: the rest of a bidirectional image, or 1. Pure."""
+    ends = (at + image.tokens for at, image in spans if image.bidirectional and at <= start < at + image.tokens)
+    return next(ends, start + 1) - start
 
 
 @dataclass(slots=True, eq=False)

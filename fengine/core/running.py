@@ -81,8 +81,10 @@ class Rows:
             pages, salts = request.pages[:full], request.salts
             request.reached = self.cache.insert(request.token_ids, pages, salts=salts, after=request.reached)
 
-    def check_fits(self, request: Request, step_tokens: int | None, images: ImageRows | None = None) -> None:
-        """Errors: CapacityError if it could never run. `step_tokens`: so many its prompt may have; None: any."""
+    def check_fits(
+        self, request: Request, step_tokens: int, whole_prompts: bool = False, images: ImageRows | None = None
+    ) -> None:  # fmt: skip
+        """Errors: CapacityError if it could never run. `whole_prompts`: a step computes all of a prompt."""
         if images is not None and (need := images.need(request.images)) > images.capacity:
             raise CapacityError(
                 f"request {request.rid!r} has images of {need} tokens, but {images.capacity} embeddings of images fit "
@@ -95,10 +97,12 @@ class Rows:
                 f"prompt tokens and max_new_tokens={request.max_new_tokens}, but the pool has {capacity}: "
                 "shorten it, or raise max_total_tokens"
             )
-        if step_tokens is not None and request.prompt_len > step_tokens:
+        together = [span.image.tokens for span in request.images if span.image.bidirectional]
+        most = max([request.prompt_len] * whole_prompts + together, default=0)
+        if most > step_tokens:
             raise CapacityError(
-                f"request {request.rid!r} has {request.prompt_len} tokens, which see each other and so need one step, "
-                f"but max_step_tokens is {step_tokens}: shorten it, or raise max_step_tokens"
+                f"request {request.rid!r} has {most} tokens, which see each other and so need one step, but "
+                f"max_step_tokens is {step_tokens}: shorten it, or raise max_step_tokens"
             )
 
     def admits(self, need: int) -> bool:

@@ -25,7 +25,7 @@ from operator import attrgetter
 
 from fengine.config import Policy
 from fengine.core.admission import Admission, WaitingQueue
-from fengine.core.images import ImageRows
+from fengine.core.images import ImageRows, least, uncut
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import ABORTED, FinishReason, Request, Status
@@ -78,7 +78,7 @@ class Scheduler:
         """
         self._waiting.check_room(self._rows.num_free)
         request.full = request.prompt_len + request.max_new_tokens
-        self._rows.check_fits(request, self.max_step_tokens if self.whole_prompts else None, self.images)
+        self._rows.check_fits(request, self.max_step_tokens, self.whole_prompts, self.images)
         if request.rid in self._requests:
             raise InvalidRequestError(f"rid {request.rid!r} belongs to a request that has not finished: choose another")
         if request.finish is not None or request.prompt_len < 1 or len(request.token_ids) != request.prompt_len:
@@ -192,13 +192,16 @@ class Scheduler:
         return reserved
 
     def _schedule_prompt(self, output: SchedulerOutput, request: Request, left: int) -> int:
-        """The next chunk of a running prompt: all that budget and pages allow. Returns its number of tokens."""
+        """The next chunk of a running prompt: all that budget and pages allow. Returns what it takes of the budget."""
         rows, start = self._rows, request.num_computed
         room = len(request.pages) * rows.page_size - start
-        if not self._make_room(output, request, 0 if room else 1):
+        lacks = (least(request.images, start) if request.images else 1) - room
+        if not self._make_room(output, request, max(-(-lacks // rows.page_size), 0)):
             return 0
         room += self.pool.room * rows.page_size
         count = min(len(request.token_ids) - start, left, room)
+        if request.images and not (count := uncut(request.images, start, count)):
+            return left  # kept for it: nobody goes in its place
         rows.compute(output, request, count)
         return count
 

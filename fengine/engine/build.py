@@ -47,7 +47,7 @@ from fengine.worker.device import (
     refuse_default_device,
     refuse_unbuilt_shape,
 )
-from fengine.worker.images import image_rows, image_writer
+from fengine.worker.images import ImageInputs, image_rows, letters_of
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import PoolSize, new_pool, pool_bytes, pool_size, windows_of
 from fengine.worker.model_runner import CpuRunner
@@ -131,8 +131,8 @@ def make_worker(
     refuse_unbuilt_shape(spec, device_of(config), activation_dtype(loaded.params))
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir), group)
     slots = 0 if adapters is None else adapters.slots
-    write_image = image_writer(config, spec, loaded.params, loaded.context_length)
     rows = config.scheduler.max_running_requests or 1
+    images = ImageInputs(config, spec, loaded.params, loaded.context_length, rows) if spec.vision else None
     edits = group is None or group.rank == 0  # whose logits are edited
     stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config))) if edits else ()
     runner = make_runner(config, loaded, stages, slots, group)
@@ -143,7 +143,7 @@ def make_worker(
     seconds = time.perf_counter() - before
     write = None if adapters is None else adapters.write
     width = -(-loaded.context_length // page_size)
-    input_batch = InputBatch(rows, width, page_size, stages, slots, write, write_image, runner.grouped)
+    input_batch = InputBatch(rows, width, page_size, stages, slots, write, images, runner.grouped)
     return Worker(runner, input_batch, adapters, kv, kv_dtype, size, seconds)
 
 
@@ -235,7 +235,7 @@ def make_runner(
         rows=max(rows, 0 if config.speculation.algorithm is Algorithm.none else config.speculation.step_tokens or 0),
         width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
         prefill_graphs=config.compile.prefill_graphs, graph_rows=config.compile.graph_rows,
-        device=device_of(config), adapter_slots=slots, sampler=sampler, images=loaded.spec.vision is not None,
+        device=device_of(config), adapter_slots=slots, sampler=sampler, images=letters_of(loaded.spec),
         grouped=grouped,
     )  # fmt: skip
 

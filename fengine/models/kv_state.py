@@ -29,6 +29,7 @@ from fengine.models.spec import ModelSpec
 #   window_slot_U, window_table_RY   slot_T and page_table_RN of layers with a window that have pages of their own
 #   token_A, start_S             of LoRA: adapter slot s owns token_A[start_S[s] : start_S[s + 1]]; behind is padding
 #   image_row_I                  of each token its row of the table of images' embeddings; -1: it is a word
+#   last_key_J                   the position of the last key that each token sees; else its own
 #   rope_pos_3I                  where tokens stand on the three axes of rotary embedding; else at pos_T
 # All int32. Padding tokens lie behind q_start_B[-1] and write to slot 0, in the null page; padding rows have no tokens.
 Tensors = Mapping[str, Tensor]

@@ -18,7 +18,9 @@ from fengine.models.spec import ModelSpec
 from fengine.ops import attention, columns, experts, layer_norm, linear, qkv, rms_norm, rope, silu_mul, soft_cap
 
 # What layers read of a step.
-OF_LAYERS = "pos_T slot_T q_start_B kv_len_R page_table_RN window_slot_U window_table_RY token_A start_S".split()
+OF_LAYERS = (
+    "pos_T slot_T q_start_B kv_len_R page_table_RN window_slot_U window_table_RY token_A start_S last_key_J".split()
+)
 Adapters = tuple[Tensor, Tensor]  # token_A, start_S
 LayerOut = tuple[Tensor, Tensor, Tensor, Tensor]
 LayerFn = Callable[[Params, ModelSpec, Tensor, Tensor, Tensor, Tensors, Tensor, Tensor, Tensor | None], LayerOut]
@@ -88,12 +90,12 @@ def embed(params: Params, spec: ModelSpec, batch: Tensors, norm_D: Tensor | None
     how = (first_D[: spec.hidden_size], spec.rms_eps, spec.norm_shift)
     token_T = batch["token_T"] % spec.vocab_size if spec.token_types else batch["token_T"]
     normed_TD, residual_TD = rms_norm.rows_rms_norm(params["embed"].packed, token_T, *how)
+    if spec.embed_scale != 1.0:
+        residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
     image_row_I = batch.get("image_row_I")
     if image_row_I is not None:
         images_TD = image_rows(params, spec, image_row_I, 0)
         residual_TD = torch.where((image_row_I >= 0)[:, None], images_TD, residual_TD)
-    if spec.embed_scale != 1.0:
-        residual_TD = residual_TD * params["embed_scale"]  # as a tensor it is rounded to the activations' dtype
     if spec.token_types:
         residual_TD = residual_TD + params["type_ND"][batch["token_T"] // spec.vocab_size]
     if spec.positions:
@@ -163,7 +165,7 @@ def attend(
             q_THK = q_THK * (turned * layer["k_turned_norm_K"])
     out_THK = attention.attention(
         q_THK, k_PSGK, v_PSGK, batch["q_start_B"], batch["kv_len_R"], page_table_RN, spec.scale, spec.causal,
-        layer["kind"].window, spec.attention_cap, layer.get("sinks_H"),
+        layer["kind"].window, spec.attention_cap, layer.get("sinks_H"), batch.get("last_key_J"),
     )  # fmt: skip
     delta_TD = linear.linear(out_THK.flatten(1), layer["wo"], layer.get("bo_D"), adapters, exact=spec.exact)
     return delta_TD, k_PSGK, v_PSGK

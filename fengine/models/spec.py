@@ -65,7 +65,8 @@ class VisionSpec:
     merge: int = 1  # patches of a side that become one token
     channels: int = 3
     feature_layers: tuple[int, ...] = ()  # whose outputs are taken, side by side
-    begin: int | None = None  # the id that stands in front of an image's placeholders, where one must
+    begin: int | None = None  # the id that stands in prompts for an image, where it is not `token`
+    bidirectional: bool = False  # the tokens of an image see each other
     deepstack: int = 0  # so many layers of the decoder add embeddings of their own
 
     @property

@@ -10,7 +10,7 @@ from fengine.models.family import Family, Model, Vision
 from fengine.models.fields import COMMON, READ, Fields, check_fields, check_model_type
 from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.weights import Weight, decoder_weights
+from fengine.models.weights import LayerLeaves, Weight, decoder_weights, prenorm_layer
 
 TEXTS = {family.model_type: family for family in (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
 WHOLE: Fields = {**COMMON, "text_config": READ, "vision_config": READ, "tie_word_embeddings": READ}
@@ -31,12 +31,13 @@ class VisionFamily(NamedTuple):
     texts: dict[str, Family] = TEXTS
     text_defaults: Config = {}
     vision_defaults: Config = {}
+    leaves: LayerLeaves = prenorm_layer  # of a layer of the decoder
 
     def models(self) -> dict[str, Model]:
         """Pure."""
 
         def weights(spec: ModelSpec) -> list[Weight]:
-            return decoder_weights(spec) + self.weights(spec)
+            return decoder_weights(spec, layer=self.leaves) + self.weights(spec)
 
         forward, layer = layers.decoder(layers.decoder_layer), layers.decoder_layer
         return {

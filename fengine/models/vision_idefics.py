@@ -15,16 +15,15 @@ from torch import Tensor
 
 from fengine.errors import InvalidRequestError
 from fengine.models import llama
+from fengine.models import vision_tower as tower
 from fengine.models.family import Piece, Vision
-from fengine.models.fields import COMMON, NAMES, READ
+from fengine.models.fields import NAMES, READ
 from fengine.models.kv_state import Params
-from fengine.models.reader import GELU_ALL, ConfigReader
-from fengine.models.sources import Source
+from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.vision_family import WHOLE, VisionFamily, renamed, tower, with_vision
-from fengine.models.vision_layers import encoder_layer, encoder_weights, matrix, patch_matrix, project, tiled, vector
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
+from fengine.models.vision_layers import matrix, project
 from fengine.models.weights import Weight
-from fengine.ops import layer_norm
 
 OLD = ("perceiver_config", "use_resampler", "qk_layer_norms", "neftune_noise_alpha", "is_llama_config",
        "pixel_shuffle_factor", "rope_interleaved", "_flash_attn_2_enabled", "use_base_siglip", "size",
@@ -34,12 +33,7 @@ FIELDS = {
     **dict.fromkeys(OLD, "is not read by transformers"), **WHOLE, "image_token_id": READ, "scale_factor": READ,
     "transformers.js_config": NAMES, "_pad_token_id": "padding is never computed",
 }  # fmt: skip
-VISION_FIELDS = {
-    **dict.fromkeys(OLD, "is not read by transformers"),
-    **COMMON, **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "image_size", "patch_size", "hidden_act", "layer_norm_eps", "num_channels"), READ),
-    "tie_word_embeddings": "a tower has no words",
-}  # fmt: skip
+VISION_FIELDS = {**tower.FIELDS, **dict.fromkeys(OLD, "is not read by transformers")}
 TEXT = llama.FAMILY._replace(
     fields={**dict.fromkeys(OLD, "is not read by transformers"), "transformers.js_config": NAMES, **llama.FAMILY.fields}
 )
@@ -52,11 +46,8 @@ SIGLIP = {
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
     """Pure. Errors: ModelLoadError and kinds."""
     whole, part = ConfigReader(config), ConfigReader(vision)
-    side, merge = part.size("image_size", 1 << 14), whole.size("scale_factor", 64, default=2)
-    token = whole.size("image_token_id", 1 << 24, default=128257)
-    found = tower(part, token, GELU_ALL, image_size=side, merge=merge)
-    if side % (found.patch * merge):
-        part.problems.append(f"image_size ({side}) is no multiple of patch_size ({found.patch}) times {merge}")
+    merge = whole.size("scale_factor", 64, default=2)
+    found = tower.square(part, whole.size("image_token_id", 1 << 24, default=128257), merge)
     return with_vision(spec, found, whole, part)
 
 
@@ -64,16 +55,8 @@ def weights(spec: ModelSpec) -> list[Weight]:
     """Pure."""
     vision = spec.vision
     assert vision is not None
-    table = Source(
-        "vision.embeddings.position_embedding.weight", ((vision.image_size // vision.patch) ** 2, vision.width)
-    )
-    return [
-        *patch_matrix("vision.embeddings.patch_embedding", vision, bias=True),
-        Weight(("vision", "position_ND"), (table,), "ND", fill="small"),
-        *encoder_weights(vision, "vision.encoder.layers"),
-        vector("norm_D", "vision.post_layernorm", vision.width, norm=True, bias=True),
-        *matrix("project", ["projector"], spec.hidden_size, vision.width * vision.merge**2, bias=False),
-    ]
+    columns = vision.width * vision.merge**2
+    return [*tower.weights(vision), *matrix("project", ["projector"], spec.hidden_size, columns, bias=False)]
 
 
 def buckets(count: int, side: int) -> Tensor:
@@ -85,19 +68,14 @@ def buckets(count: int, side: int) -> Tensor:
 
 def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of a tile, [tokens, D], from pixels_CHW. Pure."""
-    tower, vision = params["vision"], spec.vision
+    vision, pixels_CHW = spec.vision, arrays["pixels_CHW"]
     assert vision is not None
-    height, width = (size // vision.patch for size in arrays["pixels_CHW"].shape[1:])
-    x_IK = rearrange(arrays["pixels_CHW"], "c (h p) (w q) -> (h w) (c p q)", p=vision.patch, q=vision.patch)
-    side = vision.image_size // vision.patch
-    index = buckets(height, side)[:, None] * side + buckets(width, side)
-    x_ID = project(tiled(x_IK.to(tower["norm_D"].dtype)), tower, "patch")
-    x_ID = x_ID + tower["position_ND"][index.flatten().to(x_ID.device)]
-    for layer in tower["layers"]:
-        x_ID = encoder_layer(layer, vision, x_ID)
-    x_ID = layer_norm.layer_norm(x_ID, tower["norm_D"], vision.eps)
-    pattern, m = "(h a w b) d -> (h w) (a b d)", vision.merge
-    return project(rearrange(x_ID, pattern, h=height // m, a=m, b=m), tower, "project")
+    height, width = (size // vision.patch for size in pixels_CHW.shape[1:])
+    side, m = vision.image_size // vision.patch, vision.merge
+    index = (buckets(height, side)[:, None] * side + buckets(width, side)).flatten()
+    x_ID = tower.features(params["vision"], vision, pixels_CHW, index)
+    squares_IK = rearrange(x_ID, "(h a w b) d -> (h w) (a b d)", h=height // m, a=m, b=m)
+    return project(squares_IK, params["vision"], "project")
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:

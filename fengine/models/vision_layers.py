@@ -7,7 +7,6 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -15,7 +14,7 @@ from fengine.models.kv_state import Params
 from fengine.models.sources import Source
 from fengine.models.spec import VisionSpec
 from fengine.models.weights import Weight
-from fengine.ops import attention, layer_norm, linear, silu_mul
+from fengine.ops import attention, linear, silu_mul
 
 PAGE = 64  # slots of the pages that attention reads an image's keys from
 TILE = 64  # columns of a matrix come in such tiles
@@ -93,23 +92,6 @@ def patch_matrix(name: str, vision: VisionSpec, frames: tuple[int, ...] = (), bi
     return found + ([vector("bpatch_C", f"{name}.bias", vision.width)] if bias else [])
 
 
-def encoder_weights(vision: VisionSpec, prefix: str) -> list[Weight]:
-    """The layers of CLIP's and SigLIP's encoders. Pure."""
-    found = []
-    for i in range(vision.num_layers):
-        name, above = f"{prefix}.{i}", ("layers", i)
-        qkv = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-        found += [
-            vector("norm1_D", f"{name}.layer_norm1", vision.width, *above, norm=True, bias=True),
-            *matrix("qkv", qkv, vision.width, vision.width, *above),
-            *matrix("o", [f"{name}.self_attn.out_proj"], vision.width, vision.width, *above),
-            vector("norm2_D", f"{name}.layer_norm2", vision.width, *above, norm=True, bias=True),
-            *matrix("up", [f"{name}.mlp.fc1"], vision.mlp_size, vision.width, *above, inner="rows"),
-            *matrix("down", [f"{name}.mlp.fc2"], vision.width, vision.mlp_size, *above, inner="columns"),
-        ]
-    return found
-
-
 def project(x_IK: Tensor, params: Params, key: str) -> Tensor:
     """x @ w.T + bias of the leaves w<key> and b<key>_C. Pure."""
     return linear.linear(x_IK, params[f"w{key}"], params.get(f"b{key}_C"))
@@ -118,15 +100,6 @@ def project(x_IK: Tensor, params: Params, key: str) -> Tensor:
 def act(x_IF: Tensor, kind: str) -> Tensor:
     """Pure."""
     return x_IF * torch.sigmoid(1.702 * x_IF) if kind == "quick_gelu" else silu_mul.activate(x_IF, kind)
-
-
-def encoder_layer(layer: Params, vision: VisionSpec, x_ID: Tensor) -> Tensor:
-    """x += attention(norm(x));  x += mlp(norm(x)). Pure."""
-    qkv_IC = project(layer_norm.layer_norm(x_ID, layer["norm1_D"], vision.eps), layer, "qkv")
-    q_IHK, k_IHK, v_IHK = rearrange(qkv_IC, "i (part h k) -> part i h k", part=3, h=vision.num_heads)
-    x_ID = x_ID + project(attend(q_IHK, k_IHK, v_IHK).flatten(1), layer, "o")
-    up_IF = project(layer_norm.layer_norm(x_ID, layer["norm2_D"], vision.eps), layer, "up")
-    return x_ID + project(act(up_IF, vision.act), layer, "down")
 
 
 def attend(q_IHK: Tensor, k_IHK: Tensor, v_IHK: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:

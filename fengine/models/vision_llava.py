@@ -6,46 +6,30 @@ patches -> CLIP's layers, one of the last given out without its class token -> l
 from dataclasses import replace
 from typing import Any
 
-import torch
-from einops import rearrange
 from torch import Tensor
 
 from fengine.errors import UnsupportedArchitectureError
+from fengine.models import vision_tower as tower
 from fengine.models.family import Piece, Vision
-from fengine.models.fields import COMMON, READ, TRAINING
+from fengine.models.fields import READ, TRAINING
 from fengine.models.kv_state import Params
-from fengine.models.reader import GELU_ALL, ConfigReader
-from fengine.models.sources import Source
+from fengine.models.reader import ConfigReader
 from fengine.models.spec import Config, ModelSpec, VisionSpec
-from fengine.models.vision_family import WHOLE, VisionFamily, renamed, tower, with_vision
-from fengine.models.vision_layers import (
-    encoder_layer,
-    encoder_weights,
-    matrix,
-    patch_matrix,
-    project,
-    tiled,
-    vector,
-)
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
+from fengine.models.vision_layers import matrix, project
 from fengine.models.weights import Weight
-from fengine.ops import layer_norm, silu_mul
+from fengine.ops import silu_mul
 
 FIELDS = {
     **WHOLE, "image_token_index": READ, "image_token_id": READ, "projector_hidden_act": READ, "vocab_size": READ,
     "vision_feature_layer": READ, "vision_feature_select_strategy": READ, "multimodal_projector_bias": READ,
     "image_seq_length": "follows from the size of images", "ignore_index": TRAINING,
 }  # fmt: skip
-VISION_FIELDS = {
-    **COMMON, **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "image_size", "patch_size", "hidden_act", "layer_norm_eps", "num_channels"), READ),
-    "projection_dim": "of a head that is not built", "vocab_size": "of CLIP's text", "initializer_factor": TRAINING,
-}  # fmt: skip
 CLIP = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 TEXT = {  # what transformers' LlamaConfig assumes, and the hub's LLaVA leaves out
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "vocab_size": 32000, "max_position_embeddings": 2048,
 }  # fmt: skip
-ACTS = {"quick_gelu": "quick_gelu", **GELU_ALL}
 
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
@@ -58,15 +42,12 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
         if config.get(name, only) != only:
             raise UnsupportedArchitectureError(f"{name} = {config[name]!r:.80} is not supported; {only!r} is.")
     token = whole.size("image_token_index", 1 << 24, default=whole.size("image_token_id", 1 << 24, default=32000))
-    side = part.size("image_size", 1 << 14)
-    found = tower(part, token, ACTS, image_size=side)
+    found = tower.square(part, token)
     chosen = config.get("vision_feature_layer", -2)
     chosen = chosen if isinstance(chosen, list) else [chosen]
     places = [at + found.num_layers + 1 if type(at) is int and at < 0 else at for at in chosen]
     if not all(type(at) is int and 0 <= at <= found.num_layers for at in places):
         whole.problems.append(f"vision_feature_layer = {chosen!r:.80} names no layer of {found.num_layers}")
-    if side % found.patch:
-        part.problems.append(f"image_size ({side}) is no multiple of patch_size ({found.patch})")
     return with_vision(spec, replace(found, feature_layers=tuple(places)), whole, part)
 
 
@@ -74,35 +55,19 @@ def weights(spec: ModelSpec) -> list[Weight]:
     """Pure."""
     vision = spec.vision
     assert vision is not None
-    width, patches = vision.width, (vision.image_size // vision.patch) ** 2
-    table = Source("vision.embeddings.position_embedding.weight", (patches + 1, width))
+    columns = vision.width * len(vision.feature_layers)
     return [
-        vector("class_D", "vision.embeddings.class_embedding", width),
-        *patch_matrix("vision.embeddings.patch_embedding", vision),
-        Weight(("vision", "position_ND"), (table,), "ND", fill="small"),
-        vector("norm_D", "vision.pre_layrnorm", width, norm=True, bias=True),
-        *encoder_weights(vision, "vision.encoder.layers"),
-        *matrix("project1", ["projector.linear_1"], spec.hidden_size, width * len(vision.feature_layers)),
+        *tower.weights(vision, clip=True, last_norm=False),
+        *matrix("project1", ["projector.linear_1"], spec.hidden_size, columns),
         *matrix("project2", ["projector.linear_2"], spec.hidden_size, spec.hidden_size),
     ]
 
 
 def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
     """The embeddings of an image, [tokens, D], from pixels_CHW. Pure."""
-    tower, vision = params["vision"], spec.vision
-    assert vision is not None
-    x_IK = rearrange(arrays["pixels_CHW"], "c (h p) (w q) -> (h w) (c p q)", p=vision.patch, q=vision.patch)
-    x_ID = project(tiled(x_IK.to(tower["norm_D"].dtype)), tower, "patch")
-    x_ID = torch.cat((tower["class_D"][None], x_ID)) + tower["position_ND"]
-    x_ID = layer_norm.layer_norm(x_ID, tower["norm_D"], vision.eps)
-    given = []
-    for index in range(max(vision.feature_layers) + 1):
-        given += [x_ID[1:]] * (index in vision.feature_layers)
-        if index < max(vision.feature_layers):
-            x_ID = encoder_layer(tower["layers"][index], vision, x_ID)
-    order = sorted(set(vision.feature_layers))
-    features_IF = torch.cat([given[order.index(at)] for at in vision.feature_layers], 1)
-    return project(silu_mul.activate(project(features_IF, tower, "project1"), "gelu"), tower, "project2")
+    assert spec.vision is not None
+    x_IF = project(tower.features(params["vision"], spec.vision, arrays["pixels_CHW"]), params["vision"], "project1")
+    return project(silu_mul.activate(x_IF, "gelu"), params["vision"], "project2")
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
@@ -126,6 +91,6 @@ def rename(spec: ModelSpec, name: str) -> str:
 
 
 FAMILY = VisionFamily(
-    "LlavaForConditionalGeneration", "llava", FIELDS, VISION_FIELDS, read, weights, Vision(encode, pieces), rename,
+    "LlavaForConditionalGeneration", "llava", FIELDS, tower.FIELDS, read, weights, Vision(encode, pieces), rename,
     text_defaults=TEXT, vision_defaults=CLIP,
 )  # fmt: skip

@@ -5,6 +5,7 @@ Pixels go through transformers' own processor of the checkpoint, each image by i
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,27 +64,39 @@ class Images:
         nested = any(isinstance(item, (list, tuple)) for item in image_data)
         return [self.read_all(item, inside) for item in image_data] if nested else list(self.read(image_data, inside))
 
+    @property
+    def placeholder(self) -> int:
+        """The id that stands in a prompt for one image."""
+        return self.spec.token if self.spec.begin is None else self.spec.begin
+
     def prompt(self, ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
         """Errors: InvalidRequestError if there are not as many placeholders as images."""
-        token, count = self.spec.token, sum(id == self.spec.token for id in ids)
+        token, counts = self.spec.token, Counter(ids)
         pieces = [piece for picture in pictures for piece in picture.pieces]
-        if count != len(pictures) and count == sum(piece.tokens for piece in pieces):
+        if counts[token] != (len(pictures) if self.spec.begin is None else 0) and counts[token] == sum(
+            piece.tokens for piece in pieces
+        ):
             return self._placed(list(ids), spans_in(ids, token, pieces))
-        if count != len(pictures):
+        if (count := counts[self.placeholder]) != len(pictures):
             raise InvalidRequestError(
                 f"image_data has {len(pictures)} image{'s' * (len(pictures) != 1)}, but the prompt has {count} "
-                f"placeholder{'s' * (count != 1)} (token id {token}): give one for each image"
+                f"placeholder{'s' * (count != 1)} (token id {self.placeholder}): give one for each image"
             )
-        expanded, spans, left = list[int](), list[ImageSpan](), iter(pictures)
+        expanded, spans, left, behind = list[int](), list[ImageSpan](), iter(pictures), ""
         for id in ids:
-            if id != token:
-                expanded.append(id)
+            if id != self.placeholder:
+                if behind.endswith("\n") and (text := self._line_ends(id)):
+                    self._append(expanded, text)
+                else:
+                    expanded.append(id)
+                    behind = ""
                 continue
             picture = next(left)
-            for piece, (before, after) in zip(picture.pieces, picture.texts, strict=True):
-                expanded += self._ids(before)
+            for piece, (before, behind) in zip(picture.pieces, picture.texts, strict=True):
+                self._append(expanded, before)
                 spans.append(ImageSpan(len(expanded), piece))
-                expanded += [token] * piece.tokens + self._ids(after)
+                expanded += [token] * piece.tokens
+                self._append(expanded, behind)
         return self._placed(expanded, spans)
 
     def _placed(self, ids: list[int], spans: list[ImageSpan]) -> Prompt:
@@ -92,14 +105,23 @@ class Images:
             rope = RopePositions(*self.family.positions(self.spec, len(ids), spans))
         return Prompt(ids, tuple(spans), rope)
 
-    def _ids(self, text: str) -> list[int]:
-        """Of special tokens and line ends. Errors: InvalidRequestError without a tokenizer."""
+    def _append(self, ids: list[int], text: str) -> None:
+        """Puts special tokens and line ends behind ids; line ends that meet are tokenized together, as those of a text.
+        Modifies: ids. Errors: InvalidRequestError without a tokenizer."""
         if text and self.tokenizer is None:
             raise InvalidRequestError(
                 "an image of this model has text around its parts, which skip_tokenizer_init=True cannot tokenize; "
                 "give input_ids with every placeholder in place"
             )
-        return self.tokenizer.ids_of([text], add_special_tokens=False)[0] if text else []
+        while text.startswith("\n") and ids and (before := self._line_ends(ids[-1])):
+            text = before + text
+            ids.pop()
+        ids += self.tokenizer.ids_of([text], add_special_tokens=False)[0] if text else []
+
+    def _line_ends(self, id: int) -> str:
+        """The token's text, if it is nothing but line ends."""
+        text = self.tokenizer.decode([id])
+        return "" if text.strip("\n") else text
 
     def _picture(self, item: Any, index: int, inside: bool) -> Picture:
         if isinstance(item, Picture):
@@ -112,7 +134,10 @@ class Images:
             raise type(error)(f"image_data[{index}]: {error}") from error
         except Exception as error:  # of transformers' processor
             raise InvalidRequestError(f"image_data[{index}]: {type(error).__name__}: {str(error)[:300]}") from error
-        images = (Image(_hash(piece.arrays), piece.tokens, piece.patches, piece.arrays) for piece in found)
+        images = (
+            Image(_hash(piece.arrays), piece.tokens, piece.patches, piece.arrays, self.spec.bidirectional)
+            for piece in found
+        )
         return Picture(tuple(images), tuple((piece.before, piece.after) for piece in found))
 
     def _process(self, pixels_HWC: np.ndarray) -> list[Any]:

@@ -1,9 +1,9 @@
 """Attention over paged keys and values: one op for prefill, chunked prefill and decode.
 
 o = softmax(scale * q k^T) v for the keys at positions 0 .. position(q) of q's row, found through the page table. Not
-causal, the keys of the whole row; with a window, no earlier ones than itself and window - 1 before it (not causal, and
-as many behind it); with a cap, cap * tanh(score / cap) is what softmax sees; with sinks, a score of its own for each
-head, which has no value.
+causal, the keys of the whole row; with `last_T`, up to each token's own last key; with a window, no earlier ones than
+itself and window - 1 before it (not causal, and as many behind it); with a cap, cap * tanh(score / cap) is what softmax
+sees; with sinks, a score of its own for each head, which has no value.
 
 Reduction tree, by absolute key position and nothing else:
 - keys are cut into chunks of CHUNK positions, a chunk into blocks (`block_of` the head width);
@@ -61,7 +61,7 @@ ARRIVALS = 1 << 13  # counters of a KV pool: a split must do with so many tiles
 
 def reference(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, bounds: Bounds = CAUSAL, sinks_H: Tensor | None = None,
+    scale: float, bounds: Bounds = CAUSAL, sinks_H: Tensor | None = None, last_T: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The math, in fp32 (fp64 where q is). Reads only the slots that a row owns. Pure."""
     out_THK = torch.zeros_like(q_THK)
@@ -82,7 +82,8 @@ def reference(
             scores = bounds.cap * torch.tanh(scores / bounds.cap)
         position = torch.arange(length - tokens, length, device=q.device)[:, None]
         key = torch.arange(length, device=q.device)
-        hidden = key > (position if bounds.causal else length)
+        last = position if last_T is None else last_T[rows, None]
+        hidden = key > (last if bounds.causal else length)
         if bounds.window:
             hidden = hidden | (key <= position - bounds.window) | (key >= position + bounds.window)
         scores = scores.masked_fill(hidden, -math.inf)
@@ -116,7 +117,7 @@ def counters(k_PSGK: Tensor) -> Tensor | None:
 
 def run(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, s: Schedule, bounds: Bounds = CAUSAL, sinks_H: Tensor | None = None,
+    scale: float, s: Schedule, bounds: Bounds = CAUSAL, sinks_H: Tensor | None = None, last_T: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Runs the kernels under `s`. A split that would take too much workspace is not made."""
     tokens, heads, width = q_THK.shape
@@ -139,8 +140,8 @@ def run(
         q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width)
     )
     launcher(rows_kernel, (groups, rows, splits))(
-        *tensors, m_part, sum_part, acc_part, kv_len_R if arrived is None else arrived, sinks_H, c, tokens, rows,
-        table_width, chunks, limit, heads, groups, width, padded_width, size, padded, s.rows.tile, CHUNK, block,
+        *tensors, m_part, sum_part, acc_part, kv_len_R if arrived is None else arrived, sinks_H, last_T, c, tokens,
+        rows, table_width, chunks, limit, heads, groups, width, padded_width, size, padded, s.rows.tile, CHUNK, block,
         splits > 1, MERGE_AHEAD, *bound, num_warps=s.rows.warps, num_stages=s.rows.stages,
         **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
     )  # fmt: skip
@@ -152,8 +153,8 @@ def run(
             return o_THK
         grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
         launcher(tiles_kernel, grid)(
-            *tensors, sinks_H, c, tokens, rows, table_width, limit, heads, groups, width, padded_width, size, padded,
-            s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
+            *tensors, sinks_H, last_T, c, tokens, rows, table_width, limit, heads, groups, width, padded_width, size,
+            padded, s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
         )  # fmt: skip
     return o_THK
 
@@ -216,8 +217,12 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
     start = torch.tensor([0, *tokens], device=q.device).cumsum(0).int()
     kv_len = torch.tensor(lengths, device=q.device).int()
     sinks = random(q.shape[1]) if bounds.sinks else None
-    want = run(q, k, v, start, kv_len, table, width**-0.5, reference_schedule(q, k), bounds, sinks)
-    run_s = partial(run, q, k, v, start, kv_len, table, width**-0.5, s, bounds, sinks)
+    last = None
+    if bounds.reach:  # the first half of a row's tokens see each other
+        ends = [n - t + max(t // 2 - 1, at) for n, t in zip(lengths, tokens, strict=True) for at in range(t)]
+        last = torch.tensor([*ends, 0, 0, 0], device=q.device).int()
+    want = run(q, k, v, start, kv_len, table, width**-0.5, reference_schedule(q, k), bounds, sinks, last)
+    run_s = partial(run, q, k, v, start, kv_len, table, width**-0.5, s, bounds, sinks, last)
     try:
         got = [run_s(), run_s(), captured(run_s)]  # twice: the counters are back at zero
     except Exception:  # an experimental compiler: whatever it says, the schedule is not for this machine
@@ -228,11 +233,11 @@ def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool
 def launch(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
     scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
-    chosen: Schedule | None = None,
+    last_T: Tensor | None = None, chosen: Schedule | None = None,
 ) -> Tensor:  # fmt: skip
     """Runs `chosen`, by default the fastest schedule for these shapes that is proved."""
     assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous()
-    bounds = Bounds(causal, window, cap, sinks_H is not None)
+    bounds = Bounds(causal, window, cap, sinks_H is not None, last_T is not None)
     q_THK, page_table_RN = plain(q_THK), page_table_RN.contiguous()
     if q_THK.shape[0] == 0:
         return torch.empty_like(q_THK)
@@ -241,12 +246,13 @@ def launch(
         processors = multiprocessors(q_THK.device.index) if q_THK.is_cuda else 1
         found = schedules(q_THK, k_PSGK, rows, table_width * k_PSGK.shape[1], processors, CHUNK, bounds)
         chosen = next((s for s in found if proved(q_THK, k_PSGK, s, bounds)), reference_schedule(q_THK, k_PSGK))
-    return run(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, chosen, bounds, sinks_H)
+    return run(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, chosen, bounds, sinks_H, last_T)
 
 
 def fake(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
     scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
+    last_T: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q_THK.new_empty(q_THK.shape)
 
@@ -254,20 +260,25 @@ def fake(
 ARGUMENTS = "Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_start, Tensor kv_len, Tensor page_table, float scale"
 _op = register(f"attention({ARGUMENTS}) -> Tensor", launch, fake)
 _bounded_op = register(  # by itself, for an argument costs a short step as much as half a microsecond
-    f"bounded_attention({ARGUMENTS}, bool causal, int window, float cap, Tensor? sinks) -> Tensor", launch, fake
+    f"bounded_attention({ARGUMENTS}, bool causal, int window, float cap, Tensor? sinks, Tensor? last=None) -> Tensor",
+    launch,
+    fake,
 )
 
 
 def attention(
     q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
     scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
+    last_T: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of each token to keys 0 .. its position of its row, or as bounded, as o_THK in q's dtype. Pure.
 
     Token j of row r stands at position kv_len - row_tokens + j; its key and value are in the pages already. Index
     tensors int32, q_start_B[0] = 0; a row with tokens has kv_len >= its tokens. Tokens behind q_start_B[-1] give zeros.
+    `last_T`, int32: the position of each token's last key, not before the token, ascending in a row, within its keys.
     Unowned slots are never read into the result, whatever they hold. Not causal: all tokens of a row are in this step.
     """
-    if causal and not window and not cap and sinks_H is None:
+    if causal and not window and not cap and sinks_H is None and last_T is None:
         return _op(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale)
-    return _bounded_op(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, causal, window, cap, sinks_H)
+    where = (q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN)
+    return _bounded_op(*where, scale, causal, window, cap, sinks_H, last_T)

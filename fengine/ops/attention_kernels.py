@@ -91,7 +91,15 @@ def powers(ptr, table_ptr, start, kv_len, S: tl.constexpr, G: tl.constexpr, BLOC
 
 
 @triton.jit
-def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_ptr, c, g, S: tl.constexpr,
+def reach(last_ptr, tokens, position, token):
+    """The last key of each of a tile's tokens, and how many keys some token sees, and all do: as `limits`."""
+    last = tl.load(last_ptr + token, mask=token < tokens, other=0)
+    seen = tl.max(last, 0) + 1
+    return tl.where(token < tokens, last, position), seen, tl.min(tl.where(token < tokens, last, seen), 0) + 1
+
+
+@triton.jit
+def attend_block(q, m, sums, acc, start, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S: tl.constexpr,
                  STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                  EDGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
                  SCALE: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
@@ -112,7 +120,7 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
     if EDGE:
         key = start + tl.arange(0, BLOCK)
         if CAUSAL:
-            s = tl.where(key[None, :] <= position[:, None], s, float("-inf"))
+            s = tl.where(key[None, :] <= last[:, None], s, float("-inf"))
         else:
             s = tl.where((key < kv_len)[None, :], s, float("-inf"))
             if WINDOW:
@@ -133,7 +141,7 @@ def attend_block(q, m, sums, acc, start, kv_len, position, table_ptr, k_ptr, v_p
 
 
 @triton.jit
-def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, table_ptr, k_ptr, v_ptr, c, g,
+def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g,
                  S: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
                  CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                  CAP: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr):  # fmt: skip
@@ -153,15 +161,15 @@ def attend_chunk(q, low, seen, seen_by_all, first, end, kv_len, position, table_
         clear = low + tl.maximum(end - WINDOW - low + BLOCK - 1, 0) // BLOCK * BLOCK
         clear = tl.minimum(clear, tl.maximum(inner, outer))
         for n in tl.range(outer, clear, BLOCK, num_stages=1):
-            m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, g, S, STRIDE,
-                                        K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
+            m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
+                                        STRIDE, K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
         inner = tl.maximum(inner, clear)
     for n in tl.range(clear, inner, BLOCK):
-        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, g, S, STRIDE, K,
-                                    KP, ROWS, BLOCK, False, CAUSAL, 0, CAP, SCALE, FEW)  # fmt: skip
+        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
+                                    STRIDE, K, KP, ROWS, BLOCK, False, CAUSAL, 0, CAP, SCALE, FEW)  # fmt: skip
     for n in tl.range(inner, high, BLOCK, num_stages=1):
-        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, table_ptr, k_ptr, v_ptr, c, g, S, STRIDE, K,
-                                    KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
+        m, sums, acc = attend_block(q, m, sums, acc, n, kv_len, position, last, table_ptr, k_ptr, v_ptr, c, g, S,
+                                    STRIDE, K, KP, ROWS, BLOCK, True, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
     return m, halved(sums, ROWS, SUMS, 1), acc
 
 
@@ -204,10 +212,10 @@ def merge_stored(m_part_ptr, sum_part_ptr, acc_part_ptr, part, begin, count, rea
 @triton.jit(do_not_specialize=["T", "R", "N", "chunks", "limit"])
 def rows_kernel(
     q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, m_part_ptr, sum_part_ptr, acc_part_ptr, arrived_ptr,
-    sink_ptr, c, T, R, N, chunks, limit, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    sink_ptr, last_ptr, c, T, R, N, chunks, limit, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     AHEAD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    SCALE: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
+    REACH: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of 1 .. limit tokens; limit 0: every row, and zeros behind the last one.
 
@@ -240,6 +248,9 @@ def rows_kernel(
             if WINDOW:
                 begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK
             seen, seen_by_all = limits(front, back, kv_len, CAUSAL, WINDOW)
+            last = position
+            if REACH:
+                last, seen, seen_by_all = reach(last_ptr + start + first, tokens - first, position, i // GP)
             count = tl.cdiv(seen, CHUNK)
             if begin_chunk + split < count:
                 q = tl.load(q_ptr + line[:, None] * K + d[None, :], mask=mask, other=0.0)
@@ -248,8 +259,8 @@ def rows_kernel(
                 m, sum, acc = nothing(BM, KP)
                 for chunk in range(begin_chunk + split, count, tl.num_programs(2)):
                     m2, sum2, acc2 = attend_chunk(q, chunk * CHUNK, seen, seen_by_all, front, back, kv_len, position,
-                                                  table, k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM, CHUNK,
-                                                  BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
+                                                  last, table, k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM,
+                                                  CHUNK, BLOCK, CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
                     if SPLIT:
                         if count - begin_chunk == 1:
                             m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)
@@ -283,10 +294,10 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["T", "R", "N", "limit"])
 def tiles_kernel(
-    q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, sink_ptr, c, T, R, N, limit, H: tl.constexpr,
-    G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, q_start_ptr, kv_len_ptr, table_ptr, o_ptr, sink_ptr, last_ptr, c, T, R, N, limit,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GP: tl.constexpr,
+    BM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """BM // GP tokens of a row of more than `limit` tokens, with all query heads of one kv head; zeros behind."""
     BQ: tl.constexpr = BM // GP
@@ -311,11 +322,14 @@ def tiles_kernel(
             if WINDOW:
                 begin_chunk = tl.maximum(front + 1 - WINDOW, 0) // CHUNK
             seen, seen_by_all = limits(front, back, kv_len, CAUSAL, WINDOW)
+            last = position
+            if REACH:
+                last, seen, seen_by_all = reach(last_ptr + start + first, tokens - first, position, i // GP)
             q = tl.load(q_ptr + line[:, None] * K + d[None, :], mask=mask, other=0.0)
             table = table_ptr + r.to(tl.int64) * N
             m, sum, acc = nothing(BM, KP)
             for low in tl.range(begin_chunk * CHUNK, seen, CHUNK):
-                m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, front, back, kv_len, position, table,
+                m2, sum2, acc2 = attend_chunk(q, low, seen, seen_by_all, front, back, kv_len, position, last, table,
                                               k_ptr + g * K, v_ptr + g * K, c, g, S, G * K, K, KP, BM, CHUNK, BLOCK,
                                               CAUSAL, WINDOW, CAP, SCALE, FEW)  # fmt: skip
                 m, sum, acc = merge(m, sum, acc, m2, sum2, acc2, c, WINDOW)

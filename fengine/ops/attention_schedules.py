@@ -21,6 +21,7 @@ class Bounds(NamedTuple):
     window: int = 0  # 0: none
     cap: float = 0.0  # 0: none
     sinks: bool = False
+    reach: bool = False  # each token has a last key of its own
 
 
 CAUSAL = Bounds()

@@ -158,7 +158,7 @@ def qkv_rope_write_(
 
 def attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, q_start: Tensor, kv_len: Tensor, page_table: Tensor, scale: float,
-    causal: bool = True, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None,
+    causal: bool = True, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None, last: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Paged attention -> [T, H, K]; tokens behind q_start[-1] give zeros."""
     few = kv_fp8.is_few(k_pages)
@@ -171,6 +171,7 @@ def attention(
     q_start, kv_len = plain(q_start, "q_start", torch.int32), plain(kv_len, "kv_len", torch.int32)
     page_table = plain(page_table, "page_table", torch.int32)
     sinks = None if sinks is None else plain(sinks, "attention's sinks")
+    last = None if last is None else plain(last, "attention's last", torch.int32)
     tokens, heads, width = q.shape
     rows, table_width = page_table.shape
     o = torch.empty_like(q)
@@ -179,7 +180,7 @@ def attention(
     if library.fengine_attention(
         q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), o.data_ptr(), q_start.data_ptr(), kv_len.data_ptr(),
         page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, window,
-        causal, scale, cap, None if sinks is None else sinks.data_ptr(), few, torch.get_num_threads(),
+        causal, scale, cap, *(None if x is None else x.data_ptr() for x in (sinks, last)), few, torch.get_num_threads(),
     ):  # fmt: skip
         raise no_room("attention")
     return o

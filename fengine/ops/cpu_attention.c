@@ -6,7 +6,7 @@
  *   block   m' = max(m, scores), p = exp(score - m'), l = l * exp(m - m') + tree(p[:16] + p[16:]), acc = fma chain over
  *           keys of p * v on top of acc * exp(m - m'); keys behind the token have p = 0 and end the chain
  *   chunks  start from m = -inf, l = 0, acc = 0 and are merged left to right; out = acc / l
- * A token sees the keys up to itself, or all of its row (causal 0); with a window no earlier ones than itself and
+ * A token sees the keys up to itself, or to a last one of its own, or all of its row (causal 0); with a window no earlier ones than itself and
  * window - 1 before it, and as many behind it (causal 0): what it does not see leaves (m, l, acc) as they are. With a
  * cap, score = cap * tanh(score / cap). A head's sink is one more (m, 1, 0), merged last.
  * Query rows that share keys (heads of a group, tokens of a span) share the loads; long rows may give their chunks to
@@ -39,6 +39,7 @@ typedef struct {
     float scale, cap; /* cap 0: none */
     int64_t window; /* 0: none */
     int64_t reach; /* keys behind itself that a token sees, if the row has them */
+    const int32_t *last; /* [tokens], ascending in a row: the last key of each; null: as `reach` says */
     const float *sinks; /* [heads]; null: none */
     int few; /* whether pages are in few bits */
     int *failed; /* to tell that there was no memory */
@@ -47,6 +48,21 @@ typedef struct {
 /* The first key that a token at `position` sees. */
 INLINE int64_t first_key(const attention_job *job, int64_t position) {
     return job->window && position >= job->window ? position - job->window + 1 : 0;
+}
+
+/* The last key that token `i` of a span sees, if the row has it. */
+INLINE int64_t last_key(const attention_job *job, const span *s, int64_t i) {
+    return job->last ? job->last[s->token + i] : s->position + i + job->reach;
+}
+
+/* How many tokens of a span see no key from `key` on; more than it has: all. */
+INLINE int64_t tokens_before(const attention_job *job, const span *s, int64_t key) {
+    int64_t last = s->position + job->reach, count = 0;
+    if (!job->last)
+        return key > last ? key - last : 0;
+    while (count < s->tokens && last_key(job, s, count) < key)
+        count++;
+    return count;
 }
 
 /* Of each query row of a span: running maximum, running sum, and the unnormalised output. */
@@ -333,9 +349,8 @@ static void attend_chunk(const attention_job *job, const patch *at, int64_t chun
             prefetch_keys(job, &next, at->group + g);
             load_keys(job, &places, at->group + g, &block);
             /* Tokens before `first` see nothing here; tokens from the block's last key on see all and mix freely. */
-            int64_t last = position + job->reach; /* key that the first token sees last */
-            int64_t blind = first > last ? first - last : 0, row = blind * share;
-            int64_t whole = first + KEYS - 1 > last ? first + KEYS - 1 - last : 0;
+            int64_t row = tokens_before(job, &at->s, first) * share;
+            int64_t whole = tokens_before(job, &at->s, first + KEYS - 1);
             /* With a window, tokens behind `clear` see not all of its beginning, and from `past` on nothing. */
             int64_t clear = job->window ? first + job->window - 1 - position : at->s.tokens, past = clear + KEYS;
             int64_t rows = past < at->s.tokens ? past * share : at->rows;
@@ -343,7 +358,8 @@ static void attend_chunk(const attention_job *job, const patch *at, int64_t chun
                 int64_t token = row / share, hidden = 0, limit = rows, i = g * at->rows + row;
                 int64_t visible = at->s.seen - first < KEYS ? at->s.seen - first : KEYS;
                 if (token < whole) {
-                    visible = last + token + 1 - first < visible ? last + token + 1 - first : visible;
+                    int64_t upto = last_key(job, &at->s, token) + 1 - first;
+                    visible = upto < visible ? upto : visible;
                     limit = (token + 1) * share;
                 }
                 if (token > clear)
@@ -364,7 +380,7 @@ static void attend_chunk(const attention_job *job, const patch *at, int64_t chun
 static void merge_chunk(const attention_job *job, const patch *at, int64_t chunk, softmax_state total,
                         softmax_state part) {
     int64_t share = job->heads / job->kv_heads, padded = job->padded;
-    int64_t last = at->s.position + job->reach, blind = chunk * CHUNK > last ? chunk * CHUNK - last : 0;
+    int64_t blind = tokens_before(job, &at->s, chunk * CHUNK);
     for (int64_t row = 0; row < at->groups * at->rows; row++) {
         int64_t from = first_key(job, at->s.position + row % at->rows / share) / CHUNK;
         if (row % at->rows < blind * share || from > chunk)
@@ -474,12 +490,12 @@ static void merge_task(const void *context, int64_t index) {
 API int fengine_attention(const float *q, const void *k, const void *v, float *o, const int32_t *q_start,
                           const int32_t *kv_len, const int32_t *table, int64_t tokens, int64_t rows, int64_t heads,
                           int64_t kv_heads, int64_t width, int64_t page_size, int64_t table_width, int64_t window,
-                          int causal, float scale, float cap, const float *sinks, int few,
+                          int causal, float scale, float cap, const float *sinks, const int32_t *last, int few,
                           int threads) {
     int failed = 0;
     int64_t reach = causal ? 0 : window ? window - 1 : INT32_MAX;
     attention_job job = {q, k, v, o, table, NULL, NULL, heads, kv_heads, width, (width + 15) & ~15, page_size,
-                         table_width, 1, 0, 0, scale, cap, window, reach, sinks, few, &failed};
+                         table_width, 1, 0, 0, scale, cap, window, reach, last, sinks, few, &failed};
     int64_t live = rows ? q_start[rows] : 0, share = heads / kv_heads, work = 0, count = 0;
     int64_t longest = share >= SPAN_ROWS ? 1 : SPAN_ROWS / share;
     memset(o + live * heads * width, 0, (size_t)((tokens - live) * heads * width) * 4);
@@ -493,8 +509,10 @@ API int fengine_attention(const float *q, const void *k, const void *v, float *o
         for (int64_t t = q_start[r]; t < q_start[r + 1]; t += longest) {
             int64_t n = q_start[r + 1] - t < longest ? q_start[r + 1] - t : longest;
             int64_t position = kv_len[r] - (q_start[r + 1] - t);
-            int64_t seen = position + n + reach < kv_len[r] ? position + n + reach : kv_len[r];
-            spans[count++] = (span){(int32_t)r, (int32_t)t, (int32_t)n, (int32_t)position, (int32_t)seen};
+            span found = {(int32_t)r, (int32_t)t, (int32_t)n, (int32_t)position, kv_len[r]};
+            int64_t seen = last_key(&job, &found, n - 1) + 1;
+            found.seen = seen = seen < kv_len[r] ? seen : kv_len[r];
+            spans[count++] = found;
             work += n * heads * (seen - first_key(&job, position)) * width;
             job.chunks = chunks_of(&spans[count - 1]) > job.chunks ? chunks_of(&spans[count - 1]) : job.chunks;
         }

@@ -77,9 +77,9 @@ class CudaRunner:
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, stages: tuple[LogitsStage, ...], *, rows: int,
         tokens: int, width: int, vocab: int, graphs: bool, device: str, adapter_slots: int,
         sampler: SampleFn = sample_rows, prefill_graphs: bool = True, graph_rows: int | None = None,
-        images: bool = False, grouped: bool = False,
+        images: str = "", grouped: bool = False,
     ) -> None:  # fmt: skip
-        """`grouped`: windowed layers have pages of their own."""
+        """`images`: letters of the fields of IMAGES. `grouped`: windowed layers have pages of their own."""
         self.params, self.forward, self.unembed, self.stages = params, forward, unembed, stages
         self.sampler, self.grouped = sampler, grouped
         self.width, self.vocab, self.adapter_slots, self.images = width, vocab, adapter_slots, images
@@ -284,7 +284,7 @@ class CudaRunner:
 
     def _sizes(self, bucket: Bucket) -> Sizes:
         sizes = {"T": bucket.tokens, "R": bucket.rows, "B": bucket.rows + 1, "N": self.width}
-        sizes |= {"I": bucket.tokens} if self.images else {}
+        sizes |= dict.fromkeys(self.images, bucket.tokens)
         sizes |= {"U": bucket.tokens, "Y": self.width} if self.grouped else {}
         return sizes | ({"A": bucket.tokens, "S": self.adapter_slots + 1} if bucket.adapters else {})
 

@@ -1,6 +1,6 @@
 """Images on the device: the table of their embeddings, what writes it, and which tokens of a step read it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from fengine.config import EngineConfig
 from fengine.core.images import Encode, ImageRows
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput
+from fengine.errors import InvariantError
 from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
@@ -25,41 +26,41 @@ def table_rows(config: EngineConfig, width: int, context: int, item_bytes: int) 
     return max(min(config.multimodal.cache_mib * 2**20 // (width * item_bytes), 64 * context), 16)
 
 
-def image_writer(
-    config: EngineConfig, spec: ModelSpec, params: Params, context: int
-) -> Callable[[Encode], None] | None:  # fmt: skip
-    """What encodes an image into its rows of a new table; None for a model without images. Modifies: params."""
-    family, norm_D = lookup(spec.architecture).vision, params["final_norm_D"]
-    if spec.vision is None or family is None:
-        return None
-    encode = family.encode
-    width = spec.hidden_size * (1 + spec.vision.deepstack)
-    params[TABLE] = norm_D.new_zeros((table_rows(config, width, context, norm_D.itemsize), width))
-
-    def write(job: Encode) -> None:
-        """Modifies: the table's rows."""
-        table_ED = params[TABLE]
-        arrays: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in job.image.arrays.items()}
-        with torch.no_grad(), current_device(str(table_ED.device)):
-            arrays = {name: x.to(table_ED.device) if x.is_floating_point() else x for name, x in arrays.items()}
-            rows_I = torch.tensor(job.rows, device=table_ED.device)
-            table_ED.index_copy_(0, rows_I, encode(params, spec, arrays).to(table_ED.dtype))
-
-    return write
-
-
 def image_rows(config: EngineConfig, params: Params) -> ImageRows | None:
     """The scheduler's view of the table; None: the model has none. A step encodes as many patches as it has tokens."""
     return ImageRows(len(params[TABLE]), config.scheduler.max_step_tokens or 1) if TABLE in params else None
 
 
-class ImageInputs:
-    """Where the tokens of running rows with images find their embeddings, and where they stand. Modifies: itself."""
+def letters_of(spec: ModelSpec) -> str:
+    """Of the fields of IMAGES that a step has. Pure."""
+    return "" if spec.vision is None else "IJ" if spec.vision.bidirectional else "I"
 
-    def __init__(self, rows: int) -> None:
+
+class ImageInputs:
+    """Embeddings of images, and where the tokens of running rows with images find them, stand, and look.
+
+    Modifies: itself, and the table in Params, which it makes."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, params: Params, context: int, rows: int) -> None:
+        family, norm_D = lookup(spec.architecture).vision, params["final_norm_D"]
+        if spec.vision is None or family is None:
+            raise InvariantError(f"{spec.architecture} takes no images")
+        self.spec, self.params, self.encode, self.bidirectional = spec, params, family.encode, spec.vision.bidirectional
+        width = spec.hidden_size * (1 + spec.vision.deepstack)
+        params[TABLE] = norm_D.new_zeros((table_rows(config, width, context, norm_D.itemsize), width))
         self.row_P: dict[int, np.ndarray] = {}  # by row slot: of each prompt token its row of the table, or -1
         self.pos_3P: dict[int, np.ndarray] = {}
+        self.last_P: dict[int, np.ndarray] = {}  # of each prompt token the last key that it sees
         self.delta = np.zeros(rows, np.int32)  # of positions behind the prompt
+
+    def write(self, job: Encode) -> None:
+        """Encodes an image into its rows. Modifies: the table."""
+        table_ED = self.params[TABLE]
+        arrays: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in job.image.arrays.items()}
+        with torch.no_grad(), current_device(str(table_ED.device)):
+            arrays = {name: x.to(table_ED.device) if x.is_floating_point() else x for name, x in arrays.items()}
+            rows_I = torch.tensor(job.rows, device=table_ED.device)
+            table_ED.index_copy_(0, rows_I, self.encode(self.params, self.spec, arrays).to(table_ED.dtype))
 
     def admit(self, new: Request) -> None:
         """Takes over what a new row brings."""
@@ -67,8 +68,10 @@ class ImageInputs:
             return
         slot = new.slot
         self.row_P[slot] = row_P = np.full(new.prompt_len, -1, np.int32)
+        self.last_P[slot] = last_P = np.arange(new.prompt_len, dtype=np.int32)
         for start, rows in new.placed:
             row_P[start : start + len(rows)] = rows
+            last_P[start : start + len(rows)] = start + len(rows) - 1
         if new.rope is not None:
             self.pos_3P[slot], self.delta[slot] = new.rope
 
@@ -77,19 +80,25 @@ class ImageInputs:
         for slot in slots:
             if self.row_P.pop(slot, None) is not None:
                 self.pos_3P.pop(slot, None)
+                del self.last_P[slot]
                 self.delta[slot] = 0
 
     def fields(self, output: SchedulerOutput, pos_T: np.ndarray, row_T: np.ndarray) -> Arrays:
         """The fields of IMAGES."""
-        image_row_I, at = np.full(len(pos_T), -1, np.int32), 0
-        rope_pos_3I = np.repeat((pos_T + self.delta[row_T])[None], 3, 0)
+        at, rope_pos_3I = 0, np.repeat((pos_T + self.delta[row_T])[None], 3, 0)
+        found: Arrays = {"image_row_I": np.full(len(pos_T), -1, np.int32), "rope_pos_3I": rope_pos_3I}
+        if self.bidirectional:
+            found["last_key_J"] = pos_T.copy()
         if self.row_P.keys().isdisjoint(output.rows):
-            return {"image_row_I": image_row_I, "rope_pos_3I": rope_pos_3I}
+            return found
         for slot, start, count in zip(output.rows, output.starts, output.counts, strict=True):
             if (row_P := self.row_P.get(slot)) is not None and start < len(row_P):
-                known = row_P[start : start + count]
-                image_row_I[at : at + len(known)] = known
+                known = slice(start, start + count)
+                here = slice(at, at + len(row_P[known]))
+                found["image_row_I"][here] = row_P[known]
                 if slot in self.pos_3P:
-                    rope_pos_3I[:, at : at + len(known)] = self.pos_3P[slot][:, start : start + count]
+                    found["rope_pos_3I"][:, here] = self.pos_3P[slot][:, known]
+                if self.bidirectional:
+                    found["last_key_J"][here] = self.last_P[slot][known]
             at += count
-        return {"image_row_I": image_row_I, "rope_pos_3I": rope_pos_3I}
+        return found

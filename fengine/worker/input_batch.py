@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from fengine.core.images import Encode
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.worker.extras import Extras
@@ -25,12 +24,11 @@ class InputBatch:
 
     def __init__(
         self, rows: int, width: int, page_size: int, stages: Sequence[LogitsStage] = (), adapter_slots: int = 0,
-        write_adapter: Callable[[int, int], None] | None = None, write_image: Callable[[Encode], None] | None = None,
+        write_adapter: Callable[[int, int], None] | None = None, images: ImageInputs | None = None,
         grouped: bool = False,
     ) -> None:  # fmt: skip
         """`grouped`: windowed layers have pages of their own."""
-        self.write_image = write_image
-        self.images = None if write_image is None else ImageInputs(rows)
+        self.images = images
         self.page_size, self.adapter_slots, self.write_adapter = page_size, adapter_slots, write_adapter
         self.adapter = np.full(rows, adapter_slots, np.int32)  # slot of its adapter; behind the last: none
         self.page_table = np.zeros((rows, width), np.int32)
@@ -71,8 +69,8 @@ class InputBatch:
             assert self.write_adapter is not None
             self.write_adapter(slot, number)
         for encode in output.encodes:
-            assert self.write_image is not None
-            self.write_image(encode)
+            assert self.images is not None
+            self.images.write(encode)
         self.release(output.released)
         for new in output.new_rows:
             self.admit(new)

@@ -74,7 +74,11 @@ INPUTS = (  # of a forward pass, fed tokens and the draw; those of rows first, s
     Field("feed_index_T", torch.int32),  # where feed_from_T is true, the token is what this row of the step before drew
     Field("feed_from_T", torch.bool),
 )
-IMAGES = (Field("image_row_I", torch.int32, -1), Field("rope_pos_3I", torch.int32))  # I: the T of models with images
+IMAGES = (
+    Field("image_row_I", torch.int32, -1),  # I: the T of models with images
+    Field("rope_pos_3I", torch.int32),
+    Field("last_key_J", torch.int32),  # J: the T of those in which the tokens of an image see each other
+)
 ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))
 
 

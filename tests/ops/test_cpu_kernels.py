@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,8 +203,9 @@ class Past:
     def __init__(
         self, lengths: list[int], heads: int, groups: int, width: int, size: int,
         causal: bool = True, window: int = 0, cap: float = 0.0, sinks: bool = False,
+        images: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        self.sinks = torch.randn(heads) * 3 if sinks else None
+        self.sinks, self.images = torch.randn(heads) * 3 if sinks else None, images
         self.lengths, self.scale, self.causal, self.window, self.cap = lengths, width**-0.5, causal, window, cap
         self.q = [torch.randn(n, heads, width) for n in lengths]
         self.k = [torch.randn(n, groups, width) for n in lengths]
@@ -231,11 +232,19 @@ class Past:
         start = torch.tensor([0, *counts]).cumsum(0).int()
         ends = torch.tensor([e if self.causal else self.lengths[r] for r, _, e in spans]).int()
         table = self.table[[r for r, _, _ in spans]]
+        last = torch.cat([self.last(r)[b:e] for r, b, e in spans]).int() if self.images else None
         o = cpu.attention(
-            q, *self.pages(filler), start, ends, table, self.scale, self.causal, self.window, self.cap, self.sinks
+            q, *self.pages(filler), start, ends, table, self.scale, self.causal, self.window, self.cap, self.sinks, last
         )
         assert (o[sum(counts) :] == 0).all() and len(o) == sum(counts) + padding
         return list(o[: sum(counts)].split(counts))
+
+    def last(self, r: int) -> Tensor:
+        """The last key of each token: an image's tokens see each other."""
+        found = torch.arange(self.lengths[r])
+        for begin, end in self.images:
+            found[begin:end] = min(end, len(found)) - 1
+        return found
 
     def exact(self, r: int) -> Tensor:
         share = self.q[r].shape[1] // self.k[r].shape[1]
@@ -243,7 +252,7 @@ class Past:
         score = torch.einsum("nhk,mhk->hnm", self.q[r].double(), k) * self.scale
         if self.cap:
             score = self.cap * torch.tanh(score / self.cap)
-        behind = torch.ones(score.shape[1:], dtype=torch.bool).triu(1) & self.causal
+        behind = (torch.arange(score.shape[2]) > self.last(r)[:, None]) & self.causal
         if self.window:
             behind |= torch.ones(score.shape[1:], dtype=torch.bool).tril(-self.window)
             behind |= torch.ones(score.shape[1:], dtype=torch.bool).triu(self.window)
@@ -303,6 +312,20 @@ def test_bounded_attention(
     spans = [(0, 700, 1111), (2, 3, 29), (1, 500, 530), (0, 1111, 1190)]
     for (r, b, e), o in zip(spans, past.attend(spans), strict=True):
         assert same_bits(o, whole[r][b:e])
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("heads", "groups", "width", "size"), [(8, 2, 20, 4), (14, 2, 64, 16)])
+def test_tokens_that_see_each_other(threads: int, heads: int, groups: int, width: int, size: int, window: int) -> None:
+    """A token sees up to its last key, and its bits do not know where the call begins, or ends behind that key."""
+    past = Past([1200, 530, 47], heads, groups, width, size, window=window, images=[(30, 47), (500, 530), (1000, 1060)])
+    whole = past.attend([(r, 0, n) for r, n in enumerate(past.lengths)], padding=2)
+    for r, o in enumerate(whole):
+        torch.testing.assert_close(o.double(), past.exact(r), rtol=2e-5, atol=2e-5)
+    spans = [(0, 511, 530), (1, 3, 500), (1, 500, 530), (0, 530, 1060), (2, 40, 47), (0, 1059, 1060), (0, 1060, 1061)]
+    for (r, b, e), o in zip(spans, past.attend(spans), strict=True):
+        assert same_bits(o, whole[r][b:e])
+    assert not same_bits(past.attend([(0, 500, 512)])[0][:1], whole[0][500:501])  # an image that is cut has other bits
 
 
 @pytest.mark.parametrize(("heads", "groups", "width", "size"), SHAPES)

@@ -213,11 +213,12 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
     "bounds",
     [
         (True, 1, 0.0, False), (True, 40, 0.0, True), (True, 150, 0.0, False), (True, 0, 3.0, False),
-        (True, 33, 2.0, True), (False, 0, 0.0, False), (False, 40, 0.0, True),
+        (True, 33, 2.0, True), (False, 0, 0.0, False), (False, 40, 0.0, True), (True, 0, 0.0, False, True),
+        (True, 40, 0.0, False, True),
     ],
 )  # fmt: skip
-def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float, bool], monkeypatch: pytest.MonkeyPatch):
-    """A window, a cap, sinks, both ways: rows of few and of many tokens, chunks in one program or more; bits alike."""
+def test_bounded_attention(dtype: torch.dtype, bounds: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
+    """A window, a cap, sinks, both ways, a last key of each token; rows of few and of many tokens; bits alike."""
     monkeypatch.setattr(attention, "CHUNK", 128)
     rows, one = plans.Rows(16, 4, 1, 2), plans.Rows(16, 4, 1, 1)
     for lengths, tokens, tiles in (
@@ -228,11 +229,15 @@ def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float, b
             lengths = tokens = [length // 2 for length in lengths]
         args: Any = put(paged_case(lengths, tokens, 4, 2, 48, 16, padding=2), dtype)
         sinks = put(normal(4, seed=3) * 3, dtype) if bounds[3] else None
+        ends = [n - t + max(t // 2 - 1, at) for n, t in zip(lengths, tokens, strict=True) for at in range(t)]
+        last = torch.tensor([*ends, 0, 0], device=args[0].device).int() if bounds[4:] else None
         reference: Any = attention.reference
-        want = reference(*args, plans.Bounds(*bounds), sinks)
+        want = reference(*args, plans.Bounds(*bounds), sinks, last)
         launch: Any = attention.launch
         got = [
-            launch(*args, *bounds[:3], sinks, chosen=plans.Schedule(r, t)) for r in (rows, one) for t in (tiles, None)
+            launch(*args, *bounds[:3], sinks, last, chosen=plans.Schedule(r, t))
+            for r in (rows, one)
+            for t in (tiles, None)
         ]
         for each in got:
             assert_close(each, want, dtype)
@@ -242,7 +247,7 @@ def test_bounded_attention(dtype: torch.dtype, bounds: tuple[bool, int, float, b
             for row, (length, count) in enumerate(zip(lengths, tokens, strict=True)):
                 left = args[5][row, : windows.window_start(length - count)].long()
                 args[1][left] = args[2][left] = torch.nan
-            assert launch(*args, *bounds[:3], sinks, chosen=plans.Schedule(rows, tiles)).equal(got[0])
+            assert launch(*args, *bounds[:3], sinks, last, chosen=plans.Schedule(rows, tiles)).equal(got[0])
 
 
 @pytest.mark.parametrize("empty", [pytest.param(600, marks=on_device)])

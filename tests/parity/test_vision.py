@@ -10,7 +10,7 @@ import pytest
 import tiny_vision
 import torch
 from tiny_vision import TOKEN, picture
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from fengine import Engine
@@ -66,7 +66,8 @@ def test_logprobs_and_greedy_ids_are_those_of_transformers(case: Case) -> None:
         chosen = [pictures[i] for i in given]
         prompt = [5] + [id for i in given for id in (122, TOKEN, 123, 20 + i)] + [9, 10]
         ids = in_place(case.engine, prompt, chosen)
-        prompt = ids if len(ids) > 4 and case.engine._parts.images.family.options else prompt
+        texts = [text for one in case.engine._parts.images.read(chosen) for text in one.texts]
+        prompt = prompt if texts == [("", "")] * len(chosen) else ids  # there is no tokenizer
         output = case.engine.generate(
             None, {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}, prompt, image_data=chosen,
             return_logprob=True, logprob_start_len=0,
@@ -97,6 +98,8 @@ def reference_logprobs(case: Case, ids: list[int], pictures: list[Any]) -> torch
     features = dict(case.processor(pictures, return_tensors="pt"))
     if "image_grid_thw" in features:
         features["mm_token_type_ids"] = (whole == TOKEN).int()
+    if features.pop("num_crops", None) is not None:  # Gemma's: its images' tokens see each other
+        features["token_type_ids"] = (whole == TOKEN).int()
     return case.reference(input_ids=whole, **features).logits[0].log_softmax(-1)
 
 
@@ -145,6 +148,25 @@ def test_tiles_stand_behind_their_names() -> None:
         assert told == get_image_prompt_string(rows, columns, 4, fake, "<image>", whole)
 
 
+@pytest.mark.parametrize(
+    "text", ["<start_of_image>", "a\n<start_of_image>b", "a\n\n<start_of_image>\nb<start_of_image>\n"]
+)
+def test_line_ends_around_an_image_are_tokenized_as_those_of_a_text(text: str, tmp_path: Path) -> None:
+    """transformers' processor of Gemma 3 puts a text around an image before it tokenizes."""
+    directory = tiny_vision.write_with_text(tmp_path, "gemma3")
+    own = AutoTokenizer.from_pretrained(directory)
+    count, around = text.count("<start_of_image>"), "\n\n<start_of_image>" + 4 * "<image>" + "<end_of_image>\n\n"
+    with Engine(model_path=str(directory), device="cpu") as engine:
+        images = engine._parts.images
+        pictures = images.read([picture(i) for i in range(count)])
+        wanted = own(text.replace("<start_of_image>", around))["input_ids"]
+        assert images.prompt(own(text)["input_ids"], pictures).ids == wanted
+        assert images.prompt(wanted, pictures).ids == wanted
+        parts = [{"type": "image", "image": picture(0)}, {"type": "text", "text": "what?"}]
+        asked = engine.chat([{"role": "user", "content": parts}], {"max_new_tokens": 1})["meta_info"]["prompt_tokens"]
+        assert asked == len(own(f"user: {around}what?\nassistant: ")["input_ids"])  # the template writes no <s>
+
+
 HUB: dict[str, dict[str, Any]] = {  # as the checkpoints that people use have them
     "llava-1.5-7b": {
         "architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100, "image_token_index": 32000,
@@ -157,6 +179,18 @@ HUB: dict[str, dict[str, Any]] = {  # as the checkpoints that people use have th
                           "model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24,
                           "patch_size": 14, "projection_dim": 768, "vocab_size": 32000},
         "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                        "sliding_window": 1024},
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+                          "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+                          "patch_size": 14, "vision_use_head": False},
     },
     "qwen2.5-vl-7b": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,

@@ -13,8 +13,8 @@ from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import CapacityError
 
 
-def image(name: int, tokens: int = 4, patches: int = 10) -> Image:
-    return Image(b"%d" % name, tokens, patches, {})
+def image(name: int, tokens: int = 4, patches: int = 10, bidirectional: bool = False) -> Image:
+    return Image(b"%d" % name, tokens, patches, {}, bidirectional)
 
 
 def request(rid: str, images: list[Image], words: int = 3, new: int = 4) -> Request:
@@ -40,6 +40,7 @@ class World:
         self.table: dict[int, bytes] = {}
         self.rows: dict[int, dict[int, bytes]] = {}  # by row slot: prompt position -> whose embedding it needs
         self.places: dict[int, dict[int, int]] = {}
+        self.inside: dict[int, set[int]] = {}  # by row slot: what would be cut by a step that ends in front of it
         self.requests: dict[str, Request] = {}
         self.encoded: list[list[Image]] = []
 
@@ -48,7 +49,8 @@ class World:
         self.scheduler.add(new)
 
     def step(self) -> SchedulerOutput | None:
-        """Every token of an image that the step computes finds the embedding of its own image."""
+        """Every token of an image that the step computes finds the embedding of its own image; no step ends inside an
+        image whose tokens see each other."""
         output = self.scheduler.schedule()
         if output is None:
             return None
@@ -59,8 +61,12 @@ class World:
         for new in output.new_rows:
             spans = self.requests[new.rid].images
             self.rows[new.row] = {s.start + i: s.image.key for s in spans for i in range(s.image.tokens)}
+            self.inside[new.row] = {
+                s.start + i for s in spans if s.image.bidirectional for i in range(1, s.image.tokens)
+            }
             self.places[new.row] = {start + i: row for start, rows in new.placed for i, row in enumerate(rows)}
         for slot, start, count in zip(output.rows, output.starts, output.counts, strict=True):
+            assert start + count not in self.inside[slot]
             for position in range(start, start + count):
                 if position in self.rows[slot]:
                     assert self.table[self.places[slot][position]] == self.rows[slot][position]
@@ -97,6 +103,8 @@ def test_what_could_never_fit_is_refused() -> None:
     world = World(capacity=7, budget=100)
     with pytest.raises(CapacityError, match="images of 8 tokens, but 7 embeddings"):
         world.add(request("0", [image(1), image(2)]))
+    with pytest.raises(CapacityError, match="17 tokens, which see each other and so need one step"):
+        World(capacity=40, budget=100).add(request("2", [image(2, 17, bidirectional=True)]))
     world.add(request("1", [image(1), image(1)]))  # the same one twice takes its rows once
     assert world.step()
 
@@ -106,7 +114,8 @@ def test_random_requests_all_end_with_their_own_embeddings(seed: int) -> None:
     """Small tables and pools, aborts, retractions, changes of weights, preemptions: nobody waits for ever."""
     rng = random.Random(seed)
     world = World(rng.randrange(12, 40), rng.choice([5, 30]), rng.randrange(12, 40), cached=rng.random() < 0.7)
-    names = [image(i, rng.randrange(1, 5), rng.randrange(1, 40)) for i in range(9)]
+    sizes = 5 if seed % 2 else 7
+    names = [image(i, rng.randrange(1, sizes), rng.randrange(1, 40), rng.random() < 0.5) for i in range(9)]
     for i in range(60):
         if rng.random() < 0.5:
             chosen = [rng.choice(names) for _ in range(rng.randrange(3))]

@@ -1,0 +1,103 @@
+"""Gemma 3 with images: SigLIP's tower, whose patches are averaged in squares, normed and projected.
+
+In the decoder the tokens of an image see each other: each has the image's last as its last key.
+"""
+
+from typing import Any, NamedTuple
+
+from einops import rearrange, reduce
+from torch import Tensor
+
+from fengine.errors import InvalidRequestError
+from fengine.models import gemma3
+from fengine.models.family import Piece, Vision
+from fengine.models.fields import READ
+from fengine.models.kv_state import Params
+from fengine.models.reader import ConfigReader
+from fengine.models.sources import Source
+from fengine.models.spec import Config, ModelSpec, VisionSpec
+from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
+from fengine.models.vision_layers import project, vector
+from fengine.models.vision_llava import PREFIXES
+from fengine.models.vision_tower import FIELDS as VISION_FIELDS
+from fengine.models.vision_tower import SIGLIP, features, square, weights
+from fengine.models.weights import Weight
+from fengine.ops import rms_norm
+
+FIELDS = {
+    **WHOLE, "mm_tokens_per_image": READ, "boi_token_index": READ, "eoi_token_index": READ, "image_token_index": READ,
+}  # fmt: skip
+TEXT = {  # what transformers' Gemma3TextConfig assumes, and the hub's checkpoints leave out
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
+class Transposed(NamedTuple):
+    """A matrix that stands with its inputs as rows."""
+
+    def ours(self, tensor: Tensor) -> Tensor:
+        """Pure."""
+        return tensor.T
+
+    theirs = ours
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Pure."""
+        return shape[::-1]
+
+
+def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
+    """Pure. Errors: ModelLoadError and kinds."""
+    whole, part = ConfigReader(config), ConfigReader(vision)
+    count = whole.size("mm_tokens_per_image", 1 << 16, default=256)
+    side = part.size("image_size", 1 << 14) // max(part.size("patch_size", 1 << 10), 1)
+    merge = side // max(round(count**0.5), 1)
+    if merge * round(count**0.5) != side or round(count**0.5) ** 2 != count:
+        whole.problems.append(f"mm_tokens_per_image ({count}) makes no squares of {side} × {side} patches")
+    found = square(part, whole.size("image_token_index", 1 << 24, default=262144), max(merge, 1), bidirectional=True,
+                   begin=whole.size("boi_token_index", 1 << 24, default=255999))  # fmt: skip
+    return with_vision(spec, found, whole, part)
+
+
+def all_weights(spec: ModelSpec) -> list[Weight]:
+    """Pure."""
+    vision = spec.vision
+    assert vision is not None
+    matrix = Source("projector.mm_input_projection_weight", (vision.width, spec.hidden_size), Transposed())
+    return [
+        *weights(vision),
+        vector("norm_D", "projector.mm_soft_emb_norm", vision.width, norm=True),
+        Weight(("vision", "wproject"), (matrix,), "CD"),
+    ]
+
+
+def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor:
+    """The embeddings of an image, [tokens, D], from pixels_CHW. Pure."""
+    tower, vision = params["vision"], spec.vision
+    assert vision is not None
+    x_ID, m = features(tower, vision, arrays["pixels_CHW"]), vision.merge
+    x_ID = rearrange(x_ID, "(h w) d -> h w d", h=vision.image_size // vision.patch)
+    x_ID = reduce(x_ID, "(h a) (w b) d -> (h w) d", "mean", a=m, b=m)
+    return project(rms_norm.rms_norm(x_ID, tower["norm_D"], vision.eps, 1.0), tower, "project")
+
+
+def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
+    """The image as a whole. Pure. Errors: InvalidRequestError for crops."""
+    if len(features["pixel_values"]) > 1:
+        raise InvalidRequestError("its processor has do_pan_and_scan on, which is not built; set it to false")
+    patches = (vision.image_size // vision.patch) ** 2
+    texts = "\n\n<start_of_image>", "<end_of_image>\n\n"
+    return [Piece({"pixels_CHW": features["pixel_values"][0]}, patches // vision.merge**2, patches, *texts)]
+
+
+def rename(spec: ModelSpec, name: str) -> str:
+    """The name that a tensor has here. Pure."""
+    return renamed(PREFIXES, name)
+
+
+FAMILY = VisionFamily(
+    "Gemma3ForConditionalGeneration", "gemma3", FIELDS, VISION_FIELDS, read, all_weights, Vision(encode, pieces),
+    rename, {"gemma3_text": gemma3.FAMILY}, text_defaults=TEXT, vision_defaults=SIGLIP, leaves=gemma3.FAMILY.leaves,
+)  # fmt: skip
