@@ -3,9 +3,11 @@
 Each check walks everything, privates included, and raises InvariantError with what is off.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
 from fengine.core.lora_slots import AdapterSlots
 from fengine.core.prefix_cache import PrefixCache
@@ -23,6 +25,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
     if (decoding := len(rows.decoding)) > scheduler.max_step_tokens:
         raise InvariantError(f"{decoding} rows decode, more than max_step_tokens={scheduler.max_step_tokens}")
     check_rows(rows)
+    ranked = sum(request.priority != 0 for request in waiting)
+    if scheduler._waiting._ranked != ranked:
+        raise InvariantError(f"{ranked} requests with a priority wait, counted otherwise")
+    if scheduler.images is not None:
+        check_images(scheduler.images, set(scheduler._requests))
     for request in waiting:
         if request.row is not None or request.pages or request.num_computed or request.status is not Status.WAITING:
             raise InvariantError(f"request {request.rid!r} waits, with row {request.row}, pages {request.pages}")
@@ -54,6 +61,18 @@ def check_running(rows: Rows, request: Request) -> None:
     held = request.num_computed + (0 if request.drafting is None else request.drafting.in_flight)
     if len(request.pages) != rows.pages_for(held) or request.status is not Status.RUNNING:
         raise InvariantError(f"request {request.rid!r}: {request.num_computed} tokens in pages {request.pages}")
+
+
+def check_images(images: ImageRows, rids: set[str]) -> None:
+    """Rows of the table of images: each is free or of one image, and each image has as many users as it is said."""
+    rows = images._free + [row for entry in images._entries.values() for row in entry.rows]
+    if sorted(rows) != list(range(images.capacity)):
+        raise InvariantError(f"rows of images are lost or taken twice: {sorted(rows)}")
+    users = Counter(key for keys in images._holders.values() for key in keys)
+    if {key: entry.users for key, entry in images._entries.items() if entry.users} != dict(users):
+        raise InvariantError("images are counted to have other users than they have")
+    if gone := images._holders.keys() - rids:
+        raise InvariantError(f"requests have ended and keep images: {gone}")
 
 
 def check_slots(slots: AdapterSlots, in_use: Iterable[tuple[int | None, Adapter | None]]) -> None:

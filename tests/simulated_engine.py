@@ -6,12 +6,15 @@ may read a slot that holds anything but its own prefix; every request is answere
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from books import check_scheduler
+from simulated_checks import CheckedCache, Checks
 from simulated_oracle import Solo, judge
-from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, need
+from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, image_need, need
 from simulated_threads import Machine, SimulatedThread
 
 from fengine.api.outputs import complete
@@ -19,11 +22,11 @@ from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
 from fengine.api.streams import OutputCollector
+from fengine.core.images import Image, ImageRows, ImageSpan
 from fengine.core.kv_pages import PagePool
-from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.core.scheduler import Scheduler
-from fengine.core.scheduler_output import SchedulerOutput, StepOutput
+from fengine.core.scheduler_output import SchedulerOutput, Scores, Span, StepOutput
 from fengine.core.simulated_device import SimulatedDevice
 from fengine.core.speculation import Ask, Speculation
 from fengine.core.window_pages import WindowPages
@@ -43,6 +46,8 @@ from fengine.errors import (
     QueueFullError,
 )
 from fengine.models.kv_state import KVState
+from fengine.speculative.ngram import ngram_proposer
+from fengine.speculative.proposers import first_of
 
 STEP = 0.001  # seconds of a step
 PATIENCE = 100.0  # seconds until somebody is said to wait for ever
@@ -143,11 +148,12 @@ class World:
         s = self.settings
         pool = PagePool(s.num_pages) if s.windows is None else WindowPages(s.num_pages, s.windows)
         self.scheduler = Scheduler(
-            pool, PrefixCache(pool, s.page_size) if s.cached else None, page_size=s.page_size,
+            pool, CheckedCache(pool, s.page_size) if s.cached else None, page_size=s.page_size,
             max_running_requests=s.rows, max_step_tokens=s.budget, policy=s.policy, adapter_slots=s.adapter_slots,
-            speculation=None if s.guess is None else Speculation(self._propose, 6, max(s.budget, 4), len(PIECES)),
-            max_queued=s.max_queued,
+            speculation=self._speculation(), max_queued=s.max_queued,
+            images=ImageRows(s.image_rows, s.patches) if s.image_rows else None,
         )  # fmt: skip
+        self.scheduler.schedule = Checks(self.scheduler, 6, max(s.budget, 4)).schedule  # type: ignore[method-assign]
         self.device = SimulatedDevice(
             s.page_size, s.num_pages, self.scheduler._requests.__getitem__, self._draw, s.windows
         )
@@ -175,6 +181,18 @@ class World:
         self.scheduler.update = checked  # type: ignore[method-assign]
         self.core.inbox.close = noted  # type: ignore[method-assign]
 
+    def _speculation(self) -> Speculation | None:
+        s = self.settings
+        if s.guess is None:
+            return None
+        propose: Any = {"ngram": ngram_proposer(1, 4), "both": first_of(ngram_proposer(1, 4), self._guess)}
+        model = s.guess in ("model", "both")
+        return Speculation(
+            propose.get(s.guess, self._guess if model else self._propose), 6, max(s.budget, 4), len(PIECES),
+            full=3 if model else 1 << 30, waits=model, mixed=s.guess == "both", hope=1.0 if model else 0.0,
+            toll=0.4 if model else 0.0,
+        )  # fmt: skip
+
     def _kv(self) -> KVState:
         """A new KV state: every slot is empty."""
         for page in [page for pages in self.device.groups for page in pages]:
@@ -188,6 +206,7 @@ class World:
         if self.fault == ("launch", output.step):
             raise DeviceError
         tokens, logprobs, errors = self.device.execute(output)
+        prompts = self._scores(output)
 
         def result() -> StepOutput:
             self.machine.pause()
@@ -195,9 +214,26 @@ class World:
                 raise DeviceError
             if self.fault == ("stuck", output.step):
                 self.machine.wait([], None)
-            return StepOutput(tokens, logprobs, errors)
+            return StepOutput(tokens, logprobs, errors, prompts=prompts)
 
         return kv, result
+
+    def _scores(self, output: SchedulerOutput) -> list[tuple[list[Span], Scores]]:
+        """Logprobs of prompt tokens, as far as this step computes what they need."""
+        drafts = {draft.index: len(draft.token_ids) for draft in output.drafts}
+        found = []
+        for i, (slot, start, count) in enumerate(zip(output.rows, output.starts, output.counts, strict=True)):
+            row, end = self.device.rows[slot], start + count - drafts.get(i, 0)
+            first, prompt_len = row.new.first_scored, row.new.prompt_len
+            if start >= prompt_len or first >= prompt_len or not (output.samples[i] or first < end):
+                continue
+            first = max(start, first)
+            places = range(first, max(first, min(end, prompt_len - 1)))
+            scores = [self.solo.score(row.chain[at], row.new.token_ids[at + 1]) for at in places]
+            none = np.zeros((len(scores), 0), np.float32)
+            score_PK = np.array(scores, np.float32).reshape(-1, 1)
+            found.append(([Span(i, first, len(scores), 0)], Scores(score_PK, none, none.astype(np.int32))))
+        return found
 
     def _draw(self, new: Request, ids: list[int], prefix: int) -> tuple[int, float]:
         job, count = self.jobs[new.rid], len(ids) - new.prompt_len
@@ -224,8 +260,19 @@ class World:
         for ask in asks:
             request, job = ask.request, self.jobs[ask.request.rid]
             right = self.solo.follow(job, request, self.device.weights, ask.skip + ask.most)[ask.skip :]
-            good = {"right": 99, "wrong": 0, "mixed": len(request.token_ids) * 7 % 5}[self.settings.guess or ""]
+            good = {"right": 99, "wrong": 0}.get(self.settings.guess or "", len(request.token_ids) * 7 % 5)
             found.append(right[:good] + [(token + 1) % len(PIECES) for token in right[good:]])
+        return found
+
+    def _guess(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """As a model does, which needs every token, and is asked where it pays."""
+        found = self._propose(asks)
+        for i, ask in enumerate(asks):
+            known, drafting = len(ask.request.token_ids), ask.drafting
+            if drafting.tries and not drafting.right:
+                drafting.gain, drafting.try_from = (known % 3) / 2, known + known % 5
+            if ask.skip or not ask.tried or known < drafting.try_from:
+                found[i] = []
         return found
 
     def _update_weights(self) -> None:
@@ -259,6 +306,7 @@ class World:
             or isinstance(error, LogitProcessorError) and any(job.fails_at is not None for job in jobs)
             or isinstance(error, CapacityError) and any(need(job, s.page_size) >= s.num_pages for job in jobs)
             or isinstance(error, CapacityError) and event.kind == "chat"
+            or isinstance(error, CapacityError) and any(image_need(job) > s.image_rows for job in jobs)
             or isinstance(error, QueueFullError) and s.max_queued is not None
             or isinstance(error, EngineDeadError) and "detokenizing" in str(error) and self._is_broken(event)
         )  # fmt: skip
@@ -278,6 +326,8 @@ class World:
         request.early_ids = frozenset({EOS}) if job.least else frozenset()
         request.cache_salt, request.priority = job.salt, job.priority
         request.adapter = self.adapters.get(job.adapter or "")
+        request.images = tuple(ImageSpan(start, Image(bytes([key]), tokens, patches, {}))
+                               for start, tokens, key, patches in map(astuple, job.pictures))  # fmt: skip
         return request
 
     def context(self, event: Event, loop: Any = None) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 from simulated_plan import EOS, PIECES, Job
 
 from fengine.core.request import Request, SamplingParams
+from fengine.core.simulated_device import content_of
 from fengine.engine.request_state import RequestState
 from fengine.tokenizer.detokenizer import Detokenizer
 
@@ -24,9 +25,34 @@ class Solo:
 
     def prefix(self, ids: list[int], weights: int, request: Request) -> int:
         value = hash((weights, -1 if request.adapter is None else request.adapter.number))
-        for token in ids:
+        for token in self.seen(ids, weights, request):
             value = hash((value, token))
         return value
+
+    def seen(self, ids: list[int], weights: int, request: Request) -> list[int]:
+        """What stands for each token: its id, or what an image has at its place."""
+        found = list(ids)
+        for start, image in request.images:
+            for k in range(min(image.tokens, len(ids) - start)):
+                found[start + k] = content_of(image.key, k, weights)
+        return found
+
+    def scores(self, request: Request, weights: int) -> list[tuple[float | None, int]]:
+        """Logprobs of the prompt's tokens from `logprob_start` on."""
+        ids, start = request.token_ids[: request.prompt_len], request.params.logprob_start
+        if start is None:
+            return []
+        prefix, seen, found = self.prefix([], weights, request), self.seen(ids, weights, request), []
+        for position, token in enumerate(seen[:-1]):
+            prefix = hash((prefix, token))
+            if position >= start:
+                found.append((self.score(prefix, ids[position + 1]), ids[position + 1]))
+        return [(None, ids[start]), *found]
+
+    @staticmethod
+    def score(prefix: int, token: int) -> float:
+        """The logprob of a prompt's token behind a prefix; a float32."""
+        return -(hash((prefix, token)) % 1024) / 1024
 
     def follow(self, job: Job, request: Request, weights: int, count: int) -> list[int]:
         """The next tokens of a request with these weights."""
@@ -86,6 +112,10 @@ def judge(
     drawn = request.token_ids[request.prompt_len :]
     if drawn != tokens[: len(drawn)] or request.logprobs != logprobs[: len(drawn)]:
         return f"tokens {drawn}, alone {tokens}"
+    scores = solo.scores(request, labels[request.versions[0][0]])
+    read = state.input_logprobs
+    if read != scores[: len(read)] or (len(read) < len(scores) and (finish["type"] != "abort" or drawn)):
+        return f"input logprobs {read}, alone {scores}"
     stops = bool(drawn) and drawn[-1] in job.stop_ids
     text, count, matched = text_of(drawn, request.params, tokenizer, stops)
     if (shown := state.output[:2]) != (text, count):

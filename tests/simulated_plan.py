@@ -10,7 +10,21 @@ from fengine.core.window_pages import Windows
 PIECES = (b"a", b"b", b"ab", b" ", "é".encode()[:1], "é".encode()[1:], b"ba", b".", b"#", b"\xff", b"c", b"bc")
 EOS, BAD = 8, 11  # the id that ends a text, and one that a broken tokenizer does not know
 STOPS = ("ab", "b.", "a b", "é", "cc", "bab")
+GUESSES = (None, None, None, None, "right", "mixed", "wrong", "ngram", "model", "both")
 PROCESSORS = (None, None, None, None, None, "plain", "raises", "asks")
+
+
+PLACE = 4  # the id of an image's placeholders
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Placeholders in a prompt."""
+
+    start: int
+    tokens: int
+    key: int
+    patches: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class Job:
     adapter: str | None = None
     salt: str | None = None
     priority: int = 0
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,8 @@ class Settings:
     incremental: bool = False
     eager: float = 0.5  # how probable it is that a thread loses its turn where it may
     windows: Windows | None = None
+    image_rows: int = 0  # of a model that takes images
+    patches: int = 1  # of images that are encoded before one step
 
 
 @dataclass(frozen=True)
@@ -92,9 +109,10 @@ def plan_of(seed: int, size: int = 1) -> Plan:
     settings = Settings(
         page_size=page, rows=rng.choice([1, 2, 4, 6, 6]), budget=rng.choice([1, 3, 6, 24, 24]),
         policy=rng.choice(list(Policy)), cached=rng.random() < 0.8, overlap=rng.random() < 0.7,
-        guess=rng.choice([None, None, None, "right", "mixed", "wrong"]), adapter_slots=rng.choice([0, 0, 1, 2]),
+        guess=rng.choice(GUESSES), adapter_slots=rng.choice([0, 0, 1, 2]),
         max_queued=rng.choice([None, None, None, 2]), interval=rng.choice([1, 1, 3]),
         incremental=rng.random() < 0.3, eager=rng.choice([0.02, 0.2, 0.6, 1.0]),
+        image_rows=rng.choice([0, 0, 1]), patches=rng.choice([1, 4, 100]),
     )  # fmt: skip
     span = rng.choice([0.0, 0.005, 0.02, 0.1]) * size  # seconds in which things begin
     stems = [tuple(rng.randrange(len(PIECES)) for _ in range(rng.randrange(1, 14))) for _ in range(2)]
@@ -105,6 +123,9 @@ def plan_of(seed: int, size: int = 1) -> Plan:
         fault = rng.choice(FAULTS)
         events.append(Event(len(events), rng.random() * span, fault, what=rng.randrange(6)))
     longest = max(need(job, page) for event in events for job in event.jobs)
+    if settings.image_rows:
+        most = max(image_need(job) for event in events for job in event.jobs)
+        settings = replace(settings, image_rows=max(1, most + rng.choice([-1, 0, 0, 1, 4, 20])))
     pages = 1 + longest + rng.choice([-1, 0, 0, 1, 2, 3, longest, 3 * longest])
     settings = replace(settings, num_pages=max(2, pages))
     if rng.random() < 0.4:
@@ -119,11 +140,16 @@ def need(job: Job, page_size: int) -> int:
     return -(-(len(job.ids) + job.new) // page_size)
 
 
+def image_need(job: Job) -> int:
+    """Rows of the image table that the job takes."""
+    return sum({picture.key: picture.tokens for picture in job.pictures}.values())
+
+
 def client(rng: random.Random, name: int, settings: Settings, stems: list[tuple[int, ...]], span: float) -> Event:
     kind = rng.choice(CLIENTS)
     jobs = tuple(job_of(rng, settings, stems) for _ in range(rng.choice([1, 1, 2, 3])))
     if kind == "chat":
-        jobs = tuple(replace(job, salt=None) for job in jobs)
+        jobs = tuple(replace(job, salt=None, pictures=()) for job in jobs)
     pace = rng.choice([0.0, 0.0, 0.002, 0.02])
     leave = rng.randrange(4) if rng.random() < 0.2 else None
     return Event(name, rng.random() * span, kind, jobs, pace, leave, rng.randrange(1 << 16))
@@ -134,6 +160,9 @@ def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]])
     ids = stem[: rng.randrange(1, len(stem) + 1)] + tuple(rng.randrange(12) for _ in range(rng.randrange(0, 4)))
     new = rng.choice([0, 1, 2, rng.randrange(3, 24), rng.randrange(10, 32), rng.randrange(20, 32)])
     odd = rng.random()
+    pictures: tuple[Picture, ...] = ()
+    if settings.image_rows and rng.random() < 0.6:
+        ids, pictures = with_pictures(rng, ids)
     processor = rng.choice(PROCESSORS)
     return Job(
         ids, new, rng.randrange(5),
@@ -147,7 +176,19 @@ def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]])
         adapter=rng.choice([None, "A", "B", "C"]) if settings.adapter_slots else None,
         salt=rng.choice([None, None, None, "s"]),
         priority=rng.choice([0, 0, 0, 1, -1]) if odd > 0.7 else 0,
+        pictures=pictures,
     )  # fmt: skip
+
+
+def with_pictures(rng: random.Random, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    """Places for one image or two in a prompt; of a key each image has the same size."""
+    found: list[Picture] = []
+    for at in sorted(rng.sample(range(len(ids) + 1), min(len(ids), rng.choice([1, 1, 2])))):
+        key = rng.randrange(5)
+        start = at + sum(picture.tokens for picture in found)
+        found.append(Picture(start, 1 + key % 3, key, 1 + key))
+        ids = (*ids[:start], *[PLACE] * found[-1].tokens, *ids[start:])
+    return ids, tuple(found)
 
 
 def steering(rng: random.Random, name: int, span: float) -> Event:

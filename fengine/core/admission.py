@@ -123,13 +123,15 @@ class Admission:
     def _schedule_encodes(self, images: ImageRows) -> None:
         """Plans what to encode before this step for requests that may be admitted soon: up to the budget, or one image;
         where nothing runs, all of one request."""
-        left, whole = images.budget, not self.rows.num_running
+        left, whole, served = images.budget, not self.rows.num_running, set[str]()
         for request in self.waiting.candidates(self.rows.num_free):
+            served.add(request.rid)
             if not request.images or images.ready(request.rid):
                 continue
             if not images.enter(request.rid, request.images):
                 for other in self.waiting.requests():  # whoever comes later must not keep it from its rows
-                    images.leave(other.rid)
+                    if other.rid not in served:
+                        images.leave(other.rid)
                 if not images.enter(request.rid, request.images):
                     return
             for image in images.lacking(request.images):

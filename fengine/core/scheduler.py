@@ -89,6 +89,7 @@ class Scheduler:
         self._arrivals += 1
         self._requests[request.rid] = request
         self._waiting.add(request)
+        self._admission.blocked = False  # it may go before the next to admit
 
     def abort(self, rid: str) -> Request | None:
         """Ends a request in any state and frees at once what it holds. None if no such request is unfinished."""
@@ -203,6 +204,7 @@ class Scheduler:
         if request.images and not (count := uncut(request.images, start, count)):
             return left  # kept for it: nobody goes in its place
         rows.compute(output, request, count)
+        self._admission.blocked = False  # the next to admit may share these pages
         return count
 
     def _make_room(self, output: SchedulerOutput, request: Request, pages: int) -> bool:

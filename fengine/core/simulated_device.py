@@ -15,6 +15,12 @@ from fengine.core.scheduler_output import SchedulerOutput
 from fengine.core.window_pages import Windows
 from fengine.errors import FengineError, InvariantError
 
+
+def content_of(key: bytes, index: int, weights: int) -> int:
+    """What an image has at its placeholder number `index`. Pure."""
+    return hash((int.from_bytes(key[:8], "little"), index, weights))
+
+
 Draw = Callable[[Request, list[int], int], tuple[int, float]]  # of (row, its tokens, their hash): token, logprob
 
 
@@ -50,6 +56,7 @@ class SimulatedDevice:
         self.groups: list[list[list[int | None]]] = [[[None] * page_size for _ in range(n)] for n in counts]
         self.weights = 0  # a number for each change of the weights
         self.adapters: dict[int, int] = {}  # number of the load by adapter slot
+        self.images: dict[int, int] = {}  # what rows of the table of images hold
         self.rows: dict[int, _Row] = {}
         self.drawn: dict[int, int] = {}  # token by row slot, of the step before
 
@@ -89,6 +96,8 @@ class SimulatedDevice:
             if any(row.new.adapter_slot == slot for row in self.rows.values()):
                 raise InvariantError(f"adapter slot {slot} is written while a row reads it")
             self.adapters[slot] = number
+        for image, table_rows in out.encodes:
+            self.images |= {row: content_of(image.key, k, self.weights) for k, row in enumerate(table_rows)}
         for new in out.new_rows:
             self._enter(new)
         for slot, first, *both in out.new_pages:
@@ -136,7 +145,13 @@ class SimulatedDevice:
         chain = row.chain
         del chain[start:]
         value = chain[-1] if chain else hash((self.weights, number))
-        for token in row.ids[len(chain) :]:
+        known, inputs = len(chain), row.ids[len(chain) :]
+        for (at, image), placed in zip(row.request.images, row.new.placed, strict=True):
+            for k in range(max(known - at, 0), min(image.tokens, len(row.ids) - at)):
+                inputs[at + k - known] = content_of(image.key, k, self.weights)
+                if at + k >= start and self.images.get(placed.rows[k]) != inputs[at + k - known]:
+                    raise InvariantError(f"{row.new.rid!r} reads another image at {at + k}, from row {placed.rows[k]}")
+        for token in inputs:
             value = hash((value, token))
             chain.append(value)
 

@@ -293,6 +293,8 @@ def make_scheduler(
     pool = PagePool(size.pages) if size.windows is None else WindowPages(size.pages, size.windows)
     page_size = config.cache.page_size or 16
     record = config.scheduler.record
+    if record is not None and images is not None:
+        raise ConfigError("scheduler.record tells no images: leave it out for a model that takes them")
     return (Scheduler if record is None else partial(RecordedScheduler, Path(record)))(
         pool,
         PrefixCache(pool, page_size) if config.cache.prefix_cache and spec.causal else None,

@@ -16,7 +16,7 @@ from fengine.core.recording import RecordedScheduler, Replay, replay
 from fengine.errors import InputFileError, InvariantError
 from fengine.run import main
 
-SEEDS = range(60)
+SEEDS = [seed for seed in range(1000) if not plan_of(seed).settings.image_rows]  # those of images are not recorded
 
 
 def record(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
@@ -29,7 +29,7 @@ def record(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[dict]
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recording with pages that requests share, preemptions and aborts."""
     with pytest.MonkeyPatch.context() as patch:
-        for seed in range(1000):
+        for seed in SEEDS:
             path = tmp_path_factory.mktemp("recorded") / "steps.jsonl"
             events = record(path, seed, patch)
             steps = [event["schedule"] for event in events if "schedule" in event]
@@ -41,7 +41,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recorded_schedules_are_scheduled_again_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among them drafts, adapters, aborts, retractions, failing rows, prompts with logprobs and dying engines."""
     seen = set()
-    for seed in SEEDS:
+    for seed in SEEDS[:60]:
         events = record(tmp_path / "steps.jsonl", seed, monkeypatch)
         requests, steps = replay(tmp_path / "steps.jsonl")
         assert requests == sum("add" in event for event in events)
@@ -52,8 +52,8 @@ def test_recorded_schedules_are_scheduled_again_as_they_were(tmp_path: Path, mon
 
 
 def test_no_id_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = record(tmp_path / "steps.jsonl", 3, monkeypatch)
-    again = record(tmp_path / "steps.jsonl", 3, monkeypatch)
+    events = record(tmp_path / "steps.jsonl", SEEDS[3], monkeypatch)
+    again = record(tmp_path / "steps.jsonl", SEEDS[3], monkeypatch)
     prompts, other = ([e["add"]["ids"] for e in found if "add" in e] for found in (events, again))
     assert prompts and min(min(ids) for ids in prompts) > 1000  # ids of the plan are below 12
     assert prompts != other  # the key is another each time

@@ -109,6 +109,16 @@ def test_what_could_never_fit_is_refused() -> None:
     assert world.step()
 
 
+def test_images_that_do_not_fit_together_come_one_after_the_other() -> None:
+    """Who comes later does not take the rows of one that waits before it, which would take them back, and so on."""
+    world = World(capacity=7, budget=100)
+    for name in range(3):
+        world.add(request(f"{name}", [image(name)], new=2))
+    while world.scheduler.has_work:
+        assert world.step() is not None
+    assert [one.key for step in world.encoded for one in step] == [b"0", b"1", b"2"]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_requests_all_end_with_their_own_embeddings(seed: int) -> None:
     """Small tables and pools, aborts, retractions, changes of weights, preemptions: nobody waits for ever."""
