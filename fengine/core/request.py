@@ -36,9 +36,7 @@ class Drafting:
     """How a request's drafts fared so far. Modifies: itself, by the loop alone."""
 
     in_flight: int = 0  # drafts of the step that is not read yet
-    tries: int = 0  # steps with drafts that are read
-    tried: int = 0  # drafts of the last of these
-    right: int = 0  # and how many of them were drawn
+    last: tuple[int, int] | None = None  # drafts of the last try, and how many were drawn; None: they are learnt from
     proposed: int = 0  # drafts of all tries
     correct: int = 0
     histogram: list[int] = field(default_factory=list)  # tries by how many of their drafts were drawn

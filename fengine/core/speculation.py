@@ -180,8 +180,7 @@ def take_drafts(
 
 def settle(drafting: Drafting, tried: int, right: int) -> None:
     """Notes a try of which `right` drafts were drawn. Modifies: drafting."""
-    drafting.tries += 1
-    drafting.tried, drafting.right = tried, right
+    drafting.last = tried, right
     drafting.proposed += tried
     drafting.correct += right
     drafting.histogram += [0] * (right + 1 - len(drafting.histogram))

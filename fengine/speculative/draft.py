@@ -43,16 +43,15 @@ class Memo:
     guesses: list[int] = field(default_factory=list)  # behind the `known` tokens of the last try
     known: int = 0
     room: int = 0  # tokens that the request's own pages held then
-    tries: int = 0  # learnt from
     cursor: Any = None  # where the known tokens stand in its grammar
 
     def learn(self, ask: Ask, behind: int) -> None:
         """Takes what became of the last try: guesses that were drawn are computed already, but for a draft that has
         gone on from its own stream where the target's is known now."""
         ids, drafting = ask.request.token_ids, ask.drafting
-        if drafting.tries > self.tries:
-            self.tries = drafting.tries
-            self.pace.learn(drafting.tried, drafting.right, len(ids))
+        if drafting.last is not None:
+            self.pace.learn(*drafting.last, len(ids))
+            drafting.last = None
             self.tell(drafting)
         pairs = zip(self.guesses[:-1], ids[self.known :], strict=False)  # the last one was not computed
         right = 0 if behind else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -100,7 +99,7 @@ class DraftModel:
         for i, ask in enumerate(asks):
             known, drafting = len(ask.request.token_ids), ask.drafting
             if drafting.memo is None:
-                drafting.memo = Memo(Pace(self.most, self.price), tries=drafting.tries)
+                drafting.memo, drafting.last = Memo(Pace(self.most, self.price)), None
             drafting.memo.learn(ask, self.head.behind)
             pace = drafting.memo.pace
             size = min(pace.size, ask.most, self.spec.max_position - known)

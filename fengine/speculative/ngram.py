@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fengine.core.request import Drafting
 from fengine.core.speculation import Ask, Proposer
 
 CANDIDATES = 8
@@ -107,22 +106,21 @@ class Lookup:
     """What a request's tokens repeat, and how its tries fared: a function of its own history alone, so that it is
     treated alike whatever its neighbours do. Modifies: itself."""
 
-    __slots__ = ("index", "trusts", "tries", "level", "right_at")
+    __slots__ = ("index", "trusts", "level", "right_at")
 
-    def __init__(self, least: int, most: int, ask: Ask) -> None:
+    def __init__(self, least: int, most: int, known: int) -> None:
         self.index = NgramIndex(least, most)
         self.trusts = [Trust(size) for size in SIZES]
-        self.tries = ask.drafting.tries  # learnt from
         self.level = 0  # of the last proposal
-        self.right_at = len(ask.request.token_ids)  # tokens known when a draft was last right, or this was made
+        self.right_at = known  # tokens known when a draft was last right, or this was made
 
     def propose(self, ask: Ask) -> list[int]:
         """Modifies: itself. Learns from the try before."""
         ids, index, drafting = ask.request.token_ids, self.index, ask.drafting
         known = len(ids)
-        if drafting.tries > self.tries:
-            self.tries = drafting.tries
-            self._learn(drafting, known)
+        if drafting.last is not None:
+            self._learn(*drafting.last, known)
+            drafting.last = None
         index.extend(ids, min(known, index.num_indexed + CATCH_UP))
         if index.num_indexed < known:
             return []
@@ -136,29 +134,26 @@ class Lookup:
         drafting.rest_until = known + ask.skip + min((known - self.right_at) // 8, REST)
         return []
 
-    def _learn(self, drafting: Drafting, known: int) -> None:
+    def _learn(self, tried: int, right: int, known: int) -> None:
         """A success speaks for longer copies too, a failure against shorter ones."""
         own = self.trusts[self.level]
-        own.learn(drafting.tried, drafting.right, known)
-        if drafting.right:
+        own.learn(tried, right, known)
+        if right:
             self.right_at = known
             for longer in self.trusts[self.level + 1 :]:
                 longer.size, longer.misses, longer.resume_at = max(own.size, longer.size), 0, 0
         else:
             for shorter in self.trusts[: self.level]:
-                shorter.learn(drafting.tried, 0, known)
+                shorter.learn(tried, 0, known)
 
 
 def ngram_proposer(least: int, most: int) -> Proposer:
     """Proposes by look-up in each request's own tokens. Modifies: `Drafting.memo`, a `Lookup`."""
 
     def propose(asks: Sequence[Ask]) -> list[list[int]]:
-        proposals = []
         for ask in asks:
-            lookup = ask.drafting.memo
-            if lookup is None:
-                lookup = ask.drafting.memo = Lookup(least, most, ask)
-            proposals.append(lookup.propose(ask))
-        return proposals
+            if ask.drafting.memo is None:
+                ask.drafting.memo, ask.drafting.last = Lookup(least, most, len(ask.request.token_ids)), None
+        return [ask.drafting.memo.propose(ask) for ask in asks]
 
     return propose

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from fengine.config import Algorithm, EngineConfig, SpeculationConfig
+from fengine.config import Algorithm, EngineConfig
 from fengine.core.request import Drafting
 from fengine.core.speculation import Ask, Proposer, Speculation, settle
 from fengine.errors import ConfigError
@@ -32,40 +32,33 @@ TOLL = 0.2  # of a step: host and draft, for which the device waits, of 32 rows 
 LEAST_GUESS = 0.02  # of a step, however small the draft is
 
 
-@dataclass(slots=True)
-class Memo:
-    """A request's record with each proposer, and whose drafts are in flight. Modifies: itself."""
+class Memo(NamedTuple):
+    """A request's record with each proposer, and in `last` that of whose drafts are in flight."""
 
     ngram: Drafting
     model: Drafting
-    last: Drafting | None = None
-    tries: int = 0
-
-    def learn(self, drafting: Drafting) -> None:
-        """Tells whoever proposed what became of it."""
-        if drafting.tries > self.tries and self.last is not None:
-            settle(self.last, drafting.tried, drafting.right)
-        self.tries = drafting.tries
+    last: list[Drafting]
 
 
 def first_of(ngram: Proposer, model: Proposer) -> Proposer:
     """What n-grams propose, else what the model does. Modifies: `Drafting.memo`, a `Memo`."""
 
     def propose(asks: Sequence[Ask]) -> list[list[int]]:
-        memos: list[Memo] = []
         for ask in asks:
-            memo = ask.drafting.memo
-            if memo is None:
-                memo = ask.drafting.memo = Memo(Drafting(), Drafting(gain=ask.drafting.gain), tries=ask.drafting.tries)
-            memo.learn(ask.drafting)
-            memos.append(memo)
+            drafting = ask.drafting
+            if drafting.memo is None:
+                drafting.memo = Memo(Drafting(), Drafting(gain=drafting.gain), [])
+            elif drafting.last is not None and drafting.memo.last:
+                settle(drafting.memo.last[0], *drafting.last)
+            drafting.last = None
+        memos: list[Memo] = [ask.drafting.memo for ask in asks]
         found = [list(p) for p in ngram([a._replace(drafting=m.ngram) for a, m in zip(asks, memos, strict=True)])]
         left = [i for i, proposal in enumerate(found) if not proposal]
         more = model([asks[i]._replace(drafting=memos[i].model) for i in left]) if left else []
         for i, proposal in zip(left, more, strict=True):
             found[i] = list(proposal)
         for i, (ask, memo) in enumerate(zip(asks, memos, strict=True)):
-            memo.last = memo.model if i in left else memo.ngram
+            memo.last[:] = [memo.model if i in left else memo.ngram]
             ask.drafting.try_from, ask.drafting.gain = memo.model.try_from, memo.model.gain
             ask.drafting.rest_until = min(memo.ngram.rest_until, memo.model.rest_until)
         return found
@@ -101,17 +94,14 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
         head, kv_dtype, config.cache.page_size or 16, most, verify + guess, rows,
         config.compile.cuda_graph and device_of(config) != "cpu",
     )  # fmt: skip
+    least = max(drafts.ngram_min_match, LONG_COPY)
+    both = first_of(ngram_proposer(least, max(drafts.ngram_max_match, least)), model)
     return Speculation(
-        _with_ngrams(drafts, model) if drafts.ngram_first else model, most, tokens, target.vocab_size, rows + 1,
+        both if drafts.ngram_first else model, most, tokens, target.vocab_size, rows + 1,
         waits=True, mixed=drafts.ngram_first, hope=hope.gain, toll=(TOLL + guess) * drafts.adaptive, open=model.open,
         feature_layers=layers,
         kv_bytes=kv_bytes_per_token(head.spec, kv_dtype) + len(layers) * target.hidden_size * kv_dtype.itemsize,
     )  # fmt: skip
-
-
-def _with_ngrams(drafts: SpeculationConfig, model: Proposer) -> Proposer:
-    least = max(drafts.ngram_min_match, LONG_COPY)
-    return first_of(ngram_proposer(least, max(drafts.ngram_max_match, least)), model)
 
 
 def _prices(config: EngineConfig, head: Head, target: ModelSpec, params: Params) -> tuple[float, float]:
