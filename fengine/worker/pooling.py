@@ -30,24 +30,18 @@ MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 ACTIVATIONS = ("Identity", "Tanh")  # of Dense
 # The keys of each file, read or without effect: names and versions; the similarity that nobody asks for here; and, of
 # the Transformer module, the one way to run a text model.
-KEYS: dict[str, frozenset[str]] = {
-    "modules.json": frozenset({"idx", "name", "path", "type"}),
-    "the Pooling module's config.json": frozenset(
-        {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"}
-    ),
-    "a Dense module's config.json": frozenset({"in_features", "out_features", "bias", "activation_function"}),
-    "sentence_bert_config.json": frozenset({"max_seq_length", "do_lower_case"}),
-    "config_sentence_transformers.json": frozenset(
-        {"prompts", "default_prompt_name", "__version__", "similarity_fn_name", "model_type"}
-    ),
+KEYS = {
+    "modules.json": "idx name path type",
+    "the Pooling module's config.json": "word_embedding_dimension embedding_dimension pooling_mode include_prompt",
+    "a Dense module's config.json": "in_features out_features bias activation_function",
+    "sentence_bert_config.json": "max_seq_length do_lower_case",
+    "config_sentence_transformers.json": "prompts default_prompt_name __version__ similarity_fn_name model_type",
 }
 USUAL: dict[str, Any] = {
     "transformer_task": "feature-extraction",
     "module_output_name": "token_embeddings",
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
 }
-MAX_JSON_BYTES = 1 << 20
-MAX_DENSE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,128 +80,65 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
         raise ModelLoadError(f"config.json: matryoshka_dimensions must be a list of sizes, got {sizes!r:.80}.")
     if not (directory / "modules.json").exists():
         return Pooling(sizes=tuple(sizes))
-    modules = _modules(directory)
-    kinds = [kind for kind, _ in modules]
-    unknown = sorted(set(kinds) - set(MODULES))
-    if unknown:
+    folders = _modules(directory)
+    kinds = [kind for kind, _ in folders]
+    if unknown := sorted(set(kinds) - set(MODULES)):
         raise UnsupportedFeatureError(f"modules.json: the modules {', '.join(unknown)} are not built.")
     normalize = kinds[-1:] == ["Normalize"]
     if kinds[:2] != [*MODULES[:2]] or set(kinds[2 : len(kinds) - normalize]) - {"Dense"}:
         raise ModelLoadError(f"modules.json: expected Transformer, Pooling, perhaps Dense and Normalize, got {kinds}.")
-    folders = [_folder(directory, *module) for module in modules]
-    pooling = _read(folders[1] / "config.json")
-    pool, prompt = _pool(pooling, config.get("hidden_size")), _prompt(directory)
-    if prompt and pool == "mean" and pooling.get("include_prompt") is False:
+    pool, with_prompt = _pool(folders[1][1] / "config.json", config.get("hidden_size"))
+    prompt = _prompt(directory / "config_sentence_transformers.json")
+    if prompt and pool == "mean" and not with_prompt:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
-    dense = _dense_layers(folders[2 : len(folders) - normalize], config.get("hidden_size"))
-    return Pooling(pool, normalize, tuple(sizes), prompt, *_text_limits(directory), dense)
+    dense: list[Dense] = []
+    for _, folder in folders[2 : len(folders) - normalize]:
+        dense.append(_dense(folder, len(dense[-1].bias_O) if dense else config.get("hidden_size")))
+    limits = _text_limits(directory / "sentence_bert_config.json")
+    return Pooling(pool, normalize, tuple(sizes), prompt, *limits, tuple(dense))
 
 
-def _folder(directory: Path, kind: str, path: str) -> Path:
-    where = PurePosixPath(path)
-    if where.is_absolute() or ".." in where.parts:
-        raise ModelLoadError(f"modules.json: the path {path!r} of {kind} leaves the model's directory.")
-    return directory / where
+def _read(path: Path, where: str = "", kind: type = dict) -> Any:
+    """An object, or a list of objects, whose keys are all known to KEYS[where], or off.
 
-
-def _dense_layers(folders: list[Path], size: Any) -> tuple[Dense, ...]:
-    """Of these folders, behind vectors of `size`. Errors: as `_dense`."""
-    found: list[Dense] = []
-    for folder in folders:
-        found.append(_dense(folder, len(found[-1].bias_O) if found else size))
-    return tuple(found)
-
-
-def _dense(folder: Path, size: Any) -> Dense:
-    """The Dense module of a folder, behind vectors of `size`. Errors: ModelLoadError, UnsupportedFeatureError."""
-    config = _read(folder / "config.json")
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{folder / 'config.json'} must be an object.")
-    _check_keys("a Dense module's config.json", config)
-    act = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
-    if act not in ACTIVATIONS:
-        raise UnsupportedFeatureError(f"{folder}: activation_function {act!r:.80} is not built: {ACTIVATIONS} are.")
-    path, biased = folder / "model.safetensors", config.get("bias", True)
+    Errors: ModelLoadError; UnsupportedFeatureError with every other key.
+    """
     try:
-        if path.stat().st_size > MAX_DENSE_BYTES:
-            raise ModelLoadError(f"{path} is larger than {MAX_DENSE_BYTES} bytes.")
-        tensors = load_file(path)
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}.") from error
-    wanted = {"linear.weight": (config.get("out_features"), size)}
-    wanted |= {"linear.bias": wanted["linear.weight"][:1]} if biased else {}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if shapes != wanted or config.get("in_features") != size:
-        raise ModelLoadError(f"{path}: expected {wanted}, got {shapes}; in_features is {config.get('in_features')!r}.")
-    weight = tensors["linear.weight"].astype(np.float64)
-    return Dense(weight, tensors["linear.bias"].astype(np.float64) if biased else np.zeros(len(weight)), act == "Tanh")
-
-
-def _prompt(directory: Path) -> str:
-    """What stands before every text that names no prompt of its own."""
-    path = directory / "config_sentence_transformers.json"
-    config = _read(path) if path.exists() else {}
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{path} must be an object.")
-    _check_keys(path.name, config)
-    prompts, name = config.get("prompts") or {}, config.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not (name is None or isinstance(prompts.get(name), str)):
-        raise ModelLoadError(f"{path}: default_prompt_name {name!r:.80} must be null or name a text in prompts.")
-    return "" if name is None else prompts[name]
-
-
-def _text_limits(directory: Path) -> tuple[bool, int | None]:
-    """(whether texts are in lower case, at most how many tokens of a text count)."""
-    path = directory / "sentence_bert_config.json"
-    config = _read(path) if path.exists() else {}
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{path} must be an object.")
-    _check_keys(path.name, config)
-    lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
-    if not isinstance(lower, bool) or not (most is None or (type(most) is int and most > 0)):
-        raise ModelLoadError(f"{path}: do_lower_case must be true or false, max_seq_length a size or null.")
-    return lower, most
-
-
-def _check_keys(where: str, values: dict[str, Any]) -> None:
-    """Errors: UnsupportedFeatureError with every key that is not known and not off."""
+    objects = value if kind is list and isinstance(value, list) else [value]
+    if not isinstance(value, kind) or not all(isinstance(one, dict) for one in objects):
+        raise ModelLoadError(f"{path} must be {'a list of objects' if kind is list else 'an object'}.")
+    where = where or path.name
     bad = [
-        f"{key} = {value!r:.80}"
-        for key, value in values.items()
-        if key not in KEYS[where] and not key.startswith("pooling_mode_")
-        and value not in (None, False, 0, "", [], {}) and USUAL.get(key) != value
+        f"{key} = {item!r:.80}"
+        for one in objects for key, item in one.items()
+        if key not in KEYS[where].split() and not key.startswith("pooling_mode_")
+        and item not in (None, False, 0, "", [], {}) and USUAL.get(key) != item
     ]  # fmt: skip
     if bad:
         raise UnsupportedFeatureError(f"{where} has keys that may change the result: {', '.join(bad)}: not built.")
+    return value
 
 
-def _read(path: Path) -> Any:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelLoadError(f"{path} is larger than {MAX_JSON_BYTES} bytes.")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
-
-
-def _modules(directory: Path) -> list[tuple[str, str]]:
+def _modules(directory: Path) -> list[tuple[str, Path]]:
     """(class name, folder) of each module, in order."""
-    found = _read(directory / "modules.json")
-    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-        raise ModelLoadError("modules.json must be a list of objects.")
-    for entry in found:
-        _check_keys("modules.json", entry)
-    named = [(entry.get("type"), entry.get("path", "")) for entry in found]
-    if not all(isinstance(kind, str) and isinstance(path, str) for kind, path in named):
-        raise ModelLoadError("modules.json: every module needs a type and a path, both strings.")
-    return [(kind.rpartition(".")[2], path) for kind, path in named]
+    found: list[tuple[str, Path]] = []
+    for entry in _read(directory / "modules.json", kind=list):
+        kind, path = entry.get("type"), entry.get("path", "")
+        if not isinstance(kind, str) or not isinstance(path, str):
+            raise ModelLoadError("modules.json: every module needs a type and a path, both strings.")
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise ModelLoadError(f"modules.json: the path {path!r} of {kind} leaves the model's directory.")
+        found.append((kind.rpartition(".")[2], directory / path))
+    return found
 
 
-def _pool(config: Any, hidden_size: Any) -> str:
-    """The one pooling that a Pooling module's config names. With no word about it, the mean of all tokens."""
-    if not isinstance(config, dict):
-        raise ModelLoadError("the Pooling module's config.json must be an object.")
-    _check_keys("the Pooling module's config.json", config)
+def _pool(path: Path, hidden_size: Any) -> tuple[str, bool]:
+    """The one pooling that a Pooling module's config names, and whether it reads the prompt. With no word about it,
+    the mean of all tokens."""
+    config = _read(path, "the Pooling module's config.json")
     size = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
     if size != hidden_size:
         raise ModelLoadError(f"the Pooling module expects vectors of {size!r:.80}, the model has {hidden_size!r:.80}.")
@@ -218,7 +149,45 @@ def _pool(config: Any, hidden_size: Any) -> str:
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in POOLS:
         raise UnsupportedFeatureError(f"the pooling {modes!r:.80} is not built; built: one of {', '.join(POOLS)}.")
-    return POOLS[modes[0]]
+    return POOLS[modes[0]], config.get("include_prompt") is not False
+
+
+def _dense(folder: Path, size: Any) -> Dense:
+    """The Dense module of a folder, behind vectors of `size`. Errors: ModelLoadError, UnsupportedFeatureError."""
+    config = _read(folder / "config.json", "a Dense module's config.json")
+    act = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if act not in ACTIVATIONS:
+        raise UnsupportedFeatureError(f"{folder}: activation_function {act!r:.80} is not built: {ACTIVATIONS} are.")
+    path = folder / "model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
+    wanted = {"linear.weight": (config.get("out_features"), size)}
+    wanted |= {"linear.bias": wanted["linear.weight"][:1]} if config.get("bias", True) else {}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if shapes != wanted or config.get("in_features") != size:
+        raise ModelLoadError(f"{path}: expected {wanted}, got {shapes}; in_features is {config.get('in_features')!r}.")
+    weight = tensors["linear.weight"].astype(np.float64)
+    return Dense(weight, tensors.get("linear.bias", np.zeros(len(weight))).astype(np.float64), act == "Tanh")
+
+
+def _prompt(path: Path) -> str:
+    """What stands before every text that names no prompt of its own."""
+    config = _read(path) if path.exists() else {}
+    prompts, name = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not (name is None or isinstance(prompts.get(name), str)):
+        raise ModelLoadError(f"{path}: default_prompt_name {name!r:.80} must be null or name a text in prompts.")
+    return "" if name is None else prompts[name]
+
+
+def _text_limits(path: Path) -> tuple[bool, int | None]:
+    """(whether texts are in lower case, at most how many tokens of a text count)."""
+    config = _read(path) if path.exists() else {}
+    lower, most = config.get("do_lower_case", False), config.get("max_seq_length")
+    if not isinstance(lower, bool) or not (most is None or (type(most) is int and most > 0)):
+        raise ModelLoadError(f"{path}: do_lower_case must be true or false, max_seq_length a size or null.")
+    return lower, most
 
 
 def check_dimensions(dimensions: Any, pooling: Pooling, hidden_size: int) -> int | None:
