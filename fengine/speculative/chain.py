@@ -42,6 +42,7 @@ class Head(Protocol):
     spec: ModelSpec
     behind: int  # so many tokens behind a position stands the one that it has
     bytes: int  # that a guess reads of its weights
+    feature_layers: tuple[int, ...]  # of the target, in front of which the streams lie that it goes on from
 
     def fuse(self, feature_TX: Tensor) -> Tensor:
         """What it goes on from where the target's streams are known."""

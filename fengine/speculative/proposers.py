@@ -14,10 +14,9 @@ from fengine.models.kv_state import Params, param_bytes
 from fengine.models.spec import Config, ModelSpec
 from fengine.speculative.chain import Head
 from fengine.speculative.draft import DraftModel
-from fengine.speculative.eagle import EagleHead
+from fengine.speculative.heads import EagleHead, SmallModel
 from fengine.speculative.ngram import ngram_proposer
 from fengine.speculative.pace import Pace
-from fengine.speculative.small_model import SmallModel
 from fengine.worker.device import device_of
 from fengine.worker.hub import resolve_model
 from fengine.worker.kv_pool import kv_bytes_per_token
@@ -79,7 +78,8 @@ def speculation_of(config: EngineConfig, target: ModelSpec, params: Params) -> S
     ngram = ngram_proposer(drafts.ngram_min_match, drafts.ngram_max_match)
     if drafts.algorithm is Algorithm.ngram:
         return Speculation(ngram, most, tokens, target.vocab_size)
-    head, layers = _head(config, target, params)
+    head = _head(config, target, params)
+    layers = head.feature_layers
     kv_dtype = params["final_norm_D"].dtype  # on a CPU float32
     verify, guess = _prices(config, head, target, params)
     hope = Pace(most, verify + guess)
@@ -113,8 +113,7 @@ def _prices(config: EngineConfig, head: Head, target: ModelSpec, params: Params)
     return verify, max(head.bytes / max(param_bytes(params), 1), LEAST_GUESS)
 
 
-def _head(config: EngineConfig, target: ModelSpec, params: Params) -> tuple[Head, tuple[int, ...]]:
-    """The draft, and the target's layers whose streams it goes on from."""
+def _head(config: EngineConfig, target: ModelSpec, params: Params) -> Head:
     drafts = config.speculation
     assert drafts.draft_model is not None, "`check` has run"
     directory: Path = resolve_model(drafts.draft_model)
@@ -125,7 +124,6 @@ def _head(config: EngineConfig, target: ModelSpec, params: Params) -> tuple[Head
             f"speculation.draft_model {drafts.draft_model!r} has architectures {hf_config.get('architectures')!r}: "
             f"use speculation.algorithm={'eagle3' if eagle else 'standalone'}"
         )
-    if not eagle:
-        return SmallModel(directory, hf_config, target, config), ()
-    head = EagleHead(directory, hf_config, target, params)
-    return head, head.feature_layers
+    return (
+        EagleHead(directory, hf_config, target, params) if eagle else SmallModel(directory, hf_config, target, config)
+    )

@@ -58,7 +58,7 @@ def check_entries(
         expected[HEAD] = expected[EMBEDDING]
     foreign = sorted(name for name in entries.keys() - expected.keys() if not unread(name, few_bits))
     problems += _foreign(foreign, spec)
-    problems += _misshapen(expected, entries)
+    problems += misshapen(expected, entries)
     problems += [] if mixed else _several_dtypes(needed, entries, few_bits)
     if problems:
         raise CorruptCheckpointError(f"{directory} does not fit its config.json:{listed(problems)}")
@@ -91,7 +91,7 @@ def _expected(
     return expected, few_bits
 
 
-def _misshapen(expected: dict[str, Part], entries: dict[str, TensorEntry]) -> list[str]:
+def misshapen(expected: dict[str, Part], entries: dict[str, TensorEntry]) -> list[str]:
     """Errors: UnsupportedFormatError for a dtype."""
     problems = []
     for entry in (entries[name] for name in expected if name in entries):

@@ -1,4 +1,4 @@
-"""Loads an EAGLE-3 draft beside its target, and runs it as a head of `DraftModel`."""
+"""The models that guess, loaded beside their target: an EAGLE-3 draft, and any small model of its vocabulary."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -8,16 +8,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fengine import models
+from fengine.config import EngineConfig
 from fengine.errors import ConfigError, CorruptCheckpointError
 from fengine.models import eagle3
 from fengine.models.kv_state import KVState, Params, Tensors, param_bytes
 from fengine.models.rope import rope_tables
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import Weight
-from fengine.worker.loader import Placement, place
+from fengine.ops.edges import take
+from fengine.worker.checkpoint_checks import listed, misshapen
+from fengine.worker.device import device_of
+from fengine.worker.loader import Placement, load_params, place, spec_from_config
+from fengine.worker.quantized_weights import Part
 from fengine.worker.safetensors_file import DTYPES, TensorEntry, open_file, read_shards, read_tensor
 
 UNREAD = ("t2d", "embed_tokens.weight")  # the inverse of d2t; the embedding is the target's
+
+
+class SmallModel:
+    """A model of its own, that reads the tokens alone. Immutable."""
+
+    behind = 0
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, directory: Path, config: Config, target: ModelSpec, settings: EngineConfig) -> None:
+        """Errors: ConfigError if it has another vocabulary; ModelLoadError and its kinds."""
+        self.spec = replace(spec_from_config(config), exact=False)  # no bit depends on it
+        if not self.spec.generates or not self.spec.causal or self.spec.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"speculation.draft_model {str(directory)!r} is {self.spec.architecture} with a vocabulary of "
+                f"{self.spec.vocab_size}; a draft generates text from the target's, of {target.vocab_size}"
+            )
+        self.params = load_params(directory, self.spec, dtype=settings.model.dtype, device=device_of(settings))
+        self.bytes = param_bytes(self.params)
+        self.model = models.lookup(self.spec.architecture)
+
+    def fuse(self, feature_TX: Tensor) -> Tensor:
+        return feature_TX
+
+    def run(self, kv: KVState, batch: Tensors, stream_TD: Tensor | None) -> tuple[KVState, Tensor, Tensor | None]:
+        """(KV state, logits_RV, None) behind each row. Modifies: the storage of `kv`, which is dead then."""
+        kv, hidden_TD = self.model.forward(self.params, self.spec, kv, batch)
+        return kv, self.model.unembed(self.params, self.spec, take(hidden_TD, batch["logit_index_R"])), None
 
 
 class EagleHead:
@@ -28,15 +61,13 @@ class EagleHead:
     def __init__(self, directory: Path, config: Config, target: ModelSpec, params: Params) -> None:
         """`params`: the target's. Errors: ConfigError if it is the draft of another; ModelLoadError and its kinds."""
         spec = eagle3.spec_from_hf(config)
+        self.feature_layers = eagle3.feature_layers(config, target)
+        self.normed = bool(config.get("norm_before_residual"))
         check_pair(directory, config, spec, target)
-        self.feature_layers, self.normed = (
-            eagle3.feature_layers(config, target),
-            bool(config.get("norm_before_residual")),
-        )
         self.spec = replace(spec, max_position=max(spec.max_position, target.max_position), exact=False)
-        tables = rope_tables(self.spec, self.spec.max_position)
-        self.params = load(directory, self.spec, eagle3.weights(spec, config, target), params["final_norm_D"])
-        self.params |= {name: table.to(params["final_norm_D"].device) for name, table in tables.items()}
+        like = params["final_norm_D"]
+        self.params = load(directory, self.spec, eagle3.weights(spec, config, target), like)
+        self.params |= {n: table.to(like.device) for n, table in rope_tables(self.spec, self.spec.max_position).items()}
         self.bytes = param_bytes(self.params)
         self.params["embed"] = params["embed"]
 
@@ -67,45 +98,38 @@ def check_pair(directory: Path, config: Config, spec: ModelSpec, target: ModelSp
         raise ConfigError(f"{directory} is no draft of this {target.architecture}: {'; '.join(wrong)}")
 
 
+def checked_entries(directory: Path, spec: ModelSpec, weights: list[Weight]) -> dict[str, TensorEntry]:
+    """The tensors by the names of `weights`, "d2t" too. Errors: CorruptCheckpointError with every problem."""
+    entries = {eagle3.stored_name(entry.name): entry for entry in read_shards(directory).values()}
+    entries = {name: entry._replace(name=name) for name, entry in entries.items() if name not in UNREAD}
+    expected = {source.name: Part((source.shape,), tuple(DTYPES)) for weight in weights for source in weight.sources}
+    head = expected["lm_head.weight"].shapes[0][:1]
+    if head != (spec.vocab_size,) or eagle3.HEAD_IDS in entries:
+        expected[eagle3.HEAD_IDS] = Part((head,), ("I64",))
+    problems = [f"tensor {name!r} is missing" for name in expected.keys() - entries.keys()]
+    problems += [f"tensor {name!r} is not part of an EAGLE-3 draft" for name in entries.keys() - expected.keys()]
+    if problems := sorted(problems + misshapen(expected, entries)):
+        raise CorruptCheckpointError(f"{directory} does not fit its config.json:{listed(problems)}")
+    return entries
+
+
 def load(directory: Path, spec: ModelSpec, weights: list[Weight], like: Tensor) -> Params:
     """The draft's own leaves, on the device of `like`; on a CPU matrices keep their stored dtype.
 
     Errors: CorruptCheckpointError with every problem; ModelLoadError and its kinds.
     """
-    entries = {eagle3.stored_name(entry.name): entry for entry in read_shards(directory).values()}
-    ids = entries.pop(eagle3.HEAD_IDS, None)
-    problems = _problems(spec, weights, entries, ids)
-    if problems:
-        raise CorruptCheckpointError(f"{directory} does not fit its config.json:\n  " + "\n  ".join(sorted(problems)))
+    entries = checked_entries(directory, spec, weights)
     placement = Placement(like.device, DTYPES[entries["fc.weight"].dtype] if like.device.type == "cpu" else like.dtype)
     params: Params = {"layers": [{"kind": spec.kind(0)}]}
     with ExitStack() as stack:
-        found = [*entries.values(), *([] if ids is None else [ids])]
-        files = {path: stack.enter_context(open_file(path)) for path in sorted({entry.path for entry in found})}
+        files = {path: stack.enter_context(open_file(path)) for path in sorted({e.path for e in entries.values()})}
         for weight in weights:
             parts = [read_tensor(files[entries[s.name].path], entries[s.name]) for s in weight.sources]
             parent: Any = params["layers"][0] if weight.path[0] == "layers" else params
             parent[weight.path[-1]] = place(weight, parts, placement)
-        if ids is not None:
-            id_H = files[ids.path].get_tensor(ids.stored).long() + torch.arange(ids.shape[0])
+        if (entry := entries.get(eagle3.HEAD_IDS)) is not None:
+            id_H = files[entry.path].get_tensor(entry.stored).long() + torch.arange(entry.shape[0])
             if len(set(id_H.tolist())) < len(id_H) or not 0 <= int(id_H.min()) <= int(id_H.max()) < spec.vocab_size:
                 raise CorruptCheckpointError(f"{directory}: {eagle3.HEAD_IDS!r} must name different ids of the target")
             params["head_ids"] = id_H.to(placement.device)
     return params
-
-
-def _problems(
-    spec: ModelSpec, weights: list[Weight], entries: dict[str, TensorEntry], ids: TensorEntry | None
-) -> list[str]:
-    """What is missing, foreign, or of another shape. Pure."""
-    expected = {source.name: source.shape for weight in weights for source in weight.sources}
-    found = [f"tensor {name!r} is missing" for name in expected.keys() - entries.keys()]
-    extra = entries.keys() - expected.keys() - {*UNREAD}
-    found += [f"tensor {name!r} is not part of an EAGLE-3 draft" for name in extra]
-    for name, shape in expected.items():
-        if name in entries and entries[name].shape != shape:
-            found.append(f"tensor {name!r}: expected shape {list(shape)}, got {list(entries[name].shape)}")
-    head = expected["lm_head.weight"][:1]
-    if (ids is None and head != (spec.vocab_size,)) or (ids is not None and (ids.shape != head or ids.dtype != "I64")):
-        found.append(f"{eagle3.HEAD_IDS!r} must be an int64 for each of the {head[0]} ids of draft_vocab_size")
-    return found
