@@ -64,7 +64,7 @@ def tokens() -> list[bytes | None]:
 
 def work(grammars: Grammars) -> float:
     """CPU seconds of this process and of the children that try grammars."""
-    children = [trial._child.pid for trial in grammars._trials.all if trial._child is not None]
+    children = [child.pid for child in grammars._trials.children if child is not None]
     spent = [int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in children]
     return time.process_time() + sum(spent) / 1e9
 

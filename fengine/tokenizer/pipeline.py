@@ -52,7 +52,7 @@ def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
         found[0].no_padding()
         risky = may_hang(found[0])
     if risky:
-        child = trial.Trial(__name__, LIMITS)
+        child = trial.Trials(__name__, limits=LIMITS)
         try:
             child.ask(files.tokenizer_json)
         except trial.Refused as error:

@@ -35,14 +35,6 @@ class Limits(NamedTuple):
     seconds: float = 2.0
     memory: int = 4 << 30
 
-    @property
-    def too_long(self) -> str:
-        return f"it is too complex: it takes more time than {self.seconds:g} s of a core"
-
-    @property
-    def too_large(self) -> str:
-        return f"it is too complex: it takes more memory than {self.memory >> 20} MiB"
-
 
 LIMITS = Limits()
 
@@ -64,47 +56,55 @@ def answer(attempt: Callable[[Any], Any], limits: Limits) -> None:
         print(reply, flush=True)
 
 
-class Trial:
-    """One child, for one thread at a time. Modifies: itself."""
+class Trials:
+    """Several children, each for one question at a time. Thread-safe."""
 
-    def __init__(self, module: str, limits: Limits = LIMITS) -> None:
-        """`module` has a function `attempt`, which the child calls with each question."""
+    def __init__(self, module: str, count: int = 1, limits: Limits = LIMITS) -> None:
+        """`module` has a function `attempt`, which a child calls with each question."""
         self._limits, self._closed = limits, False
         self._code = (
             f"from fengine.tokenizer.trial import Limits, answer; from {module} import attempt; "
             f"answer(attempt, Limits{tuple(limits)})"
         )
-        self._child: subprocess.Popen[str] | None = None
+        self.children: list[subprocess.Popen[str] | None] = [None] * count
+        self._idle: SimpleQueue[int] = SimpleQueue()
+        for i in range(count):
+            self._idle.put(i)
 
     def ask(self, question: Any) -> Any:
-        """What the child's attempt gave. Errors: Refused; EngineClosedError; FengineError if no child can run."""
-        child = self._started()
-        if child.stdin is None or child.stdout is None:
-            raise FengineError("the process that tries untrusted input has no pipes")
-        line = ""
-        with suppress(OSError):  # it may have ended
-            print(json.dumps(question), file=child.stdin, flush=True)
-            line = child.stdout.readline()
-        if not line.endswith("\n"):
-            self._child = None
-            raise self._ended(child.wait())
+        """What a child's attempt gave; waits for one that nobody asks.
+
+        Errors: Refused; EngineClosedError; FengineError if no child can run.
+        """
+        i = self._idle.get()
+        try:
+            child, line = self._started(i), ""
+            with suppress(OSError):  # it may have ended
+                print(json.dumps(question), file=child.stdin, flush=True)
+                line = child.stdout.readline() if child.stdout else ""
+            if not line.endswith("\n"):
+                self.children[i] = None
+                raise self._ended(child.wait())
+        finally:
+            self._idle.put(i)
         reply = json.loads(line)
         if "error" in reply:
             raise Refused(reply["error"])
         return reply["result"]
 
     def close(self) -> None:
-        """Ends the child. For any thread."""
+        """Ends the children. For any thread."""
         self._closed = True
-        if (child := self._child) is not None:
+        for child in filter(None, self.children):
             child.kill()
             child.wait()
 
-    def _started(self) -> "subprocess.Popen[str]":
-        if self._child is None or self._child.poll() is not None:
+    def _started(self, i: int) -> "subprocess.Popen[str]":
+        child = self.children[i]
+        if child is None or child.poll() is not None:
             paths = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
             try:
-                self._child = subprocess.Popen(
+                child = self.children[i] = subprocess.Popen(
                     [sys.executable, "-c", self._code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="ascii",
                     env=os.environ | {"PYTHONPATH": paths, "PYTHONIOENCODING": "ascii"},
                     process_group=0,  # a terminal's Ctrl-C is not for it: it ends when nobody can ask any more
@@ -112,36 +112,15 @@ class Trial:
             except OSError as error:
                 raise FengineError(f"no process can be started to try untrusted input: {error.strerror}") from error
             if self._closed:  # meanwhile
-                self._child.kill()
-        return self._child
+                child.kill()
+        return child
 
     def _ended(self, code: int) -> Exception:
         if self._closed:
             return EngineClosedError("the engine was shut down; create a new Engine")
         if code >= 0:
             return FengineError(f"the process that tries untrusted input ended with exit code {code}: see its errors")
-        return Refused(self._limits.too_long if code == -signal.SIGPROF else self._limits.too_large)
-
-
-class Trials:
-    """Several children, for any number of threads. Thread-safe."""
-
-    def __init__(self, module: str, count: int, limits: Limits = LIMITS) -> None:
-        """As `Trial`."""
-        self.all = [Trial(module, limits) for _ in range(count)]
-        self._idle: SimpleQueue[Trial] = SimpleQueue()
-        for trial in self.all:
-            self._idle.put(trial)
-
-    def ask(self, question: Any) -> Any:
-        """As `Trial.ask`; waits for a child that nobody asks."""
-        trial = self._idle.get()
-        try:
-            return trial.ask(question)
-        finally:
-            self._idle.put(trial)
-
-    def close(self) -> None:
-        """Ends the children."""
-        for trial in self.all:
-            trial.close()
+        seconds, memory = self._limits
+        late = code == -signal.SIGPROF
+        taken = f"time than {seconds:g} s of a core" if late else f"memory than {memory >> 20} MiB"
+        return Refused(f"it is too complex: it takes more {taken}")

@@ -233,10 +233,9 @@ def test_what_no_count_limits_ends_the_process_that_tries_it_and_holds_nobody_up
         for failed in refused:
             with pytest.raises(GrammarError, match="too complex.*more time than 0.5 s"):
                 failed.result()
-    for trial in trials.all:
-        if trial._child is not None:
-            trial._child.kill()
-            trial._child.wait()
+    for child in filter(None, trials.children):
+        child.kill()
+        child.wait()
     for word in ("again", "anew"):  # another child starts
         assert llm.generate(STORY, {"regex": word})["text"] == word
     trials.close()

@@ -8,33 +8,33 @@ import pytest
 
 from fengine.errors import ChatTemplateError, InvalidRequestError
 from fengine.tokenizer.chat import LIMITS, ChatTemplate, check_messages
-from fengine.tokenizer.trial import Limits, Refused, Trial
+from fengine.tokenizer.trial import Limits, Refused, Trials
 
 SOME = random.Random(1).sample(sorted(hostile.RUNAWAY), 24)
 
 
 @pytest.fixture(scope="module")
-def child() -> Iterator[Trial]:
+def child() -> Iterator[Trials]:
     """With little time and memory: what is endless ends in no time."""
-    trial = Trial("fengine.tokenizer.templates", Limits(0.05, 96 << 20))
+    trial = Trials("fengine.tokenizer.templates", 1, Limits(0.05, 96 << 20))
     yield trial
     trial.close()
 
 
-def ask(child: Trial, source: str) -> str:
+def ask(child: Trials, source: str) -> str:
     given = {"messages": hostile.CHAT, "bos_token": "<s>", "add_generation_prompt": True}
     return child.ask([source, given, hostile.MAX_CHARS])
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_runaway_templates_end(child: Trial, name: str) -> None:
+def test_runaway_templates_end(child: Trials, name: str) -> None:
     with pytest.raises(Refused) as caught:
         ask(child, hostile.RUNAWAY[name])
     assert len(str(caught.value)) < 2100
 
 
 @pytest.mark.parametrize("name", hostile.EITHER)
-def test_templates_of_moderate_greed_end(child: Trial, name: str) -> None:
+def test_templates_of_moderate_greed_end(child: Trials, name: str) -> None:
     try:
         assert len(ask(child, hostile.EITHER[name])) <= hostile.MAX_CHARS
     except Refused as error:
