@@ -10,7 +10,7 @@ Files are untrusted. One whose features can hang the library or fill the memory 
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,13 +52,11 @@ def load_pipeline(files: TokenizerFiles) -> tuple[Backend, dict[str, str]]:
         found[0].no_padding()
         risky = may_hang(found[0])
     if risky:
-        child = trial.Trials(__name__, limits=LIMITS)
-        try:
-            child.ask(files.tokenizer_json)
-        except trial.Refused as error:
-            raise ModelLoadError(f"{where} cannot be used: {error}.") from None
-        finally:
-            child.close()
+        with closing(trial.Trials(__name__, limits=LIMITS)) as child:
+            try:
+                child.ask(files.tokenizer_json)
+            except trial.Refused as error:
+                raise ModelLoadError(f"{where} cannot be used: {error}.") from None
     with library_errors(ModelLoadError, f"{where} is not a valid tokenizer"):
         exercise(found[0], [SAMPLE])
     return found
@@ -86,11 +84,15 @@ def raise_as(kind: type[Exception], what: str, error: BaseException) -> NoReturn
 
 def _is_plain(files: TokenizerFiles) -> bool:
     """Whether transformers takes tokenizer.json as it is."""
+    declared, kind = (
+        files.config.get("tokenizer_class") or files.model.get("tokenizer_class"),
+        files.model.get("model_type"),
+    )
     if files.config.get("fix_mistral_regex"):
         return False
-    if files.tokenizer_class is None and files.model_type is None:
+    if not isinstance(declared, str) and not isinstance(kind, str):
         return True
-    return files.tokenizer_class in PLAIN and not (files.model_type and _has_own_class(files.model_type))
+    return declared in PLAIN and not (isinstance(kind, str) and _has_own_class(kind))
 
 
 def _has_own_class(model_type: str) -> bool:
@@ -131,8 +133,7 @@ def _by_transformers(directory: Path) -> tuple[Backend, dict[str, str]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise UnsupportedFeatureError(f"{directory}: {type(tokenizer).__name__} is no tokenizer of `tokenizers`.")
-    named = tokenizer.special_tokens_map.items()
-    return backend, {name: token for name, token in named if isinstance(token, str)}
+    return backend, {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
 
 
 # -- what may hang -----------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class Tokenizer:
         files = read_files(Path(path))
         backend, special = load_pipeline(files)
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
-        context = context_length or files.context_length or DEFAULT_CONTEXT
+        told = files.model.get("max_position_embeddings")
+        context = context_length or (told if isinstance(told, int) and told > 0 else DEFAULT_CONTEXT)
         tokenizer = cls(
             backend=backend,
             special_tokens=special,
@@ -62,7 +63,8 @@ class Tokenizer:
             eos_ids=files.model_eos_ids | {i for i in [ids.get("eos_token")] if i is not None},
             max_chars=max_chars or CHARS_PER_TOKEN * context + SLACK_CHARS,
             chat_templates=files.chat_templates,
-            cleanup=files.cleanup and not isinstance(backend.model, models.BPE),
+            cleanup=files.config.get("clean_up_tokenization_spaces") is True  # which transformers obeys, but for BPE
+            and not isinstance(backend.model, models.BPE),
             directory=files.directory,
         )
         _ = tokenizer.decoding  # refuses unknown decoders now rather than at the first request
@@ -121,16 +123,15 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each text, in parallel. Errors: InvalidRequestError that lists every bad item."""
-        problems: list[str] = []
-        kinds: set[type[InvalidRequestError]] = set()
+        problems: list[InvalidRequestError] = []
         for i, text in enumerate(texts):
             try:
                 self.check_text(text, f"prompt[{i}]")
             except InvalidRequestError as error:
-                problems.append(str(error))
-                kinds.add(type(error))
+                problems.append(error)
         if problems:
-            raise (kinds.pop() if len(kinds) == 1 else InvalidRequestError)("\n".join(problems))
+            kinds = {type(error) for error in problems}
+            raise (kinds.pop() if len(kinds) == 1 else InvalidRequestError)("\n".join(map(str, problems)))
         return self.ids_of(list(texts), add_special_tokens)
 
     def ids_of(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:

@@ -4,28 +4,23 @@
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fengine.errors import ConfigError, ModelLoadError
 
 MAX_FILE_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """What the files of one directory say. `tokenizer_json` is the text of tokenizer.json."""
+class TokenizerFiles(NamedTuple):
+    """What the files of one directory say: tokenizer.json as text, tokenizer_config.json and config.json parsed."""
 
     directory: Path
     tokenizer_json: str
-    tokenizer_class: str | None  # as declared
-    model_type: str | None
     config: dict[str, Any]
+    model: dict[str, Any]
     tokens: dict[str, str]  # that the config names: each one's text
     chat_templates: dict[str, str]
-    cleanup: bool  # clean_up_tokenization_spaces, which transformers obeys for models other than BPE
-    context_length: int | None
     model_eos_ids: frozenset[int]
 
 
@@ -75,12 +70,12 @@ def _tokens(config: dict[str, Any], where: str) -> dict[str, str]:
     found = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     found |= more if isinstance(more, dict) else {f"{i}": value for i, value in enumerate(more)}
-    texts: dict[str, str] = {}
-    for key, value in found.items():
-        text = value.get("content") if isinstance(value, dict) else value
+    texts: dict[str, Any] = {
+        key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()
+    }
+    for key, text in texts.items():
         if not isinstance(text, str):
             raise ModelLoadError(f'{where}: {key} must be a string or an object with a string "content".')
-        texts[key] = text
     listed = config.get("added_tokens_decoder", {})
     if not isinstance(listed, dict) or not all(i.isdecimal() and isinstance(t, dict) for i, t in listed.items()):
         raise ModelLoadError(f"{where}: added_tokens_decoder must be an object of tokens by id.")
@@ -124,30 +119,13 @@ def read_template(source: str) -> str:
     )
 
 
-def _ids(value: Any) -> set[int]:
-    """The ids in an eos_token_id field: an int, a list, or nothing. Pure."""
-    return {i for i in (value if isinstance(value, list) else [value]) if type(i) is int}
-
-
 def read_files(directory: Path) -> TokenizerFiles:
     """Errors: ModelLoadError naming the file and the remedy."""
     text = _tokenizer_json(directory)
     config, model = _json(directory / "tokenizer_config.json"), _json(directory / "config.json")
     if "added_tokens_decoder" not in config:
         config = {**config, **_json(directory / "special_tokens_map.json")}
+    ends = [found.get("eos_token_id") for found in (model, _json(directory / "generation_config.json"))]
+    eos_ids = frozenset(i for end in ends for i in (end if isinstance(end, list) else [end]) if type(i) is int)
     tokens = _tokens(config, str(directory / "tokenizer_config.json"))
-    declared, model_type = config.get("tokenizer_class") or model.get("tokenizer_class"), model.get("model_type")
-    context = model.get("max_position_embeddings")
-    generation = _json(directory / "generation_config.json")
-    return TokenizerFiles(
-        directory=directory,
-        tokenizer_json=text,
-        tokenizer_class=declared if isinstance(declared, str) else None,
-        model_type=model_type if isinstance(model_type, str) else None,
-        config=config,
-        tokens=tokens,
-        chat_templates=_templates(directory, config),
-        cleanup=config.get("clean_up_tokenization_spaces") is True,
-        context_length=context if isinstance(context, int) and context > 0 else None,
-        model_eos_ids=frozenset(_ids(model.get("eos_token_id")) | _ids(generation.get("eos_token_id"))),
-    )
+    return TokenizerFiles(directory, text, config, model, tokens, _templates(directory, config), eos_ids)
