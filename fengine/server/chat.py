@@ -2,14 +2,15 @@
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fengine.api.chat_images import without_images
 from fengine.api.engine import Engine
 from fengine.api.outputs import Output
 from fengine.core.sampling_params import GRAMMARS
-from fengine.server.answers import finish_reason
+from fengine.server.answers import Writer, finish_reason
 from fengine.server.chat_body import ChatOptions
 from fengine.server.choices import ChoiceWriter, finite, hidden_states, token_bytes
 from fengine.server.errors import invalid, unsupported
@@ -19,11 +20,10 @@ from fengine.server.tool_calls import Format, ToolCall, forced_schema, strict_ta
 from fengine.tokenizer.tokenizer import Tokenizer
 
 
-def prepare(
-    request: OpenAIRequest, chat: ChatOptions, engine: Engine, facts: TemplateFacts, head: Mapping[str, Any]
-) -> tuple[dict[str, Any], "ChatWriter"]:
-    """(fields of GenerateReqInput, how the outputs read). Errors: those of `Engine.chat_ids`; ApiError."""
-    tokenizer, context, sampling = engine.tokenizer, engine._parts.context_length, request.arguments["sampling_params"]
+def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, head: Mapping[str, Any]) -> "ChatWriter":
+    """Errors: those of `Engine.chat_ids`; ApiError."""
+    tokenizer, chat, context = engine.tokenizer, request.chat_options, engine._parts.context_length
+    sampling = request.arguments["sampling_params"]
     if type(most := sampling["max_new_tokens"]) is int and most > context:
         said = f"max_completion_tokens is too large: {most}. This model supports at most {context} completion tokens."
         raise invalid(request.words["max_new_tokens"], said)
@@ -45,7 +45,7 @@ def prepare(
     sampling = _held(chat, facts, form, constrained) | sampling
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
     arguments |= {"image_data": images} if images else {}
-    return arguments, ChatWriter(request, chat, tokenizer, head, ids, new_parser)
+    return ChatWriter(request, arguments, tokenizer, head, ids, new_parser)
 
 
 def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrained: bool) -> dict[str, Any]:
@@ -83,14 +83,14 @@ class ChatWriter(ChoiceWriter):
     names = ("chatcmpl-", "chat.completion", "chat.completion.chunk")
 
     def __init__(
-        self, request: OpenAIRequest, chat: ChatOptions, tokenizer: Tokenizer, head: Mapping[str, Any], ids: list[int],
-        new_parser: Callable[[], OutputParser],
+        self, request: OpenAIRequest, arguments: dict[str, Any], tokenizer: Tokenizer, head: Mapping[str, Any],
+        ids: list[int], new_parser: Callable[[], OutputParser],
     ) -> None:  # fmt: skip
-        super().__init__(request, tokenizer, head, [ids])
-        self.chat, self.ids = chat, ids
+        super().__init__(request, arguments, tokenizer, head, [ids])
+        self.chat, self.ids = request.chat_options, ids
         self.parsers = [new_parser() for _ in range(self.given["n"])]
         self.called = [0] * self.given["n"]  # calls of a choice so far
-        last = chat.messages[-1]
+        last = self.chat.messages[-1]
         echoes = self.given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
         self.echo = last["content"] if echoes else ""
 
@@ -167,3 +167,86 @@ class ChatWriter(ChoiceWriter):
         data = token_bytes(self.tokenizer, token)
         name = self.shown(token) if self.given["return_tokens_as_token_ids"] else data.decode("utf-8", "replace")
         return {"token": name, "bytes": list(data), "logprob": finite(logprob), "token_id": token}
+
+
+# -- a chat's output as blocks, as OpenAI's responses and Anthropic's messages tell it ---------------------------------
+
+Kind = Literal["reasoning", "text", "call"]
+Did = Literal["open", "delta", "close"]
+Step = tuple[Did, "Block", str]
+
+
+@dataclass(slots=True)
+class Block:
+    """One block: its place among the others, and what it says so far; of a call its JSON arguments."""
+
+    kind: Kind
+    index: int
+    id: str = ""  # of a call
+    name: str = ""
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+class BlockWriter(Writer):
+    """An answer that tells the one choice of a chat as blocks. Modifies: itself, in a stream."""
+
+    def __init__(self, chat: ChatWriter) -> None:
+        self.chat, self.found = chat, list[Block]()
+        self._open = False  # the last one
+
+    def answer(self, output: Output) -> dict[str, Any]:
+        """The whole answer, once all blocks are found."""
+        raise NotImplementedError
+
+    def step(self, did: Did, block: Block, said: str) -> bytes:
+        """The events of one step of a block."""
+        raise NotImplementedError
+
+    def ending(self, output: Output) -> bytes:
+        """The events behind the last block."""
+        raise NotImplementedError
+
+    def whole(self, outputs: list[Output]) -> dict[str, Any]:
+        for _ in self._steps(outputs[0]):
+            pass
+        return self.answer(outputs[0])
+
+    def piece(self, index: int, output: Output) -> bytes:
+        return b"".join(self.step(*step) for step in self._steps(output))
+
+    def last(self, outputs: list[Output]) -> bytes:
+        return self.ending(outputs[0]) if outputs[0] else b""
+
+    def _steps(self, output: Output) -> Iterator[Step]:
+        """What a piece adds, or a whole output."""
+        parts = self.chat.parts(0, output, streamed=True)
+        kinds: tuple[tuple[Kind, str], ...] = (("reasoning", "reasoning_content"), ("text", "content"))
+        for kind, name in kinds:
+            if parts.get(name):
+                yield from self._add(Block(kind, len(self.found)), parts[name])
+        for call in parts.get("tool_calls", ()):
+            function = call["function"]
+            yield from self._close()
+            yield from self._add(Block("call", len(self.found), call["id"], function["name"]), function["arguments"])
+            yield from self._close()
+        if self.chat.given["logprobs"] is not None and self.found and self.found[-1].kind == "text":
+            self.found[-1].logprobs += self.chat.logprobs(output)
+        if finish_reason(output) is not None:
+            if not self.found:
+                yield from self._add(Block("text", 0), "")
+            yield from self._close()
+
+    def _add(self, block: Block, text: str) -> Iterator[Step]:
+        if not self._open or self.found[-1].kind != block.kind:
+            yield from self._close()
+            self.found.append(block)
+            self._open = True
+            yield "open", block, ""
+        self.found[-1].text += text
+        yield "delta", self.found[-1], text
+
+    def _close(self) -> Iterator[Step]:
+        if self._open:
+            self._open = False
+            yield "close", self.found[-1], self.found[-1].text

@@ -65,17 +65,17 @@ class Offsets:
 
 
 class ChoiceWriter(Writer):
-    """An answer of choices. `head`: what every chunk repeats. `prompts`: ids of each prompt, None where nobody asks.
-
-    Modifies: itself, in a stream.
-    """
+    """An answer of choices. `arguments`: of GenerateReqInput. `head`: what every chunk repeats. `prompts`: ids of each
+    prompt, None where nobody asks. Modifies: itself, in a stream."""
 
     names = ("", "", "")  # prefix of the id, object of the answer and of its chunks
 
     def __init__(
-        self, request: OpenAIRequest, tokenizer: Tokenizer, head: Mapping[str, Any], prompts: list[list[int]] | None
-    ) -> None:
-        self.request, self.given, self.tokenizer, self.prompts = request, request.given, tokenizer, prompts
+        self, request: OpenAIRequest, arguments: dict[str, Any], tokenizer: Tokenizer, head: Mapping[str, Any],
+        prompts: list[list[int]] | None,
+    ) -> None:  # fmt: skip
+        self.request, self.given, self.arguments = request, request.given, arguments
+        self.tokenizer, self.prompts = tokenizer, prompts
         prefix, kind, chunk = self.names
         kind = chunk if self.given["stream"] else kind
         self.head = {"id": new_id(prefix), "object": kind, "created": int(time.time()), **head}
@@ -184,10 +184,10 @@ class CompletionWriter(ChoiceWriter):
     names = ("cmpl-", "text_completion", "text_completion")
 
     def __init__(
-        self, request: OpenAIRequest, tokenizer: Tokenizer, head: Mapping[str, Any], prompts: list[list[int]] | None,
-        echoes: list[str] | None,
+        self, request: OpenAIRequest, arguments: dict[str, Any], tokenizer: Tokenizer, head: Mapping[str, Any],
+        prompts: list[list[int]] | None, echoes: list[str] | None,
     ) -> None:  # fmt: skip
-        super().__init__(request, tokenizer, head, prompts)
+        super().__init__(request, arguments, tokenizer, head, prompts)
         self.echoes = echoes
         self.skip_special = request.arguments["sampling_params"].get("skip_special_tokens") is not False
         self.begun, self.offsets = set[int](), defaultdict[int, Offsets](Offsets)  # of choices
@@ -249,10 +249,10 @@ class CompletionWriter(ChoiceWriter):
         return pieces
 
 
-def prepare(
+def completion_writer(
     request: OpenAIRequest, tokenizer: Tokenizer, context: int, head: Mapping[str, Any]
-) -> tuple[dict[str, Any], CompletionWriter]:
-    """(fields of GenerateReqInput, how the outputs read). Errors: InvalidRequestError, ContextLengthError."""
+) -> CompletionWriter:
+    """Errors: InvalidRequestError, ContextLengthError."""
     given, arguments, ids = request.given, dict(request.arguments), None
     texts, cut, add_special = arguments.get("text"), given["truncation"], given["add_special_tokens"]
     asked = given["return_prompt_token_ids"] or given["return_token_ids"]
@@ -260,15 +260,12 @@ def prepare(
         kind = "input_ids" if texts is None else "text"
         ids = prompt_ids(tokenizer, kind, arguments[kind], add_special, cut, context)
         arguments |= {"text": None, "input_ids": ids}
-    echoes = _echoes(arguments, texts if cut is None else None, tokenizer) if given["echo"] else None
-    return arguments, CompletionWriter(request, tokenizer, head, ids, echoes)
-
-
-def _echoes(arguments: dict[str, Any], texts: str | list[str] | None, tokenizer: Tokenizer) -> list[str]:
-    """The text of each prompt. Pure."""
-    if texts is not None:
-        return [texts] if isinstance(texts, str) else texts
-    limit = range(2**32)  # others are refused by the engine
-    ids = arguments["input_ids"]
-    rows = ids if isinstance(ids[0], list) else [ids]
-    return [tokenizer.decode([token for token in row if token in limit], skip_special_tokens=False) for row in rows]
+    echoes = None
+    if given["echo"] and texts is not None and cut is None:
+        echoes = [texts] if isinstance(texts, str) else texts
+    elif given["echo"]:
+        rows, limit = arguments["input_ids"], range(2**32)  # others are refused by the engine
+        rows = rows if isinstance(rows[0], list) else [rows]
+        known = [[token for token in row if token in limit] for row in rows]
+        echoes = [tokenizer.decode(row, skip_special_tokens=False) for row in known]
+    return CompletionWriter(request, arguments, tokenizer, head, ids, echoes)

@@ -14,7 +14,6 @@ from fengine.server.answers import Plan, Writer, usage_of
 from fengine.server.errors import ApiError, invalid, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, take
 from fengine.server.gate import Access
-from fengine.server.openai_body import OpenAIRequest
 from fengine.server.service import Service
 
 Body = Mapping[str, Any]
@@ -43,26 +42,25 @@ class Endpoint:
 
 def _completions(service: Service, body: Body) -> Plan:
     request = openai_body.read_completion(body, service.config.max_samples)
-    arguments, writer = choices.prepare(request, service.tokenizer, service.context, service.head(body))
-    return _planned(service, body, request, arguments, writer)
+    writer = choices.completion_writer(request, service.tokenizer, service.context, service.head(body))
+    return _planned(service, body, writer)
 
 
-def _chat(service: Service, body: Body) -> tuple[OpenAIRequest, dict[str, Any], chat.ChatWriter]:
+def _chat(service: Service, body: Body) -> chat.ChatWriter:
     request = openai_body.read_chat(body, service.config.max_samples)
-    assert request.chat is not None, "a body of chat completions"
-    facts = service.template_facts(request.chat.tools is not None)
-    return request, *chat.prepare(request, request.chat, service.engine, facts, service.head(body))
+    facts = service.template_facts(request.chat_options.tools is not None)
+    return chat.chat_writer(request, service.engine, facts, service.head(body))
 
 
-def _planned(
-    service: Service, body: Body, request: OpenAIRequest, arguments: dict[str, Any], writer: Writer, words: Any = None
-) -> Plan:
-    req, rows = service.request_of(body, arguments, request), request.prompts * request.given["n"]
-    return Plan(req, rows, writer.whole, writer, {**request.words, **(words or {})})
+def _planned(service: Service, body: Body, writer: choices.ChoiceWriter, told: Writer | None = None) -> Plan:
+    """`told`: what writes the answer, if it is none of choices."""
+    request, told = writer.request, told or writer
+    rows, arguments = request.prompts * request.given["n"], service.request_of(body, writer.arguments, request)
+    return Plan(arguments, rows, told.whole, told, request.words)
 
 
 def _chat_completions(service: Service, body: Body) -> Plan:
-    return _planned(service, body, *_chat(service, body))
+    return _planned(service, body, _chat(service, body))
 
 
 def _several_chats(service: Service, body: Body) -> Plan:
@@ -70,31 +68,32 @@ def _several_chats(service: Service, body: Body) -> Plan:
     chats = body.get("messages")
     if not isinstance(chats, list) or not 0 < len(chats) <= MAX_CHATS:
         raise invalid("messages", f"messages must be a list of 1 to {MAX_CHATS} chats, got {chats!r:.80}.")
-    found = [_chat(service, {**body, "messages": one}) for one in chats]
-    (request, arguments, first), writers = found[0], [writer for _, _, writer in found]
+    writers = [_chat(service, {**body, "messages": one}) for one in chats]
+    first, request = writers[0], writers[0].request
     if request.given["stream"] or request.given["n"] > 1:
         name = "stream" if request.given["stream"] else "n"
         raise unsupported(name, "several chats have one choice each, and no events.")
 
     def whole(outputs: list[Output]) -> dict[str, Any]:
-        choices = [writer.choice(0, output) for writer, output in zip(writers, outputs, strict=True)]
-        return first.around([choice | {"index": i} for i, choice in enumerate(choices)], usage_of(outputs))
+        found = [writer.choice(0, output) for writer, output in zip(writers, outputs, strict=True)]
+        return first.around([choice | {"index": i} for i, choice in enumerate(found)], usage_of(outputs))
 
-    ids, images = [one["input_ids"] for _, one, _ in found], [one.get("image_data") for _, one, _ in found]
-    arguments |= {"input_ids": ids, "image_data": images if any(images) else None}
-    return Plan(service.request_of(body, arguments, request), len(ids), whole, words=request.words)
-
-
-def _responses(service: Service, body: Body) -> Plan:
-    request, arguments, writer = _chat(service, responses.to_chat(body))
-    told = responses.ResponseWriter(writer, body, service.name_of(body))
-    return _planned(service, body, request, arguments, told, responses.WORDS)
+    images = [writer.arguments.get("image_data") for writer in writers]
+    prompts = {"input_ids": [writer.ids for writer in writers], "image_data": images if any(images) else None}
+    arguments = service.request_of(body, first.arguments | prompts, request)
+    return Plan(arguments, len(writers), whole, words=request.words)
 
 
-def _messages(service: Service, body: Body) -> Plan:
-    request, arguments, writer = _chat(service, messages.to_chat(body))
-    told = messages.MessageWriter(writer, service.name_of(body))
-    return _planned(service, body, request, arguments, told, messages.WORDS)
+def _as_chat(
+    to_chat: Callable[[Body], Body], kind: Callable[[chat.ChatWriter, Body, str], Writer]
+) -> Callable[[Service, Body], Plan]:
+    """Another's body, which asks the same as a chat."""
+
+    def plan(service: Service, body: Body) -> Plan:
+        writer = _chat(service, to_chat(body))
+        return _planned(service, body, writer, kind(writer, body, service.name_of(body)))
+
+    return plan
 
 
 def _of_engine(read: Callable[[Body, Engine, str], Plan]) -> Callable[[Service, Body], Plan]:
@@ -155,9 +154,8 @@ def _pickled(service: Service, body: Body) -> Any:
 
 
 def _count_tokens(service: Service, body: Body) -> Any:
-    asked = openai_body.read_chat(messages.to_chat(body, counted=True), 1)
-    assert asked.chat is not None, "a body of chat completions"
-    return {"input_tokens": len(chat.chat_ids(service.engine, asked.chat, asked.chat.template_values, False))}
+    asked = openai_body.read_chat(messages.to_chat(body, counted=True), 1).chat_options
+    return {"input_tokens": len(chat.chat_ids(service.engine, asked, asked.template_values, False))}
 
 
 def _steering(name: str, doc: str, *arguments: str, access: Access = Access.STEER, alias: str = "") -> Endpoint:
@@ -186,9 +184,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/v1/chat/completions",), "Answers to chats.", openai_body.OF_CHATS, _chat_completions),
     Endpoint(("/v1/chat/completions/batch",), "vLLM's: a list of chats, a choice for each.", openai_body.OF_CHATS,
              _several_chats),
-    Endpoint(("/v1/responses",), "OpenAI's responses; nothing is stored.", responses.FIELDS, _responses,
-             words=responses.WORDS),
-    Endpoint(("/v1/messages",), "Anthropic's messages.", messages.FIELDS, _messages, words=messages.WORDS),
+    Endpoint(("/v1/responses",), "OpenAI's responses; nothing is stored.", responses.FIELDS,
+             _as_chat(responses.to_chat, responses.ResponseWriter), words=responses.WORDS),
+    Endpoint(("/v1/messages",), "Anthropic's messages.", messages.FIELDS,
+             _as_chat(messages.to_chat, messages.MessageWriter), words=messages.WORDS),
     Endpoint(("/v1/messages/count_tokens",), "How many tokens a chat has.", messages.COUNTED, call=_count_tokens),
     Endpoint(("/generate",), "SGLang's: Engine.generate.", native.GENERATE, _of_engine(native.generate)),
     Endpoint(("/encode",), "SGLang's: Engine.encode.", pooled.ENCODE, _of_engine(pooled.encode)),

@@ -7,8 +7,7 @@ from typing import Any
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
 from fengine.server.answers import event, new_id
-from fengine.server.blocks import Block, BlockWriter, Did
-from fengine.server.chat import ChatWriter
+from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Fields, array, flag, loose, record, take
 
@@ -134,7 +133,7 @@ def _message(message: Any, where: str) -> list[Any]:
 class MessageWriter(BlockWriter):
     """Modifies: itself, in a stream."""
 
-    def __init__(self, chat: ChatWriter, model: str) -> None:
+    def __init__(self, chat: ChatWriter, body: Mapping[str, Any], model: str) -> None:
         super().__init__(chat)
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 

@@ -89,6 +89,11 @@ class OpenAIRequest:
     prompts: int = 1
     chat: ChatOptions | None = None
 
+    @property
+    def chat_options(self) -> ChatOptions:
+        assert self.chat is not None, "a body of chat completions"
+        return self.chat
+
 
 def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
     """A body of /v1/completions. Pure. Errors: ApiError."""

@@ -95,7 +95,12 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
             data.append({"object": "embedding", "index": index, "embedding": value})
         return {**_head("embd-", model), "data": data, "usage": _usage(outputs)}
 
-    return Plan(EncodeReqInput(prompts, dimensions=given["dimensions"]), count, answer, words=WORDS)
+    return Plan(
+        EncodeReqInput(prompts, dimensions=given["dimensions"]),
+        count,
+        answer,
+        words=WORDS if given["messages"] is None else {},
+    )
 
 
 def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
@@ -173,12 +178,8 @@ def _label(vector: list[float], activation: bool) -> float:
 
 def _cosine(a: list[float], b: list[float]) -> float:
     """Pure."""
-    norms = math.sqrt(_dot(a, a)) * math.sqrt(_dot(b, b))
-    return _dot(a, b) / norms if norms else 0.0
-
-
-def _dot(a: list[float], b: list[float]) -> float:
-    return math.fsum(map(mul, a, b))
+    dot, first, second = (math.fsum(map(mul, x, y)) for x, y in ((a, b), (a, a), (b, b)))
+    return dot / (math.sqrt(first) * math.sqrt(second)) if first and second else 0.0
 
 
 def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Plan:

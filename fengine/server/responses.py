@@ -10,8 +10,7 @@ from typing import Any
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
 from fengine.server.answers import event, finish_reason, new_id, usage_of
-from fengine.server.blocks import Block, BlockWriter, Did
-from fengine.server.chat import ChatWriter
+from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Fields, array, flag, loose, one_of, record, sampling_fields, take, text, whole
 

@@ -76,7 +76,7 @@ class Service:
         try:
             self.adapter_of(body)  # a wrong name is told first
             found: Plan = plan(self, body)
-            words = {**found.words, **words}
+            words = {**found.words, **words}  # those of a chat, then those of a body that was turned into one
             self._reserve(found.rows)
             try:
                 return Call(found, self._submitted(found, loop))
