@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from fengine import Engine
 from fengine.core.speculation import Ask, Speculation
-from fengine.worker.step_input import warm_step
+from fengine.worker.warm_up import warm_step
 
 CHANCE = 0.75  # of a guess behind right ones: 0.75 + ... + 0.75 ** 5 = 2.29 right ones in a try of five
 HEAD_IDS = 32000

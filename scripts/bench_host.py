@@ -25,8 +25,8 @@ from fengine.core.prefix_cache import PrefixCache
 from fengine.core.request import Request, SamplingParams
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import StepOutput
-from fengine.worker.input_batch import StepInput
 from fengine.worker.step import Result
+from fengine.worker.step_input import StepInput
 
 VOCAB = 32_000
 TINY = {

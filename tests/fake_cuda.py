@@ -151,7 +151,7 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
     old, core, page_size = parts.core.stepper.runner, parts.core, parts.config.cache.page_size
     limits, speculation = parts.config.scheduler, core.stepper.scheduler.speculation
     rows = max(limits.max_running_requests, speculation.step_tokens if speculation else 0)
-    stages = tuple(core.stepper.input_batch.extras.stages.values())
+    stages = tuple(core.stepper.input_batch.stages.values())
     runner = CudaRunner(
         old.params, old.forward, old.unembed, stages, rows=rows, tokens=limits.max_step_tokens,
         width=core.stepper.input_batch.page_table.shape[1], vocab=parts.spec.vocab_size, graphs=True, device="cpu",

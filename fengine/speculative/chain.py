@@ -20,12 +20,14 @@ from fengine.ops.bitmask import apply_bitmask
 from fengine.ops.sampling import draw
 from fengine.worker.cuda_graphs import Graphs, decode_sizes
 from fengine.worker.cuda_runner import edit_sizes
-from fengine.worker.fields import StaticBuffers
-from fengine.worker.logits.edits import LogitBias, Penalties
+from fengine.worker.fields import INPUTS, Arrays, Field, Sizes, StaticBuffers
+from fengine.worker.logits.bias import LogitBias
 from fengine.worker.logits.masks import Filled
+from fengine.worker.logits.penalties import Penalties
 from fengine.worker.model_runner import on_cpu
-from fengine.worker.sampler import DRAW
-from fengine.worker.step_input import INPUTS, Arrays, Field, LogitsStage, Sizes, warm_step
+from fengine.worker.step import DRAW
+from fengine.worker.step_input import LogitsStage
+from fengine.worker.warm_up import warm_step
 
 FIELDS = tuple(
     field._replace(pad=0) if field.name == "page_table_RN" else field  # rows of padding go on in the null page

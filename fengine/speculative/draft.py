@@ -25,11 +25,13 @@ from fengine.errors import ConfigError
 from fengine.models.kv_state import KVState, init_kv
 from fengine.speculative.chain import Chain, Guide, Head
 from fengine.speculative.pace import Pace
+from fengine.worker.fields import Arrays
 from fengine.worker.input_batch import InputBatch
-from fengine.worker.logits.edits import LogitBias, Penalties
+from fengine.worker.logits.bias import LogitBias
 from fengine.worker.logits.masks import Filled, MaskRow
+from fengine.worker.logits.penalties import Penalties
 from fengine.worker.logits.structured import cursor_of
-from fengine.worker.step_input import Arrays, StepInput
+from fengine.worker.step_input import StepInput
 
 CATCH_UP = 2048  # tokens computed in one go: a long prompt must not hold up the loop
 
@@ -88,7 +90,7 @@ class DraftModel:
         self.pages, self.batch = target.num_pages, batch
         slots, width = batch.page_table.shape
         kv = init_kv(self.spec, self.pages + slots, self.page_size, self.kv_dtype, target.k_PSGK[0].device)
-        edits = [stage for name, stage in batch.extras.stages.items() if name in (Penalties.name, LogitBias.name)]
+        edits = [stage for name, stage in batch.stages.items() if name in (Penalties.name, LogitBias.name)]
         streams = next(iter(target.feature_PSX), None)
         self.chain = Chain(self.head, kv, streams, edits, width + 1, min(self.rows, slots), self.most, self.graphs)
         self.chain.warm_up()

@@ -7,11 +7,11 @@ import torch
 
 from fengine.models.kv_state import KVState, layer_kinds
 from fengine.ops.ahead import compiling
+from fengine.worker.chunks import PromptRows
 from fengine.worker.cuda_runner import CudaRunner, blank_hidden
 from fengine.worker.logits.logprobs import SLICE, score_prompts
-from fengine.worker.sampler import warm_up
 from fengine.worker.step import ForwardFn
-from fengine.worker.step_input import PromptRows
+from fengine.worker.warm_up import warm_stages
 
 
 def prepare(runner: CudaRunner, kv: KVState, eager: ForwardFn) -> int:
@@ -41,7 +41,7 @@ def _prepare(runner: CudaRunner, kv: KVState) -> int:
     for rows in (1, 32, 64, 128, SLICE):
         blank = PromptRows(np.zeros(rows, np.int32), np.zeros((rows, 2), np.int32), 1, [])
         score_prompts(partial(runner.unembed, whole), hidden_1D, blank)
-    warm_up(runner.unembed(whole, hidden_1D))
+    warm_stages(runner.unembed(whole, hidden_1D))
     buckets = runner.buckets.all()
     before = 0
     for bucket in (*buckets, buckets[0]):

@@ -1,71 +1,48 @@
-"""`Extras`: what rows want of steps beside a drawn token and its logprob."""
+"""`Extras`: what rows want of steps that takes more than a drawn token which arithmetic has edited."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput
+from fengine.worker.chunks import Chunk
+from fengine.worker.fields import Arrays
 from fengine.worker.logits.hidden_states import hidden_wanted
 from fengine.worker.logits.logprobs import ASKED, asked_ids, prompt_rows
-from fengine.worker.step_input import Chunk, LogitsStage, StepInput, Write
+from fengine.worker.step_input import StepInput
 
-BY_ROW = ("processor", "mask", "logprobs", "input logprobs", "hidden states")  # of others tables know all
+BY_ROW = frozenset({"processor", "mask", "logprobs", "input logprobs", "hidden states"})  # tables know all of others
 
 
 class Extras:
-    """Per row slot what was told of a request that wants more. Modifies: itself, the stages' tables."""
+    """The requests of row slots that ask for one of BY_ROW. Modifies: itself."""
 
-    def __init__(self, stages: Sequence[LogitsStage]) -> None:
-        self.stages = {stage.name: stage for stage in stages}  # in the order that bits depend on
-        self.rows: dict[int, Request] = {}  # by row slot; their token_ids are kept up to date as far as none is fed
+    def __init__(self) -> None:
+        self.rows: dict[int, Request] = {}  # as told; their token_ids are kept up to date where none is fed
         self.drafted: dict[int, tuple[int, list[int]]] = {}  # what was guessed in their last steps, behind where
-        self.asked: Counter[str] = Counter()  # how many of them want what
-        self.writes: list[Write] = []  # to the stages' tables, that the next step makes
 
-    def admit(self, new: Request) -> None:
-        """A request that wants more has got its row slot."""
-        self.rows[new.slot] = replace(new, token_ids=list(new.token_ids))
-        for name in new.params.asks:
-            self.asked[name] += 1
-            if name in self.stages:
-                self.writes += self.stages[name].admit(new.slot, new)
+    def release(self, row: int) -> None:
+        """The request in this slot has ended, or was preempted."""
+        self.rows.pop(row, None)
+        self.drafted.pop(row, None)
 
-    def release(self, rows: Iterable[int]) -> None:
-        """The requests in these slots have ended, or were preempted: nothing of them is kept."""
-        for row in rows:
-            if (told := self.rows.pop(row, None)) is None:
-                continue
-            self.drafted.pop(row, None)
-            for name in told.params.asks:
-                self.asked[name] -= 1
-                if name in self.stages:
-                    self.stages[name].release(row)
-
-    def add_to(self, step: StepInput, output: SchedulerOutput) -> None:
-        """Adds to a step what its rows want. Modifies: step."""
-        step.writes, self.writes = self.writes, []
-        chunks = self._chunks(step, output) if any(self.asked[name] for name in BY_ROW) else []
-        if self.asked["hidden states"]:
-            _ask_hidden(step, chunks)
-        draws_R = np.array(output.samples + [True] * (step.rows - len(output.samples)))
-        draws_R[step.pooled] = False
+    def add_to(self, step: StepInput, output: SchedulerOutput, draws_R: np.ndarray, asked: Counter[str]) -> None:
+        """Adds what its rows want, of which so many ask for what. Modifies: step; draws_R, where a draw is not used."""
+        chunks = self._chunks(step, output)
+        if asked["hidden states"]:
+            step.hidden, step.hidden_H = hidden_wanted(chunks)
+            step.pooled = [chunk.row for chunk in chunks if chunk.draws and chunk.new.params.pool is not None]
+            draws_R[step.pooled] = False
         step.draws, step.chunks = bool(draws_R.any()), [c for c in chunks if draws_R[c.row]]
-        if self.asked["input logprobs"]:
+        if asked["input logprobs"]:
             step.prompts = prompt_rows(chunks)
-        if step.draws:
-            found = [stage.stage(step, draws_R) for name, stage in self.stages.items() if self.asked[name]]
-            step.stages = tuple(stage for stage in found if stage is not None)
-        if step.draws and self.asked["logprobs"]:
-            self._ask_logprobs(step)
-
-    def _ask_logprobs(self, step: StepInput) -> None:
-        asked = [c for c in step.chunks if c.new.params.top_logprobs or c.new.params.logprob_ids]
-        if asked:
-            step.top = max(c.new.params.top_logprobs for c in asked)
-            step.arrays[ASKED.name] = asked_ids(asked, step.rows)
+        if asked["logprobs"] and step.draws:
+            wanted = [c for c in step.chunks if c.new.params.top_logprobs or c.new.params.logprob_ids]
+            if wanted:
+                step.top = max(c.new.params.top_logprobs for c in wanted)
+                step.arrays[ASKED.name] = asked_ids(wanted, step.rows)
 
     def _chunks(self, step: StepInput, output: SchedulerOutput) -> list[Chunk]:
         """What the step computes of the rows that want more. Modifies: them; they take in drawn tokens that the host
@@ -99,7 +76,26 @@ class Extras:
         return kept
 
 
-def _ask_hidden(step: StepInput, chunks: Sequence[Chunk]) -> None:
-    """Modifies: step."""
-    step.hidden, step.hidden_H = hidden_wanted(chunks)
-    step.pooled = [chunk.row for chunk in chunks if chunk.draws and chunk.new.params.pool is not None]
+def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:
+    """The token that each draw stands behind: of a row with drafts the one in front of them, then each draft.
+
+    `last_R`: the last token of each of the step's rows, behind them one entry for each draft. Pure.
+    """
+    index = last_R.tolist()
+    at = len(output.rows)
+    for i, draft in output.drafts:
+        count, last = len(draft), index[i]
+        index[i] = last - count
+        index[at : at + count] = range(last - count + 1, last + 1)
+        at += count
+    return np.array(index, np.int32)
+
+
+def adapter_fields(slot_T: np.ndarray, slots: int) -> Arrays:
+    """Tokens of rows with an adapter, by slot, of so many; nothing if there are none. Pure."""
+    token_A = np.flatnonzero(slot_T < slots)
+    if not len(token_A):
+        return {}
+    token_A = token_A[np.argsort(slot_T[token_A], kind="stable")]
+    start_S = np.searchsorted(slot_T[token_A], np.arange(slots + 1))
+    return {"token_A": token_A.astype(np.int32), "start_S": start_S.astype(np.int32)}

@@ -1,6 +1,11 @@
-"""How fields lie in one packed buffer, which goes to the device and comes back. Pure, but `pack`."""
+"""`Field`: one array of a step, declared once by name; and how fields lie in a packed buffer, which goes to the device
+and comes back. Layout, views, padding and warm-up derive from the declaration.
 
-from collections.abc import Iterable
+A field's dimensions stand behind the last "_" of its name: letters of the dimension key, or a number as it is.
+"""
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from math import prod
 from typing import NamedTuple
 
@@ -8,7 +13,67 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.worker.step_input import Arrays, Field, Pad, Sizes, blank_value
+Arrays = dict[str, np.ndarray]
+Sizes = Mapping[str, int]
+
+
+class Pad(Enum):
+    """Paddings that are no constant."""
+
+    LAST = "last"  # the last value again
+    NONE = "none"  # whatever lies there: nothing reads it
+
+
+class Field(NamedTuple):
+    """One array of a step. `pad` stands behind what the step fills in, and everywhere if it fills in nothing."""
+
+    name: str
+    dtype: torch.dtype
+    pad: float | Pad = 0
+
+    @property
+    def letters(self) -> str:
+        return self.name.rpartition("_")[2]
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in self.letters)
+
+
+def blank(field: Field, sizes: Sizes) -> np.ndarray:
+    """The field with nothing filled in."""
+    array: np.ndarray = torch.empty(0, dtype=field.dtype).numpy()
+    return np.full(field.shape(sizes), blank_value(field), array.dtype)
+
+
+def blank_value(field: Field) -> float:
+    return 0 if isinstance(field.pad, Pad) else field.pad
+
+
+INPUTS = (  # of a forward pass, fed tokens and the draw; those of rows first, so that their places depend on R alone
+    Field("logit_index_R", torch.int32),
+    Field("temperature_R", torch.float32, 1),  # > 0; of greedy rows 1
+    Field("top_k_R", torch.int32, 1),  # >= V means off; 1 is greedy
+    Field("top_p_R", torch.float32, 1),  # in (0, 1]; 1 means off
+    Field("min_p_R", torch.float32),  # in [0, 1]; 0 means off
+    Field("seed_R", torch.int64),  # the request's own
+    Field("pos_R", torch.int32),  # of the token being drawn: noise is keyed by (seed, position, vocabulary id)
+    Field("kv_len_R", torch.int32),
+    Field("q_start_B", torch.int32, Pad.LAST),
+    Field("page_table_RN", torch.int32, Pad.NONE),
+    Field("token_T", torch.int32),
+    Field("pos_T", torch.int32),
+    Field("slot_T", torch.int32),
+    Field("window_slot_U", torch.int32),  # of layers with a window, where these have pages of their own
+    Field("window_table_RY", torch.int32, Pad.NONE),
+    Field("feed_index_T", torch.int32),  # where feed_from_T is true, the token is what this row of the step before drew
+    Field("feed_from_T", torch.bool),
+)
+IMAGES = (
+    Field("image_row_I", torch.int32, -1),  # I: the T of models with images
+    Field("rope_pos_3I", torch.int32),
+    Field("last_key_J", torch.int32),  # J: the T of those in which the tokens of an image see each other
+)
+ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))
 
 Targets = list[tuple[Field, np.ndarray]]
 

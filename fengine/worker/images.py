@@ -15,7 +15,7 @@ from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.worker.device import current_device
-from fengine.worker.step_input import Arrays
+from fengine.worker.fields import Arrays
 
 TABLE = "image_ED"  # in Params
 

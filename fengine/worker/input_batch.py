@@ -2,18 +2,20 @@
 
 Row tables are indexed by row slot and change only when a request is admitted or gets a page; a step gathers the rows it
 needs. Everything is numpy, so the cost per row is a few array operations, not Python. Only steps of rows that want more
-than a drawn token look further, in `extras`.
+than a drawn token look further: at stages, and in `extras`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.worker.extras import Extras
+from fengine.worker.extras import BY_ROW, Extras, adapter_fields, draw_index
+from fengine.worker.fields import Arrays
 from fengine.worker.images import ImageInputs
-from fengine.worker.step_input import Arrays, LogitsStage, StepInput
+from fengine.worker.step_input import LogitsStage, StepInput, Write
 
 HOTTEST = 1e20  # above it logits are equally likely anyway; and a banned one must stay unlikely
 
@@ -41,7 +43,11 @@ class InputBatch:
         self.gathered_rows: list[int] = []  # row slots of the step before
         self.slot_R, self.gathered = np.zeros(0, np.int32), {}  # and what was gathered for them
         self.last_index = np.zeros(rows, np.int32)  # index of the row in the step before, for fed tokens
-        self.extras = Extras(stages)
+        self.stages = {stage.name: stage for stage in stages}  # in the order that bits depend on
+        self.asking: dict[int, Request] = {}  # by row slot, those that want more than a drawn token
+        self.asked = Counter[str]()  # how many of them want what
+        self.writes: list[Write] = []  # to the stages' tables, that the next step makes
+        self.extras = Extras()
 
     def admit(self, new: Request) -> None:
         """Writes what a request that has just got its row slot keeps there."""
@@ -53,15 +59,27 @@ class InputBatch:
         self.adapter[row] = self.adapter_slots if new.adapter_slot is None else new.adapter_slot
         if self.images is not None:
             self.images.admit(new)
-        if not params.bare:
-            self.extras.admit(new)
+        if params.bare:
+            return
+        self.asking[row], asks = new, params.asks
+        for name in asks:
+            self.asked[name] += 1
+            if name in self.stages:
+                self.writes += self.stages[name].admit(row, new)
+        if not BY_ROW.isdisjoint(asks):
+            self.extras.rows[row] = new
 
     def release(self, rows: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted: nothing of them is kept."""
         if self.images is not None:
             self.images.release(rows)
-        if self.extras.rows:
-            self.extras.release(rows)
+        for row in rows if self.asking else ():
+            if (told := self.asking.pop(row, None)) is not None:
+                self.extras.release(row)
+                for name in told.params.asks:
+                    self.asked[name] -= 1
+                    if name in self.stages:
+                        self.stages[name].release(row)
 
     def stage(self, output: SchedulerOutput) -> StepInput:
         """The input of one step. Modifies: the tables (new pages, new rows), adapter slots."""
@@ -80,9 +98,19 @@ class InputBatch:
                 self.window_table[row, first : first + len(pages)] = windows
         arrays = self._arrays(output)
         step = StepInput(arrays, self.slot_R, any(output.samples), output.drafts)
-        if self.extras.rows:
-            self.extras.add_to(step, output)
+        if self.asking:
+            self._ask(step, output)
         return step
+
+    def _ask(self, step: StepInput, output: SchedulerOutput) -> None:
+        """Adds to a step what its rows want beside drawn tokens. Modifies: step."""
+        step.writes, self.writes = self.writes, []
+        draws_R = np.array(output.samples + [True] * (step.rows - len(output.samples)))
+        if self.extras.rows:
+            self.extras.add_to(step, output, draws_R, self.asked)
+        if step.draws:
+            found = [stage.stage(step, draws_R) for name, stage in self.stages.items() if self.asked[name]]
+            step.stages = tuple(stage for stage in found if stage is not None)
 
     def _arrays(self, output: SchedulerOutput) -> Arrays:
         """The fields of INPUTS, ADAPTERS and IMAGES."""
@@ -113,11 +141,12 @@ class InputBatch:
             **sampling,
             **self._pages(pos_T, row_T, -(-int(kv_len_R.max()) // size)),
             **self._feed(output, row_T, slot_R[:count]),
-            **self._adapters(row_T),
         }
         if output.drafts:
             arrays["logit_index_R"] = index_R = draw_index(arrays["logit_index_R"], output)
             arrays["pos_R"] = pos_T[index_R] + 1
+        if self.adapter_slots:
+            arrays |= adapter_fields(self.adapter[row_T], self.adapter_slots)
         return arrays if self.images is None else arrays | self.images.fields(output, pos_T, row_T)
 
     def _sampling(self, rows: list[int]) -> Arrays:
@@ -148,30 +177,3 @@ class InputBatch:
             slot_U = table.take(entry_T) * self.page_size + offset_T
             pages |= {"window_slot_U": slot_U, "window_table_RY": table[self.slot_R, :held]}
         return pages
-
-    def _adapters(self, row_T: np.ndarray) -> Arrays:
-        """The tokens of rows with an adapter, by slot; nothing if there are none."""
-        if not self.adapter_slots:
-            return {}
-        slot_T = self.adapter[row_T]
-        token_A = np.flatnonzero(slot_T < self.adapter_slots)
-        if not len(token_A):
-            return {}
-        token_A = token_A[np.argsort(slot_T[token_A], kind="stable")]
-        start_S = np.searchsorted(slot_T[token_A], np.arange(self.adapter_slots + 1))
-        return {"token_A": token_A.astype(np.int32), "start_S": start_S.astype(np.int32)}
-
-
-def draw_index(last_R: np.ndarray, output: SchedulerOutput) -> np.ndarray:
-    """The token that each draw stands behind: of a row with drafts the one in front of them, then each draft.
-
-    `last_R`: the last token of each of the step's rows, behind them one entry for each draft. Pure.
-    """
-    index = last_R.tolist()
-    at = len(output.rows)
-    for i, draft in output.drafts:
-        count, last = len(draft), index[i]
-        index[i] = last - count
-        index[at : at + count] = range(last - count + 1, last + 1)
-        at += count
-    return np.array(index, np.int32)

@@ -16,18 +16,11 @@ import torch
 from torch import Tensor
 
 from fengine.models.kv_state import KVState, Params
-from fengine.worker.step import (
-    Drawn,
-    ForwardFn,
-    Result,
-    SampleFn,
-    UnembedFn,
-    batch_of,
-    read_out,
-    sample_rows,
-    scores_of,
-)
-from fengine.worker.step_input import Arrays, StepInput, warm_step
+from fengine.worker.fields import Arrays
+from fengine.worker.logits.logprobs import scores_of
+from fengine.worker.step import Drawn, ForwardFn, Result, SampleFn, UnembedFn, batch_of, read_out, sample_rows
+from fengine.worker.step_input import StepInput
+from fengine.worker.warm_up import warm_step
 
 
 class CpuRunner:

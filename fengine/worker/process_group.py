@@ -22,8 +22,7 @@ from fengine.ops.columns import Group, distributed, share
 from fengine.ops.exchange import Mail, inbox_bytes
 from fengine.worker.device import device_of
 from fengine.worker.peer_memory import inboxes
-from fengine.worker.sampler import Sampled
-from fengine.worker.step import SampleFn, UnembedFn, sample_rows
+from fengine.worker.step import Sampled, SampleFn, UnembedFn, sample_rows
 from fengine.worker.step_input import LogitsStage, StepInput
 
 FIRST = 120.0  # seconds in which the ranks must find one another

@@ -17,11 +17,17 @@ from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.layers import decoder
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
+from fengine.ops.sampling import draw
 from fengine.worker.compiled import compiled_layers
-from fengine.worker.logits.logprobs import put, score_prompts, to_host
-from fengine.worker.sampler import Sampled, sample
+from fengine.worker.logits.logprobs import Likeliest, put, score, score_prompts, to_host
 from fengine.worker.step_input import LogitsStage, StepInput
 
+DRAW = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "pos_R")  # what `ops.sampling.draw` takes
+
+
+# One drawn token per row, int32; its logprob under softmax(logits / temperature), float32, NaN where the row's logits
+# were not finite; and logprobs of other ids, where some row wants them.
+Sampled = tuple[Tensor, Tensor, Likeliest | None]
 ForwardFn = Callable[[Params, KVState, Tensors], tuple[KVState, Tensor]]
 UnembedFn = Callable[[Params, Tensor], Tensor]
 SampleFn = Callable[..., Sampled]  # as `sample_rows`
@@ -50,6 +56,24 @@ def make_unembed(spec: ModelSpec) -> UnembedFn:
     """From hidden states to logits, with `spec` closed over. Pure."""
     unembed = lookup(spec.architecture).unembed
     return lambda params, hidden_RD: unembed(params, spec, hidden_RD)
+
+
+def sample(logits_RV: Tensor, tensors: Tensors, stages: Sequence[LogitsStage] = (), top: int | None = None) -> Sampled:
+    """Gumbel-max draw from softmax(logits / temperature) over the kept set (top-k, top-p, min-p), behind the stages.
+
+    `tensors`: the fields of INPUTS that have an R alone, and those of the stages.
+
+    The noise is counter-based, keyed by (request seed, position, vocabulary id), so a draw depends on its own row only.
+    Modifies: logits_RV and the stages' tables, where there are stages.
+    Source: Gumbel 1954 (the max trick); Salmon et al. 2011 (Philox).
+    """
+    for stage in stages:
+        logits_RV = stage.apply(logits_RV, tensors)
+    token_R, logprob_R = draw(logits_RV, *(tensors[name] for name in DRAW))
+    for stage in stages:
+        stage.drawn(logits_RV, token_R, tensors)
+    likeliest = None if top is None else score(logits_RV, tensors["temperature_R"], tensors["asked_RK"], top)
+    return token_R, logprob_R, likeliest
 
 
 def sample_rows(
@@ -100,10 +124,3 @@ def read_out(
         return out
 
     return result
-
-
-def scores_of(logprob_RZ: np.ndarray, top_id_RX: np.ndarray, rows: int) -> Scores:
-    """What `Likeliest` holds of the first rows, asked ids and likeliest apart. Pure."""
-    logprob_RZ, top_id_RX = logprob_RZ[:rows], top_id_RX[:rows]
-    asked = logprob_RZ.shape[1] - top_id_RX.shape[1]
-    return Scores(logprob_RZ[:, :asked], logprob_RZ[:, asked:], top_id_RX)

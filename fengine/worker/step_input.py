@@ -1,121 +1,19 @@
-"""`StepInput`: one step on the host, from the batch that gathers it to the runner; and the `Field`s that it fills in.
+"""`StepInput`: one step on the host, from the batch that gathers it to the runner. `LogitsStage`: an edit of logits."""
 
-Every device input is declared once, by name. A field's dimensions stand behind the last "_" of its name: letters of the
-dimension key, or a number as it is. Layout, views, padding and warm-up derive from the declaration (`fields.py`).
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fengine.core.request import Request
 from fengine.core.scheduler_output import Drafts, Span
 from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
+from fengine.worker.fields import Arrays, Field
 
-Arrays = dict[str, np.ndarray]
-Sizes = Mapping[str, int]
 Write = Callable[[], object]
-
-
-class Pad(Enum):
-    """Paddings that are no constant."""
-
-    LAST = "last"  # the last value again
-    NONE = "none"  # whatever lies there: nothing reads it
-
-
-class Field(NamedTuple):
-    """One array of a step. `pad` stands behind what the step fills in, and everywhere if it fills in nothing."""
-
-    name: str
-    dtype: torch.dtype
-    pad: float | Pad = 0
-
-    @property
-    def letters(self) -> str:
-        return self.name.rpartition("_")[2]
-
-    def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in self.letters)
-
-
-def blank(field: Field, sizes: Sizes) -> np.ndarray:
-    """The field with nothing filled in."""
-    array: np.ndarray = torch.empty(0, dtype=field.dtype).numpy()
-    return np.full(field.shape(sizes), blank_value(field), array.dtype)
-
-
-def blank_value(field: Field) -> float:
-    return 0 if isinstance(field.pad, Pad) else field.pad
-
-
-INPUTS = (  # of a forward pass, fed tokens and the draw; those of rows first, so that their places depend on R alone
-    Field("logit_index_R", torch.int32),
-    Field("temperature_R", torch.float32, 1),  # > 0; of greedy rows 1
-    Field("top_k_R", torch.int32, 1),  # >= V means off; 1 is greedy
-    Field("top_p_R", torch.float32, 1),  # in (0, 1]; 1 means off
-    Field("min_p_R", torch.float32),  # in [0, 1]; 0 means off
-    Field("seed_R", torch.int64),  # the request's own
-    Field("pos_R", torch.int32),  # of the token being drawn: noise is keyed by (seed, position, vocabulary id)
-    Field("kv_len_R", torch.int32),
-    Field("q_start_B", torch.int32, Pad.LAST),
-    Field("page_table_RN", torch.int32, Pad.NONE),
-    Field("token_T", torch.int32),
-    Field("pos_T", torch.int32),
-    Field("slot_T", torch.int32),
-    Field("window_slot_U", torch.int32),  # of layers with a window, where these have pages of their own
-    Field("window_table_RY", torch.int32, Pad.NONE),
-    Field("feed_index_T", torch.int32),  # where feed_from_T is true, the token is what this row of the step before drew
-    Field("feed_from_T", torch.bool),
-)
-IMAGES = (
-    Field("image_row_I", torch.int32, -1),  # I: the T of models with images
-    Field("rope_pos_3I", torch.int32),
-    Field("last_key_J", torch.int32),  # J: the T of those in which the tokens of an image see each other
-)
-ADAPTERS = (Field("token_A", torch.int32), Field("start_S", torch.int32))
-
-
-class Chunk(NamedTuple):
-    """Row `row` of a step, which wants more than a drawn token, computes positions start : end; the first of them is
-    token `at` of the step. Its last token is `token`, or what row `fed` drew in the step before. `new` is what was told
-    of the request, its `token_ids` kept up to date as far as none was fed. Tokens in front of the last that were drawn
-    behind drafts are `kept`. Behind it come the guesses `draft`, which draw in the rows `draft_row` and on."""
-
-    row: int
-    new: Request
-    start: int
-    end: int
-    at: int
-    draws: bool
-    token: int
-    fed: int | None
-    kept: Sequence[int] = ()
-    draft: Sequence[int] = ()
-    draft_row: int = 0
-
-    @property
-    def rows(self) -> list[int]:
-        """Every row that draws for it."""
-        return [self.row, *range(self.draft_row, self.draft_row + len(self.draft))]
-
-
-class PromptRows(NamedTuple):
-    """Rows whose input logprobs are wanted: of the ids in id_PK (column 0: the token behind) and the `top` likeliest.
-
-    `index_P` is into the tokens of the step.
-    """
-
-    index_P: np.ndarray  # int32
-    id_PK: np.ndarray  # int32
-    top: int
-    spans: list[Span]
 
 
 @dataclass(slots=True)
@@ -124,7 +22,8 @@ class StepInput:
 
     R counts draws: behind the step's rows comes one without tokens for each draft, which draws behind that draft.
     `arrays` by field; those of adapters and stages only where there is something. `stages` edit this step's logits.
-    `drafts` are those of the rows behind the step's own. `chunks` are the rows that draw and want more than a token.
+    `drafts` are those of the rows behind the step's own. `chunks`, each a `Chunk`, are rows that draw and want
+    more than a token; `prompts` are `PromptRows`.
     `top`: likeliest ids wanted of every draw; None: the draws' own logprobs are all. `hidden_H`: tokens whose hidden
     states are wanted.
     """
@@ -133,11 +32,11 @@ class StepInput:
     slot_R: np.ndarray  # int32, the row slot of each draw
     draws: bool = True  # some row draws a token
     drafts: Sequence[Drafts] = ()
-    chunks: Sequence[Chunk] = ()
+    chunks: Sequence[Any] = ()
     stages: "tuple[LogitsStage, ...]" = ()
     writes: Sequence[Write] = ()  # to the stages' tables on the device, in front of its sampler
     top: int | None = None
-    prompts: list[PromptRows] = field(default_factory=list)
+    prompts: list[Any] = field(default_factory=list)
     hidden_H: np.ndarray | None = None
     hidden: list[Span] = field(default_factory=list)
     pooled: list[int] = field(default_factory=list)
@@ -217,22 +116,3 @@ class LogitsStage:
     def errors(self) -> dict[int, FengineError]:
         """Rows of the step for which nothing could be drawn, once it is launched."""
         return {}
-
-
-def warm_step(tokens: int, sizes: Sizes) -> StepInput:
-    """A harmless step for warm-up: rows of token 0 that write to the null page and see one key each.
-
-    With "S" in `sizes` every token has an adapter, whatever lies in its slot.
-    """
-    rows = sizes["R"]
-    per_row = np.full(rows, tokens // rows, np.int32)
-    per_row[: tokens % rows] += 1
-    present = sizes.keys() | set("0123456789")
-    fields = [field for field in (*INPUTS, *IMAGES) if set(field.letters) <= present]
-    arrays: dict[str, Any] = {field.name: blank(field, sizes) for field in fields}
-    arrays["q_start_B"][1:] = np.cumsum(per_row)
-    arrays |= {"kv_len_R": per_row, "pos_R": per_row, "logit_index_R": arrays["q_start_B"][1:] - 1}
-    if "S" in sizes:
-        arrays["token_A"] = np.arange(tokens, dtype=np.int32)
-        arrays["start_S"] = np.linspace(0, tokens, sizes["S"]).astype(np.int32)
-    return StepInput(arrays, np.zeros(rows, np.int32))

@@ -26,13 +26,15 @@ from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.errors import ConfigError, LogitProcessorError
 from fengine.ops import linear
-from fengine.worker.fields import pack
+from fengine.worker.chunks import PromptRows
+from fengine.worker.fields import INPUTS, blank, pack
 from fengine.worker.input_batch import InputBatch
+from fengine.worker.logits import logits_stages
 from fengine.worker.logits.logprobs import ASKED, SLICE, score_prompts
 from fengine.worker.logits.processors import ProcessorRequest
 from fengine.worker.pooling import apply_head
-from fengine.worker.sampler import logits_stages, warm_up
-from fengine.worker.step_input import INPUTS, PromptRows, StepInput, blank
+from fengine.worker.step_input import StepInput
+from fengine.worker.warm_up import warm_stages
 
 VOCAB = SIZES["vocab_size"]
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-4}
@@ -332,7 +334,7 @@ def test_padding_changes_no_bits(checkpoint: Path, alone: list[Any], monkeypatch
     """As a CUDA runner pads: tokens behind the last row's, rows without tokens, columns of the null page."""
     with running(checkpoint, cached=False) as found:
         runner: Any = found.core.stepper.runner
-        stages = found.core.stepper.input_batch.extras.stages.values()
+        stages = found.core.stepper.input_batch.stages.values()
         fields = (*INPUTS, ASKED, *(field for stage in stages for field in stage.fields))
         inner, steps = runner.launch, []
 
@@ -557,7 +559,7 @@ def test_many_ids_of_one_request_do_not_widen_its_neighbours() -> None:
 def test_warm_up_changes_nothing() -> None:
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
-    warm_up(logits)
+    warm_stages(logits)
     assert torch.equal(logits, before)
 
 

@@ -16,11 +16,11 @@ from fengine.lora.adapters import open_adapters
 from fengine.models.kv_state import KVState, init_kv, layer_kinds
 from fengine.worker.cuda_graphs import Buckets, decode_sizes
 from fengine.worker.cuda_runner import CudaRunner
-from fengine.worker.fields import StaticBuffers, layout, pack
+from fengine.worker.fields import ADAPTERS, INPUTS, StaticBuffers, blank, layout, pack
 from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.model_runner import on_cpu
 from fengine.worker.step import batch_of, make_forward
-from fengine.worker.step_input import ADAPTERS, INPUTS, blank, warm_step
+from fengine.worker.warm_up import warm_step
 
 
 @pytest.mark.parametrize(

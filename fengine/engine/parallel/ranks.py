@@ -35,9 +35,9 @@ from fengine.engine.weights.incoming import Origin
 from fengine.errors import EngineDeadError
 from fengine.models.kv_state import KVState, Params
 from fengine.ops import peers
-from fengine.worker.input_batch import StepInput
 from fengine.worker.process_group import checksum, device_of_rank, group_of, process_group, release, swap
 from fengine.worker.step import Result
+from fengine.worker.step_input import StepInput
 
 
 class Ranks:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fengine.core.scheduler_output import Span
-from fengine.worker.step_input import Chunk
+from fengine.worker.chunks import Chunk
 
 
 def hidden_wanted(chunks: Sequence[Chunk]) -> tuple[list[Span], np.ndarray | None]:

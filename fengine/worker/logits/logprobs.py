@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fengine.core.scheduler_output import Scores, Span
 from fengine.ops.logprobs import MOST_TOP, logprobs, top_ids
-from fengine.worker.step_input import Chunk, Field, PromptRows
+from fengine.worker.chunks import Chunk, PromptRows
+from fengine.worker.fields import Field
 
 SLICE = 256  # rows unembedded at once for prompt logprobs: 125 MiB of logits for a vocabulary of 128k
 ASKED = Field("asked_RK", torch.int32)  # ids whose logprobs are wanted of the draws
@@ -32,6 +33,13 @@ def score(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor, top: int) -> 
     """Logprobs of ids id_RK, and of the `top` likeliest ids behind them. Pure."""
     top_id_RX = top_ids(logits_RV, top)
     return Likeliest(logprobs(logits_RV, temperature_R, torch.cat((id_RK, top_id_RX), 1)), top_id_RX)
+
+
+def scores_of(logprob_RZ: np.ndarray, top_id_RX: np.ndarray, rows: int) -> Scores:
+    """What `Likeliest` holds of the first rows, asked ids and likeliest apart. Pure."""
+    logprob_RZ, top_id_RX = logprob_RZ[:rows], top_id_RX[:rows]
+    asked = logprob_RZ.shape[1] - top_id_RX.shape[1]
+    return Scores(logprob_RZ[:, :asked], logprob_RZ[:, asked:], top_id_RX)
 
 
 def rounded_top(top: int) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor
 from fengine.errors import FengineError, LogitProcessorError
 from fengine.models.kv_state import Tensors
 from fengine.ops.edit_logits import BAN
-from fengine.worker.step_input import Chunk, LogitsStage, StepInput
+from fengine.worker.chunks import Chunk
+from fengine.worker.step_input import LogitsStage, StepInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from fengine.core.request import Request
 from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
 from fengine.ops.bitmask import apply_bitmask, words
+from fengine.worker.chunks import Chunk
+from fengine.worker.fields import Arrays, Field, Pad
 from fengine.worker.logits.masks import Grammar, MaskRow
-from fengine.worker.step_input import Arrays, Chunk, Field, LogitsStage, Pad, StepInput, Write
+from fengine.worker.step_input import LogitsStage, StepInput, Write
 
 
 class StructuredOutput(LogitsStage):
