@@ -12,7 +12,7 @@ from fengine.core.plain import from_plain
 from fengine.core.request import Request
 from fengine.engine.build import build
 from fengine.engine.parallel.child import NOTHING, Link
-from fengine.engine.parallel.progress import Sent, progress
+from fengine.engine.parallel.progress import kind_and_text, progress
 from fengine.engine.parts import Parts
 from fengine.engine.request_state import RequestState
 from fengine.errors import FengineError
@@ -26,7 +26,7 @@ class Server:
 
     def __init__(self, link: Link, parts: Parts) -> None:
         self.link, self.parts = link, parts
-        self.sent: dict[RequestState, Sent] = {}
+        self.sent: dict[RequestState, dict[str, Any]] = {}
         self.fresh: queue.SimpleQueue[RequestState] = queue.SimpleQueue()
         self._use_whitespace(list(Whitespace()))
         parts.core.handlers["use_whitespace"] = self._use_whitespace
@@ -52,14 +52,14 @@ class Server:
                 threading.Thread(target=self._answer, args=told["ask"], daemon=True).start()
 
     def _add(self, plain: Any, live: bool) -> None:
+        state = RequestState(from_plain(Request, plain, NOTHING), None, live, self.fresh.put)
+        self.sent[state] = {}
         try:
-            state = RequestState(from_plain(Request, plain, self.handles), None, live, self.fresh.put)
-            self.sent[state] = Sent()
+            state.request = from_plain(Request, plain, self.handles)
             self.parts.core.submit([state])
         except FengineError as error:
-            failed = RequestState(from_plain(Request, plain, NOTHING), None, live, self.fresh.put, error=error)
-            self.sent[failed] = Sent()
-            self.fresh.put(failed)
+            state.error = error
+            self.fresh.put(state)
 
     def _answer(self, number: int, part: str, name: str, given: list[Any], arguments: dict[str, Any]) -> None:
         try:
@@ -69,7 +69,7 @@ class Server:
                 value = getattr(getattr(self.parts, part), name)(*given, **arguments)
             self.link.say(answer=number, value=value)
         except FengineError as error:
-            self.link.say(answer=number, failed=(type(error).__name__, str(error)))
+            self.link.say(answer=number, failed=kind_and_text(error))
 
     def _tell(self) -> None:
         """What is new of all requests that have news, in one line."""
@@ -80,11 +80,9 @@ class Server:
                     news.append(self.fresh.get_nowait())
             told = []
             for state in dict.fromkeys(news):
-                sent = self.sent.get(state)
-                if sent is not None:
+                if state in self.sent:
                     done = state.done
-                    plain, self.sent[state] = progress(state, sent)
-                    told.append(plain)
+                    told.append((state.request.rid, progress(state, self.sent[state])))
                     if done:
                         del self.sent[state]
             with suppress(OSError):

@@ -165,8 +165,8 @@ def test_one_that_is_started_again_computes_the_same() -> None:
         want = engine.generate(PROMPTS, PARAMS[0])
         assert "replica 1 of 2" in killed(engine)[1]
         ready, core = replicas(engine)[1], engine._parts.core
-        with core._ready:  # type: ignore[attr-defined]
-            assert core._ready.wait_for(lambda: ready.facts is not None, 60)  # type: ignore[attr-defined]
+        with core._lock:  # type: ignore[attr-defined]
+            assert core._lock.wait_for(lambda: ready.facts is not None, 60)  # type: ignore[attr-defined]
         again = [engine.generate(prompt, PARAMS[0], routed_dp_rank=1) for prompt in PROMPTS]
         assert [out["text"] for out in again] == [out["text"] for out in want]
 

@@ -1,52 +1,27 @@
-"""`Progress`: what is new of a request that another process computes, as plain values, and how it enters the state."""
+"""What is new of a request that another process computes, as plain values by name, and how it enters the state here."""
 
 import base64
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from fengine import errors
 from fengine.core.plain import from_plain, to_plain
-from fengine.core.request import Drafting, FinishReason
+from fengine.core.request import Request
 from fengine.engine.parallel.child import NOTHING
 from fengine.engine.request_state import RequestState
 from fengine.errors import EngineDeadError, FengineError
 
-Pairs = list[list[tuple[float, int]]]
+KINDS = get_type_hints(Request) | get_type_hints(RequestState)
+GROWING = ("logprobs", "output_top", "output_ids", "token_ids")  # told are the entries behind those before
+WHOLE = ("started", "first_token", "versions", "num_cached", "num_preempted", "unasked", "drafting")
+OF_PROMPT = ("input_logprobs", "input_top", "input_ids")  # complete with the first token
+FAULTS = ("error", "fault")
 
 
-class Progress(NamedTuple):
-    """Lists hold what came since the progress before; those of the prompt come once, with the first token."""
-
-    rid: str
-    token_ids: list
-    logprobs: list
-    output_top: Pairs
-    output_ids: Pairs
-    moments: tuple[float | None, float | None] = (None, None)  # it started, its first token came
-    versions: tuple[tuple[str, int], ...] = ()
-    num_cached: int = 0
-    num_preempted: int = 0
-    unasked: tuple[float, int] | None = None
-    drafting: Drafting | None = None
-    input_logprobs: list[tuple[float | None, int]] | None = None
-    input_top: list[list[tuple[float, int]] | None] = []
-    input_ids: list[list[tuple[float, int]] | None] = []
-    hidden: list = []  # all so far, encoded
-    embedding: list | None = None
-    finish: FinishReason | None = None
-    error: tuple[str, str] | None = None  # its kind, and what it says
-    fault: tuple[str, str] | None = None
-
-
-class Sent(NamedTuple):
-    """How much of a request's lists has been sent."""
-
-    tokens: int = 0
-    top: int = 0
-    ids: int = 0
-    prompt: bool = False
+def _owner(state: RequestState, name: str) -> Any:
+    return state if name in RequestState.__slots__ else state.request
 
 
 def encoded(array: np.ndarray) -> list[Any]:
@@ -58,7 +33,8 @@ def decoded(told: list[Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(data), kind).reshape(shape).copy()
 
 
-def _told(error: FengineError | None) -> tuple[str, str] | None:
+def kind_and_text(error: FengineError | None) -> tuple[str, str] | None:
+    """As another process may be told. Pure."""
     return None if error is None else (type(error).__name__, str(error))
 
 
@@ -68,43 +44,46 @@ def error_of(told: tuple[str, str]) -> FengineError:
     return (kind if isinstance(kind, type) and issubclass(kind, FengineError) else EngineDeadError)(told[1])
 
 
-def progress(state: RequestState, sent: Sent) -> tuple[Any, Sent]:
-    """What is new, as plain values, and what has been sent with it. The loop may write meanwhile. Pure."""
-    request, done = state.request, state.done
-    tokens, prompt = request.num_output, bool(request.num_output) or done
-    now = Sent(tokens, len(state.output_top), len(state.output_ids), prompt)
-    inputs: dict[str, Any] = {}
-    if prompt and not sent.prompt:
-        names = ("input_logprobs", "input_top", "input_ids")
-        inputs = {name: list(getattr(state, name)) for name in names}
-    found = Progress(
-        request.rid, request.token_ids[request.prompt_len + sent.tokens : request.prompt_len + tokens],
-        request.logprobs[sent.tokens : tokens], state.output_top[sent.top : now.top],
-        state.output_ids[sent.ids : now.ids], (state.started, state.first_token), request.versions, request.num_cached,
-        request.num_preempted, request.unasked, request.drafting and replace(request.drafting, memo=None), **inputs,
-        hidden=[encoded(array) for array in state.hidden],
-        embedding=None if state.embedding is None else encoded(state.embedding),
-        finish=request.finish if done else None, error=_told(state.error), fault=_told(state.fault),
-    )  # fmt: skip
-    return to_plain(found, NOTHING), now
+def progress(state: RequestState, sent: dict[str, Any]) -> dict[str, Any]:
+    """What has not been sent before, in the order in which it is to be taken. The loop may write meanwhile.
+
+    Modifies: sent, by name: how many entries, or which value.
+    """
+    request, done, tokens = state.request, state.done, state.request.num_output
+    counts = {"logprobs": tokens, "output_top": len(state.output_top), "output_ids": len(state.output_ids)}
+    told: dict[str, Any] = {}
+    for name, count in counts.items():
+        told[name] = to_plain(getattr(_owner(state, name), name)[sent.get(name, 0) : count], NOTHING)
+    now: dict[str, Any] = {name: getattr(_owner(state, name), name) for name in WHOLE}
+    now["drafting"] = request.drafting and replace(request.drafting, memo=None)
+    if tokens or done:
+        now |= {name: list(getattr(state, name)) for name in OF_PROMPT}
+    now["hidden"] = [encoded(array) for array in state.hidden]
+    now["embedding"] = None if state.embedding is None else encoded(state.embedding)
+    now["fault"] = kind_and_text(state.fault)
+    values = to_plain(now, NOTHING)
+    told |= {name: value for name, value in values.items() if name not in sent or sent[name] != value}
+    first = request.prompt_len
+    told["token_ids"] = request.token_ids[first + sent.get("token_ids", 0) : first + tokens]  # others look at these
+    if done:
+        told |= {"finish": to_plain(request.finish, NOTHING), "error": kind_and_text(state.error)}
+    sent.update(values, token_ids=tokens, **counts)
+    return told
 
 
-def take(state: RequestState, told: Any) -> None:
+def take(state: RequestState, told: dict[str, Any]) -> None:
     """Modifies: the state and its request."""
-    found: Progress = from_plain(Progress, told, NOTHING)
-    request = state.request
-    request.logprobs += found.logprobs
-    state.output_top += found.output_top
-    state.output_ids += found.output_ids
-    state.started, state.first_token = found.moments
-    request.versions, request.num_cached = found.versions, found.num_cached
-    request.num_preempted, request.unasked, request.drafting = found.num_preempted, found.unasked, found.drafting
-    if found.input_logprobs is not None:
-        state.input_logprobs, state.input_top, state.input_ids = found.input_logprobs, found.input_top, found.input_ids
-    state.hidden = [decoded(array) for array in found.hidden]
-    state.embedding = None if found.embedding is None else decoded(found.embedding)
-    state.fault = None if found.fault is None else error_of(found.fault)
-    request.token_ids += found.token_ids  # the last, for others look at their number
-    request.finish = found.finish
-    if found.error is not None and not state.done:
-        state.error = error_of(found.error)
+    for name, plain in told.items():
+        owner, value = _owner(state, name), plain
+        if name in FAULTS:
+            value = None if plain is None else error_of(plain)
+        elif name == "hidden":
+            value = [decoded(array) for array in plain]
+        elif name == "embedding":
+            value = None if plain is None else decoded(plain)
+        else:
+            value = from_plain(KINDS[name], plain, NOTHING)
+        if name in GROWING:
+            getattr(owner, name).extend(value)
+        elif name != "error" or (value is not None and not state.done):
+            setattr(owner, name, value)

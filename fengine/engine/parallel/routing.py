@@ -6,11 +6,13 @@ busy one. What replicas know is guessed from the prompts and outputs that they h
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from fengine.core.request import Request
 from fengine.engine.parallel.child import Child
 from fengine.engine.request_state import RequestState
+from fengine.errors import FengineError
 
 BLOCK = 64  # tokens by which prompts are compared
 SLACK = 4  # open requests, and a quarter of those of the least busy replica, that a known prompt may cost
@@ -26,7 +28,25 @@ class Replica:
         self.facts: dict[str, Any] | None = None  # what it told when it was ready; None: it is not
         self.open: dict[str, RequestState] = {}
         self.finished = 0  # requests
+        self.calls: dict[int, Future[Any]] = {}  # that have no answer yet
+        self.asked = 0
         self.known: OrderedDict[Hashable, None] = OrderedDict()
+
+    def send(self, value: Any) -> None:
+        """To its process, if there is one."""
+        if self.child is not None:
+            self.child.send(value)
+
+    def end(self, error: FengineError) -> list[RequestState]:
+        """Forgets what its process knew. Returns the requests that have failed by it; so do calls."""
+        failed, self.open = list(self.open.values()), {}
+        for state in failed:
+            state.fail(error)
+        calls, self.calls = self.calls, {}
+        for answer in calls.values():
+            answer.set_exception(error)
+        self.known.clear()
+        return failed
 
     def hit(self, keys: Iterable[Hashable]) -> int:
         """How many blocks of a prompt it knows."""
