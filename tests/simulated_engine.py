@@ -269,7 +269,7 @@ class World:
         found = self._propose(asks)
         for i, ask in enumerate(asks):
             known, drafting = len(ask.request.token_ids), ask.drafting
-            if drafting.tries and not drafting.right:
+            if drafting.last is not None and not drafting.last[1]:
                 drafting.gain, drafting.try_from = (known % 3) / 2, known + known % 5
             if ask.skip or not ask.tried or known < drafting.try_from:
                 found[i] = []
