@@ -34,9 +34,8 @@ def chat(
 
     Errors: as `generate`; ChatTemplateError, UnknownParameterError (a variable with a meaning of its own).
     """
-    messages, more = with_images(messages, more)
-    ids = chat_ids(engine, messages, tools, add_generation_prompt, chat_template_kwargs)
-    return engine.generate(None, sampling_params, ids, stream=stream, **more)
+    ids, images = rendered(engine._context, messages, tools, add_generation_prompt, chat_template_kwargs)
+    return engine.generate(None, sampling_params, ids, stream=stream, **with_images(more, images))
 
 
 async def async_chat(
@@ -45,9 +44,8 @@ async def async_chat(
     **more: Unpack[CallOptions],
 ) -> Any:  # fmt: skip
     """As `chat`, in any event loop."""
-    messages, more = with_images(messages, more)
-    ids = chat_ids(engine, messages, tools, add_generation_prompt, chat_template_kwargs)
-    return await engine.async_generate(None, sampling_params, ids, stream=stream, **more)
+    ids, images = rendered(engine._context, messages, tools, add_generation_prompt, chat_template_kwargs)
+    return await engine.async_generate(None, sampling_params, ids, stream=stream, **with_images(more, images))
 
 
 def apply_chat_template(
@@ -55,8 +53,7 @@ def apply_chat_template(
     **chat_template_kwargs: Any,
 ) -> Any:  # fmt: skip
     """A chat as the text that the model sees, or with `tokenize` as its ids. Errors: as `chat`."""
-    context = engine._context
-    values, tokenizer = _template_values(context, tools, chat_template_kwargs), _tokenizer_of(context)
+    tokenizer, values = _template(engine._context, tools, chat_template_kwargs)
     render = tokenizer.encode_chat if tokenize else tokenizer.apply_chat_template
     return render(messages, add_generation_prompt=add_generation_prompt, **values)
 
@@ -69,56 +66,47 @@ def chat_ids(
 
     Errors: as `chat`.
     """
-    return ids_of(engine._context, messages, tools, add_generation_prompt, chat_template_kwargs, continue_final_message)
-
-
-def with_images(messages: Any, more: Any) -> tuple[Any, Any]:
-    """Chats without their images, and the arguments of `generate` with these. Pure. Errors: InvalidRequestError."""
-    several = _are_several(messages)
-    found = [without_images(one) for one in (messages if several else [messages])]
-    if not any(images for _, images in found):
-        return messages, more
-    if more.get("image_data") is not None:
-        raise InvalidRequestError("image_data is given, and the messages have images, too; give one.")
-    chats, images = [one for one, _ in found], [own or None for _, own in found]
-    return (chats, {**more, "image_data": images}) if several else (chats[0], {**more, "image_data": images[0]})
-
-
-def _are_several(messages: Any) -> bool:
-    return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
+    values = chat_template_kwargs
+    return rendered(engine._context, messages, tools, add_generation_prompt, values, continue_final_message)[0]
 
 
 # -- their parts -------------------------------------------------------------------------------------------------------
 
 
-def ids_of(
+def rendered(
     context: EngineContext, messages: Any, tools: Any = None, add_generation_prompt: bool = True, values: Any = None,
     continue_final_message: bool = False,
-) -> Any:  # fmt: skip
-    """The ids of a chat, or of each of several. `values`: variables of the template. Errors: as `chat`."""
-    tokenizer, values = _tokenizer_of(context), _template_values(context, tools, values)
+) -> tuple[Any, Any]:  # fmt: skip
+    """(ids, images; None: no images) of a chat, or of each of several. `values`: variables of the template. Errors: as
+    `chat`."""
+    tokenizer, values = _template(context, tools, values)
+    several = isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
+    ids, images = [], []
+    for one in messages if several else [messages]:
+        said, own = without_images(one)
+        ids.append(tokenizer.encode_chat(
+            plain(said), add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            **values,
+        ))  # fmt: skip
+        images.append(own or None)
+    return (ids, images if any(images) else None) if several else (ids[0], images[0])
 
-    def ids(one: Any) -> list[int]:
-        return tokenizer.encode_chat(
-            one, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **values
-        )
 
-    if _are_several(messages):
-        return [ids(plain(without_images(one)[0])) for one in messages]
-    return ids(plain(without_images(messages)[0]))
+def with_images(more: Any, images: Any) -> Any:
+    """The arguments of `generate` with the images of chats. Pure. Errors: InvalidRequestError."""
+    if images is not None and more.get("image_data") is not None:
+        raise InvalidRequestError("image_data is given, and the messages have images, too; give one.")
+    return more if images is None else {**more, "image_data": images}
 
 
-def _template_values(context: EngineContext, tools: Any, values: Any) -> dict[str, Any]:
+def _template(context: EngineContext, tools: Any, values: Any) -> tuple[Tokenizer, dict[str, Any]]:
+    """(the tokenizer, variables of its template). Errors: InvalidRequestError."""
     values = plain(values)
     if values is not None and not (isinstance(values, dict) and all(isinstance(name, str) for name in values)):
         raise InvalidRequestError(f"chat_template_kwargs must be a dict of values by name, got {told(values)}.")
     if reserved := RESERVED.intersection(values or ()):
         raise InvalidRequestError(f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}.")
-    given = {} if tools is None else {"tools": plain(tools)}
-    return {**(context.args.default_chat_template_kwargs or {}), **given, **(values or {})}
-
-
-def _tokenizer_of(context: EngineContext) -> Tokenizer:
     if context.parts.tokenizer is None:
         raise InvalidRequestError("chats need the tokenizer; start without skip_tokenizer_init, or pass input_ids.")
-    return context.parts.tokenizer
+    given = {} if tools is None else {"tools": plain(tools)}
+    return context.parts.tokenizer, {**(context.args.default_chat_template_kwargs or {}), **given, **(values or {})}

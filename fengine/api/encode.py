@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from fengine.api.arguments import described_by, record_of
-from fengine.api.chat import ids_of, is_chat, with_images
+from fengine.api.chat import is_chat, rendered, with_images
 from fengine.api.generate_input import GenerateReqInput, refuse_not_built
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
@@ -106,40 +106,25 @@ def pooling_of(context: EngineContext) -> Pooling:
 
 
 def as_generate(context: EngineContext, req: EncodeReqInput) -> GenerateReqInput:
-    """The same prompts as requests that draw nothing. Chats are rendered. Errors: InvalidRequestError and kinds."""
+    """The same prompts as requests that draw nothing. Chats are rendered; texts become ids as sentence-transformers'
+    do: with its prompt, in lower case, cut to its length. Errors: InvalidRequestError and kinds."""
     refuse_not_built(req)
-    text, ids = plain(req.text), req.input_ids
-    image_data = req.image_data
-    if is_chat(text):
-        chats, more = with_images(text, {"image_data": image_data})
-        image_data = more["image_data"]
-        text, ids = None, ids_of(context, chats)
-    elif _are_ids(text):
-        text, ids = None, text
-    elif isinstance(text, str) or (isinstance(text, (list, tuple)) and all(isinstance(part, str) for part in text)):
-        text, ids = prepared(context, text, ids)
-    return GenerateReqInput(text, NOTHING_DRAWN, ids, image_data, lora_path=req.lora_path, rid=req.rid)
-
-
-def prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:
-    """(texts, ids) as sentence-transformers tokenizes: with its prompt, in lower case, cut to its length.
-
-    Errors: InvalidRequestError and its kinds.
-    """
+    text, ids, image_data = plain(req.text), req.input_ids, req.image_data
     pooling, tokenizer = pooling_of(context), context.parts.tokenizer
-    texts = [pooling.prompt + part for part in ([text] if isinstance(text, str) else text)]
-    texts = [part.lower() for part in texts] if pooling.lower else texts
-    if pooling.max_length is None or tokenizer is None or ids is not None:
-        return (texts[0] if isinstance(text, str) else texts), ids
-    cut = [tokenizer.encode(part, max_length=pooling.max_length) for part in texts]
-    return None, (cut[0] if isinstance(text, str) else cut)
-
-
-def _are_ids(prompt: Any) -> bool:
-    """Whether a prompt is token ids, or a list of such, rather than text or a list of texts."""
-    if hasattr(prompt, "ndim"):
-        return True
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and not any(isinstance(part, str) for part in prompt)
+    several = isinstance(text, (list, tuple))
+    if is_chat(text):
+        ids, images = rendered(context, text)
+        text, image_data = None, with_images({"image_data": image_data}, images)["image_data"]
+    elif hasattr(text, "ndim") or several and text and not any(isinstance(part, str) for part in text):
+        text, ids = None, text
+    elif isinstance(text, str) or several and all(isinstance(part, str) for part in text):
+        texts = [pooling.prompt + part for part in (text if several else [text])]
+        texts = [part.lower() for part in texts] if pooling.lower else texts
+        text = texts if several else texts[0]
+        if pooling.max_length is not None and tokenizer is not None and ids is None:
+            cut = [tokenizer.encode(part, max_length=pooling.max_length) for part in texts]
+            text, ids = None, cut if several else cut[0]
+    return GenerateReqInput(text, NOTHING_DRAWN, ids, image_data, lora_path=req.lora_path, rid=req.rid)
 
 
 def pair_ids(context: EngineContext, pairs: Any) -> list[list[int]]:

@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack, cast, overload
 
-from fengine.api import admin, info, logit_processors, weights
+from fengine.api import admin, info, request_features, weights
 from fengine.api import chat as chats
 from fengine.api import encode as embeddings
 from fengine.api import score as scoring
 from fengine.api.arguments import checked_calls, described_by, record_of, takes
 from fengine.api.features import FEATURES
 from fengine.api.generate_input import GenerateReqInput
-from fengine.api.grammars import grammars_in
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.options import EngineContext
 from fengine.api.outputs import complete
+from fengine.api.request_features import grammars_in
 from fengine.api.request_log import request_log
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
@@ -247,7 +247,7 @@ class Engine:
     lora_adapters = weights.lora_adapters
     open_session = admin.open_session
     close_session = admin.close_session
-    register_logit_processor = logit_processors.register_logit_processor
+    register_logit_processor = request_features.register_logit_processor
     abort = admin.abort
     pause_generation = admin.pause_generation
     continue_generation = admin.continue_generation

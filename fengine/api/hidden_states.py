@@ -1,13 +1,11 @@
-"""Hidden states of requests: which ones a call asks for, and how they are shown."""
+"""Hidden states of requests, as they are shown."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from fengine.api.server_args import ServerArgs
 from fengine.engine.request_state import RequestState
-from fengine.errors import InvalidRequestError
 
 
 class FloatList(np.ndarray):
@@ -74,18 +72,3 @@ def hidden_of(state: RequestState, count: int) -> Any:
     if not states:
         return None
     return FloatList.of(states[-1] if states[-1].ndim == 1 else states[-1][-1])
-
-
-def hidden_asked(args: ServerArgs, value: Any) -> str | None:
-    """Of which tokens they are wanted. Errors: InvalidRequestError."""
-    if value is None or value is False:
-        return "full" if args.return_hidden_states else None
-    if value is not True and not (isinstance(value, str) and value in ("full", "last")):
-        raise InvalidRequestError(f'return_hidden_states must be False, True, "full" or "last", got {value!r:.80}.')
-    mode, allowed = "last" if value == "last" else "full", args.hidden_states_mode
-    if allowed is None or (allowed, mode) == ("last", "full"):
-        raise InvalidRequestError(
-            "The server is not configured to return hidden states. Please set enable_return_hidden_states=True "
-            f'(or return_hidden_states_mode="{mode}") when the engine is made.'
-        )
-    return mode

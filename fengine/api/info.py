@@ -19,36 +19,36 @@ from fengine.worker.safetensors_file import read_json
 
 
 def get_server_info(engine: HasContext) -> dict[str, Any]:
-    """Every setting as resolved, what the engine is made of, and one internal state."""
+    """Every field of ServerArgs, those that were "auto" with the value in force; what the engine is made of, and one
+    internal state."""
     parts, args, stats = engine._parts, engine._context.args, engine._parts.core.call("get_stats")
-    return resolved_args(parts, args, stats) | {
+    config = parts.config
+    return asdict(args) | in_force(config) | _names(args) | {
+        "context_length": parts.context_length,
+        "max_total_tokens": parts.pool_tokens,
+        "chunked_prefill_size": config.scheduler.max_step_tokens,
+        "speculative_num_draft_tokens": config.speculation.num_draft_tokens if args.speculative_algorithm else None,
+        "weight_version": stats["weight_version"],
         "launch_command": " ".join(sys.argv),
         "status": "ready" if not stats["refusals"] else next(iter(stats["refusals"].values())),
         "max_total_num_tokens": parts.pool_tokens,
         "max_req_input_len": min(parts.context_length, parts.pool_tokens) - 1,
         "startup_time": parts.start_seconds,
         "version": __version__,
-        "internal_states": [internal_state(parts, stats)],
+        "internal_states": [_internal_state(parts, stats)],
+    }  # fmt: skip
+
+
+def _names(args: ServerArgs) -> dict[str, Any]:
+    path = str(args.model_path)
+    return {
+        "model_path": path,
+        "tokenizer_path": args.tokenizer_path or path,
+        "served_model_name": args.served_model_name or path,
     }
 
 
-def resolved_args(parts: Parts, args: ServerArgs, stats: dict[str, Any]) -> dict[str, Any]:
-    """Every field of ServerArgs, those that were "auto" with the value in force. Pure."""
-    config = parts.config
-    known = {
-        "model_path": str(args.model_path),
-        "tokenizer_path": args.tokenizer_path or str(args.model_path),
-        "served_model_name": args.served_model_name or str(args.model_path),
-        "context_length": parts.context_length,
-        "max_total_tokens": parts.pool_tokens,
-        "chunked_prefill_size": config.scheduler.max_step_tokens,
-        "speculative_num_draft_tokens": config.speculation.num_draft_tokens if args.speculative_algorithm else None,
-        "weight_version": stats["weight_version"],
-    }
-    return asdict(args) | in_force(config) | known
-
-
-def internal_state(parts: Parts, core_stats: dict[str, Any]) -> dict[str, Any]:
+def _internal_state(parts: Parts, core_stats: dict[str, Any]) -> dict[str, Any]:
     """SGLang's state of one data-parallel rank, fengine's counters with it. Memory in GiB. Pure."""
     stats = parts.stats(core_stats)
     busy, tokens = time.perf_counter() - parts.ready_at, stats["output_tokens"]
@@ -57,14 +57,14 @@ def internal_state(parts: Parts, core_stats: dict[str, Any]) -> dict[str, Any]:
         "world_size": parts.config.parallel.tp_size,
         "effective_max_running_requests_per_dp": parts.config.scheduler.max_running_requests,
         "last_gen_throughput": tokens / busy,  # output tokens per second since the start
-        "memory_usage": memory_usage(parts, core_stats["refusals"]),
+        "memory_usage": _memory_usage(parts, core_stats["refusals"]),
         "weight_version": core_stats["weight_version"],
         **({} if parts.config.speculation.algorithm is Algorithm.none else {"avg_spec_accept_length": accepted}),
         **stats,
     }
 
 
-def memory_usage(parts: Parts, refusals: Container[str]) -> dict[str, Any]:
+def _memory_usage(parts: Parts, refusals: Container[str]) -> dict[str, Any]:
     """GiB of weights, KV pool and graphs (on CUDA: all else that torch holds); what is released counts 0. Pure."""
     weights = parts.weights.nbytes()
     kv = 0 if "kv_cache" in refusals else parts.kv_bytes
@@ -82,9 +82,7 @@ def get_model_info(engine: HasContext) -> dict[str, Any]:
     """What kind of model runs. `preferred_sampling_params` are those in force, the model's own included."""
     parts, args, stats = engine._parts, engine._context.args, engine._parts.core.call("get_stats")
     return {
-        "model_path": str(args.model_path),
-        "tokenizer_path": args.tokenizer_path or str(args.model_path),
-        "served_model_name": args.served_model_name or str(args.model_path),
+        **_names(args),
         "is_generation": parts.spec.generates,
         "preferred_sampling_params": dict(engine._context.preferred) or None,
         "weight_version": stats["weight_version"],

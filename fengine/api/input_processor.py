@@ -10,9 +10,6 @@ from itertools import islice
 from typing import Any
 
 from fengine.api.generate_input import GenerateReqInput, routed_rank, split_batch
-from fengine.api.grammars import grammar_asked
-from fengine.api.hidden_states import hidden_asked
-from fengine.api.logit_processors import processor_asked
 from fengine.api.logprob_options import check_amount, logprobs_asked
 from fengine.api.options import (
     EngineContext,
@@ -22,7 +19,7 @@ from fengine.api.options import (
     salt_of,
     stop_ids,
 )
-from fengine.api.prompt_places import prompt_in_place
+from fengine.api.request_features import grammar_asked, hidden_asked, processor_asked, prompt_in_place
 from fengine.api.sessions import Turn
 from fengine.api.weights import adapter_of
 from fengine.core.request import Request, SamplingParams, derive_seed

@@ -73,12 +73,10 @@ class ScoreResult(list[list[float]]):
 class Scoring:
     """A checked `score` call. `labels` has one list per prompt; None for a classifier, whose labels are its own."""
 
+    req: ScoreReqInput
     prompts: list[Any]  # str, or lists of token ids
     labels: list[list[int]] | None
-    softmax: bool
     temperature: float
-    want_logprobs: bool
-    want_hidden: bool
 
     @classmethod
     def of(cls, req: ScoreReqInput, generates: bool, vocab_size: int) -> "Scoring":
@@ -89,7 +87,11 @@ class Scoring:
         for name in ("apply_softmax", "item_first", "return_pooled_hidden_states", "return_token_logprobs"):
             if not isinstance(getattr(req, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, got {told(getattr(req, name))}.")
-        temperature = _temperature(req.temperature, req.apply_softmax)
+        temperature = exact_float(req.temperature)
+        if temperature is None or not (math.isfinite(temperature) and temperature > 0):
+            raise InvalidRequestError(f"temperature must be finite and greater than zero, got {req.temperature!r:.80}.")
+        if temperature != 1 and not req.apply_softmax:
+            raise InvalidRequestError(f"temperature requires apply_softmax=True (got {req.temperature!r} without).")
         if req.return_pooled_hidden_states and generates:
             raise InvalidRequestError(
                 "return_pooled_hidden_states is not supported for CausalLM models; classifiers have them."
@@ -100,54 +102,36 @@ class Scoring:
         if labels is None and generates:
             raise InvalidRequestError("label_token_ids is required for generation (CausalLM) models.")
         prompts = join(plain(req.query), plain(req.items), req.item_first)
-        checked = check_labels(labels, len(prompts), vocab_size) if generates else None
-        return cls(
-            prompts, checked, req.apply_softmax, temperature, req.return_token_logprobs, req.return_pooled_hidden_states
-        )
+        return cls(req, prompts, check_labels(labels, len(prompts), vocab_size) if generates else None, temperature)
 
-    def generate_input(self) -> GenerateReqInput:
-        """What a language model is asked. Checked sampling parameters: the engine's `preferred_sampling_params`, such
-        as a bias, are not mixed in."""
-        text = isinstance(self.prompts[0], str)
-        return GenerateReqInput(
-            text=self.prompts if text else None,
-            input_ids=None if text else self.prompts,
-            sampling_params=SamplingParams(max_new_tokens=0, top_k=1),
-            return_logprob=True,
-            token_ids_logprob=self.labels,
-        )
+    def inputs(self) -> list[GenerateReqInput | EncodeReqInput]:
+        """What is asked: of a classifier with its head, and without it where hidden states are wanted.
 
-    def from_logprobs(self, outputs: Any) -> ScoreResult:
-        """The result, from what `generate` returned. Pure. Errors: AbortedError."""
-        _refuse_aborted(outputs)
-        metas = [output["meta_info"] for output in outputs]
-        rows = [[entry[0] for entry in meta["output_token_ids_logprobs"][0]] for meta in metas]
-        scores = [self._softmax(row) if self.softmax else [math.exp(value) for value in row] for row in rows]
-        tokens = sum(meta["prompt_tokens"] for meta in metas)
-        return ScoreResult(scores, tokens, token_logprobs=rows if self.want_logprobs else None)
-
-    def from_heads(self, outputs: Any, hidden: Any = None) -> ScoreResult:
-        """The result of a classifier, from what these calls returned. Pure. Errors: AbortedError."""
-        _refuse_aborted([*outputs, *(hidden or ())])
-        rows = [output["embedding"] for output in outputs]
-        scores = [self._softmax(row) for row in rows] if self.softmax else rows
-        tokens = sum(output["meta_info"]["prompt_tokens"] for output in outputs)
-        return ScoreResult(scores, tokens, None if hidden is None else [output["embedding"] for output in hidden])
-
-    def calls(self, engine: Any) -> list[Any]:
-        """The requests of each call: of a classifier with its head, and without it where hidden states are wanted."""
+        A language model gets checked sampling parameters: the engine's preferred ones are not mixed in.
+        """
         if not self.prompts:
             return []
-        if self.labels is not None:
-            return [engine._requests(self.generate_input())]
-        heads = [True, False] if self.want_hidden else [True]
-        return [encode_requests(engine, EncodeReqInput(self.prompts), head) for head in heads]
+        if self.labels is None:
+            return [EncodeReqInput(self.prompts)] * (2 if self.req.return_pooled_hidden_states else 1)
+        text, params = isinstance(self.prompts[0], str), SamplingParams(max_new_tokens=0, top_k=1)
+        req = GenerateReqInput(self.prompts if text else None, params, None if text else self.prompts)
+        req.return_logprob, req.token_ids_logprob = True, self.labels
+        return [req]
 
-    def result(self, *found: Any) -> ScoreResult:
+    def result(self, outputs: Any = (), hidden: Any = ()) -> ScoreResult:
         """The result, from what the calls returned. Pure. Errors: AbortedError."""
-        if not found:
-            return ScoreResult()
-        return self.from_heads(*found) if self.labels is None else self.from_logprobs(*found)
+        metas = [output["meta_info"] for output in (*outputs, *hidden)]
+        if any((meta.get("finish_reason") or {}).get("type") == "abort" for meta in metas):
+            raise AbortedError("a request of this score call was aborted, so its scores are not known; call it again.")
+        logprobs, pooled = None, [output["embedding"] for output in hidden] if hidden else None
+        if self.labels is None:
+            rows = [output["embedding"] for output in outputs]
+        else:
+            logprobs = [[entry[0] for entry in meta["output_token_ids_logprobs"][0]] for meta in metas]
+            rows = logprobs if self.req.apply_softmax else [[math.exp(value) for value in row] for row in logprobs]
+        scores = [self._softmax(row) for row in rows] if self.req.apply_softmax else rows
+        tokens = sum(meta["prompt_tokens"] for meta in metas[: len(outputs)])
+        return ScoreResult(scores, tokens, pooled, logprobs if self.req.return_token_logprobs else None)
 
     def _softmax(self, row: list[float]) -> list[float]:
         top = max(row)
@@ -178,14 +162,14 @@ def score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     Errors: AbortedError if one of its requests is aborted.
     """
     scoring = _scoring(engine, args, kwargs)
-    return scoring.result(*(complete(engine._context, *call) for call in scoring.calls(engine)))
+    return scoring.result(*(complete(engine._context, *call) for call in _calls(engine, scoring)))
 
 
 @takes(ScoreReqInput)
 async def async_score(engine: Any, *args: Any, **kwargs: Any) -> ScoreResult:
     """As `score`. Works in any event loop."""
     scoring = _scoring(engine, args, kwargs)
-    loop, calls = asyncio.get_running_loop(), scoring.calls(engine)
+    loop, calls = asyncio.get_running_loop(), _calls(engine, scoring)
     begun = [OutputCollector(engine._context, *call, stream=False, loop=loop) for call in calls]
     return scoring.result(*[await call.wait_async() for call in begun])
 
@@ -195,22 +179,15 @@ def _scoring(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scor
     return Scoring.of(ScoreReqInput(*args, **kwargs), spec.num_labels is None, spec.vocab_size)
 
 
-# -- the arithmetic ----------------------------------------------------------------------------------------------------
+def _calls(engine: Any, scoring: Scoring) -> list[Any]:
+    """The requests of each call."""
+    return [
+        engine._requests(req) if isinstance(req, GenerateReqInput) else encode_requests(engine, req, head=i == 0)
+        for i, req in enumerate(scoring.inputs())
+    ]
 
 
-def _refuse_aborted(outputs: list[dict[str, Any]]) -> None:
-    for output in outputs:
-        if (output["meta_info"].get("finish_reason") or {}).get("type") == "abort":
-            raise AbortedError("a request of this score call was aborted, so its scores are not known; call it again.")
-
-
-def _temperature(value: Any, softmax: bool) -> float:
-    number = exact_float(value)
-    if number is None or not (math.isfinite(number) and number > 0):
-        raise InvalidRequestError(f"temperature must be finite and greater than zero, got {value!r:.80}.")
-    if number != 1 and not softmax:
-        raise InvalidRequestError(f"temperature requires apply_softmax=True (got {value!r} without).")
-    return number
+# -- what is checked ---------------------------------------------------------------------------------------------------
 
 
 def join(query: Any, items: Any, item_first: bool) -> list[Any]:

@@ -130,11 +130,9 @@ def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
         raise invalid("items", "items must not be empty.")
 
     def answer(outputs: list[Output]) -> dict[str, Any]:
-        read = scoring.from_heads if scoring.labels is None else scoring.from_logprobs
-        return {"scores": list(read(outputs)), "model": model, "usage": _usage(outputs), "object": "scoring"}
+        return {"scores": list(scoring.result(outputs)), "model": model, "usage": _usage(outputs), "object": "scoring"}
 
-    request = EncodeReqInput(scoring.prompts) if scoring.labels is None else scoring.generate_input()
-    return Plan(request, len(scoring.prompts), answer)
+    return Plan(scoring.inputs()[0], len(scoring.prompts), answer)
 
 
 def _pairs(given: Mapping[str, Any], engine: Engine, model: str) -> Plan:

@@ -56,36 +56,36 @@ def test_query_and_items_are_of_one_kind(query: Any, items: Any) -> None:
 
 def test_scores_are_probabilities_or_a_softmax_over_the_labels() -> None:
     outputs = [answer(-1.0, -2.0), answer(-0.5, -40.0, tokens=4)]
-    plain = scoring().from_logprobs(outputs)
+    plain = scoring().result(outputs)
     assert plain == [[math.exp(-1), math.exp(-2)], [math.exp(-0.5), math.exp(-40)]] and plain.token_logprobs is None
     assert isinstance(plain, list) and plain.scores is plain and len(plain) == 2 and plain.prompt_tokens == 11
-    kept = scoring(return_token_logprobs=True).from_logprobs(outputs)
+    kept = scoring(return_token_logprobs=True).result(outputs)
     assert kept.token_logprobs == [[-1.0, -2.0], [-0.5, -40.0]] and kept.pooled_hidden_states is None
     for temperature in (1.0, 0.25, 3):
-        soft = scoring(apply_softmax=True, temperature=temperature).from_logprobs(outputs)
+        soft = scoring(apply_softmax=True, temperature=temperature).result(outputs)
         for row, logprobs in zip(soft, ([-1.0, -2.0], [-0.5, -40.0]), strict=True):
             powers = [math.exp(value / temperature) for value in logprobs]
             assert row == pytest.approx([power / sum(powers) for power in powers]) and sum(row) == pytest.approx(1)
-    tiny = scoring(apply_softmax=True, temperature=1e-6).from_logprobs(outputs)
+    tiny = scoring(apply_softmax=True, temperature=1e-6).result(outputs)
     assert tiny == [[1.0, 0.0], [1.0, 0.0]]
 
 
 def test_a_classifier_gives_its_logits() -> None:
     heads = [{"embedding": [1.0, -3.0, 0.5], "meta_info": {"prompt_tokens": 6}}]
     hidden = [{"embedding": [0.25] * 4, "meta_info": {"prompt_tokens": 6}}]
-    plain = scoring(generates=False, label_token_ids=None).from_heads(heads)
+    plain = scoring(generates=False, label_token_ids=None).result(heads)
     assert plain == [[1.0, -3.0, 0.5]] and plain.prompt_tokens == 6 and plain.pooled_hidden_states is None
-    soft = scoring(generates=False, apply_softmax=True, return_pooled_hidden_states=True).from_heads(heads, hidden)
+    soft = scoring(generates=False, apply_softmax=True, return_pooled_hidden_states=True).result(heads, hidden)
     powers = [math.exp(value) for value in (1.0, -3.0, 0.5)]
     assert soft[0] == pytest.approx([power / sum(powers) for power in powers])
     assert soft.pooled_hidden_states == [[0.25] * 4]
 
 
 def test_what_generate_is_asked() -> None:
-    asked = scoring(return_token_logprobs=True).generate_input()
+    asked = scoring(return_token_logprobs=True).inputs()[0]
     assert asked.text == ["qa", "qb"] and asked.input_ids is None
     assert asked.token_ids_logprob == [[3, 5], [3, 5]] and asked.sampling_params.max_new_tokens == 0
-    asked = scoring(query=[1], items=[[2], [3]], label_token_ids=[[4], (6, 5)], item_first=True).generate_input()
+    asked = scoring(query=[1], items=[[2], [3]], label_token_ids=[[4], (6, 5)], item_first=True).inputs()[0]
     assert asked.text is None and asked.input_ids == [[2, 1], [3, 1]]
     assert asked.token_ids_logprob == [[4], [6, 5]]
 
