@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import SequenceMatcher
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fengine"
 FILES = (
     "core/*.py", "engine/engine_core.py", "engine/inbox.py", "engine/output_processor.py", "engine/request_state.py",
-    "engine/stepper.py", "engine/readout.py", "engine/steering.py", "api/sessions.py", "api/collector.py",
+    "engine/stepper.py", "engine/readout.py", "engine/steering.py", "api/sessions.py", "api/streams.py",
     "speculative/ngram.py", "speculative/pace.py", "speculative/draft.py", "speculative/chain.py",
     "speculative/proposers.py", "eval/runs/journal.py",
 )  # fmt: skip
@@ -56,6 +56,7 @@ COMPARE = {
 }  # fmt: skip
 OPERATE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add}
 BUDGET = 60.0  # seconds that the tests of one mutant take in all, without it; the longest are left out
+OFTEN = 64  # calls of a function in one test, beyond which its lines are seldom looked at
 HANGS = 6  # seconds of processor time, beyond ten times what a test takes without a mutant
 
 
@@ -198,10 +199,12 @@ class Lines:
         self.paths = paths
         self.found: dict[CodeType, set[int]] = {}
         self.most: dict[CodeType, int] = {}
+        self.calls = Counter[CodeType]()
 
     def take(self) -> dict[str, list[int]]:
         """Those since the last time."""
         found, self.found, by_file = self.found, {}, defaultdict[str, set[int]](set)
+        self.calls.clear()
         for code, lines in found.items():
             by_file[os.path.relpath(code.co_filename, PACKAGE)] |= lines
         return {file: sorted(lines) for file, lines in by_file.items()}
@@ -209,6 +212,9 @@ class Lines:
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
         if code.co_filename not in self.paths:
+            return None
+        self.calls[code] = count = self.calls[code] + 1
+        if count > OFTEN and count & (count - 1):  # a look now and then
             return None
         if (most := self.most.get(code)) is None:
             most = self.most[code] = len({line for _, _, line in code.co_lines() if line is not None})
