@@ -392,11 +392,11 @@ class World:
                 job = self.jobs[state.request.rid]
                 if not state.done:
                     raise Violation(f"{state.request.rid} was never answered")
+                gone = loop is not None and loop.is_closed()
                 if state.error is not None:
-                    if not self._is_explained(event, state.error):
+                    if not self._is_explained(event, state.error) and not (gone and "be told" in str(state.error)):
                         raise state.error
                     continue
-                gone = loop is not None and loop.is_closed()
                 excused = gone or state.abandoned or type(self) in self.excused or state.request.rid in self.aborted
                 broken = BROKEN if self._is_broken(event) else TOKENIZER
                 if wrong := judge(self.solo, state, job, self.labels, broken, excused):

@@ -164,8 +164,9 @@ class OutputProcessor:
         done = state.done
         try:
             state.tell()
-        except Exception:  # nobody can be told any more
-            self.abort_later([state])
+        except Exception as error:  # nobody can be told any more, or just now not: then the end is told, and is none
+            if not done:
+                self._fail(state, error, "its caller could not be told", notify=False)
         if done:
             self.untold.pop(state, None)
 
@@ -185,9 +186,11 @@ class OutputProcessor:
                     self._fail(state, error, notify=False)
         self._tell(state)
 
-    def _fail(self, state: RequestState, error: Exception, notify: bool = True) -> None:
-        """A detokenizer that fails ends its own request only."""
-        failed = EngineDeadError(f"request {state.request.rid!r}: detokenizing failed: {error}")
+    def _fail(
+        self, state: RequestState, error: Exception, what: str = "detokenizing failed", notify: bool = True
+    ) -> None:
+        """A detokenizer or a caller that fails ends its own request only."""
+        failed = EngineDeadError(f"request {state.request.rid!r}: {what}: {error}")
         failed.__cause__ = error
         state.error = failed
         self.abort_later([state])
