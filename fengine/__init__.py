@@ -15,7 +15,7 @@ _HOME = {
     "EngineConfig": "fengine.config",
     "SamplingParams": "fengine.core.sampling_params",
     "ServerArgs": "fengine.api.server_args",
-    "evaluate": "fengine.eval.evaluate",
+    "evaluate": "fengine.eval.commands.evaluate",
 }
 find_moved()
 

@@ -5,6 +5,6 @@ from fengine.api.server_args import ServerArgs as ServerArgs
 from fengine.compat import install_as_sglang as install_as_sglang
 from fengine.config import EngineConfig as EngineConfig
 from fengine.core.sampling_params import SamplingParams as SamplingParams
-from fengine.eval.evaluate import evaluate as evaluate
+from fengine.eval.commands.evaluate import evaluate as evaluate
 
 __version__: str

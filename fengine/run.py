@@ -23,7 +23,6 @@ from fengine.eval.commands import (
     inform,
     lm_eval,
     merge,
-    report,
     rerun,
     serve,
     verify,
@@ -39,9 +38,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "env": partial(command.run, inform.ENV, inform.env),
     "models": partial(command.run, inform.MODELS, inform.models),
     "replay": partial(command.run, inform.REPLAY, inform.replay_steps),
+    "report": partial(command.run, inform.REPORT, inform.report),
     **{name: partial(command.run, module.USAGE, module.work) for name, module in {
-        "batch": batch, "bench": bench, "chat": chat, "diff": diff, "merge": merge, "report": report, "rerun": rerun,
-        "verify": verify,
+        "batch": batch, "bench": bench, "chat": chat, "diff": diff, "merge": merge, "rerun": rerun, "verify": verify,
     }.items()},
 }  # fmt: skip
 

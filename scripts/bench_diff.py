@@ -23,7 +23,7 @@ import measure
 
 from fengine.eval.cli.schema import flat
 from fengine.eval.runs.config import EvalConfig
-from fengine.eval.runs.digests import canonical
+from fengine.eval.runs.provenance import canonical
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ("equal", "all differ", "another order")

@@ -156,7 +156,7 @@ def wrapped(key, call):
                 kept[key] = kept.get(key, 0.0) + total - less
             inner[-1] = [x + y for x, y in zip(inner[-1], took)]
     return one
-keep, others = loop._Loop.keep, []
+keep, others = loop.Loop.keep, []
 def keep_often(self, done):
     own = self.job.journal
     if not others:
@@ -164,9 +164,9 @@ def keep_often(self, done):
     for self.job.journal in others: keep(self, done)
     self.job.journal = own
     return keep(self, done)
-loop._Loop.keep = keep_often if journals > 1 else keep
+loop.Loop.keep = keep_often if journals > 1 else keep
 timed("journal", journal.Journal, "__init__", "sync_if_due", "sync", "close")
-timed("journal", loop._Loop, "keep"); timed("journal", run_file, "reopen")
+timed("journal", loop.Loop, "keep"); timed("journal", run_file, "reopen")
 timed("manifest", run_file.manifest, "identity", "session", "in_force"); timed("manifest", run_file, "open_record")
 timed("manifest", run_file.Run, "check_engine"); timed("manifest", folder.RunFolder, "write_several")
 timed("records as JSON", answering, "line_of"); timed("records as JSON", loop, "line_of")

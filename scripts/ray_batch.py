@@ -29,12 +29,12 @@ from fengine.errors import FengineError, MissingExtraError
 from fengine.eval.cli import view
 from fengine.eval.cli.compose import parse, points
 from fengine.eval.cli.engines import model_directory, open_engine, report
-from fengine.eval.runs import digests, manifest
+from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs.answering import FATAL, Asker, answer_row
 from fengine.eval.runs.config import EVAL, EvalConfig, parse_shard
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
-from fengine.eval.runs.index import OK, RowIndex, RowTable, index_rows, reopen
+from fengine.eval.runs.index import OK, RowIndex, RowTable, index_rows
 from fengine.eval.runs.journal import Journal, encode
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.tasks.kinds import open_task
@@ -55,9 +55,9 @@ class EngineActor:
         self.config, self.engine = config, open_engine(config.engine)
         self.task = open_task(config.task, base, run_file.render_of(self.engine, config.chat))
         self.asker = Asker(self.engine)
-        found = manifest.in_force(self.engine.config, self.asker.max_input)
-        if digests.local_directory(config.engine.model.path) is None:
-            found["model_files"] = digests.file_digests(model_directory(config.model))
+        found = manifest.in_force(self.engine)
+        if provenance.local_directory(config.engine.model.path) is None:
+            found["model_files"] = provenance.file_digests(model_directory(config.model))
         self.in_force = json.dumps(found)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -143,9 +143,8 @@ def work(args: argparse.Namespace) -> int:
     task = open_task(config.task, base)
     with RunFolder(folder) as opened:
         rows = index_rows(task).shard(shard)
-        record = run_file.open_record(opened, point, manifest.identity(config, task, rows), base)
-        table = reopen(opened, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
-        part = run_file.Run(config, opened, record, rows, table)
+        part = run_file.open_run(opened, point, manifest.identity(config, task, rows), rows, base, screen)
+        record, table = part.record, part.table
         if table.left:
             screen.note(f"{rows.rows - table.left:,} of {rows.rows:,} rows are there; a folder to go on with: {folder}")
             record["sessions"].append(manifest.session(["ray_batch", *args.words], run_file.now()))

@@ -106,7 +106,7 @@ def fake_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(engines_file, "open_engine", FakeEngine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     monkeypatch.setattr(manifest, "surroundings", dict)
-    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
+    monkeypatch.setattr(manifest.provenance, "checkout", lambda: None)
     write_rows(folder / "rows.jsonl", ROWS)
 
     def run_eval(name: str, *words: str, code: int = run.OK) -> Path:

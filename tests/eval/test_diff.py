@@ -18,9 +18,9 @@ from eval_fakes import ROWS, Run, fake_runs, next_float32, records, rewrite, wri
 
 from fengine import run
 from fengine.errors import StorageError
-from fengine.eval.records.compare import compare, compare_row, edges, flipped_bits, hex_bits
-from fengine.eval.records.records import Records, pairs_of, runs_of
+from fengine.eval.runs.compare import compare, compare_row, edges, flipped_bits, hex_bits
 from fengine.eval.runs.journal import Entry, encode, scan
+from fengine.eval.runs.records import Records, pairs_of, runs_of
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]
     monkeypatch.setattr(engines_file, "open_engine", open_engine)
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
     monkeypatch.setattr(manifest, "surroundings", dict)
-    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
+    monkeypatch.setattr(manifest.provenance, "checkout", lambda: None)
     write_rows(tmp_path / "rows.jsonl", ROWS)
     return opened
 
@@ -244,7 +244,7 @@ def test_death_at_every_system_call_resumes(
     job, reference = whole
     wanted, number, alive = sha(reference / "outputs.jsonl"), 0, False
     original = run_file.Journal
-    monkeypatch.setattr(run_file.digests, "_DigestCache", FakeDigests)
+    monkeypatch.setattr(run_file.provenance, "_DigestCache", FakeDigests)
     while not alive:
         folder = tmp_path / f"c{number}"
         for second in (None, number % 7):

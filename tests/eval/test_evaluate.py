@@ -47,7 +47,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(manifest, "code_digest", lambda: "one")
-    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
+    monkeypatch.setattr(manifest.provenance, "checkout", lambda: None)
     return FakeEngine(EngineConfig())
 
 

@@ -20,10 +20,10 @@ from fengine.config import ModelConfig
 from fengine.errors import ResumeMismatchError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli.schema import flat
-from fengine.eval.runs import machine, manifest
+from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.config import FREE, EvalConfig, JournalConfig, Trace, check
-from fengine.eval.runs.digests import canonical, model_digests
 from fengine.eval.runs.manifest import differences, settings
+from fengine.eval.runs.provenance import canonical, model_digests
 
 
 @pytest.fixture(autouse=True)
@@ -142,8 +142,8 @@ def test_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("1")
     (tmp_path / "repo" / "pyproject.toml").write_text("")
-    monkeypatch.setattr(machine.fengine, "__file__", str(package / "__init__.py"))
-    assert machine.checkout.__wrapped__() is None, "no checkout"
+    monkeypatch.setattr(provenance.fengine, "__file__", str(package / "__init__.py"))
+    assert provenance.checkout.__wrapped__() is None, "no checkout"
 
     def git(*words: str) -> str:
         who = ["-c", "user.name=n", "-c", "user.email=e"]
@@ -151,27 +151,27 @@ def test_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return done.stdout.strip()
 
     git("init", "-q", "..")
-    assert machine.checkout.__wrapped__() is None, "no commit"
+    assert provenance.checkout.__wrapped__() is None, "no commit"
     git("add", "-A", "..")
     git("commit", "-qm", "x")
     clean = {"commit": git("rev-parse", "HEAD"), "dirty": False, "change_sha256": None}
-    assert machine.checkout.__wrapped__() == clean
+    assert provenance.checkout.__wrapped__() == clean
     digests = set()
     for text in ("2", "3"):
         (package / "__init__.py").write_text(text)
-        found = machine.checkout.__wrapped__()
+        found = provenance.checkout.__wrapped__()
         assert found is not None and found["dirty"] and found["commit"] == clean["commit"]
         digests.add(found["change_sha256"])
     assert len(digests) == 2
     canary = tmp_path / "canary"
     git("config", "core.fsmonitor", f"touch {canary}")
     git("config", "diff.external", f"touch {canary}")
-    assert machine.checkout.__wrapped__() is not None and not canary.exists()
-    monkeypatch.setattr(machine, "GIT_SECONDS", 0.0)
-    assert machine.checkout.__wrapped__() is None, "too slow"
-    monkeypatch.setattr(machine, "GIT_SECONDS", 5.0)
+    assert provenance.checkout.__wrapped__() is not None and not canary.exists()
+    monkeypatch.setattr(provenance, "GIT_SECONDS", 0.0)
+    assert provenance.checkout.__wrapped__() is None, "too slow"
+    monkeypatch.setattr(provenance, "GIT_SECONDS", 5.0)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.checkout.__wrapped__() is None, "no git"
+    assert provenance.checkout.__wrapped__() is None, "no git"
 
 
 def test_every_problem_of_a_config_is_told() -> None:

@@ -9,7 +9,7 @@ import tiny_vision
 from tiny_vision import picture
 
 from fengine import Engine
-from fengine.eval.evaluate import evaluate
+from fengine.eval.commands.evaluate import evaluate
 from fengine.eval.runs.index import index_rows
 from fengine.eval.tasks.kinds import open_task
 from fengine.eval.tasks.task import BadRow

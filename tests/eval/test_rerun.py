@@ -14,7 +14,7 @@ from eval_fakes import ROWS, FakeEngine, Run, fake_runs, rewrite, write_rows
 from fengine import run
 from fengine.errors import EngineDeadError
 from fengine.eval.cli import engines as engines_file
-from fengine.eval.runs import digests, manifest
+from fengine.eval.runs import manifest, provenance
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_junk_in_a_manifest_ends_typed(
             inner = inner[key]
         inner[place[-1]] = junk
         if place[:2] == ("identity", "config"):
-            record["identity"]["config_sha256"] = digests.canonical(record["identity"]["config"])
+            record["identity"]["config_sha256"] = provenance.canonical(record["identity"]["config"])
         Path("a/manifest.json").write_text(json.dumps(record))
         for words in (
             ["diff", "a", "a"],

@@ -27,7 +27,8 @@ from fengine.errors import ContextLengthError, EngineDeadError, ModelLoadError
 from fengine.eval.cli import engines as engines_file
 from fengine.eval.cli import view
 from fengine.eval.cli.view import Progress, Shown, clean, clock, tail
-from fengine.eval.runs import manifest, meter
+from fengine.eval.runs import loop as meter
+from fengine.eval.runs import manifest
 
 ROOT = Path(run.__file__).resolve().parent.parent
 
@@ -124,7 +125,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(manifest.machine, "checkout", lambda: None)
+    monkeypatch.setattr(manifest.provenance, "checkout", lambda: None)
     monkeypatch.setattr(engines_file, "open_engine", open_engine)
     return opened
 
@@ -539,7 +540,7 @@ def test_the_rest_of_a_run_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None
     assert one.progress(20, 100, ()).remaining is None
     now[0] = 120.0
     for _ in range(10):
-        one.count_failure()
+        one.count([], True)
     moment = one.progress(20, 100, ())
     assert moment.remaining == 140.0 and moment.time == "0:20, 2:20 left"
     assert one.progress(20, None, ()).remaining is None

@@ -25,7 +25,7 @@ from fengine.eval.cli.schema import BadPoint, Point
 from fengine.eval.runs import manifest
 from fengine.eval.runs import run as run_file
 from fengine.eval.runs.config import EVAL
-from fengine.eval.runs.sweep_tables import PointStatus, as_csv, markdown, over_seeds
+from fengine.eval.runs.sweep import PointStatus, as_csv, markdown, over_seeds
 
 WORDS = ["task=jsonl", "task.data=rows.jsonl", "task.match=exact", "task.target=answer", "compile=none"]
 ROWS = 6

@@ -15,8 +15,8 @@ from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import Point
 from fengine.eval.cli.view import QuietView
 from fengine.eval.commands import evaluate
-from fengine.eval.runs.batch import BatchExport
 from fengine.eval.runs.config import RUN, RunConfig, evaluation_of
+from fengine.eval.runs.output import BatchExport
 from fengine.eval.runs.run import Ended, run_point
 from fengine.eval.tasks.task_config import Format
 

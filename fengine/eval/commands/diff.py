@@ -9,8 +9,8 @@ from fengine.errors import ConfigError, StorageError
 from fengine.eval.cli import command
 from fengine.eval.cli.command import DIFFERS, OK
 from fengine.eval.cli.view import count, place, say
-from fengine.eval.records.compare import Comparison, compare, edges, row_lines
-from fengine.eval.records.records import Records, causes, pairs_of, runs_of
+from fengine.eval.runs.compare import Comparison, compare, edges, row_lines
+from fengine.eval.runs.records import Records, causes, pairs_of, runs_of
 
 USAGE = """
 Usage: fengine diff RUN_A RUN_B [show=5] [--json]

@@ -1,4 +1,4 @@
-"""`fengine eval task=NAME ...` and `fengine prompts=FILE out=FILE ...`: rows through a model, kept in a run folder.
+"""`fengine eval task=NAME ...`, `fengine prompts=FILE ...`, `fengine.evaluate(task, engine)`: rows through a model.
 
 A run of prompts is an evaluation that scores nothing. Its run folder is FILE.run beside the output file, or the run's
 own directory, so that it goes on where it was interrupted, and `fengine verify`, `diff` and `report` read it.
@@ -7,25 +7,35 @@ Exit codes: 0 all rows good; 1 rows failed, or the run could not go on (the engi
 errors); 2 usage, configuration, input, or a folder of another run; 130 interrupted; 143 terminated.
 """
 
+import hashlib
+import inspect
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fengine.errors import FengineError
 from fengine.eval.cli import view
-from fengine.eval.cli.command import INTERRUPTED, OK, composed
+from fengine.eval.cli.command import INTERRUPTED, OK, TERMINATED, composed
 from fengine.eval.cli.compose import jobs
 from fengine.eval.cli.engines import EngineCache, model_directory
 from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
-from fengine.eval.runs.config import EVAL, RUN, RunConfig, evaluation_of
-from fengine.eval.runs.digests import has_chat_template, local_directory
+from fengine.eval.cli.view import place
+from fengine.eval.runs import manifest
+from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingConfig, View, evaluation_of
+from fengine.eval.runs.folder import RunFolder
+from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import Export
-from fengine.eval.runs.run import Ended, run_point
+from fengine.eval.runs.provenance import has_chat_template, local_directory
+from fengine.eval.runs.run import Ended, open_run, run_point
 from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
+from fengine.eval.tasks.task import Task
+from fengine.eval.tasks.task_config import Match, TaskConfig
 
 OUTPUT = "output.jsonl"  # of a run of prompts, in its own directory
 # What a run of prompts has that names none: SGLang's examples of the offline engine, and what the model in the box can.
@@ -143,6 +153,66 @@ def run_prompts(point: Point, engines: EngineCache, screen: view.QuietView, argv
         rows = builtin_rows(has_chat_template(local_directory(model.path) or model_directory(model)))
     own = replace(point, config=evaluation_of(config, rows))
     return run_point(own, engines, screen, argv, Path.cwd(), export)
+
+
+# -- from Python -------------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    task: Task,
+    engine: Any,
+    out: str | Path | None = None,
+    *,
+    sampling: dict[str, Any] | None = None,
+    seed: int = 0,
+    adapter: str | None = None,
+    top_logprobs: int = 0,
+    max_errors: int | None = None,
+    show: int = 0,
+) -> dict[str, Any]:
+    """Runs a task's rows through an open engine; returns what metrics.json holds.
+
+    `task` brings rows, what is asked of each, scores and metrics (`fengine.eval.tasks.task.Task`). `out` is the run
+    folder, a new one below runs/ if None: the same call goes on where it was interrupted. The manifest has the SHA-256
+    of the task's source. `fengine diff` and `report` read the folder; `verify` and `rerun` need the task, and say so.
+    Errors: FengineError and its kinds; KeyboardInterrupt.
+    """
+    config = EvalConfig(
+        engine=engine.config,
+        sampling=SamplingConfig(**{"temperature": 0.0} | (sampling or {})),
+        task=TaskConfig(task.name, task.version, target=None, match=Match.none),
+        view=View.plain if show else View.quiet,
+        **{"seed": seed, "adapter": adapter, "top_logprobs": top_logprobs, "max_errors": max_errors, "show": show},
+    )
+    point = Point(config, Path(f"runs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}" if out is None else out).absolute())
+    code, metrics, record = _run(task, engine, point)
+    if metrics is not None:
+        return metrics
+    if code in (INTERRUPTED, TERMINATED):
+        raise KeyboardInterrupt
+    how = record["sessions"][-1]["how"]
+    raise FengineError(f"the run in {place(str(point.directory))} ended early: {how}; the same call goes on")
+
+
+def _run(task: Task, engine: Any, point: Point) -> tuple[int, dict[str, Any] | None, dict[str, Any]]:
+    """Exit code, metrics.json and manifest of the run in the point's folder."""
+    screen, rows = view.choose(point.config.view), index_rows(task)
+    with RunFolder(point.directory) as folder:
+        what = manifest.identity(point.config, task, rows)
+        what["task"]["source_sha256"] = source_digest(task)
+        run = open_run(folder, point, what, rows, Path.cwd(), screen)
+        if not run.table.left:
+            return *run.end(task, screen, [], 0.0), run.record
+        run.check_engine(engine)
+        return *run.compute(engine, task, screen, ["evaluate"]), run.record
+
+
+def source_digest(task: Task) -> str | None:
+    """SHA-256 of the source of a task's class; None where there is none, as in a prompt of Python."""
+    try:
+        return hashlib.sha256(inspect.getsource(type(task)).encode()).hexdigest()
+    except (OSError, TypeError):
+        return None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`fengine env`, `fengine models` and `fengine replay`: facts of this machine, what loads, steps that were recorded."""
+"""Commands that tell: `fengine env`, `models`, `replay` (steps that were recorded) and `report` (a page of a run)."""
 
 import json
 import platform
@@ -11,10 +11,14 @@ import yaml
 
 from fengine.core.recording import replay
 from fengine.errors import ConfigError, FengineError
-from fengine.eval.cli.command import OK, parse
+from fengine.eval.cli.command import OK, number, parse, whole
 from fengine.eval.cli.engines import devices, model_families
 from fengine.eval.cli.guard import conf_dir
-from fengine.eval.runs import machine, manifest
+from fengine.eval.cli.view import place
+from fengine.eval.report.page import page, report_data
+from fengine.eval.runs import manifest, provenance
+from fengine.eval.runs.folder import write_file
+from fengine.eval.runs.records import runs_of
 from fengine.ops.compiler import find_compiler, private_cache_dir
 
 ENV = """
@@ -37,6 +41,20 @@ fengine replay FILE: schedules the recorded steps of an engine again, and execut
 
 Exit codes: 0 all are, 1 one is not, 2 usage.
 """
+REPORT = """
+Usage: fengine report RUN_OR_SWEEP [RUN_B] [out=FILE] [rows=1000] [megabytes=5]
+
+Writes one HTML file that opens offline, wherever it is copied to: metrics with error bars, what the run depends on, its
+rows with a heatmap of their tokens, the scheduler's steps and pages over time (of a run with trace=steps); of a sweep
+its metrics with paired differences; of two runs where they differ and why. It also reads runs that have not come to
+their end. The likeliest tokens beside each token are there if the run recorded them (top_logprobs=5).
+
+  out=FILE      default: report.html in the folder, diff.html in the first one of two
+  rows=N        how many rows the file holds at most; a third each for failed, wrong and other ones (default 1000)
+  megabytes=M   about how large it may be (default 5); the largest rows are cut, to the same size
+
+Exit codes: 0 written   2 usage, a folder that is no run's, or a file that cannot be written
+"""
 WANTED = ("torch triton numpy tokenizers transformers safetensors huggingface-hub hydra-core llguidance fastapi "
           "uvicorn lm-eval inspect-ai").split()  # fmt: skip
 
@@ -55,8 +73,8 @@ def env(argv: Sequence[str]) -> int:
 
 def facts() -> dict[str, Any]:
     """Facts about this machine by name, as JSON's values: what a manifest has."""
-    there, around, seen = machine.packages(), manifest.surroundings(), devices()
-    checkout = machine.checkout()
+    there, around, seen = provenance.packages(), manifest.surroundings(), devices()
+    checkout = provenance.checkout()
     return {
         "fengine": manifest.versions()["fengine"],
         "commit": checkout and checkout["commit"][:12] + (" and changes" if checkout["dirty"] else ""),
@@ -106,3 +124,27 @@ def replay_steps(argv: Sequence[str]) -> int:
     requests, steps = replay(Path(argv[0]))
     print(f"{requests:,} requests, {steps:,} steps: each is scheduled as it was, and reads its own KV")
     return OK
+
+
+def report(argv: Sequence[str]) -> int:
+    """The exit code. Errors: FengineError."""
+    options = {"out": _file, "rows": whole(0, 100_000), "megabytes": number(0.5, 500)}
+    words = parse(argv, options)
+    if len(words.places) not in (1, 2):
+        raise ConfigError(f"fengine report takes one folder or two, got {len(words.places)}; see fengine report --help")
+    folders = [Path(word) for word in words.places]
+    name = "diff.html" if len(folders) == 2 else "report.html"
+    out: Path = words.options.get("out", folders[0] / name)
+    for folder in folders:
+        runs_of(folder)
+    given = words.options
+    content = page(report_data(folders, most_rows=given.get("rows", 1000), megabytes=given.get("megabytes", 5.0)))
+    write_file(out, content)
+    print(f"{place(str(out))}: {len(content) / 1e6:.1f} MB; open it in a browser")
+    return OK
+
+
+def _file(text: str) -> Path:
+    if not text.strip() or Path(text).is_dir():
+        raise ValueError("must name a file")
+    return Path(text)

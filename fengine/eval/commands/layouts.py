@@ -10,7 +10,7 @@ from typing import Any
 
 from fengine.config import MAX_ROWS, Algorithm, EngineConfig
 from fengine.eval.cli.view import count, duration
-from fengine.eval.records.compare import Counts, RowDifference
+from fengine.eval.runs.compare import Counts, RowDifference
 
 CROWD = 24  # rows that the small pool is asked for at least, so that they get in one another's way
 SPARE_TOKENS = 16  # of the small pool, behind the longest request

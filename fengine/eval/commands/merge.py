@@ -18,13 +18,13 @@ from fengine.errors import InputFileError, ResumeMismatchError, StorageError
 from fengine.eval.cli.command import DIFFERS, OK, parse
 from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.view import count, place
-from fengine.eval.records.records import read_manifest, runs_of
-from fengine.eval.runs import digests, manifest
+from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.config import EVAL, parse_shard
-from fengine.eval.runs.finish import METRICS, finish, read_metrics
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.eval.runs.index import NOTHING, RowTable, read_table
 from fengine.eval.runs.journal import encode, header, read_at
+from fengine.eval.runs.record import METRICS, finish, read_metrics
+from fengine.eval.runs.records import read_manifest, runs_of
 from fengine.eval.tasks.kinds import open_task
 
 USAGE = """
@@ -66,13 +66,13 @@ class Shard:
         """The identity of the run that this is a shard of. Pure."""
         config = self.identity["config"] | {"run.shard": None}
         rows = {"rows": self.identity["input"]["all_rows"], "sha256": self.identity["input"]["sha256"]}
-        return self.identity | {"config": config, "config_sha256": digests.canonical(config), "input": rows}
+        return self.identity | {"config": config, "config_sha256": provenance.canonical(config), "input": rows}
 
     def _read_journal(self) -> RowTable:
         """Errors: StorageError for a journal that is not whole, or not this shard's."""
         path, again = self.folder / JOURNAL, "; run the shard's command again, which saves what can be saved"
         table, damage, headers = read_table(path, self.rows)
-        if any(header[-1] != digests.canonical(self.identity) for header in headers):
+        if any(header[-1] != provenance.canonical(self.identity) for header in headers):
             raise StorageError(f"{path} is not the journal of {MANIFEST} beside it")
         if damage:
             raise StorageError(f"{path} is damaged at byte {damage[0].offset:,}{again}")
@@ -141,7 +141,7 @@ def merge(folder: RunFolder, shards: Sequence[Shard]) -> dict[str, Any]:
             remedy = "the unsharded command with its folder as out=DIR writes it again"
             raise StorageError(f"{folder.path / METRICS} is damaged or missing; {remedy}")
         return metrics
-    table = _weave(folder, shards, digests.canonical(identity))
+    table = _weave(folder, shards, provenance.canonical(identity))
     task = open_task(restore(identity["config"], (), EVAL).task, Path())
     return finish(folder, record, table, task)
 

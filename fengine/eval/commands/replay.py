@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fengine.eval.commands.layouts import Found
-from fengine.eval.records.compare import compare_row
-from fengine.eval.records.records import Records
 from fengine.eval.runs.answering import FATAL, Asker, Scored, answer_row, sampling_of
+from fengine.eval.runs.compare import compare_row
 from fengine.eval.runs.config import EvalConfig
 from fengine.eval.runs.loop import WINDOW
 from fengine.eval.runs.record import Record
+from fengine.eval.runs.records import Records
 from fengine.eval.tasks.task import Ask, Row, Task
 
 # Sampling parameters by which logits are edited before a token is drawn, and the values that edit nothing. A prompt's

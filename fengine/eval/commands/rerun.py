@@ -13,10 +13,10 @@ from fengine.eval.cli.engines import EngineCache
 from fengine.eval.cli.recompose import restore
 from fengine.eval.cli.schema import Point
 from fengine.eval.cli.view import place, say
-from fengine.eval.records.records import read_manifest, runs_of
 from fengine.eval.runs import manifest
 from fengine.eval.runs.config import EVAL, parse_shard
 from fengine.eval.runs.index import index_rows
+from fengine.eval.runs.records import read_manifest, runs_of
 from fengine.eval.runs.run import run_point
 from fengine.eval.tasks.kinds import open_task
 

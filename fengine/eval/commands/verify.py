@@ -31,12 +31,12 @@ from fengine.eval.commands.layouts import (
     whole,
 )
 from fengine.eval.commands.replay import Case, replay
-from fengine.eval.records.compare import row_lines
-from fengine.eval.records.records import Records, runs_of
-from fengine.eval.runs import digests, machine, manifest
+from fengine.eval.runs import manifest, provenance
+from fengine.eval.runs.compare import row_lines
 from fengine.eval.runs.config import EVAL, EvalConfig
-from fengine.eval.runs.finish import TIMINGS
 from fengine.eval.runs.folder import check_writable, write_file
+from fengine.eval.runs.record import TIMINGS
+from fengine.eval.runs.records import Records, runs_of
 from fengine.eval.runs.run import now, render_of
 from fengine.eval.tasks.kinds import open_task
 
@@ -150,7 +150,7 @@ class Verification:
             },
             "notes": self.notes,
             "layouts": [one.as_dict() for one in self.verdicts],
-            "environment": {"versions": manifest.versions(), "git": machine.checkout(), "cpu": manifest.cpu_name()},
+            "environment": {"versions": manifest.versions(), "git": provenance.checkout(), "cpu": manifest.cpu_name()},
             "started": started,
             "ended": now(),
         }  # fmt: skip
@@ -207,7 +207,7 @@ class Verification:
     def _other_code(self) -> list[str]:
         """Versions and code that are not the run's. Errors: ResumeMismatchError for another checkpoint."""
         old, notes = self.records.identity, []
-        known, new = old.get("model") or {}, digests.model_digests(self.config.engine.model)
+        known, new = old.get("model") or {}, provenance.model_digests(self.config.engine.model)
         for part in ("files", "tokenizer_files"):
             if part in known and part in new:
                 self._refuse_other_files(known[part], new[part])
@@ -228,8 +228,8 @@ class Verification:
         """The first engine: which machine it runs on, how long its inputs may be. Errors: ResumeMismatchError."""
         files = self.in_force.get("model_files")
         if files is not None:
-            self._refuse_other_files(files, digests.file_digests(model_directory(self.config.engine.model)))
-        here = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
+            self._refuse_other_files(files, provenance.file_digests(model_directory(self.config.engine.model)))
+        here = manifest.in_force(engine)
         lines = manifest.differences(self.in_force.get("hardware"), here["hardware"], "hardware")
         for line in lines if self.in_force else ():
             self.notes.append(f"{line}: {LEGITIMATE}")

@@ -7,8 +7,8 @@ from fengine import __version__
 from fengine.api.engine import Engine
 from fengine.errors import ConfigError, UnsupportedFeatureError
 from fengine.eval.cli.engines import model_directory
-from fengine.eval.runs.digests import canonical, code_digest, file_digests
 from fengine.eval.runs.manifest import in_force
+from fengine.eval.runs.provenance import canonical, code_digest, file_digests
 
 
 def open_engine(model: str | Engine, harness: str, settings: dict[str, Any]) -> Engine:
@@ -54,7 +54,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
             "code_sha256": code_digest(),
             "model_files": digests,
             "weight_version": info["weight_version"],
-            **in_force(engine.config, int(engine.get_server_info()["max_req_input_len"])),
+            **in_force(engine),
         },
     }
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from fengine.errors import StorageError
 from fengine.eval.cli.view import place
-from fengine.eval.records.records import Records
 from fengine.eval.report.plain import cut, mapping, number, plain, scalar, told
 from fengine.eval.report.rows import RowKinds
-from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import read_object
+from fengine.eval.runs.record import METRICS
+from fengine.eval.runs.records import Records
 from fengine.eval.tasks.statistics import interval
 
 GROUPS = ("task", "input", "model", "config", "seeds", "versions", "code_sha256")

@@ -17,13 +17,13 @@ from typing import Any
 
 import fengine
 from fengine.errors import FengineError, StorageError
-from fengine.eval.records.compare import RowDifference, compare, edges
-from fengine.eval.records.records import Records, causes, pairs_of, runs_of
 from fengine.eval.report import facts, rows, schedule, sweep
 from fengine.eval.report.plain import cut, mapping, number, plain, script_json, size, told
-from fengine.eval.runs.digests import local_directory
-from fengine.eval.runs.finish import TIMINGS
+from fengine.eval.runs.compare import RowDifference, compare, edges
 from fengine.eval.runs.folder import read_object
+from fengine.eval.runs.provenance import local_directory
+from fengine.eval.runs.record import TIMINGS
+from fengine.eval.runs.records import Records, causes, pairs_of, runs_of
 
 ROWS, SCHEDULE, PAIRS, PIECES = 0.68, 0.22, 0.85, 0.06  # parts of a page's bytes
 MISSING = 50  # points without a run that are told

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.eval.records.records import Records
 from fengine.eval.report.plain import cut, number, scalar, size, told
 from fengine.eval.runs.record import record_of
+from fengine.eval.runs.records import Records
 
 FAILED, WRONG, RIGHT, SCORED = range(4)
 KINDS = ("failed", "wrong", "right", "scored")

@@ -9,14 +9,14 @@ from typing import Any
 
 from fengine.errors import FengineError
 from fengine.eval.cli.view import place
-from fengine.eval.records.records import Records
 from fengine.eval.report.facts import figures
 from fengine.eval.report.plain import cut, mapping, number, scalar, told
 from fengine.eval.report.rows import RowKinds, row_kinds
-from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.index import id_key
-from fengine.eval.runs.sweep_tables import PointStatus, over_seeds, without_seed
+from fengine.eval.runs.record import METRICS
+from fengine.eval.runs.records import Records
+from fengine.eval.runs.sweep import PointStatus, over_seeds, without_seed
 from fengine.eval.tasks.statistics import CONFIDENT, paired
 from fengine.eval.tasks.task import Scores
 

@@ -52,9 +52,6 @@ def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[
     return params
 
 
-# -- calls of the engine -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Scored:
     """Ids to be read, of which those from `start` (at least 1) on are scored."""
@@ -71,10 +68,9 @@ class Asker:
         self, engine: Any, top_logprobs: int = 0, max_input: int | None = None, adapter: str | None = None
     ) -> None:
         """`max_input` None: the engine's."""
-        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.engine, self.tokenizer, self._max_input = engine, engine.tokenizer, max_input
         options = {"top_logprobs_num": top_logprobs or None, "lora_path": adapter}
         self._options = {"return_logprob": True} | {name: v for name, v in options.items() if v is not None}
-        self._max_input = max_input
 
     async def ask(
         self, ask: Ask, sampling: dict[str, Any], watcher: Watcher | None = None
@@ -172,11 +168,9 @@ class Asker:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return ids or [self._first()]
 
-    @property
+    @cached_property
     def max_input(self) -> int:
-        if self._max_input is None:
-            self._max_input = int(self.engine.get_server_info()["max_req_input_len"])
-        return self._max_input
+        return self._max_input or int(self.engine.get_server_info()["max_req_input_len"])
 
     def _bare(self, text: str | list[int]) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)

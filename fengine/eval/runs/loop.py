@@ -8,24 +8,24 @@ which batch, or by which process of a run that was interrupted.
 import asyncio
 import re
 import signal
+import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fengine.errors import InputFileError, StorageError
 from fengine.eval.cli.engines import responder
-from fengine.eval.cli.view import STREAMED_ROWS, QuietView, Shown
+from fengine.eval.cli.view import STREAMED_ROWS, Progress, QuietView, Shown, count, duration
 from fengine.eval.runs.answering import FATAL, Asker, answer_row
-from fengine.eval.runs.batch import answer_request
 from fengine.eval.runs.config import EvalConfig, parse_shard
 from fengine.eval.runs.index import OK, ROW_HEAD, RowIndex, RowTable, row_key
 from fengine.eval.runs.journal import Journal, framed
-from fengine.eval.runs.meter import Meter
-from fengine.eval.runs.output import Export, InOrder, prompt_of
+from fengine.eval.runs.output import Export, InOrder, answer_request, prompt_of
 from fengine.eval.runs.record import error_record, line_of
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.task import BadRow, Row, Task, rows_of
@@ -36,6 +36,9 @@ WINDOW = 4  # rows in flight for each row that can run at once: some are long, a
 TICK_SECONDS = 0.125
 TOGETHER = 1 << 20  # bytes of records from which on a write of several rows takes no further one
 ALIKE = 20  # rows that fail for one reason, before any is good, end the run
+RATE_SECONDS, MIN_SECONDS = 2.0, 0.25  # over which the live rates are taken; shorter spans give none
+MAX_LATENCIES = 100_000
+MIN_ROWS = 8  # from which on it is told how long the rest takes
 
 
 @dataclass
@@ -52,50 +55,22 @@ class Job:
     export: Export | None = None
 
 
-@dataclass
-class Outcome:
-    """How it ended: "" is to the end, else why not. `terminated`: interrupted by SIGTERM."""
-
-    ended: str = ""
-    terminated: bool = False
-    figures: list[tuple[str, str]] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-@dataclass
-class _Done:
+class _Done(NamedTuple):
     index: int
     row: Row | BadRow
     record: dict[str, Any]
     line: bytes  # the record, as it is written
-    metas: list[dict[str, Any]] = field(default_factory=list)
-    started: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        return "error" not in self.record
+    metas: list[dict[str, Any]]
+    started: float
+    seconds: float
 
 
-async def run(job: Job, engine: Any, view: QuietView, reused: bool = False) -> Outcome:
-    """Computes what the table lacks. Interrupted, it journals what has finished, and says so.
-
-    Errors: EngineDeadError, EngineClosedError, StorageError; InputFileError if the input is not what was indexed.
-    """
-    loop = _Loop(job, engine, view)
-    try:
-        await loop.run()
-    finally:
-        loop.in_order.close()
-    loop.outcome.figures, loop.outcome.seconds = loop.meter.lines(reused), loop.meter.seconds
-    return loop.outcome
-
-
-class _Loop:
-    """The state of one process's part of a run."""
+class Loop:
+    """One process's part of a run. `ended` says how: "" is to the end, else why not; `terminated`: by SIGTERM."""
 
     def __init__(self, job: Job, engine: Any, view: QuietView) -> None:
-        self.job, self.view, self.engine = job, view, engine
+        self.job, self.view = job, view
+        self.ended, self.terminated = "", False
         asker = Asker(engine, job.config.top_logprobs, adapter=job.config.adapter)
         self.answer = partial(answer_row, asker, job.config, job.task)
         if job.config.task.format is Format.batch:
@@ -114,25 +89,28 @@ class _Loop:
         self.fatal: BaseException | None = None
         self.before = job.rows.rows - job.table.left
         self.reasons: set[str] = set()  # of failures, as long as no row was good
-        self.outcome = Outcome()
 
     async def run(self) -> None:
-        with self.view.job(), _terminating(self.outcome):
-            ticker = asyncio.create_task(self.tick())
+        """Computes what the table lacks. Interrupted, it journals what has finished, and says so.
+
+        Errors: EngineDeadError, EngineClosedError, StorageError; InputFileError if the input is not what was indexed.
+        """
+        with self.view.job(), self._terminating(), self.in_order:
+            ticker = asyncio.create_task(self._tick())
             try:
-                await self.feed()
+                await self._feed()
             except asyncio.CancelledError:  # Ctrl-C or SIGTERM
-                self.outcome.ended = INTERRUPTED
+                self.ended = INTERRUPTED
             finally:
                 ticker.cancel()
                 for task in self.flight:
                     task.cancel()
                 await asyncio.gather(ticker, *self.flight, return_exceptions=True)
-                self.drain()
+                self._drain()
             self.in_order.end(self.open)
             self.job.journal.sync()
 
-    async def feed(self) -> None:
+    async def _feed(self) -> None:
         """Keeps the window full, until all rows are there or the run is over."""
         rows, index = self.job.rows, -1
         for index, row in enumerate(rows_of(self.job.task, parse_shard(self.job.config.run.shard))):
@@ -141,51 +119,47 @@ class _Loop:
             if self.job.table.known[index] == OK:
                 continue
             self.open[index] = row
-            task = asyncio.create_task(self.one(index, row))
+            task = asyncio.create_task(self._one(index, row))
             self.flight.add(task)
-            task.add_done_callback(self.landed)
+            task.add_done_callback(self._landed)
             self.in_order.fed = index
-            if not await self.room(self.window):
+            if not await self._room(self.window):
                 return
         if index + 1 != rows.rows:
             raise _changed(index + 1)
-        await self.room(1)
+        await self._room(1)
 
-    async def room(self, window: int) -> bool:
+    async def _room(self, window: int) -> bool:
         """Journals what has finished, and waits until fewer than `window` rows are in flight. False: it is over."""
+        meter, limit = self.meter, self.job.config.max_errors
         while True:
             self.wake.clear()
-            self.drain()
+            self._drain()
             if self.fatal is not None:
                 raise self.fatal
-            limit = self.job.config.max_errors
-            if limit is not None and self.meter.failed > limit:
-                self.outcome.ended = f"stopped by max_errors={limit}"
-                return False
-            if len(self.reasons) == 1 and self.meter.failed == self.meter.rows >= ALIKE:
-                self.outcome.ended = f"stopped, since the first {ALIKE} rows failed alike ({min(self.reasons)})"
-                return False
-            if len(self.flight) < window:
-                return True
+            if limit is not None and meter.failed > limit:
+                self.ended = f"stopped by max_errors={limit}"
+            elif len(self.reasons) == 1 and meter.failed == meter.rows >= ALIKE:
+                self.ended = f"stopped, since the first {ALIKE} rows failed alike ({min(self.reasons)})"
+            if self.ended or len(self.flight) < window:
+                return not self.ended
             await self.wake.wait()
 
-    def landed(self, task: asyncio.Task[None]) -> None:
+    def _landed(self, task: asyncio.Task[None]) -> None:
         """A row is in flight no more: only then does who waits for room look again."""
         self.flight.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self.fatal = self.fatal or task.exception()
         self.wake.set()
 
-    # -- one row -------------------------------------------------------------------------------------------------------
-
-    async def one(self, index: int, row: Row | BadRow) -> None:
+    async def _one(self, index: int, row: Row | BadRow) -> None:
         """Asks and scores one row; whatever fails that is the row's own becomes its record."""
         started, clock, metas = time.time(), time.perf_counter(), []
         try:
             if isinstance(row, BadRow):
                 line = line_of(record := error_record(row))
             else:
-                seen = self.watch(index, row) if self.stride and index % self.stride == 0 else None
+                seen = self._watcher(index, row) if self.stride and index % self.stride == 0 else None
                 record, line = await self.answer(row, metas, seen)
         except FATAL as error:
             self.fatal = self.fatal or error
@@ -196,7 +170,7 @@ class _Loop:
             self.growing.pop(index, None)
         self.finished.append(_Done(index, row, record, line, metas, started, time.perf_counter() - clock))
 
-    def watch(self, index: int, row: Row) -> Callable[[str], None]:
+    def _watcher(self, index: int, row: Row) -> Callable[[str], None]:
         """What takes a row's text while it grows."""
         prompt = prompt_of(row.data) or f"row {row.id}"
 
@@ -205,7 +179,7 @@ class _Loop:
 
         return seen
 
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Journals the rows that have finished, together; then counts and shows them. Errors: StorageError."""
         while self.finished:
             done, size = [], 0
@@ -213,9 +187,9 @@ class _Loop:
                 done.append(self.finished.popleft())
                 size += len(done[-1].line)
             for one, offset in zip(done, self.keep(done), strict=True):
-                self.job.table.put(one.index, one.ok, offset)
+                self.job.table.put(one.index, "error" not in one.record, offset)
                 self.job.trace.row(one.index, one.row.id, one.metas)
-                self.count(one)
+                self._count(one)
                 self.in_order.put(one.index)
                 del self.open[one.index]
             self.in_order.advance()
@@ -225,21 +199,17 @@ class _Loop:
         lines, keys, session = [], self.job.rows.keys, self.job.session
         for one in done:
             tokens = [sum([meta[name] for meta in one.metas]) for name in ("prompt_tokens", "completion_tokens")]
-            head = ROW_HEAD % (one.index, one.ok, keys[one.index], session, one.started, one.seconds, *tokens)
+            ok = "error" not in one.record
+            head = ROW_HEAD % (one.index, ok, keys[one.index], session, one.started, one.seconds, *tokens)
             lines.append(framed(head, one.line))
         return self.job.journal.extend(lines)
 
-    def count(self, done: _Done) -> None:
-        if not done.ok:
-            error = done.record["error"]
+    def _count(self, done: _Done) -> None:
+        if (error := done.record.get("error")) is not None:
             self.reasons.add(re.sub(r"^row '[^']*': ", "", f"{error['type']}: {error['message']}"))
-            self.meter.count_failure()
-            return
-        for meta in done.metas:
-            self.meter.count(meta)
-        self.meter.rows += 1 - len(done.metas)  # the meter counts requests; here it is rows
+        self.meter.count(done.metas, error is not None)
 
-    async def tick(self) -> None:
+    async def _tick(self) -> None:
         """Progress, gauges and overdue syncs until cancelled."""
         while True:
             progress = self.meter.progress(self.before, self.job.rows.rows, tuple(self.growing.values()))
@@ -252,6 +222,24 @@ class _Loop:
                 self.wake.set()
             await asyncio.sleep(TICK_SECONDS)
 
+    @contextmanager
+    def _terminating(self) -> Iterator[None]:
+        """Inside, SIGTERM ends the run as Ctrl-C does. Nothing is done off the main thread."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        on = threading.current_thread() is threading.main_thread() and task is not None
+
+        def end() -> None:
+            self.terminated = True
+            task.cancel()  # type: ignore[union-attr]
+
+        if on:
+            loop.add_signal_handler(signal.SIGTERM, end)
+        try:
+            yield
+        finally:
+            if on:
+                loop.remove_signal_handler(signal.SIGTERM)
+
 
 def _changed(index: int) -> InputFileError:
     return InputFileError(
@@ -260,24 +248,59 @@ def _changed(index: int) -> InputFileError:
     )
 
 
-class _terminating:
-    """Inside, SIGTERM ends the run as Ctrl-C does, and `outcome` tells. Nothing is done off the main thread."""
+class Meter:
+    """Rows and tokens, and the engine's own counters since it was made. Modified by `count`, once for every row."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-        self.on = threading.current_thread() is threading.main_thread()
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        self.stats, self.before, self.started = stats, stats(), time.perf_counter()
+        self.rows = self.failed = 0
+        self.tokens = dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens"), 0)
+        self.latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
+        self.moments: deque[tuple[float, int, int]] = deque()
 
-    def __enter__(self) -> None:
-        if self.on:
-            loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None
+    def count(self, metas: list[dict[str, Any]], failed: bool) -> None:
+        """One row, by the `meta_info` of its requests."""
+        self.rows += 1
+        self.failed += failed
+        for meta in () if failed else metas:
+            for name in self.tokens:
+                self.tokens[name] += meta[name]
+            self.latencies += [meta["first_token_latency"]] if "first_token_latency" in meta else []
 
-            def end() -> None:
-                self.outcome.terminated = True
-                task.cancel()
+    def progress(self, before: int, total: int | None, growing: tuple[Shown, ...]) -> Progress:
+        """This moment; `before` rows were there when it began."""
+        stats, now, seconds = self.stats(), time.perf_counter(), self.seconds
+        computed = stats["computed_tokens"] - stats["output_tokens"]  # of prompts, but for a row's first token
+        self.moments.append((now, computed, stats["output_tokens"]))
+        while now - self.moments[0][0] > RATE_SECONDS:
+            self.moments.popleft()
+        then, tokens_in, tokens_out = self.moments[0]
+        span = max(now - then, MIN_SECONDS)
+        rates = {"in_rate": max(0, computed - tokens_in) / span}
+        rates["out_rate"] = (stats["output_tokens"] - tokens_out) / span
+        enough = total is not None and self.rows >= MIN_ROWS and seconds >= RATE_SECONDS
+        remaining = seconds * ((total or 0) - before - self.rows) / self.rows if enough else None
+        gauges = {name: stats[name] for name in ("running", "waiting", "pages_used", "pages_total")}
+        return Progress(self.rows + before, total, self.failed, seconds=seconds, growing=growing, remaining=remaining,
+                        **rates, **gauges)  # fmt: skip
 
-            loop.add_signal_handler(signal.SIGTERM, end)
+    def lines(self, reused: bool) -> list[tuple[str, str]]:
+        """(label, figures) of what was computed, for readers."""
+        stats, before = self.stats(), self.before
+        read, drawn, cached = self.tokens.values()
+        rates = [number / self.seconds if self.seconds else 0.0 for number in (read, drawn)]
+        compiles = stats["compiles"] - before["compiles"]
+        engine = f"start {duration(stats['start_seconds'])}, of it compile {duration(stats['compile_seconds'])}"
+        if reused:
+            engine = "reused, nothing loaded or compiled" + (f" ({compiles} compiles!)" if compiles else "")
+        steps, again = (count(stats[name] - before[name], name[:-1]) for name in ("steps", "preemptions"))
+        return [
+            ("tokens", f"{read:,} in ({cached:,} from the prefix cache), {drawn:,} out"),
+            ("speed", f"{rates[0]:,.0f} tok/s in, {rates[1]:,.0f} tok/s out"),
+            ("first token", f"median {duration(statistics.median(self.latencies))}" if self.latencies else "-"),
+            ("engine", f"{engine}; {steps}, {again}"),
+        ]
 
-    def __exit__(self, *_: object) -> None:
-        if self.on:
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started

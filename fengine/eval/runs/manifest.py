@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import fengine
-from fengine.config import EngineConfig
 from fengine.errors import ResumeMismatchError, StorageError
 from fengine.eval.cli.schema import Point, flat
-from fengine.eval.runs import machine
+from fengine.eval.runs import provenance
 from fengine.eval.runs.config import FREE, EvalConfig
-from fengine.eval.runs.digests import adapter_digests, canonical, code_digest, model_digests
 from fengine.eval.runs.index import RowIndex
+from fengine.eval.runs.provenance import adapter_digests, canonical, code_digest, cpu_name, model_digests
 from fengine.eval.tasks.task import Task
 
 SCHEMA = 1
@@ -61,15 +60,15 @@ def identity(config: EvalConfig, task: Task, rows: RowIndex) -> dict[str, Any]:
     }
 
 
-def in_force(engine: EngineConfig, max_input: int) -> dict[str, Any]:
+def in_force(engine: Any) -> dict[str, Any]:
     """What an open engine adds: every "auto" resolved, how many tokens of input it takes, what it computes on."""
-    device = engine.model.device
+    config, device = engine.config, engine.config.model.device
     return {
-        "engine": flat(engine),
-        "max_input": max_input,
-        "numerics": engine.numerics.value,
+        "engine": flat(config),
+        "max_input": int(engine.get_server_info()["max_req_input_len"]),
+        "numerics": config.numerics.value,
         "schedules": "the tables of code_sha256; of library calls, those proved bit for bit on this GPU",
-        "hardware": {"device": device, "cpu": cpu_name(), **machine.gpu(device)},
+        "hardware": {"device": device, "cpu": cpu_name(), **provenance.gpu(device)},
     }
 
 
@@ -119,12 +118,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# -- for readers -------------------------------------------------------------------------------------------------------
-
-
 def surroundings() -> dict[str, Any]:
     """Where a run took place: not compared, since results do not depend on it."""
-    packages = sorted(f"{name}=={version}" for name, version in machine.packages().values())
+    packages = sorted(f"{name}=={version}" for name, version in provenance.packages().values())
     named = {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith(PREFIXES)}
     kept = {k: v for k, v in named.items() if "KEY" not in k}  # of a server: secrets
     return {
@@ -140,21 +136,12 @@ def surroundings() -> dict[str, Any]:
 def session(argv: Iterable[str], started: str) -> dict[str, Any]:
     """One process that worked on a run."""
     told = {"pid": os.getpid(), "host": platform.node(), "argv": list(argv), "cwd": os.getcwd()}
-    return told | {"git": machine.checkout(), "code_sha256": code_digest(), "started": started, "ended": None}
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        found = ""
-    return found or platform.processor() or platform.machine()
+    return told | {"git": provenance.checkout(), "code_sha256": code_digest(), "started": started, "ended": None}
 
 
 def versions(images: bool = False) -> dict[str, str | None]:
     """Of fengine and the libraries that compute, or that make the pixels of `images`."""
-    there, names = machine.packages(), (*COMPUTING, *(PIXELS if images else ()))
+    there, names = provenance.packages(), (*COMPUTING, *(PIXELS if images else ()))
     return {"fengine": fengine.__version__} | {name: there[name][1] if name in there else None for name in names}
 
 

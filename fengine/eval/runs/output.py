@@ -1,26 +1,31 @@
 """Rows in the order of the input, while they finish in any: shown, and written to the file of a run of prompts.
 
 A record is the row's own columns and what came of them. It stands in `<path>.partial` as soon as all before it are
-there, and the file takes its name at the end, so `path` never holds half a run.
+there, and the file takes its name at the end, so `path` never holds half a run. Rows of a batch are requests to a
+server: answered by the same readers, and written in OpenAI's batch format. No torch.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fengine.errors import StorageError
 from fengine.eval.cli.view import QuietView, Shown, count
+from fengine.eval.runs.answering import FATAL, Watcher
 from fengine.eval.runs.folder import sync_names
 from fengine.eval.runs.index import OK, RowTable
 from fengine.eval.runs.journal import Entry, read_at
-from fengine.eval.runs.record import line_of, load
+from fengine.eval.runs.manifest import row_seed
+from fengine.eval.runs.record import Record, line_of, load
 from fengine.eval.tasks.sources import RESULT_COLUMNS
 from fengine.eval.tasks.task import BadRow, Row
+from fengine.server.errors import ApiError
 
 NOT_FINISHED = {"type": "FengineError", "message": "the run ended before this row had finished"}
 
@@ -31,6 +36,7 @@ class Export:
     def __init__(self, path: str | Path, logprobs: bool = False, text: bool = True, inputs: str | None = None) -> None:
         """Looks at the place, and writes nothing yet. `inputs` is the prompts file, which is never overwritten."""
         self.path, self._logprobs, self._text = Path(os.path.realpath(path)), logprobs, text
+        self.folder = self.path.with_name(self.path.name + ".run")  # of the run that writes this file
         self.written = self.failed = 0
         self._file: BinaryIO | None = None
         if inputs is not None and self.path == Path(os.path.realpath(inputs)):
@@ -39,17 +45,8 @@ class Export:
             kind = stat.S_IFMT(self.path.stat().st_mode) if self.path.exists() else stat.S_IFREG
         if kind not in (stat.S_IFREG, stat.S_IFCHR):
             raise StorageError(f"output path {path} is not a regular file; choose another out=.")
-        # a device such as /dev/null is written directly, for a rename would replace it
-        self.partial = self.path if kind == stat.S_IFCHR else self.path.with_name(self.path.name + ".partial")
-
-    @property
-    def device(self) -> bool:
-        return self.partial == self.path
-
-    @property
-    def folder(self) -> Path:
-        """Where the record of the run is kept that writes this file."""
-        return self.path.with_name(self.path.name + ".run")
+        self.device = kind == stat.S_IFCHR  # such as /dev/null: written directly, for a rename would replace it
+        self.partial = self.path if self.device else self.path.with_name(self.path.name + ".partial")
 
     def open(self) -> None:
         with self._writing():
@@ -116,10 +113,49 @@ class Export:
             raise StorageError(f"{problem}. Free space or choose another out=.") from error
 
 
-# -- in input order ----------------------------------------------------------------------------------------------------
+class BatchExport(Export):
+    """OpenAI's batch output: a line {id, custom_id, response, error} for each request, in the order of the input."""
+
+    def put(self, entry: Entry) -> None:
+        record = load(entry.record)
+        if "error" in record:
+            self.put_error({"custom_id": record["id"]}, record["error"])
+        else:
+            self._put(record["id"], record["response"], None)
+
+    def put_error(self, columns: dict[str, Any], error: dict[str, Any]) -> None:
+        self.failed += 1
+        told = {"code": (error.get("error") or {}).get("code") or error["type"], "message": error["message"]}
+        status, body = error.get("status_code"), {"error": error.get("error")}
+        self._put(columns.get("custom_id"), status and {"status_code": status, "body": body}, told)
+
+    def _put(self, custom_id: Any, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
+        """A request's id is of its custom_id."""
+        name = hashlib.sha256(str(custom_id).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        told = response and {"status_code": response["status_code"], "request_id": f"req_{name}", **response}
+        self._write({"id": f"batch_req_{name}", "custom_id": custom_id, "response": told, "error": error})
 
 
-class InOrder:
+async def answer_request(
+    respond: Callable[..., Any], seed: int, row: Row, metas: list[dict[str, Any]], watcher: Watcher | None = None
+) -> tuple[Record, bytes]:
+    """A batch row's record with the server's response, and its line. The seed derives from `seed` and the row's id.
+
+    Modifies: metas, to the `meta_info` of every output. Errors: those of an engine that has failed.
+    """
+    record: Record = {"id": row.id, "data": row.data}
+    try:
+        body, outputs = await respond(row.data, row_seed(seed, row.id, 0))
+        metas += [{"completion_tokens": 0, "cached_tokens": 0} | output["meta_info"] for output in outputs]
+        record |= {"answers": [], "scores": {}, "response": {"status_code": 200, "body": body}}
+    except ApiError as error:
+        if isinstance(error.__cause__, FATAL):
+            raise error.__cause__ from error
+        record["error"] = {"type": "ApiError", "message": error.message, "status_code": error.status} | error.body()
+    return record, line_of(record)
+
+
+class InOrder(AbstractContextManager["InOrder"]):
     """The rows in the order of the input, as far as all before them are there: shown, and exported.
 
     They are read back from the journal, so that a row that takes long makes nothing wait in memory.
@@ -132,7 +168,7 @@ class InOrder:
         self.fed = -1  # the last row that was begun
         self.file: BinaryIO = journal.open("rb")
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.file.close()
 
     def put(self, index: int) -> None:
@@ -141,15 +177,14 @@ class InOrder:
     def advance(self) -> None:
         """Errors: StorageError."""
         while self.next < len(self.there) and self.there[self.next]:
-            self.pass_on(self.next)
+            self._pass_on(self.next)
             self.next += 1
 
-    def pass_on(self, index: int) -> None:
+    def _pass_on(self, index: int) -> None:
         export, show = self.export, self.show
-        failed = self.table.known[index] != OK
+        failed, ours = self.table.known[index] != OK, self.there[index] == 2
         self.failures += failed
-        due = self.failures <= max(show, 1) if failed else self.shown < show
-        due = due and self.there[index] == 2
+        due = ours and (self.failures <= max(show, 1) if failed else self.shown < show)
         if export is None and not due:
             return
         entry = read_at(self.file, self.table.offsets[index])
@@ -157,7 +192,7 @@ class InOrder:
             export.put(entry)
         if due:
             self.view.row(shown(entry))
-        if not failed and self.there[index] == 2:
+        if not failed and ours:
             self.shown += due
             if export is not None and not due and self.shown == show and show:
                 self.shown += 1
@@ -170,7 +205,7 @@ class InOrder:
         last = max((i for i in range(self.next, self.fed + 1) if self.there[i]), default=-1)
         for index in range(self.next, last + 1):
             if self.there[index]:
-                self.pass_on(index)
+                self._pass_on(index)
             else:
                 row = open_rows[index]
                 self.export.put_error(row.data if isinstance(row, Row) else {}, NOT_FINISHED)
@@ -182,8 +217,12 @@ def shown(entry: Entry) -> Shown:
     if "error" in record:
         error = record["error"]
         return Shown(number, prompt or f"row {record['id']}", error=f"{error['type']}: {error['message']}")
-    if not record["answers"]:
-        return Shown(number, f"row {record['id']}", _response_text(record.get("response", {}).get("body") or {}))
+    if not record["answers"]:  # a server's response
+        body = record.get("response", {}).get("body") or {}
+        choice = (body.get("choices") or [{}])[0]
+        text = choice.get("text") or (choice.get("message") or {}).get("content")
+        found = text if isinstance(text, str) else json.dumps(body, ensure_ascii=False)[:200]
+        return Shown(number, f"row {record['id']}", found)
     first = record["answers"][0]
     if isinstance(first["prompt"], str):
         prompt = first["prompt"]
@@ -192,13 +231,6 @@ def shown(entry: Entry) -> Shown:
     tokens = f"{entry.head[6]:,} → {count(entry.head[7], 'token')}, {first['finish_reason']['type']}"
     ids = str(first["output_ids"]) if len(first["output_ids"]) > 1 else ""  # of a run without a tokenizer
     return Shown(number, prompt, first["text"] or ids, note or tokens)
-
-
-def _response_text(body: dict[str, Any]) -> str:
-    """What to show of a server's answer. Pure."""
-    choice = (body.get("choices") or [{}])[0]
-    text = choice.get("text") or (choice.get("message") or {}).get("content")
-    return text if isinstance(text, str) else json.dumps(body, ensure_ascii=False)[:200]
 
 
 def prompt_of(data: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ was interrupted and ends with the same bytes.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,14 +21,16 @@ from fengine.errors import EngineClosedError, EngineDeadError, StorageError
 from fengine.eval.cli.engines import EngineCache, model_directory, report
 from fengine.eval.cli.schema import Point, nested
 from fengine.eval.cli.view import QuietView, count, duration, place
-from fengine.eval.runs import digests, loop, machine, manifest
+from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.config import EvalConfig, TemplateConfig, parse_shard
 from fengine.eval.runs.config import Trace as TraceKind
-from fengine.eval.runs.finish import finish, is_finished, read_metrics
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, RunFolder
 from fengine.eval.runs.index import RowIndex, RowTable, index_rows, reopen
 from fengine.eval.runs.journal import Journal, read_at
+from fengine.eval.runs.loop import INTERRUPTED as CUT_OFF
+from fengine.eval.runs.loop import Job, Loop
 from fengine.eval.runs.output import Export
+from fengine.eval.runs.record import finish, is_finished, read_metrics
 from fengine.eval.runs.sweep import figure
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks.kinds import open_task
@@ -57,15 +59,14 @@ def run_point(
         base = base_directory(dict(point.choices)["task"], list(point.search), list(point.overrides))
     task = open_task(config.task, base)
     rows = index_rows(task).shard(parse_shard(config.run.shard))
-    _refuse_overwriting(export, point.directory)
+    if export is not None and not export.device and export.path.exists() and not (point.directory / MANIFEST).exists():
+        raise StorageError(f"{export.path} is there already, of another run; choose another out=, or remove it")
     remedy = "another out=DIR" if export is None else "hydra.run.dir=DIR or another out="
     with RunFolder(point.directory, remedy) as folder:
-        record = open_record(folder, point, manifest.identity(config, task, rows), base)
-        table = reopen(folder, rows, digests.canonical(record["identity"]), screen.note, screen.warn)
-        if table.left < rows.rows:
-            there = rows.rows - table.left
+        one = open_run(folder, point, manifest.identity(config, task, rows), rows, base, screen, export)
+        if one.table.left < rows.rows:
+            there = rows.rows - one.table.left
             screen.note(f"{place(str(folder.path))}: {there:,} of {count(rows.rows, 'row')} are there already")
-        one = Run(config, folder, record, rows, table, export)
         try:
             return one.go(engines, task, base, screen, argv)
         except (StorageError, EngineDeadError, EngineClosedError) as error:
@@ -81,12 +82,6 @@ def run_point(
                 export.close()
 
 
-def _refuse_overwriting(export: Export | None, folder: Path) -> None:
-    """Errors: StorageError if the output file is there, and of no run in its folder."""
-    if export is not None and not export.device and export.path.exists() and not (folder / MANIFEST).exists():
-        raise StorageError(f"{export.path} is there already, of another run; choose another out=, or remove it")
-
-
 def load(config: EngineConfig, engines: EngineCache, screen: QuietView) -> Any:
     """The engine; a new one with a word about the time it takes."""
     if engines.holds(config):
@@ -96,6 +91,17 @@ def load(config: EngineConfig, engines: EngineCache, screen: QuietView) -> Any:
     took = duration(engine.stats()["start_seconds"])
     screen.note(f"{config.model.path} is ready on {engine.config.model.device} after {took}")
     return engine
+
+
+def render_of(engine: Any, chat: TemplateConfig) -> Any:
+    """Messages to ids, by the chat template of an engine's model; None without a tokenizer. Pure."""
+    tokenizer, head = engine.tokenizer, [{"role": "system", "content": chat.system}] if chat.system is not None else []
+
+    def render(messages: list[dict[str, Any]]) -> list[int]:
+        own = messages[0].get("role") in ("system", "developer")
+        return tokenizer.encode_chat(messages if own else [*head, *messages], **chat.values)
+
+    return None if tokenizer is None else render
 
 
 def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -111,17 +117,6 @@ def open_record(folder: RunFolder, point: Point, what: dict[str, Any], base: Pat
     words = yaml.safe_dump(list(point.overrides), allow_unicode=True)
     folder.write_several({"config.yaml": config, "overrides.yaml": words, MANIFEST: record})
     return record
-
-
-def render_of(engine: Any, chat: TemplateConfig) -> Any:
-    """Messages to ids, by the chat template of an engine's model; None without a tokenizer. Pure."""
-    tokenizer, head = engine.tokenizer, [{"role": "system", "content": chat.system}] if chat.system is not None else []
-
-    def render(messages: list[dict[str, Any]]) -> list[int]:
-        own = messages[0].get("role") in ("system", "developer")
-        return tokenizer.encode_chat(messages if own else [*head, *messages], **chat.values)
-
-    return None if tokenizer is None else render
 
 
 @dataclass
@@ -150,9 +145,9 @@ class Run:
     def check_engine(self, engine: Any) -> None:
         """Writes what the open engine adds to the manifest, or compares it. Errors: ResumeMismatchError."""
         model = self.config.engine.model
-        found = manifest.in_force(engine.config, int(engine.get_server_info()["max_req_input_len"]))
-        if digests.local_directory(model.path) is None:
-            found["model_files"] = digests.file_digests(model_directory(model))
+        found = manifest.in_force(engine)
+        if provenance.local_directory(model.path) is None:
+            found["model_files"] = provenance.file_digests(model_directory(model))
         known = self.record["in_force"]
         if known is not None:
             known = manifest.completed(known, "engine", found["engine"])
@@ -161,7 +156,7 @@ class Run:
 
     def compute(self, engine: Any, task: Task, screen: QuietView, argv: Sequence[str], reused: bool = False) -> Ended:
         """Computes what the table lacks, and writes the files of the end once all rows are there. Errors: as
-        `loop.run`."""
+        `Loop.run`."""
         sessions, config, begun = self.record["sessions"], self.config, time.perf_counter()
         sessions.append(manifest.session(argv, now()))
         self.record["result"] = None
@@ -170,25 +165,24 @@ class Run:
         sync = {"sync_seconds": config.journal.sync_seconds, "sync_rows": config.journal.sync_rows}
         steps = config.trace is TraceKind.steps
         with Journal(self.folder.path / JOURNAL, **sync) as journal, Trace(path, len(sessions), steps=steps) as trace:
-            job = loop.Job(config, task, self.rows, self.table, journal, trace, len(sessions), self.export)
+            job = Job(config, task, self.rows, self.table, journal, trace, len(sessions), self.export)
             with engine.steps_told(trace.step) if steps else nullcontext():
-                outcome = _complete(loop.run(job, engine, screen, reused))
+                loop = _complete(lambda: _looped(job, engine, screen))
+        seconds, figures = loop.meter.seconds, loop.meter.lines(reused)
         if trace.problem is not None:
             screen.warn(trace.problem)
         sessions[-1] |= {"ended": now(), "seconds": round(time.perf_counter() - begun, 3)}
-        sessions[-1] |= {"how": outcome.ended or "all rows", "engine": engine.stats()}
-        sessions[-1]["proofs"] = machine.proved(engine.config.model.device)
-        if not outcome.ended:  # the manifest is written with the result
-            return self.end(task, screen, outcome.figures, outcome.seconds)
+        sessions[-1] |= {"how": loop.ended or "all rows", "engine": engine.stats()}
+        sessions[-1]["proofs"] = provenance.proved(engine.config.model.device)
+        if not loop.ended:  # the manifest is written with the result
+            return self.end(task, screen, figures, seconds)
         self.folder.write(MANIFEST, self.record)
         there = len(self.table.known) - self.table.known.count(0)
-        screen.note(f"{outcome.ended}; {there:,} of {count(self.rows.rows, 'row')} are journaled")
+        screen.note(f"{loop.ended}; {there:,} of {count(self.rows.rows, 'row')} are journaled")
         if self.export is not None:
-            told = f"{outcome.ended}: {_told(self.export.written, self.export.failed)} in {duration(outcome.seconds)}"
-            screen.figures([("rows", told), *outcome.figures, ("output", place(str(self.export.partial)))])
-        if outcome.ended != loop.INTERRUPTED:
-            return FAILED, None
-        return (TERMINATED if outcome.terminated else INTERRUPTED), None
+            told = f"{loop.ended}: {_told(self.export.written, self.export.failed)} in {duration(seconds)}"
+            screen.figures([("rows", told), *figures, ("output", place(str(self.export.partial)))])
+        return (FAILED if loop.ended != CUT_OFF else TERMINATED if loop.terminated else INTERRUPTED), None
 
     def end(self, task: Task, screen: QuietView, figures: Sequence[tuple[str, str]], seconds: float) -> Ended:
         """Writes the files of a finished run, unless they are there, and shows its figures. Errors: StorageError."""
@@ -217,14 +211,35 @@ class Run:
         export.finish()
 
 
-def _complete(work: Any) -> Any:
+def open_run(
+    folder: RunFolder,
+    point: Point,
+    what: dict[str, Any],
+    rows: RowIndex,
+    base: Path,
+    screen: QuietView,
+    export: Export | None = None,
+) -> Run:
+    """The run in a folder, new or as it was left; `what` is its identity. Errors: ResumeMismatchError, StorageError."""
+    record = open_record(folder, point, what, base)
+    table = reopen(folder, rows, provenance.canonical(record["identity"]), screen.note, screen.warn)
+    return Run(point.config, folder, record, rows, table, export)
+
+
+async def _looped(job: Job, engine: Any, screen: QuietView) -> Loop:
+    loop = Loop(job, engine, screen)
+    await loop.run()
+    return loop
+
+
+def _complete(work: Callable[[], Any]) -> Any:
     """The result of a coroutine, also where a loop is running already, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return asyncio.run(work())
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+        return thread.submit(asyncio.run, work()).result()
 
 
 def _told(rows: int, failed: int) -> str:

@@ -5,13 +5,15 @@ same command with the same folder goes on with the whole sweep. `sweep.json`, `s
 points and are written again after each; they hold no times, so that the same sweep has the same files.
 """
 
+import csv
+import io
 import os
 import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from fengine.eval.cli.engines import EngineCache, report
 from fengine.eval.cli.recompose import launch
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.cli.view import count, place
-from fengine.eval.runs.finish import METRICS
 from fengine.eval.runs.folder import LOCK, RunFolder, read_object
-from fengine.eval.runs.sweep_tables import PointStatus, as_csv, figure, markdown, over_seeds
+from fengine.eval.runs.record import METRICS
+from fengine.eval.tasks.statistics import mean
 
 FAILED, USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 Job = Point | BadPoint
@@ -32,12 +34,18 @@ SWEEP, TABLE, CSV, SCHEMA = "sweep.json", "sweep.md", "sweep.csv", 1
 STATUS = {0: "ok", 1: "failed", 2: "refused", 130: "interrupted", 143: "terminated"}
 
 
-def begun(job: Job, number: int, home: Path) -> PointStatus:
-    """A point of a sweep in the folder `home`, before anything is computed. Pure."""
-    name = "  ".join(job.swept) or f"point {number}"
-    if isinstance(job, BadPoint):
-        return PointStatus(name, None, "refused", job.message)
-    return PointStatus(name, os.path.relpath(job.directory, home))
+@dataclass
+class PointStatus:
+    """What `sweep.json` says of one point. `status`: waiting, ok, rows failed, failed, refused, interrupted,
+    terminated, or died (the process that computed it). `metrics` is that of the point's metrics.json."""
+
+    point: str
+    folder: str | None
+    status: str = "waiting"
+    problem: str | None = None
+    rows: int | None = None
+    failed: int | None = None
+    metrics: dict[str, Any] | None = None
 
 
 class SweepFolder(RunFolder):
@@ -54,12 +62,17 @@ class Sweep:
 
     def __init__(self, folder: RunFolder | None, jobs: Sequence[Job]) -> None:
         """Errors: ResumeMismatchError if the folder is that of other points; StorageError."""
-        self.folder = folder
-        home = Path.cwd() if folder is None else folder.path
+        self.folder, home = folder, Path.cwd() if folder is None else folder.path
         self.places = [job.directory if isinstance(job, Point) else None for job in jobs]
-        self.points = [begun(job, number, home) for number, job in enumerate(jobs)]
-        before = None if folder is None else folder.read(SWEEP)
-        if before is not None:
+        self.points = []
+        for number, job in enumerate(jobs):
+            one = PointStatus("  ".join(job.swept) or f"point {number}", None)
+            if isinstance(job, BadPoint):
+                one.status, one.problem = "refused", job.message
+            else:
+                one.folder = os.path.relpath(job.directory, home)
+            self.points.append(one)
+        if folder is not None and (before := folder.read(SWEEP)) is not None:
             self._refuse_others(before, home)
         self.write()
 
@@ -70,8 +83,8 @@ class Sweep:
             raise StorageError(f"{home / SWEEP} is no sweep's; choose another out=DIR") from error
         now = [one.point for one in self.points]
         if recorded != now:
-            number = next((i for i, (a, b) in enumerate(zip(recorded, now, strict=False)) if a != b), None)
-            number = min(len(recorded), len(now)) if number is None else number
+            same = [a == b for a, b in zip(recorded, now, strict=False)]
+            number = same.index(False) if False in same else len(same)
             old, new = ([*names, *["none"] * (number + 1)][number] for names in (recorded, now))
             raise ResumeMismatchError(
                 f"{home} holds a sweep of {len(recorded)} other points (recorded → now, of {len(now)}):\n"
@@ -80,11 +93,9 @@ class Sweep:
 
     def put(self, number: int, code: int | None, problem: str | None = None) -> None:
         """A point has ended, with this exit code; None: its process died. Errors: StorageError."""
-        one = self.points[number]
+        one, folder = self.points[number], self.places[number]
         one.status, one.problem = "died" if code is None else STATUS.get(code, "failed"), problem
-        metrics, folder = None, self.places[number]
-        if code in (0, 1) and folder is not None:
-            metrics = read_object(folder / METRICS)
+        metrics = read_object(folder / METRICS) if code in (0, 1) and folder is not None else None
         if metrics is not None:
             one.rows, one.failed, one.metrics = (metrics.get(key) for key in ("rows", "failed", "metrics"))
             one.status = "rows failed" if code else "ok"
@@ -107,11 +118,83 @@ class Sweep:
 
     def write(self) -> None:
         """Errors: StorageError."""
-        if self.folder is None:
-            return
-        points = [asdict(one) for one in self.points]
-        files = {SWEEP: {"fengine_sweep": SCHEMA, "points": points}, TABLE: markdown(self.points)}
-        self.folder.write_several(files | {CSV: as_csv(self.points)}, durable=False)  # all is in the points' folders
+        if self.folder is not None:
+            files = {SWEEP: {"fengine_sweep": SCHEMA, "points": [asdict(one) for one in self.points]}}
+            files |= {TABLE: markdown(self.points), CSV: as_csv(self.points)}
+            self.folder.write_several(files, durable=False)  # all is in the points' folders
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def figure(metric: dict[str, Any] | None) -> str:
+    """value ± standard error. Pure."""
+    if metric is None or metric["value"] is None:
+        return "–"
+    return f"{metric['value']:.4f}" + ("" if metric["stderr"] is None else f" ± {metric['stderr']:.4f}")
+
+
+def without_seed(point: str) -> str:
+    """A point's name without the word that gives its seed. Pure."""
+    return "  ".join(word for word in point.split("  ") if not word.startswith("seed="))
+
+
+def over_seeds(points: Sequence[PointStatus]) -> list[PointStatus]:
+    """Points that differ in their seed only as one: the means of their metrics with the standard errors over seeds.
+    None where no two of them do. Pure."""
+    groups: dict[str, list[PointStatus]] = {}
+    for one in points:
+        groups.setdefault(without_seed(one.point), []).append(one)
+    return [] if len(groups) == len(points) else [_mean_of(name, group) for name, group in groups.items()]
+
+
+def _mean_of(name: str, group: Sequence[PointStatus]) -> PointStatus:
+    figures: dict[str, list[float]] = {}
+    for one in group:
+        for key, metric in (one.metrics or {}).items():
+            figures.setdefault(key, []).extend([] if metric["value"] is None else [metric["value"]])
+    metrics = {key: mean(values).as_dict() for key, values in figures.items()}
+    states = list(dict.fromkeys(one.status for one in group))
+    rows, failed = (sum(getattr(one, key) or 0 for one in group) for key in ("rows", "failed"))
+    label = f"{name}  {count(len(group), 'seed')}".strip()
+    return PointStatus(label, None, ", ".join(states), None, rows, failed, metrics or None)
+
+
+def markdown(points: Sequence[PointStatus]) -> str:
+    """The points as a table, aligned for the eye; before it, where there are several seeds, means over them. Pure."""
+    folded, table = over_seeds(points), _table(points)
+    table += "".join(f"\n{one.point}: {one.problem}\n" for one in points if one.problem)
+    return f"Means over seeds ± their standard errors:\n\n{_table(folded)}\nAll points:\n\n{table}" if folded else table
+
+
+def _table(points: Sequence[PointStatus]) -> str:
+    names = list(dict.fromkeys(name for one in points for name in one.metrics or {}))
+    lines = [["point", "status", "rows", "failed", *names, "folder"]]
+    for one in points:
+        counts = ["" if value is None else f"{value:,}" for value in (one.rows, one.failed)]
+        figures = [figure(one.metrics.get(name)) if one.metrics else "" for name in names]
+        lines.append([one.point, one.status, *counts, *figures, one.folder or ""])
+    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    rows = [" | ".join(map(str.ljust, line, widths)) for line in cells]
+    return "".join(f"| {row} |\n" for row in rows)
+
+
+def as_csv(points: Sequence[PointStatus]) -> str:
+    """A line for each point: what was swept, each key a column, and every metric's value and standard error. Pure."""
+    text, lines = io.StringIO(), []
+    for one in points:
+        pairs = [word.lstrip("+").partition("=") for word in one.point.split("  ")]
+        line: dict[str, Any] = {key: value for key, sign, value in pairs if sign}
+        line |= {"folder": one.folder, "status": one.status, "rows": one.rows, "failed": one.failed}
+        for name, metric in (one.metrics or {}).items():
+            line |= {name: metric["value"], f"{name} stderr": metric["stderr"]}
+        lines.append(line)
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -144,19 +227,21 @@ def run_sweep(
 
     Errors: ConfigError, ResumeMismatchError, StorageError, with nothing computed.
     """
-    first = next(job for job in jobs if isinstance(job, Point))
+    points = {number: job for number, job in enumerate(jobs) if isinstance(job, Point)}
+    first = next(iter(points.values()))
     own_places = schema.one_file and first.config.out is not None  # their files lie where they were asked for
-    home = None if own_places else home_of(jobs)
-    screen, bad = view.choose(first.config.view), [job for job in jobs if isinstance(job, BadPoint)]
+    home, screen = None if own_places else home_of(jobs), view.choose(first.config.view)
     with nullcontext() if home is None else SweepFolder(home) as folder:
-        sweep = Sweep(folder, jobs)
+        sweep, bad = Sweep(folder, jobs), [job for job in jobs if isinstance(job, BadPoint)]
         for job in bad:
             report(ConfigError(f"{'  '.join(job.swept)} is left out: {job.message}"))
         try:
             if first.launcher == "basic":
-                code = _in_turn(jobs, sweep, engines, run)
+                code = _in_turn(points, sweep, engines, run)
             else:
-                code = _launched(command, schema, jobs, sweep, screen, alone)
+                several = f"{count(len(points), 'point')} by {first.launcher}"
+                screen.note(f"{several}; each loads the model in a process of its own")
+                code = _launched(command, schema, points, sweep, alone)
         except KeyboardInterrupt:
             print(f"{schema.program}: interrupted", file=sys.stderr)
             code = INTERRUPTED
@@ -166,14 +251,12 @@ def run_sweep(
         return max(code, USAGE) if bad else code
 
 
-def _in_turn(jobs: Sequence[Job], sweep: Sweep, engines: EngineCache, run: Work) -> int:
+def _in_turn(points: dict[int, Point], sweep: Sweep, engines: EngineCache, run: Work) -> int:
     """In this process. Points that share an engine follow one another, so that each engine is loaded once."""
-    kinds = list(dict.fromkeys(job.config.engine for job in jobs if isinstance(job, Point)))
-    points = [(number, job) for number, job in enumerate(jobs) if isinstance(job, Point)]
-    worst = 0
-    for number, point in sorted(points, key=lambda item: kinds.index(item[1].config.engine)):
+    kinds, worst = list(dict.fromkeys(point.config.engine for point in points.values())), 0
+    for number, point in sorted(points.items(), key=lambda item: kinds.index(item[1].config.engine)):
         screen = view.choose(point.config.view)
-        screen.headline(f"point {number + 1} of {len(jobs)}: {sweep.points[number].point}")
+        screen.headline(f"point {number + 1} of {len(sweep.points)}: {sweep.points[number].point}")
         code, problem = guarded(point, engines, run, screen)
         sweep.put(number, code, problem)
         worst = max(worst, code)
@@ -196,25 +279,17 @@ def guarded(point: Point, engines: EngineCache, run: Work, screen: view.QuietVie
 
 
 def _launched(
-    command: Namespace,
-    schema: Schema,
-    jobs: Sequence[Job],
-    sweep: Sweep,
-    screen: view.QuietView,
-    alone: Callable[[Point], int],
+    command: Namespace, schema: Schema, points: dict[int, Point], sweep: Sweep, alone: Callable[[Point], int]
 ) -> int:
     """Each in a process of its own, with an engine of its own."""
-    points = {number: job for number, job in enumerate(jobs) if isinstance(job, Point)}
-    name = next(iter(points.values())).launcher
-    screen.note(f"{count(len(points), 'point')} by {name}; each loads the model in a process of its own")
-    codes: list[int | None]
+    codes: list[int | None] = [None] * len(points)
+    first = next(iter(points.values()))
     try:
-        codes = launch(command, schema, next(iter(points.values())).directory.parent, list(points.values()), alone)
+        codes = launch(command, schema, first.directory.parent, list(points.values()), alone)
     except FengineError:
         raise
     except Exception as error:  # the launcher's: one process that was killed may take the others with it
-        print(f"fengine: {name} failed: {type(error).__name__}: {error}", file=sys.stderr)
-        codes = [None] * len(points)
+        print(f"fengine: {first.launcher} failed: {type(error).__name__}: {error}", file=sys.stderr)
     for number, code in zip(points, codes, strict=True):
         sweep.put(number, code)
     return max(FAILED if code is None else code for code in codes)

@@ -28,11 +28,11 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fengine.core.step_trace import NewPages, StepRecord
+from fengine.core.step_trace import StepRecord
 from fengine.eval.cli.view import Progress
 
 END, TAIL = b"\n]\n", 1 << 16
@@ -72,16 +72,14 @@ class Trace(AbstractContextManager["Trace"]):
         self._lock = threading.Lock()
         self._ends: list[float] = []  # of each line's last request
         self._numbers: dict[str, int] = {}  # by rid, of requests that may still be told of
-        self._over: dict[
-            str, str
-        ] = {}  # by rid, the one of "row" and "pages" that has come to its end before the other
+        self._over: dict[str, str] = {}  # by rid, which of "row" and "pages" has ended before the other
         self._count = 0  # requests numbered
         self._landed = 0.0  # when the last step did
         self._shown: dict[str, dict[str, int]] = {}  # the last values of each counter
         self._epoch = time.time() - time.perf_counter()
-        self._meta("process_name", 0, f"fengine eval, session {session}")
+        self._meta("process_name", f"fengine eval, session {session}")
         if steps:
-            self._meta("thread_name", 0, "steps of the scheduler")
+            self._meta("thread_name", "steps of the scheduler")
 
     def row(self, index: int, row_id: str, metas: list[dict[str, Any]]) -> None:
         """The requests of one row."""
@@ -89,7 +87,9 @@ class Trace(AbstractContextManager["Trace"]):
             return
         told = json.dumps(row_id)
         for meta in metas:
-            number = self._number_of(meta)
+            number = self._numbers.get(rid := meta.get("id", ""))
+            if number is not None:  # with overlap a step may yet be told that it had a part in
+                self._end(rid, "row")
             times = [(name, meta.get(a), meta.get(b)) for name, a, b in PHASES]
             spans = [(name, a, b) for name, a, b in times if a is not None and b is not None]
             if not spans:
@@ -114,8 +114,7 @@ class Trace(AbstractContextManager["Trace"]):
             return
         for rid in record.rids:
             if rid not in self._numbers:
-                self._count += 1
-                self._numbers[rid] = self._count
+                self._numbers[rid] = self._count = self._count + 1
         start = max(record.launched, self._landed)
         self._landed = record.landed
         begun, took, tokens = (self._epoch + start) * 1e6, (record.landed - start) * 1e6, sum(record.counts)
@@ -157,25 +156,18 @@ class Trace(AbstractContextManager["Trace"]):
 
     def _texts(self, record: StepRecord) -> tuple[str, ...]:
         """rows, decode, drafted, pages, shrunk, released, preempted, as the file's head has them."""
-        number = self._numbers
-        rows = zip(record.rids, record.starts, record.counts, strict=True)
-        return (
-            " ".join([f"{number[rid]}@{start}+{count}" for rid, start, count in rows]),
-            " ".join([str(number[rid]) for rid, decodes in zip(record.rids, record.decodes, strict=True) if decodes]),
-            " ".join([f"{number[rid]}:{n}" for rid, n in zip(record.rids, record.drafted, strict=False) if n]),
-            " ".join([_pages(number[new.rid], new) for new in record.new_pages if new.rid in number]),
-            " ".join([f"{number[rid]}:{kept}" for rid, kept in record.shrunk if rid in number]),
-            " ".join([str(number[rid]) for rid in record.released if rid in number]),
-            " ".join([str(number[rid]) for rid in record.preempted if rid in number]),
+        number, some = self._numbers, record.drafted
+        rows = list(zip(record.rids, record.starts, record.counts, record.decodes, strict=True))
+        found = (
+            [f"{number[rid]}@{start}+{count}" for rid, start, count, _ in rows],
+            [str(number[rid]) for rid, _, _, decodes in rows if decodes],
+            [f"{number[rid]}:{n}" for rid, n in zip(record.rids, some, strict=False) if n],
+            [f"{number[n.rid]}:{n.first}:{n.hits}:{runs_text(n.pages)}" for n in record.new_pages if n.rid in number],
+            [f"{number[rid]}:{kept}" for rid, kept in record.shrunk if rid in number],
+            [str(number[rid]) for rid in record.released if rid in number],
+            [str(number[rid]) for rid in record.preempted if rid in number],
         )
-
-    def _number_of(self, meta: dict[str, Any]) -> int | None:
-        """The number of a request whose row has come. With overlap a step may yet be told that it had a part in."""
-        rid = meta.get("id", "")
-        number = self._numbers.get(rid)
-        if number is not None:
-            self._end(rid, "row")
-        return number
+        return tuple(map(" ".join, found))
 
     def _end(self, rid: str, what: str) -> None:
         """Forgets a request's number when its row has come, and it is told that its pages were given back."""
@@ -196,9 +188,8 @@ class Trace(AbstractContextManager["Trace"]):
         """`at` in microseconds."""
         self._put(json.dumps({"ph": "C", "name": name, "pid": self.session, "ts": round(at, 1), "args": values}))
 
-    def _meta(self, kind: str, line: int, name: str) -> None:
-        event = {"ph": "M", "name": kind, "pid": self.session, "tid": line, "args": {"name": name}}
-        self._put(json.dumps(event))
+    def _meta(self, kind: str, name: str) -> None:
+        self._put(json.dumps({"ph": "M", "name": kind, "pid": self.session, "tid": 0, "args": {"name": name}}))
 
     def _put(self, event: str) -> None:
         line = event.encode() + b",\n"
@@ -211,10 +202,6 @@ class Trace(AbstractContextManager["Trace"]):
                 self._room -= len(line)
             except OSError as error:
                 self._fail(error)
-
-
-def _pages(number: int, new: NewPages) -> str:
-    return f"{number}:{new.first}:{new.hits}:{runs_text(new.pages)}"
 
 
 def runs_text(pages: Sequence[int]) -> str:
@@ -238,14 +225,11 @@ def events(path: Path) -> Iterator[dict[str, Any] | None]:
             text = line.strip().rstrip(b",")
             if text in (b"", b"[", b"]"):
                 continue
-            try:
+            event = None
+            with suppress(ValueError, RecursionError):
                 event = json.loads(text)
-            except (ValueError, RecursionError):
-                event = None
-            if isinstance(event, dict):
-                yield event
-            elif line.endswith(b"\n"):
-                yield None
+            if isinstance(event, dict) or line.endswith(b"\n"):
+                yield event if isinstance(event, dict) else None
 
 
 def _reopen(path: Path) -> BinaryIO:

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fengine.errors import ConfigError, StorageError
-from fengine.eval.runs.digests import canonical
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, read_object
 from fengine.eval.runs.index import RowTable, id_key, read_table
 from fengine.eval.runs.journal import MAX_LINE, read_at
 from fengine.eval.runs.manifest import differences, recorded
+from fengine.eval.runs.provenance import canonical
 from fengine.eval.runs.record import Record, id_of, record_of
 
 MAX_ROWS = 1 << 32

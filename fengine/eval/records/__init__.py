@@ -1,1 +1,0 @@
-"""Runs that are there, read: their records, and where two of them differ. Nothing is written."""
