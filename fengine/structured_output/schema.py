@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from fengine.errors import GrammarError
 from fengine.structured_output import bounds, keywords, references, rewrites
-from fengine.structured_output.characters import SURROGATE
 from fengine.structured_output.keywords import Node, objects
 from fengine.structured_output.logic import Logic
 from fengine.structured_output.regex import explicit
@@ -26,6 +25,7 @@ JOINING = {"anyOf", "$ref"}  # hold together with what stands beside them
 JOINED = JOINING | {"properties", "patternProperties", "prefixItems", "pattern", "format", "items", "additionalItems",
                     "additionalProperties"}  # fmt: skip
 COMPACT = {"whitespace_flexible": False}  # a schema's own x-guidance: as `Whitespace(None)`
+SURROGATE = "a lone surrogate, which no UTF-8 text can hold"  # in messages
 ANY = "$$ANY$$"  # SGLang's word for any JSON
 MAX_DEPTH = 96  # of values inside one another; the matcher's own limit is 128
 

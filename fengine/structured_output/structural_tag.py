@@ -8,11 +8,11 @@ The second form also puts together tags, sequences, choices, fixed texts, regula
 begins with one of the triggers; behind the trigger stands the rest of its `begin`, its content, and its `end`.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from fengine.errors import GrammarError
-from fengine.structured_output import characters
 from fengine.structured_output.regex import explicit
 from fengine.structured_output.schema import Whitespace, as_rule, strict_json
 
@@ -178,4 +178,4 @@ def _literal(text: str) -> str:
 
 
 def _characters(text: str) -> str:
-    return "".join(characters.written(characters.of(c)) for c in text)
+    return explicit(re.escape(text), "structural_tag:")
