@@ -27,7 +27,6 @@ from jsonschema.validators import validator_for
 from fengine.errors import GrammarError
 from fengine.structured_output import masks
 from fengine.structured_output.backend import Grammar, Grammars, Source, Vocabulary
-from fengine.structured_output.cursor import Cursor
 from fengine.structured_output.schema import Whitespace
 from fengine.worker.logits.masks import MaskRow
 
@@ -86,7 +85,7 @@ def accepts(grammar: Grammar, value: Any) -> bool:
 def walk(grammar: Grammar, seed: int, raw: Any, times: list[float], times_raw: list[float]) -> Any:
     """A random value; None for a text that has not come to its end. `raw` is taken the same way, as far as it goes."""
     end = grammar.vocabulary.size - 1
-    draw, cursor, fresh, out = random.Random(seed), Cursor(grammar, [end], [], [], True), [], b""
+    draw, cursor, fresh, out = random.Random(seed), grammar.cursor(frozenset([end]), [], frozenset(), True), [], b""
     for _ in range(LONGEST):
         row = MaskRow(0, cursor, fresh, None, frozenset([end]), False)
         started = time.perf_counter()

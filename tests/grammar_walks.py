@@ -7,8 +7,7 @@ from functools import cache
 import numpy as np
 
 from fengine.structured_output.backend import Grammar, Grammars, Source
-from fengine.structured_output.cursor import Cursor
-from fengine.structured_output.masks import Filled, MaskRow, fill
+from fengine.structured_output.masks import Cursor, Filled, MaskRow, fill
 from fengine.structured_output.schema import Whitespace
 
 PIECES = [

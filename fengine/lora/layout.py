@@ -103,14 +103,13 @@ def all_sites(spec: ModelSpec, group: Group | None = None) -> list[Site]:
     for weight in models.lookup(spec.architecture).weights(spec):
         if weight.adapts:
             rows = [()] * len(weight.sources) if group is None else weight.rows(group.rank, group.size)
-            modules = (_module(source, tuple(own)) for source, own in zip(weight.sources, rows, strict=True))
+            modules = []
+            for source, own in zip(weight.sources, rows, strict=True):
+                outputs = sum(part.stop - part.start for part in own) if own else source.shape[0]
+                name = source.name.removesuffix(".weight")
+                modules.append(Module(name, outputs, source.shape[1], source, tuple(own)))
             found.append(Site(weight.path, tuple(modules)))
     return found
-
-
-def _module(source: Source, own: tuple[slice, ...]) -> Module:
-    outputs = sum(rows.stop - rows.start for rows in own) if own else source.shape[0]
-    return Module(source.name.removesuffix(".weight"), outputs, source.shape[1], source, own)
 
 
 def kinds_of(spec: ModelSpec) -> tuple[str, ...]:

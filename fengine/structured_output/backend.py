@@ -25,7 +25,7 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 from fengine.structured_output import ebnf, masks, regex, schema, structural_tag
-from fengine.structured_output.cursor import Cursor, checked
+from fengine.structured_output.masks import Cursor, checked
 from fengine.structured_output.schema import SURROGATE, Whitespace
 from fengine.tokenizer.trial import Refused, Trials
 from fengine.worker.logits.masks import Filled, MaskRow

@@ -170,9 +170,8 @@ def known(node: Node, at: str) -> Node:
 
 def refuse_rest(node: Node, at: str) -> None:
     """Errors: GrammarError for a keyword that could not be rewritten. Pure."""
-    for key in node:
-        if key in REWRITTEN:
-            raise GrammarError(f"json_schema: the keyword {key!r} at {at} is not supported; {REWRITTEN[key]}")
+    if key := next((key for key in node if key in REWRITTEN), ""):
+        raise GrammarError(f"json_schema: the keyword {key!r} at {at} is not supported; {REWRITTEN[key]}")
 
 
 def _check_annotation(key: str, at: str) -> None:

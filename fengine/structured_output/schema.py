@@ -92,7 +92,9 @@ def strict_json(text: str, what: str) -> Any:
         raise GrammarError(f"{what} is nested deeper than {MAX_DEPTH} levels") from None
     except UnicodeEncodeError:
         raise GrammarError(f"{what} holds {SURROGATE}") from None
-    except json.JSONDecodeError as error:
+    except GrammarError:
+        raise
+    except ValueError as error:
         raise GrammarError(f"{what} is not JSON: {error!s:.200}") from None
     return value
 
@@ -113,11 +115,10 @@ def _exact(schema: Node) -> Node:
             value = rewrites.rewritten(logic, value)
             keywords.refuse_rest(value, at)
             value = keywords.mapped(value, visit, at)
-            _write_patterns(value, at)
             if closing and "properties" in value and not {"additionalProperties", "patternProperties"} & set(value):
                 value["additionalProperties"] = False  # all that it names are all that it has
+            _hold(value, at)
             bounds.hold(value, fractions, at)
-            _check_repeated_keys(value, at)
         nodes[at] = value
         return value
 
@@ -139,20 +140,15 @@ def _check_joined(document: Any) -> None:
             )
 
 
-def _write_patterns(node: Node, at: str) -> None:
-    """Modifies: node. Errors: GrammarError."""
+def _hold(node: Node, at: str) -> None:
+    """Writes patterns out. Modifies: node. Errors: GrammarError."""
     what = f"json_schema at {at}:"
     if "pattern" in node:
         node["pattern"] = explicit(node["pattern"], what, searched=True)
         keywords.check_pattern(node["pattern"], at)
-    if "patternProperties" in node:
-        written = {explicit(name, what, searched=True): item for name, item in node["patternProperties"].items()}
-        node["patternProperties"] = written
-
-
-def _check_repeated_keys(node: Node, at: str) -> None:
-    open_keys = node.get("additionalProperties", True) is not False or node.get("patternProperties")
-    if node.get("minProperties", 0) > 1 and open_keys:
+    if named := node.get("patternProperties"):
+        node["patternProperties"] = {explicit(name, what, searched=True): item for name, item in named.items()}
+    if node.get("minProperties", 0) > 1 and (named or node.get("additionalProperties", True) is not False):
         raise GrammarError(
             f"json_schema: minProperties at {at} needs additionalProperties: false and no patternProperties, for "
             "nothing keeps a key that the schema does not name from standing there twice"

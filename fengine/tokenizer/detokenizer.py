@@ -160,18 +160,12 @@ class Detokenizer:
         return out
 
     def _push_stop_token(self, token_id: int) -> str:
-        if self.matched is not None:
-            return ""
-        if self._stops or self._search is not None:
-            trial = copy.copy(self)
-            trial._text, trial._search = copy.copy(self._text), copy.copy(self._search)
-            out = trial.push([token_id])
-            if trial.matched is not None:
-                self._text, self._held, self.num_tokens = trial._text, trial._held, trial.num_tokens
-                self.matched, self.matched_tokens = trial.matched, trial.matched_tokens
-                return out
-        self.num_tokens += 1
-        return ""
+        """Its text if it ends the text by a stop string or pattern; else none. Modifies: self."""
+        before = [(name, copy.copy(getattr(self, name))) for name in ("_text", "_search", "_held")]
+        out, known = self.push([token_id]), self.matched is not None
+        for name, value in () if known else before:
+            setattr(self, name, value)
+        return out if known else ""
 
     def _scan(self, new: str, *, peek: bool) -> str:
         """Text to give out now that `new` has come; the rest stays in `_held`. Modifies: self."""
