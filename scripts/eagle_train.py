@@ -26,7 +26,7 @@ from torch.nn import functional as nn
 
 from fengine import Engine
 from fengine.models import lookup
-from fengine.models.kv_state import init_kv, row_batch
+from fengine.models.kv_pages import init_kv, row_batch
 from fengine.ops.linear import unpacked
 from fengine.worker.hub import resolve_model
 from fengine.worker.loader import load_params, read_config, spec_from_config

@@ -99,7 +99,8 @@ class Admission:
         if self.blocked or not self.rows.num_free:
             return
         if self.images is not None:
-            self._schedule_encodes(self.images)
+            candidates = self.waiting.candidates(self.rows.num_free)
+            self.images.plan(candidates, self.waiting.requests(), not self.rows.num_running, self.encodes)
         for request in self._admissible():
             if not left or (self.whole_prompts and len(request.token_ids) > left):
                 return
@@ -120,27 +121,6 @@ class Admission:
             elif self.waiting.overtaken >= LPM_PATIENCE:
                 return
 
-    def _schedule_encodes(self, images: ImageRows) -> None:
-        """Plans what to encode before this step for requests that may be admitted soon: up to the budget, or one image;
-        where nothing runs, all of one request."""
-        left, whole, served = images.budget, not self.rows.num_running, set[str]()
-        for request in self.waiting.candidates(self.rows.num_free):
-            served.add(request.rid)
-            if not request.images or images.ready(request.rid):
-                continue
-            if not images.enter(request.rid, request.images):
-                for other in self.waiting.requests():  # whoever comes later must not keep it from its rows
-                    if other.rid not in served:
-                        images.leave(other.rid)
-                if not images.enter(request.rid, request.images):
-                    return
-            for image in images.lacking(request.images):
-                if self.encodes and left < image.patches and not whole:
-                    return
-                self.encodes.append(images.encode(image))
-                left -= image.patches
-            whole = False
-
     def _start(self, output: SchedulerOutput, request: Request, left: int) -> int:
         """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages, or too
         little is left of the step for the image that it begins with. Modifies: `blocked`.
@@ -152,13 +132,15 @@ class Admission:
         pages = rows.hit(request)
         start = len(pages) * rows.page_size
         self.blocked = not rows.admits(rows.pages_for(known) - len(pages))  # none goes in its place, or pages might
-        if self.blocked or not uncut(request.images, start, min(known - start, left)):  # never suffice for a large one
+        cut = bool(request.images) and not uncut(request.images, start, min(known - start, left))
+        if self.blocked or cut:  # never suffice for a large one
             pool.release(pages, pool.window_start(start))
             return 0
         self.waiting.admit(request)
         output.adapters += rows.enter(request, pages)
+        count = min(known - start, left, pool.room * rows.page_size)
         if request.images and self.images is not None:
             request.placed = self.images.placed(request.images)
-        count = uncut(request.images, start, min(known - start, left, pool.room * rows.page_size))
+            count = uncut(request.images, start, count)
         rows.compute(output, request, count)
         return count

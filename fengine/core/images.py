@@ -10,7 +10,7 @@ room is needed, those used longest ago first.
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +77,13 @@ def least(spans: Iterable[ImageSpan], start: int) -> int:
     return next(ends, start + 1) - start
 
 
+class HasImages(Protocol):
+    """A request, as far as `ImageRows` knows it."""
+
+    rid: str
+    images: tuple[ImageSpan, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     rows: list[int]
@@ -137,6 +144,29 @@ class ImageRows:
         entry.encoded = True
         self.num_encoded += 1
         return Encode(image, entry.rows)
+
+    def plan(
+        self, candidates: Iterable["HasImages"], waiting: Iterable["HasImages"], whole: bool, encodes: list[Encode]
+    ) -> None:
+        """Adds to `encodes` what to encode before a step for requests that may be admitted soon: up to the budget, or
+        one image; with `whole` all of one request."""
+        left, served = self.budget, set[str]()
+        for request in candidates:
+            served.add(request.rid)
+            if not request.images or self.ready(request.rid):
+                continue
+            if not self.enter(request.rid, request.images):
+                for other in waiting:  # whoever comes later must not keep it from its rows
+                    if other.rid not in served:
+                        self.leave(other.rid)
+                if not self.enter(request.rid, request.images):
+                    return
+            for image in self.lacking(request.images):
+                if encodes and left < image.patches and not whole:
+                    return
+                encodes.append(self.encode(image))
+                left -= image.patches
+            whole = False
 
     def placed(self, spans: Iterable[ImageSpan]) -> tuple[Placed, ...]:
         """Where the embeddings of a request that has entered lie. Pure."""

@@ -38,8 +38,7 @@ def to_plain(value: Any, handles: Handles) -> Any:
     if isinstance(value, SamplingParams):
         value = _with_names(value, handles)
     if is_dataclass(value) and not isinstance(value, type):
-        told = (f for f in fields(value) if not f.metadata.get("local"))
-        value = {f.name: item for f in told if _differs(f, item := getattr(value, f.name))}
+        value = {f.name: item for f in fields(value) if _is_told(f, item := getattr(value, f.name))}
     if isinstance(value, dict):
         return {key: to_plain(item, handles) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -53,10 +52,10 @@ def to_plain(value: Any, handles: Handles) -> Any:
     raise UnsupportedFeatureError(f"{type(value).__name__} is no plain value")
 
 
-def _differs(f: Field[Any], item: Any) -> bool:
-    """Whether a field has another value than its default. Pure."""
+def _is_told(f: Field[Any], item: Any) -> bool:
+    """Whether a field is not `local` and has another value than its default. Pure."""
     default = f.default if f.default_factory is MISSING else f.default_factory()
-    return default is MISSING or type(default) is not type(item) or default != item
+    return "local" not in f.metadata and (default is MISSING or type(default) is not type(item) or default != item)
 
 
 def from_plain(kind: Any, data: Any, handles: Handles) -> Any:

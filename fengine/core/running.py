@@ -133,6 +133,14 @@ class Rows:
         request.adapter_slot, new = self.adapters.enter(request.adapter)
         return [(request.adapter_slot, request.adapter.number)] if new else []
 
+    def tell_new(self, output: SchedulerOutput) -> None:
+        """The rows and pages that are new in a step. Modifies: itself, output."""
+        for request, first in self.grown.items():
+            if first == 0:
+                output.new_rows.append(request.as_told())
+            output.new_pages.append((request.slot, first, *self.pool.in_tables(request.pages[first:])))
+        self.grown.clear()
+
     def leave_behind(self, request: Request) -> bool:
         """Gives up what the windows of a planned or later token do not reach. Returns whether there was any."""
         first = self.pool.window_start(request.num_computed - 1)

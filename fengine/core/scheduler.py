@@ -133,19 +133,14 @@ class Scheduler:
             self._admission.admit(output, left)
         if not output.requests:
             return None
-        if self._admission.encodes:
-            output.encodes, self._admission.encodes = self._admission.encodes, []
+        output.encodes, self._admission.encodes = self._admission.encodes, []
         if self.speculation:
             schedule_drafts(output, self._rows, self.speculation)
         self._steps_scheduled += 1
         self.num_computed_tokens += sum(output.counts)
         output.fill_in(self._in_flight[-1] if self._in_flight else None)
         output.released = self.released()
-        if grown := self._rows.grown:
-            output.new_rows = [request.as_told() for request, first in grown.items() if first == 0]
-            added = ((request, first, self.pool.in_tables(request.pages[first:])) for request, first in grown.items())
-            output.new_pages = [(request.slot, first, *pages) for request, first, pages in added]
-            grown.clear()
+        self._rows.tell_new(output)
         self._in_flight.append(output)
         return output
 

@@ -33,7 +33,8 @@ from fengine.engine.profiling import Profile
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import ConfigError, OutOfMemoryError
-from fengine.models.kv_state import KVState, Params, init_kv
+from fengine.models.kv_pages import init_kv
+from fengine.models.kv_state import KVState, Params
 from fengine.models.spec import ModelSpec
 from fengine.ops.columns import Group
 from fengine.ops.compiler import private_cache_dir

@@ -6,6 +6,10 @@ Loading, dummy weights, weight updates and LoRA work from these declarations alo
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fengine.models.kv_state import Params
 from fengine.models.sources import HeadOrder, Source
 from fengine.models.spec import ModelSpec
 
@@ -228,3 +232,8 @@ def decoder_weights(spec: ModelSpec, layer: LayerLeaves = prenorm_layer) -> list
         found.append(Weight(("score",), (Source("score.weight", shape),), "CD"))
         found.append(Weight(("score_bias_C",), (Source("score.bias", shape[:1]),), "C", fill="small", optional=True))
     return found
+
+
+def param_bytes(params: Params) -> int:
+    """Of all its tensors. Pure."""
+    return sum(x.nbytes for x in tree_leaves(params) if isinstance(x, Tensor))

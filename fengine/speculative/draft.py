@@ -22,7 +22,8 @@ from fengine.core.request import Drafting
 from fengine.core.scheduler_output import Drafts
 from fengine.core.speculation import Ask
 from fengine.errors import ConfigError
-from fengine.models.kv_state import KVState, init_kv
+from fengine.models.kv_pages import init_kv
+from fengine.models.kv_state import KVState
 from fengine.speculative.chain import Chain, Guide, Head
 from fengine.speculative.pace import Pace
 from fengine.worker.fields import Arrays

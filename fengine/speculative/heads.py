@@ -12,10 +12,10 @@ from fengine import models
 from fengine.config import EngineConfig
 from fengine.errors import ConfigError, CorruptCheckpointError
 from fengine.models import eagle3
-from fengine.models.kv_state import KVState, Params, Tensors, param_bytes
+from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.rope import rope_tables
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import Weight
+from fengine.models.weights import Weight, param_bytes
 from fengine.ops.edges import take
 from fengine.worker.checkpoint_checks import listed, misshapen
 from fengine.worker.device import device_of

@@ -10,8 +10,9 @@ from fengine.core.request import Drafting
 from fengine.core.speculation import Ask, Proposer, Speculation, settle
 from fengine.errors import ConfigError
 from fengine.models import eagle3
-from fengine.models.kv_state import Params, param_bytes
+from fengine.models.kv_state import Params
 from fengine.models.spec import Config, ModelSpec
+from fengine.models.weights import param_bytes
 from fengine.speculative.chain import Head
 from fengine.speculative.draft import DraftModel
 from fengine.speculative.heads import EagleHead, SmallModel

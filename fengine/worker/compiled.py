@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from fengine.models.kv_state import Params, Tensors, layer_kind
+from fengine.models.kv_state import Params, Tensors
 from fengine.models.layers import LayerFn, LayerOut
 from fengine.models.spec import ModelSpec
 
@@ -26,6 +27,18 @@ OPTIONS: dict[str, Any] = {
     "guard_filter_fn": lambda guards: [False] * len(guards),
 }
 SIZES = "TRBNAPUY"  # a graph serves every one of them
+
+
+def layer_kind(layer: Params) -> tuple[Any, ...]:
+    """What layers of one kind have in common: parameters, their shapes and dtypes, the LayerKind. Pure."""
+    facts = ((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in tree_leaves(layer))
+    return (*sorted(layer), *facts)
+
+
+def layer_kinds(layers: list[Params]) -> list[int]:
+    """The first layer of each kind. Pure."""
+    kinds = [layer_kind(layer) for layer in layers]
+    return [kinds.index(each) for each in dict.fromkeys(kinds)]
 
 
 def compiled_layers(layer_fn: LayerFn) -> LayerFn:

@@ -5,9 +5,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from fengine.models.kv_state import KVState, layer_kinds
+from fengine.models.kv_state import KVState
 from fengine.ops.ahead import compiling
 from fengine.worker.chunks import PromptRows
+from fengine.worker.compiled import layer_kinds
 from fengine.worker.cuda_runner import CudaRunner, blank_hidden
 from fengine.worker.logits.logprobs import SLICE, score_prompts
 from fengine.worker.step import ForwardFn

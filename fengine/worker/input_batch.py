@@ -75,7 +75,8 @@ class InputBatch:
             self.images.release(rows)
         for row in rows if self.asking else ():
             if (told := self.asking.pop(row, None)) is not None:
-                self.extras.release(row)
+                if row in self.extras.rows:
+                    self.extras.release(row)
                 for name in told.params.asks:
                     self.asked[name] -= 1
                     if name in self.stages:

@@ -8,7 +8,8 @@ import torch
 from fengine.config import EngineConfig
 from fengine.core.window_pages import Windows
 from fengine.errors import ConfigError, OutOfMemoryError
-from fengine.models.kv_state import KVState, init_kv
+from fengine.models.kv_pages import init_kv
+from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
 from fengine.ops.attention_schedules import block_of
 from fengine.worker.device import device_of

@@ -21,7 +21,8 @@ from fengine.errors import (
     UnsupportedArchitectureError,
     UnsupportedFeatureError,
 )
-from fengine.models.kv_state import KVState, init_kv, row_batch
+from fengine.models.kv_pages import init_kv, row_batch
+from fengine.models.kv_state import KVState
 from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 from fengine.worker.device import device_of, refuse_unbuilt_shape
 from fengine.worker.kv_pool import PoolSize, kv_bytes_per_token, new_pool, pool_bytes, pool_size

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fengine.config import LoraConfig
 from fengine.lora.adapters import open_adapters
-from fengine.models.kv_state import KVState, init_kv, layer_kinds
+from fengine.models.kv_pages import init_kv
+from fengine.models.kv_state import KVState
+from fengine.worker.compiled import layer_kinds
 from fengine.worker.cuda_graphs import Buckets, decode_sizes
 from fengine.worker.cuda_runner import CudaRunner
 from fengine.worker.fields import ADAPTERS, INPUTS, StaticBuffers, blank, layout, pack

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fengine.errors import InvalidRequestError, StaleStateError
-from fengine.models.kv_state import KVHandle, KVState, fork, init_kv, restore, snapshot
+from fengine.models.kv_pages import fork, init_kv, restore, snapshot
+from fengine.models.kv_state import KVHandle, KVState
 from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 
 SPEC = ModelSpec("LlamaForCausalLM", 32, 8, 16, 2, 2, 1, 4, 1e-5, RopeSpec(1e4), 64, True)

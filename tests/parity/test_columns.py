@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fengine import models
-from fengine.models.kv_state import init_kv, row_batch
+from fengine.models.kv_pages import init_kv, row_batch
 from fengine.models.sources import Source
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import Weight, head_weight

@@ -14,7 +14,8 @@ from torch import Tensor
 from fengine import models
 from fengine.api.engine import Engine
 from fengine.errors import InvalidRequestError, UnsupportedArchitectureError
-from fengine.models.kv_state import BATCH, init_kv
+from fengine.models.kv_pages import init_kv
+from fengine.models.kv_state import BATCH
 from fengine.models.spec import ModelSpec
 from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, read_config, spec_from_config

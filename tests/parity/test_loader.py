@@ -28,7 +28,8 @@ from fengine.errors import (
     UnsupportedFormatError,
 )
 from fengine.models import layers
-from fengine.models.kv_state import BATCH, Params, init_kv
+from fengine.models.kv_pages import init_kv
+from fengine.models.kv_state import BATCH, Params
 from fengine.models.spec import RopeSpec
 from fengine.ops import linear
 from fengine.worker.hub import BOX, resolve_model

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from fengine import models
 from fengine.models import layers
-from fengine.models.kv_state import BATCH, KVState, Params, Tensors, init_kv
+from fengine.models.kv_pages import init_kv
+from fengine.models.kv_state import BATCH, KVState, Params, Tensors
 from fengine.models.spec import ModelSpec
 from fengine.worker.hub import BOX
 from fengine.worker.loader import load_params, read_config, spec_from_config

@@ -26,7 +26,8 @@ from fengine.errors import (
     UnsupportedFeatureError,
     UnsupportedFormatError,
 )
-from fengine.models.kv_state import Params, init_kv, row_batch
+from fengine.models.kv_pages import init_kv, row_batch
+from fengine.models.kv_state import Params
 from fengine.models.quantization import chosen, read_quantization
 from fengine.models.spec import ModelSpec
 from fengine.ops import fragments, linear, quantized_hopper, w8a8
