@@ -28,6 +28,7 @@ from fengine.server.service import Call, ClientGone, Service
 CLOSED_BY_CLIENT = 499  # nginx's word in logs and counters; no client reads it
 KEY_VARIABLE, ADMIN_VARIABLE = "FENGINE_API_KEY", "FENGINE_ADMIN_KEY"
 FLAT = frozenset({"/v1/score", "/v1/rerank"})  # whose errors SGLang's clients read without an "error" around them
+BY_BOTH = frozenset({"/flush_cache", "/ping"})  # asked with GET or POST, as SGLang's and SageMaker's
 BY_PAGES = ("origin", "sec-fetch-site")  # headers of what a web page sends, which needs no permission without a body
 LONG = 1 << 16  # bytes of a body that would hold up the other answers while it is parsed
 
@@ -79,12 +80,13 @@ def _add_routes(app: FastAPI, service: Service) -> dict[str, Access]:
     paths = {path: one.access for one in ENDPOINTS for path in one.paths}
     for one in ENDPOINTS:
         for path in one.paths:
-            app.add_route(path, partial(_answer, service, one), methods=["GET" if one.fields is None else "POST"])
+            methods = ["GET"] if one.fields is None else ["GET", "POST"] if path in BY_BOTH else ["POST"]
+            app.add_route(path, partial(_answer, service, one), methods=methods)
     for path, page, access in (
         ("/v1/models/{name:path}", model, Access.KEY), ("/health", health, Access.OPEN), ("/ping", health, Access.OPEN),
         ("/metrics", metrics, Access.KEY), ("/openapi.json", schema, Access.OPEN), ("/docs", docs, Access.OPEN),
     ):  # fmt: skip
-        app.add_route(path, page, methods=["GET", "POST"] if path == "/ping" else ["GET"])
+        app.add_route(path, page, methods=["GET", "POST"] if path in BY_BOTH else ["GET"])
         paths[path] = access
     return paths
 

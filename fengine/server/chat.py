@@ -31,7 +31,7 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     if images and engine._parts.images is None:
         raise invalid("messages", "the messages have images, but this model takes none; leave them out.")
     ids = chat_ids(engine, chat, _template_values(chat, facts), request.given["add_special_tokens"])
-    ids = request.given["truncation"].of(ids, context) if request.given["truncation"] else ids
+    ids = request.given["truncation"].cut(ids, context) if request.given["truncation"] else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     # Calls are looked for where tools are shown and none is forced; harmony has its channels without tools, too.
     channels = facts.channels is not None and not constrained

@@ -9,8 +9,6 @@ from fengine.server import fields
 from fengine.server.chat_body import CHAT, ChatOptions, chat_options
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import Field, Fields, flag, loose, one_of, whole
-from fengine.server.grammar_fields import FIELDS as GRAMMAR_FIELDS
-from fengine.server.grammar_fields import grammar_of
 
 MAX_TEXTS = 65536  # prompts of one body
 MAX_LOGPROBS = 20  # OpenAI's, of chats; vLLM's of both
@@ -33,7 +31,7 @@ SHARED: dict[str, Field] = {
     **TRUNCATION,
     "bad_words": fields.array("Words that are never drawn; each must be one token."),
     **fields.sampling_fields(),
-    **GRAMMAR_FIELDS,
+    **fields.GRAMMAR_FIELDS,
     **fields.CALL,
 }
 OF_COMPLETIONS: Fields = SHARED | {
@@ -155,13 +153,13 @@ def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], m
         raise invalid("bad_words", f"bad_words must be a list of texts, none empty, got {words!r:.80}.")
     if given["stream"] and given["prompt_logprobs"] is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not told in streams; leave stream out.")
-    return given | {"truncation": truncation_of(given)}
+    return given | {"truncation": Truncation.of(given)}
 
 
 def _arguments(body: Mapping[str, Any], given: Mapping[str, Any], echo: bool) -> dict[str, Any]:
     """Arguments of `generate` beside the prompt. Errors: ApiError."""
     sampling = fields.sampling_of(body)
-    options = {"sampling_params": sampling | grammar_of(body, sampling)} | fields.call_arguments(given)
+    options = {"sampling_params": sampling | fields.grammar_of(body, sampling)} | fields.call_arguments(given)
     if given["return_hidden_states"]:
         options["return_hidden_states"] = "last"
     logprobs, of_prompt = given["logprobs"], given["prompt_logprobs"]
@@ -217,21 +215,21 @@ class Truncation:
     tokens: int
     side: str
 
-    def of(self, ids: list[int], context: int) -> list[int]:
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Truncation | None":
+        """Of the fields of TRUNCATION, taken. Pure. Errors: ApiError."""
+        most = given["truncate_prompt_tokens"]
+        if most == 0:
+            raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0.")
+        return None if most is None else cls(most, given["truncation_side"])
+
+    def cut(self, ids: list[int], context: int) -> list[int]:
         """Pure. Errors: ApiError."""
         if self.tokens > context:
             raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens value is greater than max_model_len "
                           f"({context}). Please, select a smaller truncation size.")  # fmt: skip
         most = context - 1 if self.tokens == -1 else self.tokens
         return ids[:most] if self.side == "right" else ids[-most:]
-
-
-def truncation_of(given: Mapping[str, Any]) -> Truncation | None:
-    """Of the fields of TRUNCATION, taken. Pure. Errors: ApiError."""
-    most = given["truncate_prompt_tokens"]
-    if most == 0:
-        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0.")
-    return None if most is None else Truncation(most, given["truncation_side"])
 
 
 def prompt_ids(
@@ -244,4 +242,4 @@ def prompt_ids(
         )
     else:
         rows = prompts if isinstance(prompts[0], list) else [prompts]
-    return [cut.of(row, context) for row in rows] if cut else rows
+    return [cut.cut(row, context) for row in rows] if cut else rows

@@ -22,7 +22,7 @@ from fengine.server.chat import chat_ids
 from fengine.server.chat_body import CHAT, chat_options
 from fengine.server.errors import ApiError, invalid, missing
 from fengine.server.fields import MODEL, Field, Fields, flag, loose, one_of, take, whole
-from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, prompt_ids, texts_or_ids, truncation_of
+from fengine.server.openai_body import ADD_SPECIAL, TRUNCATION, Truncation, prompt_ids, texts_or_ids
 
 EMBEDDINGS: Fields = {
     **MODEL,
@@ -77,11 +77,11 @@ def _head(prefix: str, model: str) -> dict[str, Any]:
 def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """Errors: ApiError."""
     given = take(body, EMBEDDINGS)
-    cut, context, as_base64 = truncation_of(given), engine._parts.context_length, given["encoding_format"] == "base64"
+    cut, context, as_base64 = Truncation.of(given), engine._parts.context_length, given["encoding_format"] == "base64"
     if given["messages"] is not None:
         chat = chat_options(given, has_grammar=False)
         prompts: Any = chat_ids(engine, chat, chat.template_values, body.get("add_special_tokens") is True)
-        prompts, count = cut.of(prompts, context) if cut else prompts, 1
+        prompts, count = cut.cut(prompts, context) if cut else prompts, 1
     else:
         kind, prompts, count = texts_or_ids(body, "input")
         if cut or not given["add_special_tokens"]:

@@ -1,6 +1,5 @@
 """uvicorn's HTTP/1.1 protocol over httptools, with limits on who is slow or sends too much, and errors as JSON."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -32,8 +31,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.reason = "Invalid HTTP request received."
         self.running: Any = None  # the cycle whose app runs; `cycle` is the newest
         self._phase = ""
-        self._timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
+        self._timer = self._write_timer = None
 
     # -- the transport's calls -----------------------------------------------------------------------------------------
 

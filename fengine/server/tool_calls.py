@@ -73,18 +73,17 @@ def decode(text: str, whole: bool = True) -> tuple[Any, str]:
 
 def call_of(value: Any, text: str) -> ToolCall:
     """A call from {"name", "arguments" or "parameters"}; arguments may be their JSON text. Pure."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _NAME.fullmatch(value["name"]):
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         return ToolCall("", {}, text, f'the tool call is no object with a "name": {text.strip()!r:.200}')
     arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        try:
-            arguments, _ = decode(arguments)
-        except ValueError as error:
-            return ToolCall(value["name"], {}, text, f"the arguments of {value['name']} are no JSON ({error})")
-    if not isinstance(arguments := {} if arguments is None else arguments, dict):
-        problem = f"the arguments of {value['name']} are no object: {arguments!r:.200}"
-        return ToolCall(value["name"], {}, text, problem)
-    return ToolCall(value["name"], arguments, text)
+    try:
+        arguments = decode(arguments)[0] if isinstance(arguments, str) else {} if arguments is None else arguments
+    except ValueError as error:
+        return ToolCall(name, {}, text, f"the arguments of {name} are no JSON ({error})")
+    if not isinstance(arguments, dict):
+        return ToolCall(name, {}, text, f"the arguments of {name} are no object: {arguments!r:.200}")
+    return ToolCall(name, arguments, text)
 
 
 def read_json(body: str) -> list[ToolCall]:
@@ -182,12 +181,11 @@ def format_of(template: str | None) -> Format | None:
 
 def require_format(template: str | None) -> Format:
     """As `format_of`. Errors: UnsupportedFeatureError."""
-    found = format_of(template)
-    if found is None:
-        raise UnsupportedFeatureError(
-            "tools: the model's chat template describes no tools, or in a form whose calls are not read here; read are "
-            f"those of {', '.join(one.name for one in FORMATS)}"
+    if (found := format_of(template)) is None:
+        told = (
+            "tools: the model's chat template describes no tools, or in a form whose calls are not read here; read are"
         )
+        raise UnsupportedFeatureError(f"{told} those of {', '.join(one.name for one in FORMATS)}")
     return found
 
 
