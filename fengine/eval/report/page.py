@@ -17,7 +17,7 @@ from typing import Any
 
 import fengine
 from fengine.errors import FengineError, StorageError
-from fengine.eval.report import facts, rows, schedule, sweep
+from fengine.eval.report import facts, pictures, rows, schedule, sweep
 from fengine.eval.report.plain import cut, mapping, number, plain, script_json, size, told
 from fengine.eval.runs.compare import RowDifference, compare, edges
 from fengine.eval.runs.folder import read_object
@@ -25,7 +25,7 @@ from fengine.eval.runs.provenance import local_directory
 from fengine.eval.runs.record import TIMINGS
 from fengine.eval.runs.records import Records, causes, pairs_of, runs_of
 
-ROWS, SCHEDULE, PAIRS, PIECES = 0.68, 0.22, 0.85, 0.06  # parts of a page's bytes
+ROWS, SCHEDULE, PAIRS, PIECES, PICTURES = 0.6, 0.22, 0.85, 0.06, 0.08  # parts of a page's bytes
 MISSING = 50  # points without a run that are told
 
 
@@ -49,6 +49,7 @@ def _one(folder: Path, most_rows: int, budget: int) -> dict[str, Any]:
         found = rows.items(records, seen, kept, int(budget * ROWS))
         ids, in_force = rows.token_ids(found), records.manifest.get("in_force")
         vocab, missing = texts(records.identity, in_force, ids, int(budget * PIECES))
+        pictures.add_thumbnails(found, records, int(budget * PICTURES))
         seconds = _seconds(folder / TIMINGS, set(kept)) if records.finished else {}
         for one in found:
             one |= {"sec": seconds[one["n"]]} if one["n"] in seconds else {}

@@ -1,5 +1,6 @@
 """Images of rows: a column of paths or data URLs, which a row's content holds with their hashes. No torch."""
 
+import base64
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ def with_digests(row: Row | BadRow, column: str, base: Path) -> Row | BadRow:
     if isinstance(row, BadRow):
         return row
     try:
-        found = [{"image": item, "sha256": _digest(item, base)} for item in _items(row.data.get(column))]
+        found = [
+            {"image": item, "sha256": digest_of(item, read_image(item, base))} for item in _items(row.data.get(column))
+        ]
     except (OSError, ValueError) as error:
         return BadRow(row.id, 0, f"row {row.id!r}: column {column!r}: {error}")
     return Row(row.id, row.data | {column: found})
@@ -32,5 +35,11 @@ def _items(value: Any) -> list[str]:
     return items
 
 
-def _digest(item: str, base: Path) -> str:
-    return hashlib.sha256(item.encode() if item.startswith("data:") else (base / item).read_bytes()).hexdigest()
+def read_image(item: str, base: Path) -> bytes:
+    """The file of an image. Errors: OSError, ValueError."""
+    return base64.b64decode(item.partition(",")[2]) if item.startswith("data:") else (base / item).read_bytes()
+
+
+def digest_of(item: str, data: bytes) -> str:
+    """SHA-256 of a data URL's text, or of a file. Pure."""
+    return hashlib.sha256(item.encode() if item.startswith("data:") else data).hexdigest()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fengine.errors import InputFileError
-from fengine.eval.tasks import tables
+from fengine.eval.tasks import drawn, tables
 from fengine.eval.tasks.scoring import parse_json
 from fengine.eval.tasks.task import BadRow, Row
 from fengine.eval.tasks.task_config import Format, TaskConfig
@@ -63,6 +63,8 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
     assert config.data is not None
     if config.format is Format.hf:
         return _rows(_numbered(tables.read_dataset(config.data, config.subset, config.split)), "row", config)
+    if config.format is Format.drawn:
+        return _rows(_numbered(drawn.rows(int(config.data))), "row", config)
     path = base / Path(config.data).expanduser()
     form = _format(path, config.format)
     if form is Format.parquet:
@@ -76,8 +78,8 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
 
 
 def data_path(config: TaskConfig, base: Path) -> Path | None:
-    """The file that `read_rows` reads, as an absolute path; None for a dataset of Hugging Face. Pure."""
-    if config.data is None or config.format is Format.hf or config.prompts is not None:
+    """The file that `read_rows` reads, as an absolute path; None for rows of no file. Pure."""
+    if config.data is None or config.format in (Format.hf, Format.drawn) or config.prompts is not None:
         return None
     return (base / Path(config.data).expanduser()).absolute()
 

@@ -41,6 +41,7 @@ class Format(Enum):
     parquet = "parquet"
     hf = "hf"  # `data` names a dataset of Hugging Face
     batch = "batch"  # OpenAI's, too, with answers as a server's: `fengine batch`; ids are the requests' custom_id
+    drawn = "drawn"  # pictures and questions of `drawn.rows`, from the seed that `data` is
     prompts = "prompts"  # a run of prompts: .txt, .jsonl, or `prompts`; ids and seeds are the rows' numbers
 
 
@@ -95,6 +96,8 @@ def check(config: TaskConfig) -> list[str]:
     requests = config.kind is TaskKind.choice and config.format is Format.openai
     problems = {
         "task.images is for kind=generate": config.images is not None and not generates,
+        "task.format=drawn takes a seed, task.data=0, and how many rows: task.limit=100": config.format is Format.drawn
+        and not (config.limit and (config.data or "").isdecimal()),
         "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
         "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
         "task.target must name the reference's column, or set task.match=none": config.target is None and no_reference,

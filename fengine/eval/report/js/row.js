@@ -131,6 +131,7 @@ function rowView(ctx, row, extra) {
       row.e && el("div", { cls: "note bad" }, el("b", {}, `${row.e[0]}: `), row.e[1]),
       row.cut &&
         el("div", { cls: "note plain small" }, "This row is large: it is cut here, and whole in outputs.jsonl."),
+      row.img && el("div", { cls: "chips" }, row.img.map((src) => el("img", { src, alt: "picture of the row" }))),
       prompts,
     ),
     row.a.length > 0 && card(null, measureBar(ctx, heats), blocks),
