@@ -230,7 +230,7 @@ def make_runner(
     windows = windows_of(config, stepped, loaded.context_length)
     grouped = windows is not None and not windows.alone
     if device_of(config) == "cpu":
-        return CpuRunner(loaded.params, forward, unembed, slots, sampler, grouped)
+        return CpuRunner(loaded.params, forward, unembed, slots, sampler, letters_of(loaded.spec), grouped)
     return CudaRunner(
         loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
         rows=max(rows, 0 if config.speculation.algorithm is Algorithm.none else config.speculation.step_tokens or 0),

@@ -94,7 +94,6 @@ def refuse_with_images(config: EngineConfig, spec: ModelSpec) -> None:
     asked = {
         "parallel.tp_size": config.parallel.tp_size > 1, "lora": config.lora.on, "quantized weights": spec.quantization,
         "speculation.draft_model": config.speculation.draft_model, "scheduler.record": config.scheduler.record,
-        "compile.enabled": config.compile.enabled,
     }  # fmt: skip
     if names := [name for name, on in asked.items() if on]:
         raise UnsupportedFeatureError(f"{', '.join(names)} with a model that takes images: not built; leave it out.")

@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "guard_filter_fn": lambda guards: [False] * len(guards),
 }
-SIZES = "TRBNAPUY"  # a graph serves every one of them
+SIZES = "TRBNAPUYJ"  # a graph serves every one of them
 
 
 def layer_kind(layer: Params) -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ def layer_kinds(layers: list[Params]) -> list[int]:
 
 
 def compiled_layers(layer_fn: LayerFn) -> LayerFn:
-    """`layer_fn`, compiled at the first call with each kind of layer, with adapters and without."""
+    """`layer_fn`, compiled at the first call with each kind of layer and with the fields that a step may lack."""
     kinds: dict[int, tuple[Params, Any]] = {}  # by identity: to tell a kind takes as long as a short layer
     made: dict[Any, LayerFn] = {}
 
@@ -52,7 +52,8 @@ def compiled_layers(layer_fn: LayerFn) -> LayerFn:
     ) -> LayerOut:  # fmt: skip
         if id(layer) not in kinds:
             kinds[id(layer)] = layer, layer_kind(layer)
-        key = kinds[id(layer)][1], next_norm_D is None, "token_A" in batch, normed_TD is residual_TD
+        fields = "token_A" in batch, "last_key_J" in batch
+        key = kinds[id(layer)][1], next_norm_D is None, fields, normed_TD is residual_TD
         if key not in made:
             made[key] = _compiled(layer_fn)
             mark_sizes(batch, k_PSGK=k_PSGK, v_PSGK=v_PSGK, normed_TD=normed_TD, residual_TD=residual_TD)

@@ -28,11 +28,11 @@ class CpuRunner:
 
     def __init__(
         self, params: Params, forward: ForwardFn, unembed: UnembedFn, adapter_slots: int,
-        sampler: SampleFn = sample_rows, grouped: bool = False,
+        sampler: SampleFn = sample_rows, images: str = "", grouped: bool = False,
     ) -> None:  # fmt: skip
-        """`grouped`: windowed layers have pages of their own."""
+        """`images`: letters of the fields of IMAGES. `grouped`: windowed layers have pages of their own."""
         self.params, self.forward, self.unembed, self.adapter_slots = params, forward, unembed, adapter_slots
-        self.sampler, self.grouped = sampler, grouped
+        self.sampler, self.images, self.grouped = sampler, images, grouped
         self.last_token_R = torch.zeros(1, dtype=torch.int32)  # drawn by the step before
         self.drawn: Drawn = list  # gives the tokens of the step before
 
@@ -42,6 +42,7 @@ class CpuRunner:
                                                     sorted({0, self.adapter_slots})):  # fmt: skip
             sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": max(width, -(-tokens // page_size))}
             sizes |= {"U": tokens, "Y": sizes["N"]} if self.grouped else {}
+            sizes |= dict.fromkeys(self.images, tokens)
             step = warm_step(tokens, sizes | ({"A": tokens, "S": slots + 1} if slots else {}))
             kv, _ = self.forward(self.params, kv, batch_of(on_cpu(step.arrays), self.last_token_R))
         return kv

@@ -25,7 +25,7 @@ from fengine.eval.runs.provenance import local_directory
 from fengine.eval.runs.record import TIMINGS
 from fengine.eval.runs.records import Records, causes, pairs_of, runs_of
 
-ROWS, SCHEDULE, PAIRS, PIECES, PICTURES = 0.6, 0.22, 0.85, 0.06, 0.08  # parts of a page's bytes
+ROWS, SCHEDULE, PAIRS, PIECES, PICTURES = 0.68, 0.22, 0.85, 0.06, 0.1  # parts of a page's bytes
 MISSING = 50  # points without a run that are told
 
 
@@ -46,10 +46,11 @@ def _one(folder: Path, most_rows: int, budget: int) -> dict[str, Any]:
         seen = rows.row_kinds(records)
         about = facts.overview(records, seen)
         kept = rows.chosen(seen.kinds, most_rows)
-        found = rows.items(records, seen, kept, int(budget * ROWS))
+        share = PICTURES if mapping(records.identity.get("config")).get("task.images") else 0.0  # of the rows' bytes
+        found = rows.items(records, seen, kept, int(budget * (ROWS - share)))
         ids, in_force = rows.token_ids(found), records.manifest.get("in_force")
         vocab, missing = texts(records.identity, in_force, ids, int(budget * PIECES))
-        pictures.add_thumbnails(found, records, int(budget * PICTURES))
+        pictures.add_thumbnails(found, records, int(budget * share))
         seconds = _seconds(folder / TIMINGS, set(kept)) if records.finished else {}
         for one in found:
             one |= {"sec": seconds[one["n"]]} if one["n"] in seconds else {}
