@@ -22,11 +22,7 @@ def open_session(
     engine: HasContext, capacity_of_str_len: int, session_id: str | None = None, streaming: bool = False,
     timeout: float | None = None,
 ) -> str | None:  # fmt: skip
-    """A new session's id, for `session_params={"id": …}` of `generate`; None if that id is in use.
-
-    It closes after `timeout` seconds without a request. `capacity_of_str_len` bounds nothing, as in SGLang. A
-    `streaming` session is append-only: each turn continues the last one.
-    """
+    """A new session's id, for `session_params={"id": …}`; None if that id is in use. As `Sessions.open`."""
     engine._parts.core.check_process()
     return engine._context.sessions.open(capacity_of_str_len, session_id, streaming, timeout)
 

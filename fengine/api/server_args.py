@@ -234,12 +234,11 @@ class ServerArgs:
         """A wrong type is told here, not where it is first used."""
         bad = []
         for f in fields(self):
-            value, kinds = getattr(self, f.name), f.type
-            if kinds is Any or (f.name == "model_path" and isinstance(value, os.PathLike)):
+            value, allowed = getattr(self, f.name), get_args(f.type) or (f.type,)
+            if f.type is Any or f.name == "model_path" and isinstance(value, os.PathLike):
                 continue
-            allowed = get_args(kinds) or (kinds,)
             if type(value) not in allowed and not (type(value) is int and float in allowed):
-                kind = getattr(kinds, "__name__", kinds)
+                kind = getattr(f.type, "__name__", f.type)
                 bad.append(f"{f.name} must be {kind}, got {value!r:.80} ({type(value).__name__})")
         if bad:
             raise ConfigError("; ".join(bad))

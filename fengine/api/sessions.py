@@ -52,18 +52,17 @@ class SessionParams:
         """Errors: InvalidRequestError; SessionError without an id."""
         if not isinstance(values, dict):
             raise InvalidRequestError(f"session_params must be a dict, got {type(values).__name__}.")
-        unknown = [str(key) for key in values if key not in KEYS]
-        if unknown:
+        if unknown := [str(key) for key in values if key not in KEYS]:
             raise InvalidRequestError(f"unknown key in session_params: {unknown[0]!r}; known: {', '.join(KEYS)}.")
         given = {key: value for key, value in values.items() if value is not None}
         if "id" not in given:
             raise SessionError("Invalid request session id: session_params needs the id that open_session returned.")
         for key, value in given.items():
             name = f"session_params[{key!r}]"
-            if key in ("id", "rid") and not isinstance(value, str):
-                raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}.")
             if key not in ("id", "rid"):
                 given[key] = integer(name, value) if key == "offset" else flag(name, value)
+            elif not isinstance(value, str):
+                raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}.")
         return cls(**given)
 
 
@@ -248,8 +247,7 @@ class Sessions:
                 if turn.parent is not None:
                     turn.parent.children.append(turn)
                 turn.replaced = ()
-        states = [turn.state for turn in gone if turn.state is not None]
-        if states:
+        if states := [turn.state for turn in gone if turn.state is not None]:
             self._abort(states)
 
     def _take_out(self, turn: Turn) -> None:

@@ -153,32 +153,23 @@ def draft_tokens(values: Mapping[str, Any]) -> int | None:
 
 def lora_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of the configuration's `lora` is no single field. Pure. Errors: ConfigError."""
-    paths, pinned = adapter_paths(values["lora_paths"])
-    if paths and values["enable_lora"] is False:
+    given, kinds = values["lora_paths"], values["lora_target_modules"]
+    if isinstance(given, dict):
+        given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
+    adapters = [_adapter(item) for item in given or ()]
+    names = [item["lora_name"] for item in adapters]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ConfigError(f"lora_paths has two adapters of the name {twice[0]!r:.80}")
+    if adapters and values["enable_lora"] is False:
         raise ConfigError("lora_paths is given, but enable_lora=False; leave one of them out")
-    kinds = values["lora_target_modules"]
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if kinds is not None and not all(isinstance(kind, str) for kind in kinds):
         raise ConfigError(f"lora_target_modules must be names of modules, got {kinds!r:.80}")
     return {
-        "lora.paths": tuple(f"{name}={path}" for name, path in paths.items()),
-        "lora.pinned": pinned,
+        "lora.paths": tuple(f"{item['lora_name']}={item['lora_path']}" for item in adapters),
+        "lora.pinned": tuple(item["lora_name"] for item in adapters if item["pinned"]),
         "lora.target_modules": None if not kinds or {"all", "all-linear"} & set(kinds) else tuple(sorted(kinds)),
     }
-
-
-def adapter_paths(given: Any) -> tuple[dict[str, str], tuple[str, ...]]:
-    """`lora_paths`: (path by name, the names that are pinned). Pure. Errors: ConfigError."""
-    paths: dict[str, str] = {}
-    pinned = []
-    items = [{"lora_name": n, "lora_path": p} for n, p in given.items()] if isinstance(given, dict) else given or ()
-    for item in map(_adapter, items):
-        name = item["lora_name"]
-        if name in paths:
-            raise ConfigError(f"lora_paths has two adapters of the name {name!r:.80}")
-        paths[name] = item["lora_path"]
-        pinned += [name] * item["pinned"]
-    return paths, tuple(pinned)
 
 
 def _adapter(item: Any) -> dict[str, Any]:
@@ -190,9 +181,8 @@ def _adapter(item: Any) -> dict[str, Any]:
     name, path = values.get("lora_name"), values.get("lora_path")
     values["lora_path"] = path = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not (isinstance(name, str) and name and isinstance(path, str) and path and values.keys() == _LORA_KEYS):
-        raise ConfigError(
-            f'lora_paths must hold "name=path", paths, or dicts of lora_name, lora_path, pinned; got {item!r:.80}'
-        )
+        told = 'must hold "name=path", paths, or dicts of lora_name, lora_path, pinned'
+        raise ConfigError(f"lora_paths {told}; got {item!r:.80}")
     if "=" in name:
         raise ConfigError(f"lora_paths: a name must not contain '=', got {name!r:.80}")
     if not isinstance(values["pinned"], bool):

@@ -8,7 +8,7 @@ from typing import Any
 
 from fengine.api.chat_images import is_image
 from fengine.server.errors import invalid, missing, unsupported
-from fengine.server.fields import Field, Fields, array, flag, loose, one_of
+from fengine.server.fields import Field, Fields, array, flag, loose, one_of, record
 
 MAX_TOOLS = 128  # OpenAI's
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -19,14 +19,13 @@ CHAT: Fields = {
     "parallel_tool_calls": flag("More than the first call is told.", True),
     "functions": array("OpenAI's older tools."),
     "function_call": loose("OpenAI's older tool_choice."),
-    "chat_template_kwargs": loose("Variables of the chat template.", "object"),
+    "chat_template_kwargs": record("Variables of the chat template."),
     "add_generation_prompt": Field({"type": "boolean", "description": "The template begins the answer; default true."}),
     "continue_final_message": flag("The answer goes on where the last message ends."),
     "reasoning_effort": one_of("How much thought, where the template asks for it.", *EFFORTS),
     "separate_reasoning": flag("Thoughts as reasoning_content.", True),
     "include_reasoning": flag("Another word for separate_reasoning.", True),
 }
-RESERVED = frozenset("messages tools add_generation_prompt continue_final_message self".split())  # of a template's
 _NAME = re.compile(r"[\w.:-]{1,128}")
 
 
@@ -59,6 +58,10 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
     """`given`: the fields of CHAT, taken. Pure. Errors: ApiError."""
     if given["messages"] is None:
         raise missing("messages")
+    if "tools" in (given["chat_template_kwargs"] or {}):
+        raise invalid(
+            "chat_template_kwargs", "chat_template_kwargs may not hold 'tools', which has a field of its own."
+        )
     legacy = given["functions"] is not None or given["function_call"] is not None
     if legacy and (given["tools"] is not None or given["tool_choice"] is not None):
         said = "functions and function_call are the older form of tools and tool_choice; give one."
@@ -74,7 +77,7 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
         forced=forced,
         parallel=given["parallel_tool_calls"] and not legacy and not isinstance(choice, dict),
         legacy=legacy,
-        template_values=_template_values(given["chat_template_kwargs"]),
+        template_values=given["chat_template_kwargs"] or {},
         reasoning_effort=given["reasoning_effort"],
         add_generation_prompt=given["add_generation_prompt"] is not False and not given["continue_final_message"],
         continue_final=_continued(given, messages),
@@ -92,17 +95,6 @@ def _continued(given: Mapping[str, Any], messages: Any) -> bool:
     if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         raise invalid(name, f"{name} needs a last message of the assistant with text as its content.")
     return True
-
-
-def _template_values(values: Any) -> dict[str, Any]:
-    name = "chat_template_kwargs"
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise invalid(name, f"{name} must be an object of values by name, got {values!r:.80}.")
-    if taken := sorted(RESERVED & values.keys()):
-        raise invalid(name, f"{name} may not hold {taken[0]!r}, which has a field of its own or none.")
-    return values
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

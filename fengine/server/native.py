@@ -14,7 +14,7 @@ from fengine.server.chat import chat_ids
 from fengine.server.chat_body import CHAT, chat_options
 from fengine.server.choices import finite, token_bytes
 from fengine.server.errors import invalid, missing
-from fengine.server.fields import MODEL, Fields, array, flag, loose, take
+from fengine.server.fields import MODEL, Field, Fields, array, flag, loose, take
 from fengine.tokenizer.tokenizer import Tokenizer
 
 GENERATE: Fields = {
@@ -25,15 +25,10 @@ GENERATE: Fields = {
 OF_TOKENS = tuple(f"{side}_{kind}" for side in ("input", "output")
                   for kind in ("token_logprobs", "top_logprobs", "token_ids_logprobs"))  # fmt: skip
 WITH_TEXTS = flag("The tokens' own names beside their ids.")
-OF_TEXTS: Fields = {
-    **MODEL, "prompt": loose("A text, or a list of texts."), "return_token_strs": WITH_TEXTS,
-    "add_special_tokens": flag("With those that the tokenizer adds.", True),
+TOKENIZE: Fields = {
+    **MODEL, **CHAT, "prompt": loose("A text, or a list of texts."), "return_token_strs": WITH_TEXTS,
+    "add_special_tokens": Field({"type": "boolean", "description": "With those that the tokenizer adds: to texts."}),
 }  # fmt: skip
-OF_CHATS: Fields = {
-    **MODEL, **CHAT, "return_token_strs": WITH_TEXTS,
-    "add_special_tokens": flag("With those that the tokenizer adds."),
-}  # fmt: skip
-TOKENIZE: Fields = OF_CHATS | OF_TEXTS
 DETOKENIZE: Fields = {
     **MODEL, "tokens": array("Token ids, or lists of them."),
     "skip_special_tokens": loose("SGLang's: leave their texts out; the answer is then {text}.", "boolean"),
@@ -87,18 +82,16 @@ class GenerateWriter(Writer):
 def tokenize(body: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
     """{"count", "max_model_len", "tokens", "token_strs"} of a text, several or a chat. Errors: ApiError; those of
     `Engine.chat_ids`."""
-    tokenizer, several = engine.tokenizer, isinstance(body.get("prompt"), list)
-    if body.get("messages") is not None:
-        given = take(body, OF_CHATS)
-        chat = chat_options(given, has_grammar=False)
-        rows, several = [chat_ids(engine, chat, chat.template_values, given["add_special_tokens"])], False
+    given, tokenizer, several = take(body, TOKENIZE), engine.tokenizer, isinstance(body.get("prompt"), list)
+    special = given["add_special_tokens"]
+    if given["messages"] is not None:
+        chat, several = chat_options(given, has_grammar=False), False
+        rows = [chat_ids(engine, chat, chat.template_values, special is True)]
+    elif given["prompt"] is None:
+        raise missing("prompt")
     else:
-        given = take(body, OF_TEXTS)
-        if given["prompt"] is None:
-            raise missing("prompt")
-        texts = given["prompt"] if several else [given["prompt"]]
-        rows = [tokenizer.encode(tokenizer.check_text(text), add_special_tokens=given["add_special_tokens"])
-                for text in texts]  # fmt: skip
+        texts = map(tokenizer.check_text, given["prompt"] if several else [given["prompt"]])
+        rows = [tokenizer.encode(text, add_special_tokens=special is not False) for text in texts]
     names = [[tokenizer.backend.id_to_token(id) for id in ids] for ids in rows] if given["return_token_strs"] else None
     told = {"tokens": rows, "count": [len(ids) for ids in rows], "token_strs": names}
     told = told if several else {name: None if value is None else value[0] for name, value in told.items()}

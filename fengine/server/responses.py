@@ -146,12 +146,10 @@ def _content(content: Any, where: str) -> Any:
 
 # -- the answer --------------------------------------------------------------------------------------------------------
 
-ECHOED = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "text", "tool_choice",
-          "tools", "top_p", "user", "reasoning", "truncation")  # fmt: skip
-DEFAULTS: dict[str, Any] = {
-    "metadata": {}, "parallel_tool_calls": True, "temperature": 1.0, "text": {"format": {"type": "text"}},
-    "tool_choice": "auto", "tools": [], "top_p": 1.0, "reasoning": {"effort": None, "summary": None},
-    "truncation": "disabled",
+ECHOED: dict[str, Any] = {  # what an answer repeats of its body -> what it tells where the body has nothing
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "temperature": 1.0,
+    "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": 1.0, "user": None,
+    "reasoning": {"effort": None, "summary": None}, "truncation": "disabled",
 }  # fmt: skip
 
 
@@ -161,7 +159,7 @@ class ResponseWriter(BlockWriter):
     def __init__(self, chat: ChatWriter, body: Mapping[str, Any], model: str) -> None:
         super().__init__(chat)
         self._ids, self._number = dict[int, str](), 0
-        echoed = {name: DEFAULTS.get(name) if body.get(name) is None else body[name] for name in ECHOED}
+        echoed = {name: other if body.get(name) is None else body[name] for name, other in ECHOED.items()}
         self._head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": model,
                       "background": False, "store": False, "previous_response_id": None, "error": None}  # fmt: skip
         self._head |= echoed
