@@ -4,37 +4,20 @@
 """
 
 import uuid
-import warnings
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fengine.api import generate_checks as checks
 from fengine.core.sampling_params import MAX_SAMPLES, SamplingParams
 from fengine.core.scalars import exact_int, plain, plain_ids, told
-from fengine.errors import InvalidRequestError, UnsupportedFeatureError
+from fengine.errors import InvalidRequestError
 
 MAX_REQUESTS = 1 << 20  # of one call
-PER_PROMPT_LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num")
-# Arguments of SGLang's generate and encode that are not built. Off: None, False, 0, or a list of None.
-NOT_BUILT: dict[str, str] = {
-    "audio_data": "audio",
-    "video_data": "video",
-    "mm_hashes": "hashes of images that are made elsewhere",
-    "mm_content_hashes": "hashes of images that are made elsewhere",
-    "require_reasoning": "grammars",
-    "return_routed_experts": "mixtures of experts",
-    "routed_experts_start_len": "mixtures of experts",
-    "bootstrap_host": "disaggregation",
-    "bootstrap_port": "disaggregation",
-    "bootstrap_room": "disaggregation",
-    "disagg_prefill_dp_rank": "disaggregation",
-    "kv_hints": "hints for the KV cache",
-    "external_trace_header": "tracing",
-    "input_embeds": "embeddings in place of tokens",
-    "embed_override_token_id": "embeddings in place of tokens",
-    "embed_overrides": "embeddings in place of tokens",
-}
+PER_PROMPT = (
+    "return_logprob", "logprob_start_len", "top_logprobs_num", "return_hidden_states", "custom_logit_processor",
+    "priority", "cache_salt", "lora_path",
+)  # fmt: skip
 
 
 @dataclass
@@ -87,51 +70,43 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
     sampling parameters that hold where the call gives none.
     Errors: InvalidRequestError, UnsupportedFeatureError.
     """
-    values = {f.name: getattr(req, f.name) for f in fields(req)}
-    values = {
-        name: plain_ids(value) if name == "input_ids" else value if name == "image_data" else plain(value)
-        for name, value in values.items()
-    }
-    req = replace(req, **values)
-    refuse_not_built(req)
-    if not isinstance(req.stream, bool):
-        raise InvalidRequestError(f"stream must be True or False, got {told(req.stream)}.")
-    values, text, single = _prompts(req.text, req.input_ids)
+    given: dict[str, Any] = {f.name: v for f in fields(req) if (v := getattr(req, f.name)) is not f.default}
+    own = {"input_ids": plain_ids, "image_data": lambda value: value}
+    given = {name: own.get(name, plain)(value) for name, value in given.items()}
+    if not checks.NOT_BUILT.keys().isdisjoint(given):
+        checks.refuse_not_built(req)
+    if not isinstance(stream := given.get("stream", False), bool):
+        raise InvalidRequestError(f"stream must be True or False, got {told(stream)}.")
+    values, text, single = _prompts(given.get("text"), given.get("input_ids"))
     count = len(values)
-    sampling = _with_preferred(per_prompt("sampling_params", req.sampling_params, count), preferred)
+
+    def spread(name: str) -> list[Any]:
+        """A scalar holds for all prompts, a list has one entry for each."""
+        value = given.get(name)
+        return checks.per_prompt(name, value, count) if isinstance(value, list) else [value] * count
+
+    sampling = _with_preferred(spread("sampling_params"), preferred)
     samples = _samples(sampling)
     if count * samples > MAX_REQUESTS:
         raise InvalidRequestError(f"a call may have at most {MAX_REQUESTS} results, got {count} prompts × n={samples}.")
     if samples > 1:
-        _refuse_lists(req)
-    columns = {name: per_prompt(name, getattr(req, name), count) for name in _PER_PROMPT}
-    columns["token_ids_logprob"] = _id_lists(req.token_ids_logprob, count)
-    columns["session_params"] = _sessions(req, count, samples)
-    columns |= {"sampling_params": sampling, "rid": _rids(req.rid, count, samples, single)}
-    columns["image_data"] = image_lists(req.image_data, count, single)
-    columns["text" if text else "input_ids"] = values
+        checks.refuse_lists(given)
+    columns = {name: spread(name) for name in PER_PROMPT if name in given}
+    if "token_ids_logprob" in given:
+        columns["token_ids_logprob"] = checks.id_lists(given["token_ids_logprob"], count)
+    if "session_params" in given or "session_id" in given:
+        names = given.get("session_params"), given.get("session_id")
+        columns["session_params"] = checks.sessions_of(*names, count, samples)
+    if "image_data" in given:
+        columns["image_data"] = checks.image_lists(given["image_data"], count, single)
+    rids = None if (rid := given.get("rid")) is None else checks.given_rids(rid, count, single)
+    if rids is not None and samples == 1:
+        columns["rid"] = [(rid,) for rid in rids]
+    else:  # several samples of a prompt get new ones, as in SGLang
+        columns["rid"] = [tuple(uuid.uuid4().hex for _ in range(samples)) for _ in range(count)]
+    columns |= {"sampling_params": sampling, "text" if text else "input_ids": values}
     rows = zip(*columns.values(), strict=True)
     return [GenerateReqInput(**dict(zip(columns, row, strict=True))) for row in rows], single and samples == 1
-
-
-_PER_PROMPT = (
-    *PER_PROMPT_LOGPROBS, "return_hidden_states", "custom_logit_processor", "priority", "cache_salt", "lora_path",
-)  # fmt: skip
-
-
-# -- checks of shapes --------------------------------------------------------------------------------------------------
-
-
-def routed_rank(req: GenerateReqInput, size: int) -> int | None:
-    """The replica that a call is pinned to, of so many. Errors: InvalidRequestError."""
-    rank = req.routed_dp_rank
-    if req.data_parallel_rank is not None:
-        warnings.warn("data_parallel_rank is deprecated; use routed_dp_rank", DeprecationWarning, stacklevel=6)
-        rank = req.data_parallel_rank if rank is None else rank
-    found = None if rank is None else exact_int(rank)
-    if rank is not None and (found is None or not 0 <= found < size):
-        raise InvalidRequestError(f"routed_dp_rank={told(rank)} out of range [0, {size})")
-    return found
 
 
 def _prompts(text: Any, ids: Any) -> tuple[list[Any], bool, bool]:
@@ -141,7 +116,7 @@ def _prompts(text: Any, ids: Any) -> tuple[list[Any], bool, bool]:
     if text is not None and ids is not None:
         raise InvalidRequestError("prompt and input_ids cannot both be given: they would be two prompts.")
     if text is None:
-        several: Any = ids if _is_batch_of_ids(ids) else None
+        several: Any = ids if checks.is_batch_of_ids(ids) else None
         return ([ids], False, True) if several is None else (list(several), False, False)
     if isinstance(text, str):
         return [text], True, True
@@ -149,50 +124,6 @@ def _prompts(text: Any, ids: Any) -> tuple[list[Any], bool, bool]:
         fix = " Decode it first." if isinstance(text, bytes) else ""
         raise InvalidRequestError(f"prompt must be a string or a list of strings, got {type(text).__name__}.{fix}")
     return list(text), True, False
-
-
-def _is_batch_of_ids(ids: Any) -> bool:
-    if hasattr(ids, "ndim"):
-        return ids.ndim == 2
-    return (
-        isinstance(ids, (list, tuple))
-        and bool(ids)
-        and (isinstance(ids[0], (list, tuple)) or hasattr(ids[0], "ndim") and ids[0].ndim > 0)
-    )
-
-
-def per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """One value for all prompts, or a list with one for each. Errors: InvalidRequestError."""
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidRequestError(f"{name} has {len(value)} entries for {count} prompt{'s' * (count != 1)}.")
-    return value
-
-
-def image_lists(value: Any, count: int, alone: bool) -> list[Any]:
-    """The images of each prompt: an image for all, or a list with an image or a list of images for each. The list of a
-    prompt that stands `alone` is its images. Errors: InvalidRequestError."""
-    if value is None or (isinstance(value, (list, tuple)) and not value):
-        return [None] * count
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if alone and not (len(value) == 1 and isinstance(value[0], (list, tuple))):
-        return [list(value)]
-    if len(value) != count:
-        raise InvalidRequestError("The length of image_data should be equal to the batch size.")
-    return list(value)
-
-
-def _id_lists(value: Any, count: int) -> list[Any]:
-    """`token_ids_logprob`: ids for all prompts, or a list with ids (or None) for each."""
-    return per_prompt("token_ids_logprob", value, count) if _is_nested(value) else [value] * count
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, list) and any(
-        isinstance(item, (list, tuple)) or getattr(item, "ndim", 0) > 0 for item in value
-    )
 
 
 def _with_preferred(sampling: list[Any], preferred: Mapping[str, Any]) -> list[Any]:
@@ -218,60 +149,3 @@ def _samples(sampling: list[Any]) -> int:
             f"Here n is {', '.join(map(str, sorted(counts)))}."
         )
     return counts.pop() if counts else 1
-
-
-def _refuse_lists(req: GenerateReqInput) -> None:
-    lists = [name for name in PER_PROMPT_LOGPROBS if isinstance(getattr(req, name), list)]
-    if _is_nested(req.token_ids_logprob):
-        lists.append("token_ids_logprob")
-    if lists:
-        raise InvalidRequestError(f"Cannot use list {lists[0]} with parallel_sample_num > 1")
-
-
-def _rids(rid: Any, count: int, samples: int, single: bool) -> list[tuple[str, ...]]:
-    """Request ids, one for each sample. Several samples of a prompt get new ones, as in SGLang."""
-    rids = _given_rids(rid, count, single)
-    if rids is not None and samples == 1:
-        return [(r,) for r in rids]
-    return [tuple(uuid.uuid4().hex for _ in range(samples)) for _ in range(count)]
-
-
-def _given_rids(rid: Any, count: int, single: bool) -> list[str] | None:
-    """One for each prompt; None where none are given. Errors: InvalidRequestError."""
-    if rid is None:
-        return None
-    if isinstance(rid, str):
-        return [rid] if single else [f"{rid}_{i}" for i in range(count)]
-    rids = per_prompt("rid", rid, count) if isinstance(rid, list) else []
-    if not isinstance(rid, list) or any(not isinstance(r, str) for r in rids):
-        raise InvalidRequestError(f"rid must be a string or a list of strings, got {rid!r:.200}.")
-    if len(set(rids)) != len(rids):
-        twice = sorted(r for r, times in Counter(rids).items() if times > 1)
-        raise InvalidRequestError(f"Duplicate request IDs detected within the request: {twice[:20]}")
-    return rids
-
-
-def _sessions(req: GenerateReqInput, count: int, samples: int) -> list[Any]:
-    """The session parameters of each prompt; `session_id` is short for `session_params={"id": ...}`."""
-    params, name = req.session_params, req.session_id
-    if params is not None and name is not None:
-        raise InvalidRequestError("session_id and session_params cannot both be set.")
-    if params is None and name is None:
-        return [None] * count
-    if samples > 1:
-        raise InvalidRequestError(f"a session's turn has one output: n must be 1, got {samples}.")
-    return per_prompt("session_params", params if name is None else {"id": name}, count)
-
-
-def refuse_not_built(req: Any) -> None:
-    """Errors: UnsupportedFeatureError that names all that is not built."""
-    bad = [name for name in NOT_BUILT if not _off(getattr(req, name, None))]
-    if bad:
-        shown = ", ".join(f"{name}={told(getattr(req, name))} ({NOT_BUILT[name]})" for name in bad)
-        raise UnsupportedFeatureError(f"not built: {shown}. Leave these arguments out.")
-
-
-def _off(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(item is None for item in value)
-    return value is None or value is False or (type(value) is int and value == 0)

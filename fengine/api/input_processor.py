@@ -9,16 +9,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from fengine.api.generate_input import GenerateReqInput, routed_rank, split_batch
-from fengine.api.logprob_options import check_amount, logprobs_asked
-from fengine.api.options import (
-    EngineContext,
-    check_ids,
-    end_ids,
-    priority_of,
-    salt_of,
-    stop_ids,
-)
+from fengine.api.call_options import check_amount, logprobs_asked, priority_of, salt_of
+from fengine.api.generate_checks import routed_rank
+from fengine.api.generate_input import GenerateReqInput, split_batch
+from fengine.api.options import EngineContext, check_ids, end_ids, stop_ids
 from fengine.api.request_features import grammar_asked, hidden_asked, processor_asked, prompt_in_place
 from fengine.api.sessions import Turn
 from fengine.api.weights import adapter_of
@@ -42,7 +36,9 @@ def process_input(
     Errors: InvalidRequestError and its kinds, UnsupportedFeatureError.
     """
     prompts, single = split_batch(req, {} if pooled else context.preferred)
-    rank = routed_rank(req, context.parts.config.parallel.dp_size)
+    ranks, rank = (req.routed_dp_rank, req.data_parallel_rank), None
+    if ranks != (None, None):
+        rank = routed_rank(*ranks, context.parts.config.parallel.dp_size)
     indices = range(len(prompts)) if pooled else list(islice(context.indices, len(prompts)))
     requests: list[Request] = []
     turns: dict[str, Turn] = {}
@@ -101,7 +97,9 @@ def _check(
         check_amount(asked[0], len(asked), len(ids), most)
     early_ids = end_ids(context, params) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
     adapter = None if prompt.lora_path is None else adapter_of(parts, prompt.lora_path)
-    salt, priority = salt_of(prompt.cache_salt), priority_of(context.args, prompt.priority)
+    salt = None if prompt.cache_salt is None else salt_of(prompt.cache_salt)
+    ranked = prompt.priority is not None or context.args.enable_priority_scheduling
+    priority = priority_of(context.args, prompt.priority) if ranked else 0
     return [
         Request(
             rid=rid,

@@ -1,4 +1,4 @@
-"""What a call's options come to for one request, and `EngineContext`: what they are checked against."""
+"""`EngineContext`: what requests are checked against; the ids of prompts, and those that end a request."""
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -12,27 +12,11 @@ import numpy as np
 from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions
-from fengine.core.parameters import Parameter, Range
 from fengine.core.request import SamplingParams
 from fengine.core.scalars import exact_int, told
 from fengine.engine.parts import Parts
 from fengine.errors import InvalidRequestError
 from fengine.structured_output.backend import Grammars
-
-MAX_SALT = 4096
-MAX_TOP_LOGPROBS = 1024
-OPTIONS = {  # arguments of a call that are flags and numbers, as sampling parameters are declared
-    row.name: row
-    for row in (
-        Parameter("return_logprob", "flag", False, "logprobs", "Logprobs of the drawn tokens are returned."),
-        Parameter("logprob_start_len", "integer", -1, "logprobs", "And from which position of the prompt on; -1: none.",
-                  Range(-1, words="-1 (no input logprobs) or at least 0")),
-        Parameter("top_logprobs_num", "integer", 0, "logprobs", "How many of the likeliest tokens beside each.",
-                  Range(0, MAX_TOP_LOGPROBS)),
-        Parameter("priority", "integer", 0, "queue", "The higher, the earlier it is admitted.",
-                  Range(-(2**31), 2**31 - 1, words="in [-2**31, 2**31 - 1]")),
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +78,3 @@ def end_ids(context: EngineContext, params: SamplingParams) -> frozenset[int]:
 def stop_ids(context: EngineContext, params: SamplingParams) -> frozenset[int]:
     """The ids that do end it: a grammar's text has an end in any case. Pure."""
     return frozenset() if params.ignore_eos and params.grammar_key is None else end_ids(context, params)
-
-
-def option_of(name: str, value: Any) -> Any:
-    """The value of one of OPTIONS, or its default. Errors: InvalidRequestError."""
-    return OPTIONS[name].default if value is None else OPTIONS[name].checked(value)
-
-
-def salt_of(value: Any) -> str | None:
-    if value is not None and (not isinstance(value, str) or len(value) > MAX_SALT):
-        raise InvalidRequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {value!r:.80}.")
-    return value or None
-
-
-def priority_of(args: ServerArgs, value: Any) -> int:
-    """The order of admission: higher goes first. Errors: InvalidRequestError if priorities are off."""
-    if not args.enable_priority_scheduling:
-        if value is not None:
-            raise InvalidRequestError(
-                f"priority={value!r:.80} was given but priorities are off; set enable_priority_scheduling=True when "
-                "the engine is made, or leave priority out."
-            )
-        return 0
-    number = option_of("priority", args.default_priority_value if value is None else value)
-    return -number if args.schedule_low_priority_values_first else number

@@ -7,7 +7,7 @@ from fengine.api.generate_input import GenerateReqInput
 from fengine.api.options import EngineContext, HasContext, end_ids
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Turn
-from fengine.core.parameters import json_like
+from fengine.core.parameter_kinds import json_like
 from fengine.core.sampling_params import SamplingParams
 from fengine.errors import FengineError, GrammarError, InvalidRequestError
 from fengine.multimodal.images import Prompt, refuse_images

@@ -1,12 +1,12 @@
 """`SamplingParams`: all that a request may ask for; `PARAMETERS`: the table of what callers name. No torch."""
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from fengine.core.parameter_kinds import refuse
 from fengine.core.parameters import Parameter, Range, declare
-from fengine.core.scalars import exact_int, told
-from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
+from fengine.core.scalars import told
+from fengine.errors import InvalidRequestError
 
 TOP_K_ALL = 1 << 30  # stored form of "top_k off", as SGLang does
 MAX_TEMPERATURE = 1e30  # still a finite float32; above it every token is equally likely anyway
@@ -14,11 +14,6 @@ MAX_SAMPLES = 4096  # n of one prompt
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what generation_config.json may give
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")  # at most one of them
-# Known to SGLang's users but not built. A value that means "off" is accepted, anything else is refused by name.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "beam_width": (None, 1),
-    "watermark": (None,),
-}
 PENALTY = Range(-2, 2)
 
 
@@ -156,7 +151,8 @@ class SamplingParams:
             return cls()
         if not isinstance(values, dict):
             raise InvalidRequestError(f"sampling_params must be a dict, got {type(values).__name__}.")
-        _refuse(values)
+        for key in [key for key in values if key not in PARAMETERS]:
+            refuse(key, values[key], PARAMETERS)
         found = {
             name: row.checked(values[name], vocab_size)
             for name, row in PARAMETERS.items()
@@ -197,21 +193,3 @@ def _written(params: SamplingParams) -> dict[str, Any]:
                 f"sampling_params.{f.name} is not for callers: ask for it by the call's arguments."
             )
     return {name: getattr(params, name) for name in PARAMETERS}
-
-
-def _refuse(values: dict[str, Any]) -> None:
-    """Unknown keys, and those whose feature is not built."""
-    for key, value in values.items():
-        if key in PARAMETERS:
-            continue
-        if key not in NOT_BUILT:
-            near = difflib.get_close_matches(str(key)[:80], sorted(PARAMETERS.keys() | NOT_BUILT.keys()), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(PARAMETERS))}."
-            raise UnknownParameterError(f"unknown sampling parameter {key!r:.80}.{hint}")
-        width = exact_int(value)
-        if key == "beam_width" and width is not None and width < 1:
-            raise InvalidRequestError(f"beam_width must be at least 1, got {width}.")
-        if not any(type(value) is type(off) and value == off for off in NOT_BUILT[key]):
-            raise UnsupportedFeatureError(
-                f"sampling parameter {key!r} is not built yet (got {value!r:.200}); leave it out."
-            )

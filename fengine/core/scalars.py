@@ -1,9 +1,9 @@
 """Numbers and flags that callers pass, of any library, as Python's own; whatever is none is refused. No torch."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from fengine.core.foreign import ATOMS, own_class, without_subclasses
 from fengine.errors import InvalidRequestError
 
 MAX_BITS = 1024  # of an integer: its digits fit into a message
@@ -61,51 +61,20 @@ def flag(name: str, value: Any) -> bool:
     raise InvalidRequestError(f"{name} must be True or False, got {told(value)}.")
 
 
-# -- containers --------------------------------------------------------------------------------------------------------
-
-_ATOMS = frozenset((int, float, bool, str, bytes, type(None)))
-_OWN: dict[type, Callable[[Any], Any]] = {  # the base classes' own methods: overridden ones do not run
-    str: lambda text: str.__add__(text, ""),
-    dict: lambda values: dict(dict.items(values)),
-    list: lambda values: list.__getitem__(values, slice(None)),
-    tuple: lambda values: tuple.__getitem__(values, slice(None)),
-}
-_DEEPEST = 200  # what is nested deeper is left to those who read it
-
-
 def plain(value: Any) -> Any:
     """`value` with subclasses of str, dict, list and tuple, at any depth, as the same of Python's own classes. Pure.
 
     A value that holds none comes back itself; so do named tuples, which are records.
     """
-    return _plain(value, {}, 0)
-
-
-def _own(value: Any) -> Any:
-    """A copy in Python's own class of what is of a subclass; its entries stay as they are. Pure."""
-    if type(value) in _OWN or hasattr(type(value), "_fields"):
+    if type(value) in ATOMS or (type(value) is dict and ATOMS.issuperset(map(type, (*value, *value.values())))):
         return value
-    return next((copy(value) for kind, copy in _OWN.items() if isinstance(value, kind)), value)
+    return without_subclasses(value, {})
 
 
 def plain_ids(value: Any) -> Any:
     """As `plain`, of token ids or lists of them: a million ids, which others check, are not looked at here. Pure."""
-    own = _own(value)
+    if value is None:
+        return None
+    own = own_class(value)
     nested = type(own) in (list, tuple) and len(own) > 0 and isinstance(own[0], (list, tuple))
-    return type(own)(map(_own, own)) if nested else own
-
-
-def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
-    if type(value) in _ATOMS or depth > _DEEPEST:
-        return value
-    if id(value) in seen:  # shared parts are walked once; a part that holds itself ends here
-        return seen[id(value)]
-    seen[id(value)] = own = _own(value)
-    if type(own) is dict and not (_ATOMS.issuperset(map(type, own)) and _ATOMS.issuperset(map(type, own.values()))):
-        own = {_plain(key, seen, depth + 1): _plain(entry, seen, depth + 1) for key, entry in own.items()}
-    elif type(own) in (list, tuple) and not _ATOMS.issuperset(map(type, own)):
-        found = [_plain(entry, seen, depth + 1) for entry in own]
-        if any(new is not old for new, old in zip(found, own, strict=True)):
-            own = type(own)(found)
-    seen[id(value)] = own
-    return own
+    return type(own)(map(own_class, own)) if nested else own

@@ -18,7 +18,7 @@ from fengine.api.engine import Engine
 from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.api.streams import OutputCollector
-from fengine.core.parameters import MAX_BIAS
+from fengine.core.parameter_kinds import MAX_BIAS
 from fengine.errors import ConfigError
 from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig

@@ -412,7 +412,7 @@ def test_flags_may_be_scalars_of_numpy_and_torch(asked: Any, engine: Engine) -> 
 
 
 def test_logprobs_that_no_memory_holds_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fengine.api.logprob_options.MAX_LOGPROBS", 1000)
+    monkeypatch.setattr("fengine.api.call_options.MAX_LOGPROBS", 1000)
     many: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": [1] * 15}
     sampling = {"temperature": 0, "max_new_tokens": 10}
     engine.generate(input_ids=[1] * 40, sampling_params=sampling, logprob_start_len=0, **many)  # (40 + 10) * 20

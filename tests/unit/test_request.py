@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fengine.core.parameter_kinds import NOT_BUILT
 from fengine.core.request import SamplingParams
-from fengine.core.sampling_params import NOT_BUILT, TOP_K_ALL
+from fengine.core.sampling_params import TOP_K_ALL
 from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
 
 RANGES = {

@@ -1,14 +1,29 @@
-"""Which logprobs a call asks for beside those of its draws, checked."""
+"""What a call asks for by arguments that most calls leave out, checked: logprobs, a salt, a priority."""
 
 from dataclasses import replace
 from typing import Any
 
 from fengine.api.generate_input import GenerateReqInput
-from fengine.api.options import MAX_TOP_LOGPROBS, OPTIONS, check_ids, option_of
-from fengine.core.parameters import Range
+from fengine.api.options import check_ids
+from fengine.api.server_args import ServerArgs
+from fengine.core.parameters import Parameter, Range
 from fengine.core.sampling_params import SamplingParams
 from fengine.errors import InvalidRequestError
 
+MAX_SALT = 4096
+MAX_TOP_LOGPROBS = 1024
+OPTIONS = {  # arguments of a call that are flags and numbers, as sampling parameters are declared
+    row.name: row
+    for row in (
+        Parameter("return_logprob", "flag", False, "logprobs", "Logprobs of the drawn tokens are returned."),
+        Parameter("logprob_start_len", "integer", -1, "logprobs", "And from which position of the prompt on; -1: none.",
+                  Range(-1, words="-1 (no input logprobs) or at least 0")),
+        Parameter("top_logprobs_num", "integer", 0, "logprobs", "How many of the likeliest tokens beside each.",
+                  Range(0, MAX_TOP_LOGPROBS)),
+        Parameter("priority", "integer", 0, "queue", "The higher, the earlier it is admitted.",
+                  Range(-(2**31), 2**31 - 1, words="in [-2**31, 2**31 - 1]")),
+    )
+}  # fmt: skip
 MAX_LOGPROB_IDS = 65536
 MAX_LOGPROBS = 1 << 23  # of one prompt with all its samples: some GiB of Python objects
 
@@ -60,3 +75,27 @@ def check_amount(params: SamplingParams, samples: int, count: int, most: int) ->
             f"positions of the prompt and {most} of the output, {samples} times), more than {MAX_LOGPROBS}; ask for "
             "fewer at a time."
         )
+
+
+def option_of(name: str, value: Any) -> Any:
+    """The value of one of OPTIONS, or its default. Errors: InvalidRequestError."""
+    return OPTIONS[name].default if value is None else OPTIONS[name].checked(value)
+
+
+def salt_of(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or len(value) > MAX_SALT):
+        raise InvalidRequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {value!r:.80}.")
+    return value or None
+
+
+def priority_of(args: ServerArgs, value: Any) -> int:
+    """The order of admission: higher goes first. Errors: InvalidRequestError if priorities are off."""
+    if not args.enable_priority_scheduling:
+        if value is not None:
+            raise InvalidRequestError(
+                f"priority={value!r:.80} was given but priorities are off; set enable_priority_scheduling=True when "
+                "the engine is made, or leave priority out."
+            )
+        return 0
+    number = option_of("priority", args.default_priority_value if value is None else value)
+    return -number if args.schedule_low_priority_values_first else number
