@@ -283,10 +283,16 @@ class Judge:
 
     def _trace(self, paths: set[str], map_file: Path) -> int:
         lines, tests, items = Lines(paths), {}, list(self.items.values())
-        threading.settrace(lines.trace)
-        sys.settrace(lines.trace)
+
+        def end(*_: object) -> None:
+            raise TimeoutError("an exception thrown into a thread may hit its tracer, and be lost")
+
+        signal.signal(signal.SIGALRM, end)
         for item, after in zip(items, [*items[1:], None], strict=True):
             began = time.process_time()
+            signal.alarm(60)
+            threading.settrace(lines.trace)
+            sys.settrace(lines.trace)
             if self.passes(item, after):
                 tests[item.nodeid] = {"seconds": time.process_time() - began, "lines": lines.take()}
         sys.settrace(None)
