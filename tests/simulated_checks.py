@@ -1,11 +1,12 @@
 """What must hold of every step that a scheduler plans, seen from outside: order, budgets, pages, progress."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from books import nodes_of
 
 from fengine.config import Policy
-from fengine.core.prefix_cache import PrefixCache
+from fengine.core.prefix_cache import PrefixCache, Salts
 from fengine.core.request import Request
 from fengine.core.running import is_lockstep, prefix_limit
 from fengine.core.scheduler import Scheduler
@@ -14,7 +15,14 @@ from fengine.errors import InvariantError
 
 
 class CheckedCache(PrefixCache):
-    """Evicts the pages that were used longest ago."""
+    """Evicts the pages that were used longest ago, and finds what it has said that it would."""
+
+    def match(self, token_ids: Sequence[int], limit: int, salts: Salts | None = None) -> list[int]:
+        length, used = self.match_length(token_ids, limit, salts), self._clock
+        pages = super().match(token_ids, limit, salts)
+        if len(pages) * self.page_size != length or (pages and self._clock == used):
+            raise InvariantError(f"{len(pages)} pages are hit, or are not noted to be used, where {length} tokens are")
+        return pages
 
     def evict(self, count: int) -> int:
         leaves = {node: node.used for node in nodes_of(self) if not node.children}

@@ -1,7 +1,7 @@
 """What clients and operators of a simulated engine do: one function for each kind of `Event`."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from simulated_engine import STEP, Loop, Violation, World, check_output
@@ -11,6 +11,7 @@ from simulated_threads import FOREVER
 from fengine.api.sessions import Turn
 from fengine.api.streams import OutputCollector, Stream
 from fengine.core.request import Adapter
+from fengine.engine.request_state import RequestState
 from fengine.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -47,6 +48,7 @@ def stream(world: World, event: Event) -> None:
         if event.leave is not None and chunks > event.leave:
             world.aborted |= {state.request.rid for state in collector.states}
             stream.close()
+            check_ended(world, collector.states)
         elif event.pace:
             world.machine.sleep(event.pace)
     check_chunks(world, seen, collector)
@@ -80,6 +82,9 @@ def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: Output
     if state in world.answered:
         raise Violation("a request was answered twice")
     text, ids = seen.get(index, ("", []))
+    few = len(chunk["output_ids"]) - (0 if world.settings.incremental else len(ids)) < world.settings.interval
+    if few and index in seen and chunk["meta_info"]["finish_reason"] is None:
+        raise Violation("a chunk comes before its time")
     if world.settings.incremental:
         seen[index] = text + chunk["text"], ids + chunk["output_ids"]
     else:
@@ -89,6 +94,15 @@ def take(world: World, seen: dict[int, tuple[str, list[int]]], collector: Output
     if chunk["meta_info"]["finish_reason"] is not None:
         world.answered.add(state)
         check_output(chunk)
+
+
+def check_ended(world: World, states: Iterable[RequestState]) -> None:
+    """Who was aborted does not run on."""
+    open_states = [state for state in states if not state.done]
+    world.machine.sleep(5 * STEP)
+    for state in open_states:
+        if state.request.finish is None and not state.done and world.core.inbox.end is None and not world.stuck:
+            raise Violation(f"{state.request.rid} was aborted and runs on")
 
 
 def check_chunks(world: World, seen: dict[int, tuple[str, list[int]]], collector: OutputCollector) -> None:
@@ -129,13 +143,16 @@ def chat(world: World, event: Event) -> None:
     touched, told = world.machine.clock, None
     sid = world.sessions.open(100, timeout=None if timeout == FOREVER else timeout)
     contexts: dict[str, tuple[list[int], list[int]]] = {}  # (prompt, output) of each turn by rid
-    last: str | None = None
+    parents: dict[str, str | None] = {}
     for number, job in enumerate(event.jobs * 2):
         rid = f"{event.name}.{number}"
         params: dict[str, Any] = {"id": sid}
-        parent = last
+        parent = next(reversed(contexts), None)
         if contexts and rng.random() < 0.4:
             params["rid"] = parent = rng.choice(list(contexts))
+        if contexts and rng.random() < 0.15:
+            params["replace"] = True
+            parent = params.get("rid")
         if parent is not None and rng.random() < 0.3:
             params["drop_previous_output"] = True
         prompt, output = contexts.get(parent or "", ([], []))
@@ -159,9 +176,31 @@ def chat(world: World, event: Event) -> None:
             return
         told = world.machine.clock
         check_output(result)
+        if params.get("replace"):
+            gone = [name for name in contexts if parent is None or parent in above_of(parents, name)]
+            for name in gone:
+                del contexts[name]
+            check_gone(world, sid, job, gone)
+            touched = max(touched, told)
         if result["meta_info"]["finish_reason"]["type"] != "abort":
-            contexts[rid], last = (turn.prompt()[0], result["output_ids"]), rid
+            contexts[rid], parents[rid] = (turn.prompt()[0], result["output_ids"]), parent
         world.machine.sleep(rng.choice([0.0001, 0.03, 0.07]))
+
+
+def above_of(parents: dict[str, str | None], rid: str) -> Iterator[str]:
+    """The turns that a turn continues."""
+    while (above := parents[rid]) is not None:
+        yield above
+        rid = above
+
+
+def check_gone(world: World, sid: str, job: Job, rids: list[str]) -> None:
+    for rid in rids:
+        try:
+            world.sessions.prepare({"id": sid, "rid": rid}, list(job.ids), "new", None)
+        except SessionError:
+            continue
+        raise Violation(f"turn {rid} was replaced and can be continued")
 
 
 def next_turn(
@@ -185,7 +224,9 @@ def next_turn(
 
 def abort(world: World, event: Event) -> None:
     world.aborted.add(event.what)
+    state = world.core.requests.states.get(event.what)
     world.core.abort_rids({event.what})
+    check_ended(world, [] if state is None else [state])
 
 
 def abort_all(world: World, event: Event) -> None:
@@ -198,10 +239,18 @@ def abort_all(world: World, event: Event) -> None:
 def pause(world: World, event: Event) -> None:
     if event.what == "abort":
         world.excused.add(type(world))
+    stepper, resumed = world.core.stepper, world.resumed
+    alone = not world.resuming
     world.core.call("pause", mode=event.what)
+    steps, pending = stepper.steps, getattr(stepper, "pending", None)  # none is left where the engine has ended
     if event.pace:
         world.machine.sleep(event.pace)
+    if alone and world.resumed == resumed and (pending is not None or stepper.steps != steps):
+        raise Violation("a paused engine makes steps")
+    world.resumed += 1
+    world.resuming += 1
     world.core.call("resume")
+    world.resuming -= 1
 
 
 def flush(world: World, event: Event) -> None:

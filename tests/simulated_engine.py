@@ -110,6 +110,8 @@ class World:
         self.adapters = {name: Adapter(name, i, None) for i, name in enumerate("ABC")}
         self.loads = len(self.adapters)
         self.labels = {"default": 0}
+        self.resumed = self.resuming = 0  # how often somebody let the engine go on, and how many are about to
+        self.first: dict[Request, float] = {}  # when its first token was drawn
         self.aborted: set[str] = set()
         self.answered: set[int] = set()  # ids of the states of streams that have ended
         self.excused: set[type] = {EngineBusyError}  # errors that callers may get, for what was done to the engine
@@ -168,7 +170,12 @@ class World:
         update, close = self.scheduler.update, self.core.inbox.close
 
         def checked(*arguments: Any) -> list[Request]:
+            pages = self.scheduler.counters()["cached_pages"]
             finished = update(*arguments)
+            self._check_forgotten(finished, pages)
+            for request in arguments[0].requests:
+                if request.num_output or request in finished:
+                    self.first.setdefault(request, self.machine.clock)
             self._check_step()
             return finished
 
@@ -178,6 +185,17 @@ class World:
                 self.died_at = self.machine.clock
             return first
 
+        flush = self.core.handlers["flush_cache"]
+
+        def flushed() -> bool:
+            counters = self.scheduler.counters()
+            held = counters["running"] or counters["waiting"] and not self.core.stepper.paused
+            emptied = flush()
+            if emptied == bool(held) or emptied and self.scheduler.counters()["cached_pages"]:
+                raise Violation(f"flush_cache answers {emptied} with {counters}")
+            return emptied
+
+        self.core.handlers["flush_cache"] = flushed
         self.scheduler.update = checked  # type: ignore[method-assign]
         self.core.inbox.close = noted  # type: ignore[method-assign]
 
@@ -361,6 +379,18 @@ class World:
         if again != sorted(again) or any(request.num_preempted for request in waiting[len(again) :]):
             raise Violation("requests that were preempted lost their place in the queue")
 
+    def _check_forgotten(self, finished: list[Request], pages: int) -> None:
+        """Nobody hits what a request has computed whose numbers are not finite; nothing else is forgotten at an end.
+
+        `pages` were cached before."""
+        cache = self.scheduler.cache
+        bad = [r for r in finished if "non-finite" in str(r.finish and r.finish.get("message"))]
+        for request in bad if cache is not None and len(finished) == 1 else ():  # another one may have put it back
+            if cache.match_length(request.token_ids, self.settings.page_size, request.salts):
+                raise Violation(f"a page of {request.rid} can be hit, whose numbers are not finite")
+        if not bad and self.scheduler.counters()["cached_pages"] < pages:
+            raise Violation("an end makes the cache forget")
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _check_end(self) -> None:
@@ -397,10 +427,20 @@ class World:
                     if not self._is_explained(event, state.error) and not (gone and "be told" in str(state.error)):
                         raise state.error
                     continue
+                self._check_times(state)
                 excused = gone or state.abandoned or type(self) in self.excused or state.request.rid in self.aborted
                 broken = BROKEN if self._is_broken(event) else TOKENIZER
                 if wrong := judge(self.solo, state, job, self.labels, broken, excused):
                     raise Violation(f"{state.request.rid}: {wrong}")
+
+    def _check_times(self, state: RequestState) -> None:
+        first, finish = self.first.get(state.request), state.request.finish
+        moments = [state.submitted, state.started, state.first_token, state.finished]
+        known = [moment for moment in moments if moment is not None]
+        if known != sorted(known):
+            raise Violation(f"{state.request.rid} was submitted, started, drawn for and finished at {moments}")
+        if first is not None and state.first_token != first and finish and finish["type"] != "abort":
+            raise Violation(f"{state.request.rid} had its first token at {first}, not at {state.first_token}")
 
     def _check_books(self) -> None:
         """Of an idle engine: nothing is held, nothing is kept."""
