@@ -113,7 +113,7 @@ class Grammar:
     def anew(self) -> Any:
         """`matcher`, with an automaton that has learnt nothing: one that is shared may be full. Modifies: self."""
         self._first = self._made()
-        return self._first.deep_copy()
+        return self.matcher()
 
     def cursor(self, ends: frozenset[int], barred: Sequence[int], early: frozenset[int], eager: bool) -> Cursor:
         """Where an output that has not begun stands."""
@@ -171,14 +171,6 @@ def attempt(question: tuple[str, str, str | None]) -> str:
     return lark
 
 
-def _of_its_moment(future: "Future[Grammar]") -> bool:
-    """Whether compiling failed for want of memory, processes or files, and not by the grammar: it may succeed later."""
-    if not future.done() or future.cancelled():
-        return False
-    error = future.exception()
-    return error is not None and not isinstance(error, (GrammarError, MissingExtraError, UnsupportedFeatureError))
-
-
 class Grammars:
     """The grammars of one engine: compiled once each, in threads of their own. Thread-safe.
 
@@ -212,7 +204,7 @@ class Grammars:
             raise GrammarError(f"{source.kind} has {size} bytes, more than the limit of {most}")
         failed = f"Failed to compile {WORDS[source.kind]} grammar: "
         try:
-            return self.begin(source).result(SECONDS)
+            return self._begun(source).result(SECONDS)
         except Late as late:
             raise GrammarError(f"{failed}it took more than {SECONDS:.0f} seconds; simplify it") from late
         except GrammarError as error:
@@ -228,11 +220,10 @@ class Grammars:
                 if isinstance(error.__cause__, Late):
                     raise
 
-    def begin(self, source: Source) -> "Future[Grammar]":
-        """Starts compiling it, if it is not known."""
+    def _begun(self, source: Source) -> "Future[Grammar]":
         with self._lock:
             future = self._known.get(source)
-            if future is None or _of_its_moment(future):
+            if future is None:
                 try:
                     future = self._known[source] = self._worker.submit(self._compile, source)
                 except RuntimeError:
@@ -243,13 +234,19 @@ class Grammars:
             return future
 
     def _compile(self, source: Source) -> Grammar:
-        with self._lock:
-            vocabulary = self.vocabulary
         try:
+            with self._lock:
+                vocabulary = self.vocabulary
             lark = self._trials.ask([*source, (self._whitespace or Whitespace()).pattern])
+            return Grammar(vocabulary, source, lark)
         except Refused as error:
             raise GrammarError(str(error)) from None
-        return Grammar(vocabulary, source, lark)
+        except (GrammarError, MissingExtraError, UnsupportedFeatureError):
+            raise
+        except BaseException:  # for want of memory, processes or files: it may succeed later
+            with self._lock:
+                self._known.pop(source, None)
+            raise
 
     def close(self) -> None:
         """Waits for nothing; what is being compiled ends by itself."""

@@ -141,6 +141,7 @@ _VALUES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (  # keywords, and
     ("const", lambda value: True, ""),
 )  # fmt: skip
 KEYWORDS = {key: (is_right, needed) for keys, is_right, needed in _VALUES for key in keys.split()}
+WORDS = sorted(KEYWORDS.keys() | _NEVER)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -177,10 +178,8 @@ def refuse_rest(node: Node, at: str) -> None:
 def _check_annotation(key: str, at: str) -> None:
     if key in ANNOTATIONS or key.startswith("_") or (key.startswith("x-") and key not in _NEVER):
         return
-    supported = f"supported are {', '.join(sorted(KEYWORDS))}" if key in _NEVER else ""
-    near = None if supported else _near(key[:80])
-    if supported or near:
-        told = supported or f"did you mean {near!r}?"
+    if near := key if key in _NEVER else _near(key[:80]):
+        told = f"supported are {', '.join(sorted(KEYWORDS))}" if near == key else f"did you mean {near!r}?"
         raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; {told}")
     logger.info("json_schema: %r at %s is no keyword of JSON Schema, and is ignored.", key[:80], at)
 
@@ -188,13 +187,9 @@ def _check_annotation(key: str, at: str) -> None:
 @lru_cache(256)
 def _near(key: str) -> str | None:
     """The keyword that a word may have been meant as. Pure."""
-    words = {_bare(word): word for word in sorted(KEYWORDS.keys() | _NEVER)}
-    found = difflib.get_close_matches(_bare(key), list(words), n=1, cutoff=0.86)
-    return words[found[0]] if found else None
-
-
-def _bare(word: str) -> str:
-    return re.sub("[^a-z]", "", word.lower()).removesuffix("s")
+    bare, *known = (re.sub("[^a-z]", "", word.lower()).removesuffix("s") for word in (key, *WORDS))
+    found = difflib.get_close_matches(bare, known, n=1, cutoff=0.86)
+    return WORDS[known.index(found[0])] if found else None
 
 
 def _check_value(key: str, value: Any, at: str) -> None:
