@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from fengine.errors import GrammarError, InvalidRequestError
-from fengine.tokenizer.regex_parts import one_character, parse, parser
+from fengine.tokenizer.stop_regex import one_character, parse, parser
 
 MAX_REPEAT = 100_000
 MAX_NESTED = 500_000  # repetitions inside repetitions, multiplied

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from fengine.errors import ContextLengthError, InvalidRequestError
-from fengine.tokenizer import chat_prompts
+from fengine.tokenizer import chat
 from fengine.tokenizer.chat_ids import SpecialText
 from fengine.tokenizer.decoding import Decoding, clean_up
 from fengine.tokenizer.pipeline import load_pipeline, raise_as
@@ -152,10 +152,10 @@ class Tokenizer:
 
     # -- chats --------------------------------------------------------------------------------------------------------
 
-    apply_chat_template = chat_prompts.apply_chat_template
-    with_chat_template = chat_prompts.with_chat_template
-    encode_chat = chat_prompts.encode_chat
-    template_of = chat_prompts.template_of
+    apply_chat_template = chat.apply_chat_template
+    with_chat_template = chat.with_chat_template
+    encode_chat = chat.encode_chat
+    template_of = chat.template_of
 
     @cached_property
     def special_text(self) -> SpecialText:
