@@ -103,12 +103,15 @@ def ranks_of(config: EngineConfig) -> Iterator[Ranks | None]:
     """The other ranks, which have begun to load, if there are any; they end where what is inside fails."""
     if config.parallel.tp_size > 1:
         check_parts(config, read_spec(config)[2])
-    ranks = Ranks(config) if config.parallel.tp_size > 1 else None
+    if config.parallel.tp_size == 1:
+        yield None
+        return
+    ranks = Ranks(config)
     try:
-        yield ranks
+        with ranks.named():
+            yield ranks
     except BaseException:
-        if ranks is not None:
-            ranks.close()
+        ranks.close()
         raise
 
 
@@ -133,7 +136,7 @@ def make_worker(
     adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir), group)
     slots = 0 if adapters is None else adapters.slots
     rows = config.scheduler.max_running_requests or 1
-    images = ImageInputs(config, spec, loaded.params, loaded.context_length, rows) if spec.vision else None
+    images = ImageInputs(config, spec, loaded.params, loaded.context_length, rows, group) if spec.vision else None
     edits = group is None or group.rank == 0  # whose logits are edited
     stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config))) if edits else ()
     runner = make_runner(config, loaded, stages, slots, group)
@@ -193,7 +196,7 @@ def assemble(
     size, kv_dtype, adapters = worker.size, worker.kv_dtype, worker.adapters
     images = image_rows(config, loaded.params)
     scheduler = make_scheduler(config, spec, size, speculation, 0 if adapters is None else adapters.slots, images)
-    runner = worker.runner if ranks is None else ranks.over(worker.runner)
+    runner = worker.runner if ranks is None else ranks.over(worker.runner, worker.input_batch.images)
     core = EngineCore(scheduler, worker.input_batch, runner, worker.kv, overlap=bool(config.scheduler.overlap))
     weights = LiveWeights(loaded.params, spec, loaded.model_dir, loaded.from_disk, group)
     updates = WeightUpdates(weights, core, ranks)

@@ -92,7 +92,7 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
 def refuse_with_images(config: EngineConfig, spec: ModelSpec) -> None:
     """What is not built beside images. Errors: UnsupportedFeatureError."""
     asked = {
-        "parallel.tp_size": config.parallel.tp_size > 1, "lora": config.lora.on, "quantized weights": spec.quantization,
+        "lora": config.lora.on, "quantized weights": spec.quantization,
         "speculation.draft_model": config.speculation.draft_model, "scheduler.record": config.scheduler.record,
     }  # fmt: skip
     if names := [name for name, on in asked.items() if on]:

@@ -68,9 +68,9 @@ def gather(x_TN: Tensor, width: int, group: Group) -> Tensor:
     return _gather(x_TN, width, group.rank, group.sockets, group.name)
 
 
-def share(x_N: Tensor, group: Group) -> Tensor:
-    """What rank 0 has. Pure. Errors: as `gather`."""
-    return gather(x_N[None], len(x_N), group)[0]
+def share(x: Tensor, group: Group) -> Tensor:
+    """What rank 0 has; all have a tensor of its shape. Pure. Errors: as `gather`."""
+    return gather(x.reshape(1, -1), x.numel(), group).view(x.shape)
 
 
 def over_all(leaf: Leaf, x_TC: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from fengine.config import EngineConfig
-from fengine.core.images import Encode, ImageRows
+from fengine.core.images import Encode, Image, ImageRows
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import InvariantError
 from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
+from fengine.ops.columns import Group, share
 from fengine.worker.device import current_device
 from fengine.worker.fields import Arrays
 
@@ -37,11 +38,15 @@ def letters_of(spec: ModelSpec) -> str:
 
 
 class ImageInputs:
-    """Embeddings of images, and where the tokens of running rows with images find them, stand, and look.
+    """Embeddings of images, and where the tokens of running rows with images find them, stand, and look. Of a group,
+    rank 0 encodes for all.
 
     Modifies: itself, and the table in Params, which it makes."""
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, params: Params, context: int, rows: int) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, params: Params, context: int, rows: int, group: Group | None = None
+    ) -> None:
+        self.group = group
         family, norm_D = lookup(spec.architecture).vision, params["final_norm_D"]
         if spec.vision is None or family is None:
             raise InvariantError(f"{spec.architecture} takes no images")
@@ -54,13 +59,21 @@ class ImageInputs:
         self.delta = np.zeros(rows, np.int32)  # of positions behind the prompt
 
     def write(self, job: Encode) -> None:
-        """Encodes an image into its rows. Modifies: the table."""
+        """Encodes an image into its rows. Modifies: the table. Errors: RuntimeError if a rank is gone."""
         table_ED = self.params[TABLE]
-        arrays: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in job.image.arrays.items()}
+        found_ID = table_ED.new_zeros((len(job.rows), table_ED.shape[1]))
+        if self.group is None or self.group.rank == 0:
+            found_ID = self._encoded(job.image, table_ED)
+        if self.group is not None:
+            found_ID = share(found_ID, self.group)
+        table_ED.index_copy_(0, torch.tensor(job.rows, device=table_ED.device), found_ID)
+
+    def _encoded(self, image: Image, table_ED: Tensor) -> Tensor:
+        """Pure. The embeddings of its tokens, in the table's dtype."""
+        arrays: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in image.arrays.items()}
         with torch.no_grad(), current_device(str(table_ED.device)):
             arrays = {name: x.to(table_ED.device) if x.is_floating_point() else x for name, x in arrays.items()}
-            rows_I = torch.tensor(job.rows, device=table_ED.device)
-            table_ED.index_copy_(0, rows_I, self.encode(self.params, self.spec, arrays).to(table_ED.dtype))
+            return self.encode(self.params, self.spec, arrays).to(table_ED.dtype)
 
     def admit(self, new: Request) -> None:
         """Takes over what a new row brings."""
@@ -73,7 +86,7 @@ class ImageInputs:
             row_P[start : start + len(rows)] = rows
             last_P[start : start + len(rows)] = start + len(rows) - 1
         if new.rope is not None:
-            self.pos_3P[slot], self.delta[slot] = new.rope
+            self.pos_3P[slot], self.delta[slot] = np.asarray(new.rope[0], np.int32), new.rope[1]
 
     def release(self, slots: Iterable[int]) -> None:
         """The requests in these slots have ended, or were preempted."""

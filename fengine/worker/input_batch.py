@@ -52,6 +52,7 @@ class InputBatch:
     def admit(self, new: Request) -> None:
         """Writes what a request that has just got its row slot keeps there."""
         row, params = new.slot, new.params
+        self.release([row])  # of whoever had it: only the first of several ranks hears that an engine is idle
         values = (min(params.temperature, HOTTEST), params.top_k, params.top_p, params.min_p, new.seed)
         for table, value in zip(self.sampling.values(), values, strict=True):
             table[row] = value

@@ -37,13 +37,8 @@ def check_parts(config: EngineConfig, spec: ModelSpec) -> None:
     if size == 1:
         return
     found = spec.experts
-    refused = {
-        "a mixture of quantized experts on GPUs": found and spec.quantization and device_of(config) != "cpu",
-        "images": spec.vision is not None,
-    }
-    for what, on in refused.items():
-        if on:
-            raise UnsupportedFeatureError(f"parallel.tp_size={size} with {what} is not built; use tp_size=1")
+    if found and spec.quantization and device_of(config) != "cpu":
+        raise UnsupportedFeatureError(f"parallel.tp_size={size} with quantized experts on GPUs is not built; use 1")
     shared = {
         "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads,
         "hidden_size": spec.hidden_size,

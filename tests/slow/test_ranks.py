@@ -15,6 +15,7 @@ import eagle_heads
 import pytest
 import tiny_adapters
 import tiny_checkpoints
+import tiny_vision
 import torch
 from safetensors.torch import load_file
 
@@ -274,6 +275,23 @@ def test_embeddings_and_drafts_are_those_of_one(how: dict[str, Any]) -> None:
                 else [(out["text"], out["output_ids"]) for out in engine.generate(PROMPTS, SAMPLED)]
             )  # fmt: skip
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
+def test_images_are_those_of_one(family: str, tmp_path: Path) -> None:
+    """In chunks, with a table that has no room for all of them."""
+    directory, found = tiny_vision.write(tmp_path, family), []
+    token = 122 if family == "gemma3" else tiny_vision.TOKEN
+    prompts = [[5, token, 7, 8], [9, token, 10, token, 11], [3, 4, 5]]
+    pictures: list[Any] = [tiny_vision.picture(1), [tiny_vision.picture(2, 33, 64), tiny_vision.picture(3)], None]
+    for size in (1, 2):
+        with Engine(model_path=str(directory), skip_tokenizer_init=True, max_total_tokens=2048, tp_size=size,
+                    chunked_prefill_size=40) as engine:  # fmt: skip
+            for _ in range(2):
+                params: Any = PARAMS[0] | {"max_new_tokens": 5, "ignore_eos": True}
+                outs = engine.generate(None, params, prompts, image_data=pictures, return_logprob=True)
+                found.append([(out["output_ids"], out["meta_info"]["output_token_logprobs"]) for out in outs])
+    assert found[:2] == found[2:]
 
 
 def test_settings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from fengine.engine.weights.incoming import Origin
 from fengine.errors import EngineDeadError
 from fengine.models.kv_state import KVState, Params
 from fengine.ops import peers
+from fengine.worker.images import ImageInputs
 from fengine.worker.process_group import checksum, device_of_rank, group_of, process_group, release, swap
 from fengine.worker.step import Result
 from fengine.worker.step_input import StepInput
@@ -125,8 +126,10 @@ class Ranks:
         self._core = core
         core.stepper.watch(self)
 
-    def over(self, runner: Runner) -> "Ranks":
-        """Themselves, who run this rank's part by `runner`."""
+    def over(self, runner: Runner, images: ImageInputs | None) -> "Ranks":
+        """Themselves, who run this rank's part by `runner`, and write `images` for all."""
+        if images is not None:
+            images.write = self.named()(images.write)
         self._runner, self.params = runner, runner.params
         return self
 
@@ -160,8 +163,11 @@ class Ranks:
     def scheduled(self, output: SchedulerOutput) -> None:
         """Tells the ranks. The edits of logits are rank 0's alone."""
         self._step = output.step
-        new = [_without_handles(row) for row in output.new_rows]
-        self._send(to_plain(replace(output, new_rows=new), NOTHING))
+        new = [_as_plain(row) for row in output.new_rows]
+        encodes = [
+            encode._replace(image=replace(encode.image, key=cast(Any, ""), arrays={})) for encode in output.encodes
+        ]
+        self._send(to_plain(replace(output, new_rows=new, encodes=encodes), NOTHING))
 
     def launched(self, output: SchedulerOutput) -> None: ...
 
@@ -213,5 +219,6 @@ class Ranks:
         self.folder.cleanup()
 
 
-def _without_handles(row: Request) -> Request:
-    return replace(row, params=replace(row.params, processor=None, grammar=None, custom_params=None))
+def _as_plain(row: Request) -> Request:
+    rope = row.rope and row.rope._replace(positions_3P=row.rope.positions_3P.tolist())
+    return replace(row, rope=rope, params=replace(row.params, processor=None, grammar=None, custom_params=None))
