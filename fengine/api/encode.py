@@ -107,25 +107,36 @@ def pooling_of(context: EngineContext) -> Pooling:
 
 
 def as_generate(context: EngineContext, req: EncodeReqInput) -> GenerateReqInput:
-    """The same prompts as requests that draw nothing. Chats are rendered; texts become ids as sentence-transformers'
-    do: with its prompt, in lower case, cut to its length. Errors: InvalidRequestError and kinds."""
+    """The same prompts as requests that draw nothing. Chats are rendered. Errors: InvalidRequestError and kinds."""
     refuse_not_built(req)
     text, ids, image_data = plain(req.text), req.input_ids, req.image_data
-    pooling, tokenizer = pooling_of(context), context.parts.tokenizer
-    several = isinstance(text, (list, tuple))
     if is_chat(text):
         ids, images = rendered(context, text)
         text, image_data = None, with_images({"image_data": image_data}, images)["image_data"]
-    elif hasattr(text, "ndim") or several and text and not any(isinstance(part, str) for part in text):
+    elif (
+        hasattr(text, "ndim") or isinstance(text, (list, tuple)) and text and not any(isinstance(p, str) for p in text)
+    ):
         text, ids = None, text
-    elif isinstance(text, str) or several and all(isinstance(part, str) for part in text):
-        texts = [pooling.prompt + part for part in (text if several else [text])]
-        texts = [part.lower() for part in texts] if pooling.lower else texts
-        text = texts if several else texts[0]
-        if pooling.max_length is not None and tokenizer is not None and ids is None:
-            cut = [tokenizer.encode(part, max_length=pooling.max_length) for part in texts]
-            text, ids = None, cut if several else cut[0]
+    else:
+        text, ids = _prepared(context, text, ids)
     return GenerateReqInput(text, NOTHING_DRAWN, ids, image_data, lora_path=req.lora_path, rid=req.rid)
+
+
+def _prepared(context: EngineContext, text: Any, ids: Any) -> tuple[Any, Any]:
+    """(texts, ids) as sentence-transformers tokenizes: with its prompt, in lower case, cut to its length.
+
+    What is no text is left as it is. Errors: InvalidRequestError and its kinds.
+    """
+    pooling, tokenizer, several = pooling_of(context), context.parts.tokenizer, isinstance(text, (list, tuple))
+    texts = list(text) if several else [text]
+    if not all(isinstance(part, str) for part in texts):
+        return text, ids
+    texts = [pooling.prompt + part for part in texts]
+    texts = [part.lower() for part in texts] if pooling.lower else texts
+    if pooling.max_length is None or tokenizer is None or ids is not None:
+        return (texts if several else texts[0]), ids
+    cut = [tokenizer.encode(part, max_length=pooling.max_length) for part in texts]
+    return None, (cut if several else cut[0])
 
 
 def pair_ids(context: EngineContext, pairs: Any) -> list[list[int]]:

@@ -87,11 +87,7 @@ class Scoring:
         for name in ("apply_softmax", "item_first", "return_pooled_hidden_states", "return_token_logprobs"):
             if not isinstance(getattr(req, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, got {told(getattr(req, name))}.")
-        temperature = exact_float(req.temperature)
-        if temperature is None or not (math.isfinite(temperature) and temperature > 0):
-            raise InvalidRequestError(f"temperature must be finite and greater than zero, got {req.temperature!r:.80}.")
-        if temperature != 1 and not req.apply_softmax:
-            raise InvalidRequestError(f"temperature requires apply_softmax=True (got {req.temperature!r} without).")
+        temperature = _temperature(req.temperature, req.apply_softmax)
         if req.return_pooled_hidden_states and generates:
             raise InvalidRequestError(
                 "return_pooled_hidden_states is not supported for CausalLM models; classifiers have them."
@@ -120,20 +116,22 @@ class Scoring:
 
     def result(self, outputs: Any = (), hidden: Any = ()) -> ScoreResult:
         """The result, from what the calls returned. Pure. Errors: AbortedError."""
-        metas = [output["meta_info"] for output in (*outputs, *hidden)]
-        if any((meta.get("finish_reason") or {}).get("type") == "abort" for meta in metas):
+        if any((one["meta_info"].get("finish_reason") or {}).get("type") == "abort" for one in (*outputs, *hidden)):
             raise AbortedError("a request of this score call was aborted, so its scores are not known; call it again.")
-        logprobs, pooled = None, [output["embedding"] for output in hidden] if hidden else None
-        if self.labels is None:
-            rows = [output["embedding"] for output in outputs]
-        else:
-            logprobs = [[entry[0] for entry in meta["output_token_ids_logprobs"][0]] for meta in metas]
-            rows = logprobs if self.req.apply_softmax else [[math.exp(value) for value in row] for row in logprobs]
-        scores = [self._softmax(row) for row in rows] if self.req.apply_softmax else rows
-        tokens = sum(meta["prompt_tokens"] for meta in metas[: len(outputs)])
-        return ScoreResult(scores, tokens, pooled, logprobs if self.req.return_token_logprobs else None)
+        rows = [self._row(output) for output in outputs]
+        tokens = sum(output["meta_info"]["prompt_tokens"] for output in outputs)
+        pooled, kept = [output["embedding"] for output in hidden], rows if self.req.return_token_logprobs else None
+        return ScoreResult([self._score(row) for row in rows], tokens, pooled or None, kept)
 
-    def _softmax(self, row: list[float]) -> list[float]:
+    def _row(self, output: Any) -> list[float]:
+        """The labels' logits, or logprobs."""
+        if self.labels is None:
+            return output["embedding"]
+        return [entry[0] for entry in output["meta_info"]["output_token_ids_logprobs"][0]]
+
+    def _score(self, row: list[float]) -> list[float]:
+        if not self.req.apply_softmax:
+            return row if self.labels is None else [math.exp(value) for value in row]
         top = max(row)
         powers = [math.exp((value - top) / self.temperature) for value in row]
         total = math.fsum(powers)
@@ -188,6 +186,15 @@ def _calls(engine: Any, scoring: Scoring) -> list[Any]:
 
 
 # -- what is checked ---------------------------------------------------------------------------------------------------
+
+
+def _temperature(value: Any, softmax: bool) -> float:
+    number = exact_float(value)
+    if number is None or not (math.isfinite(number) and number > 0):
+        raise InvalidRequestError(f"temperature must be finite and greater than zero, got {value!r:.80}.")
+    if number != 1 and not softmax:
+        raise InvalidRequestError(f"temperature requires apply_softmax=True (got {value!r} without).")
+    return number
 
 
 def join(query: Any, items: Any, item_first: bool) -> list[Any]:

@@ -166,8 +166,7 @@ class ServerArgs:
     def _derived(self) -> dict[str, Any]:
         """Values of the configuration that are no single field here. Errors: ConfigError."""
         overrides = json_object("json_model_override_args", self.json_model_override_args)
-        rows, prefill_graphs = graphs_of(vars(self))
-        number, chunk = self.base_gpu_id, self.chunked_prefill_size
+        (rows, prefill_graphs), number, chunk = graphs_of(vars(self)), self.base_gpu_id, self.chunked_prefill_size
         if number and self.device not in (None, "cpu", "cuda", f"cuda:{number}"):
             raise ConfigError(f"device={self.device!r} and base_gpu_id={number} name two GPUs; leave one of them out")
         return {
@@ -196,8 +195,9 @@ class ServerArgs:
     @property
     def hidden_states_mode(self) -> str | None:
         """The most that a call may ask for: None, "last" or "full"."""
-        every = self.enable_return_hidden_states or self.return_hidden_states
-        return "full" if every else self.return_hidden_states_mode
+        return (
+            "full" if self.enable_return_hidden_states or self.return_hidden_states else self.return_hidden_states_mode
+        )
 
     def preferred(self) -> dict[str, Any]:
         """`preferred_sampling_params`, checked. Errors: ConfigError."""
@@ -254,8 +254,8 @@ class ServerArgs:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
-            raise ConfigError("constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern exclude "
-                              "each other; leave one out")  # fmt: skip
+            names = "constrained_json_disable_any_whitespace and constrained_json_whitespace_pattern"
+            raise ConfigError(f"{names} exclude each other; leave one out")
         try:
             _ = self.whitespace
         except GrammarError as error:
@@ -272,11 +272,11 @@ def prepare_server_args(argv: Sequence[str]) -> ServerArgs:
     return ServerArgs.from_cli_args(parser.parse_args(argv))
 
 
-PATHS: Mapping[str, str] = {f.name: f.metadata["path"] for f in fields(ServerArgs) if "path" in f.metadata}
-
-
 def _converted(path: str, value: Any) -> Any:
     return not value if path.startswith("!") and value is not None else value
+
+
+PATHS: Mapping[str, str] = {f.name: f.metadata["path"] for f in fields(ServerArgs) if "path" in f.metadata}
 
 
 def in_force(config: EngineConfig) -> dict[str, Any]:

@@ -153,13 +153,7 @@ def draft_tokens(values: Mapping[str, Any]) -> int | None:
 
 def lora_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of the configuration's `lora` is no single field. Pure. Errors: ConfigError."""
-    given, kinds = values["lora_paths"], values["lora_target_modules"]
-    if isinstance(given, dict):
-        given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
-    adapters = [_adapter(item) for item in given or ()]
-    names = [item["lora_name"] for item in adapters]
-    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ConfigError(f"lora_paths has two adapters of the name {twice[0]!r:.80}")
+    adapters, kinds = _adapters(values["lora_paths"]), values["lora_target_modules"]
     if adapters and values["enable_lora"] is False:
         raise ConfigError("lora_paths is given, but enable_lora=False; leave one of them out")
     kinds = (kinds,) if isinstance(kinds, str) else kinds
@@ -170,6 +164,17 @@ def lora_values(values: Mapping[str, Any]) -> dict[str, Any]:
         "lora.pinned": tuple(item["lora_name"] for item in adapters if item["pinned"]),
         "lora.target_modules": None if not kinds or {"all", "all-linear"} & set(kinds) else tuple(sorted(kinds)),
     }
+
+
+def _adapters(given: Any) -> list[dict[str, Any]]:
+    """`lora_paths`, each as {lora_name, lora_path, pinned}. Pure. Errors: ConfigError."""
+    if isinstance(given, dict):
+        given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
+    found = [_adapter(item) for item in given or ()]
+    names = [item["lora_name"] for item in found]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ConfigError(f"lora_paths has two adapters of the name {twice[0]!r:.80}")
+    return found
 
 
 def _adapter(item: Any) -> dict[str, Any]:

@@ -33,9 +33,7 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     ids = chat_ids(engine, chat, _template_values(chat, facts), request.given["add_special_tokens"])
     ids = request.given["truncation"].cut(ids, context) if request.given["truncation"] else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
-    # Calls are looked for where tools are shown and none is forced; harmony has its channels without tools, too.
-    channels = facts.channels is not None and not constrained
-    form = facts.form if channels or (chat.tools is not None and not chat.forced) else None
+    form = _form_read(chat, facts, constrained)
     thinks = facts.thinks and chat.separate_reasoning and not constrained
     opened = thinks and facts.opened(tokenizer, ids)
 
@@ -46,6 +44,12 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
     arguments |= {"image_data": images} if images else {}
     return ChatWriter(request, arguments, tokenizer, head, ids, new_parser)
+
+
+def _form_read(chat: ChatOptions, facts: TemplateFacts, constrained: bool) -> Format | None:
+    """The form of calls that outputs are searched for: with tools that none forces, and harmony's channels. Pure."""
+    channels = facts.channels is not None and not constrained
+    return facts.form if channels or (chat.tools is not None and not chat.forced) else None
 
 
 def _held(chat: ChatOptions, facts: TemplateFacts, form: Format | None, constrained: bool) -> dict[str, Any]:

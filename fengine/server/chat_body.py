@@ -62,10 +62,7 @@ def chat_options(given: Mapping[str, Any], has_grammar: bool) -> ChatOptions:
         raise invalid(
             "chat_template_kwargs", "chat_template_kwargs may not hold 'tools', which has a field of its own."
         )
-    legacy = given["functions"] is not None or given["function_call"] is not None
-    if legacy and (given["tools"] is not None or given["tool_choice"] is not None):
-        said = "functions and function_call are the older form of tools and tool_choice; give one."
-        raise invalid("functions", said)
+    legacy = any(given[name] is not None for name in ("functions", "function_call"))
     tools = _tools(given, legacy)
     functions = tuple(tool["function"] for tool in tools)
     choice, forced = _choice(given, legacy, functions, has_grammar)
@@ -166,22 +163,30 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 def _tools(given: Mapping[str, Any], legacy: bool) -> list[dict[str, Any]]:
     """The tools, as chats write them. Errors: ApiError."""
+    if legacy and any(given[name] is not None for name in ("tools", "tool_choice")):
+        said = "functions and function_call are the older form of tools and tool_choice; give one."
+        raise invalid("functions", said)
     name = "functions" if legacy else "tools"
     tools = given[name] or []
     if len(tools) > MAX_TOOLS:
         raise invalid(name, f"{name} must be a list of at most {MAX_TOOLS}, got {tools!r:.80}.")
     found = [{"type": "function", "function": one} for one in tools] if legacy else tools
     for i, tool in enumerate(found):
-        function, told = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None, ""
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            told = ' must be {"type": "function", "function": {"name": …}}.'
-        elif not _NAME.fullmatch(function["name"]):
-            told = f": a function's name has letters, digits and _ . : -, got {function['name']!r:.80}."
-        elif not isinstance(function.get("parameters"), dict | None):
-            told = f": parameters must be a JSON schema, got {function['parameters']!r:.80}."
-        if told:
+        if told := _problem(tool):
             raise invalid(name, f"{name}[{i}]{told}")
     return list(found)
+
+
+def _problem(tool: Any) -> str:
+    """What is wrong with a tool; "": nothing. Pure."""
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return ' must be {"type": "function", "function": {"name": …}}.'
+    if not _NAME.fullmatch(function["name"]):
+        return f": a function's name has letters, digits and _ . : -, got {function['name']!r:.80}."
+    if not isinstance(function.get("parameters"), dict | None):
+        return f": parameters must be a JSON schema, got {function['parameters']!r:.80}."
+    return ""
 
 
 def _choice(given: Mapping[str, Any], legacy: bool, functions: Functions, has_grammar: bool) -> tuple[Any, Functions]:
@@ -195,14 +200,22 @@ def _choice(given: Mapping[str, Any], legacy: bool, functions: Functions, has_gr
         return choice, ()
     found, asked = functions, "is required"
     if legacy or choice != "required":
-        if not legacy and isinstance(choice, dict) and choice.get("type") not in (None, "function"):
-            raise unsupported(name, f"{name} of the type {choice['type']!r:.80} is not built.")
-        inner = choice if legacy else choice.get("function") if isinstance(choice, dict) else None
-        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-            raise invalid(name, f"{name} must be {known}, or name a function, got {choice!r:.80}.")
-        found, asked = tuple(f for f in functions if f["name"] == inner["name"]), f"names {inner['name']!r:.80}"
+        wanted = _chosen(choice, name, known)
+        found, asked = tuple(f for f in functions if f["name"] == wanted), f"names {wanted!r:.80}"
     if not found:
         raise invalid(name, f"{name} {asked}, and there is no such function in {'functions' if legacy else 'tools'}.")
     if has_grammar:
         raise invalid(name, f"{name} forces a call, and the body has a grammar, too; give one.")
     return choice, found
+
+
+def _chosen(choice: Any, name: str, known: str) -> str:
+    """The name of a function that a choice has. Errors: ApiError."""
+    inner = choice
+    if name == "tool_choice" and isinstance(choice, dict):
+        if choice.get("type") not in (None, "function"):
+            raise unsupported(name, f"{name} of the type {choice['type']!r:.80} is not built.")
+        inner = choice.get("function")
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise invalid(name, f"{name} must be {known}, or name a function, got {choice!r:.80}.")
+    return inner["name"]

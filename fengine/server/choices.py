@@ -260,12 +260,14 @@ def completion_writer(
         kind = "input_ids" if texts is None else "text"
         ids = prompt_ids(tokenizer, kind, arguments[kind], add_special, cut, context)
         arguments |= {"text": None, "input_ids": ids}
-    echoes = None
-    if given["echo"] and texts is not None and cut is None:
-        echoes = [texts] if isinstance(texts, str) else texts
-    elif given["echo"]:
-        rows, limit = arguments["input_ids"], range(2**32)  # others are refused by the engine
-        rows = rows if isinstance(rows[0], list) else [rows]
-        known = [[token for token in row if token in limit] for row in rows]
-        echoes = [tokenizer.decode(row, skip_special_tokens=False) for row in known]
+    echoes = _echoes(arguments, texts if cut is None else None, tokenizer) if given["echo"] else None
     return CompletionWriter(request, arguments, tokenizer, head, ids, echoes)
+
+
+def _echoes(arguments: dict[str, Any], texts: str | list[str] | None, tokenizer: Tokenizer) -> list[str]:
+    """The text of each prompt. Pure."""
+    if texts is not None:
+        return [texts] if isinstance(texts, str) else texts
+    rows, limit = arguments["input_ids"], range(2**32)  # others are refused by the engine
+    rows = rows if isinstance(rows[0], list) else [rows]
+    return [tokenizer.decode([token for token in row if token in limit], skip_special_tokens=False) for row in rows]

@@ -69,6 +69,11 @@ def api_error_of(
         return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, OURS) or not isinstance(error, ValueError):
         return ApiError(500, message, code="request_failed")
+    return _refusal(error, message, body)
+
+
+def _refusal(error: Exception, message: str, body: Mapping[str, Any]) -> ApiError:
+    """What the caller can mend, with the field that it lies in. Pure."""
     if isinstance(error, ContextLengthError):
         param = next((name for name in ("messages", "prompt", "input") if name in body), None)
         return ApiError(400, message, param, "context_length_exceeded")

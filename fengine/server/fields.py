@@ -188,10 +188,7 @@ def _structured(field: str, value: Any) -> dict[str, Any]:
         raise invalid(field, f"{field} must have one of {', '.join(known)}, and nothing else; got {value!r:.80}.")
     ((key, one),) = given.items()
     if key == "choice":
-        texts = isinstance(one, list) and all(isinstance(text, str) and text for text in one)
-        if not texts or not 0 < len(one) <= MAX_CHOICES:
-            raise invalid(field, f"{field}: choice must be a list of 1 to {MAX_CHOICES} texts, got {one!r:.80}.")
-        return {"regex": f"(?:{'|'.join(re.sub(r'[^A-Za-z0-9 ]', _escaped, text) for text in one)})"}
+        return {"regex": _one_of(field, one)}
     if key == "json_object":
         if one is not True:
             raise invalid(field, f"{field}.json_object must be true, got {one!r:.80}.")
@@ -201,6 +198,14 @@ def _structured(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(one, str) or not one:
         raise invalid(field, f"{field}: {key} must be a string that is not empty, got {one!r:.80}.")
     return {{"json": "json_schema", "grammar": "ebnf"}.get(key, key): one}
+
+
+def _one_of(field: str, texts: Any) -> str:
+    """A pattern of these texts and no others. Errors: ApiError."""
+    known = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+    if not known or not 0 < len(texts) <= MAX_CHOICES:
+        raise invalid(field, f"{field}: choice must be a list of 1 to {MAX_CHOICES} texts, got {texts!r:.80}.")
+    return f"(?:{'|'.join(re.sub(r'[^A-Za-z0-9 ]', _escaped, text) for text in texts)})"
 
 
 def _escaped(found: re.Match[str]) -> str:

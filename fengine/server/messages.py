@@ -112,19 +112,34 @@ def _message(message: Any, where: str) -> list[Any]:
         elif is_image(block):
             parts.append(block)
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append(_call(block))
         elif kind == "tool_result":
-            said, call_id = _texts(block.get("content"), at) or "", block.get("tool_use_id") or block.get("id")
-            results.append({"role": "tool", "tool_call_id": call_id, "content": said})
+            results.append(_result(block, at))
         elif kind == "thinking":
             told["reasoning_content"] = block.get("thinking")
         elif kind != "redacted_thinking":
             known = "text, image, tool_use, tool_result, thinking"
             raise invalid("messages", f"{at} has the type {kind!r:.80}, not {known}.")
-    told |= {"tool_calls": calls} if calls else {}
-    said = parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
-    return results + ([told | {"content": said}] if parts or calls or not results else [])
+    if calls:
+        told["tool_calls"] = calls
+    if parts or calls or not results:
+        results.append(told | {"content": _content(parts)})
+    return results
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": block.get("name"), "arguments": block.get("input")}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _result(block: dict[str, Any], at: str) -> dict[str, Any]:
+    said, call_id = _texts(block.get("content"), at) or "", block.get("tool_use_id") or block.get("id")
+    return {"role": "tool", "tool_call_id": call_id, "content": said}
+
+
+def _content(parts: list[dict[str, Any]]) -> Any:
+    """The parts if there are images, else their texts. Pure."""
+    return parts if any(map(is_image, parts)) else "\n".join(part["text"] for part in parts)
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ https://platform.openai.com/docs/api-reference/responses
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fengine.api.chat_images import is_image
@@ -57,25 +57,34 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     effort = take(given["reasoning"] or {}, {"effort": loose(""), "summary": loose(""), "generate_summary": loose("")})
     if given["input"] is None:
         raise missing("input")
-    for name in given["include"] or ():
-        if name not in (LOGPROBS, "reasoning.encrypted_content"):
-            raise unsupported("include", f"include may hold {LOGPROBS}; {name!r:.80} is not built.")
-    logprobs, choice = LOGPROBS in (given["include"] or ()), given["tool_choice"]
-    if isinstance(choice, dict) and "name" in choice:
-        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
+    logprobs = _wants_logprobs(given["include"] or ())
     first = [{"role": "system", "content": given["instructions"]}] if given["instructions"] else []
     chat = {name: given[name] for name in (*AS_IN_CHATS, *(name for name in sampling_fields() if name != "n"))}
     chat |= {
         "messages": first + _messages(given["input"]),
         "max_completion_tokens": given["max_output_tokens"],
-        "tools": None if given["tools"] is None else [_tool(tool, i) for i, tool in enumerate(given["tools"])],
-        "tool_choice": choice,
+        "tools": given["tools"] and [_tool(tool, i) for i, tool in enumerate(given["tools"])],
+        "tool_choice": _choice(given["tool_choice"]),
         "response_format": _format(given["text"]),
         "reasoning_effort": effort["effort"],
         "logprobs": logprobs,
         "top_logprobs": given["top_logprobs"] if logprobs else None,
     }
     return {name: value for name, value in chat.items() if value is not None}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and "name" in choice:
+        return {"type": choice.get("type"), "function": {"name": choice["name"]}}
+    return choice
+
+
+def _wants_logprobs(include: Sequence[Any]) -> bool:
+    """Errors: ApiError for anything else to include."""
+    for name in include:
+        if name not in (LOGPROBS, "reasoning.encrypted_content"):
+            raise unsupported("include", f"include may hold {LOGPROBS}; {name!r:.80} is not built.")
+    return LOGPROBS in include
 
 
 def _format(told: dict[str, Any] | None) -> dict[str, Any] | None:
