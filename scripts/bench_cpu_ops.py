@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from fengine.ops import cpu
+from fengine.ops import activations, attention, linear, rms_norm, rope, sampling
 from fengine.ops.linear import pack
 
 ROUNDS = 25
@@ -69,7 +69,7 @@ def bench_linear(budget: float) -> None:
                 if m == 512 and name == "lm_head":
                     continue  # logits are needed for a row's last token only
                 x = torch.randn(m, k)
-                ours = rotating(lambda w, x=x, n=n: cpu.linear(x, w, n, None, None), packed)
+                ours = rotating(lambda w, x=x, n=n: linear.on_cpu(x, w, n, None, None), packed)
                 theirs = rotating(lambda w, x=x: torch.mm(x, w), across)
                 a, b = seconds([ours, theirs], budget)
                 flops = 2 * m * n * k
@@ -103,7 +103,7 @@ def bench_attention(budget: float) -> None:
                     q, k, k, attn_mask=None if new == 1 else mask, enable_gqa=True
                 )
 
-            a, b = seconds([lambda args=args: cpu.attention(*args), theirs], budget)
+            a, b = seconds([lambda args=args: attention.on_cpu(*args), theirs], budget)
             pairs = rows * sum(range(kv_len - new + 1, kv_len + 1))
             flops = 4 * pairs * heads * width
             what = f"{label}: {rows} rows x {new} new, {kv_len} keys"
@@ -121,7 +121,7 @@ def bench_draw(budget: float) -> None:
                 for label, (k, p) in settings.items():
                     args = (logits, torch.ones(rows), torch.full((rows,), k, dtype=torch.int32), torch.full((rows,), p),
                             torch.zeros(rows), torch.arange(rows), torch.arange(rows, dtype=torch.int32))  # fmt: skip
-                    (a,) = seconds([lambda args=args: cpu.draw(*args)], budget)
+                    (a,) = seconds([lambda args=args: sampling.on_cpu(*args)], budget)
                     what = f"V {vocab}, {rows} rows, {label}, logits x {spread:g}"
                     print(f"{what:44}{a * 1e6:10.1f}{a * 1e6 / rows:9.1f}")
 
@@ -136,10 +136,10 @@ def bench_rest(budget: float) -> None:
             index = torch.arange(tokens, dtype=torch.int32)
             rope_arguments = (qkv, table, index, index, pages, pages, heads, None, None, 0.0)
             calls = {
-                "rms_norm": partial(cpu.rms_norm, x, weight, 1e-6),
-                "add_rms_norm": partial(cpu.add_rms_norm, x, x, weight, 1e-6),
-                "rope_kv_write_": partial(cpu.rope_kv_write_, *rope_arguments),
-                "silu_mul": partial(cpu.silu_mul, gate_up),
+                "rms_norm": partial(rms_norm.on_cpu, x, weight, 1e-6),
+                "add_rms_norm": partial(rms_norm.add_on_cpu, x, x, weight, 1e-6),
+                "rope_kv_write_": partial(rope.on_cpu, *rope_arguments),
+                "silu_mul": partial(activations.on_cpu, gate_up),
             }
             for name, time_of in zip(calls, seconds(list(calls.values()), budget), strict=True):
                 print(f"{f'{label}: {name}, {tokens} tokens':44}{time_of * 1e6:10.1f}")

@@ -20,7 +20,7 @@ from measure import environment, summary
 from torch import Tensor
 
 from fengine.ops import experts as op
-from fengine.ops import quantized
+from fengine.ops import experts_launch, quantized
 from fengine.ops.experts_schedules import REFERENCE, Schedule, Tiles
 from fengine.ops.linear import Dense, linear
 
@@ -86,7 +86,9 @@ def under(s: Schedule | None, shape: Shape) -> Callable[[Layer], Tensor]:
         if s is None:
             return op.moe(layer.x_TD, Dense(layer.router_ED, shape.experts), layer.weights, routing)
         logits_TE = linear(layer.x_TD, Dense(layer.router_ED, shape.experts), out_dtype=torch.float32)
-        return op.run(op.Call(layer.x_TD, logits_TE, layer.weights, routing, None, None, 0.0), s)
+        return experts_launch.run(
+            experts_launch.Call(layer.x_TD, logits_TE, layer.weights, routing, None, None, 0.0), s
+        )
 
     return compute
 

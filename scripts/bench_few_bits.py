@@ -26,9 +26,9 @@ from quantize import config_of
 from torch import Tensor
 
 from fengine import Engine
-from fengine.ops import linear, quantized, quantized_launch
+from fengine.ops import linear_launch, quantized, quantized_launch
 from fengine.ops.ahead import compiling
-from fengine.ops.linear_schedules import REFERENCE
+from fengine.ops.linear_launch import REFERENCE
 from fengine.ops.quantized_hopper import Tiles
 from fengine.ops.quantized_launch import Matrix, Schedule
 
@@ -93,15 +93,15 @@ class Case(NamedTuple):
     few: list[Matrix]
 
     def whole(self, i: int) -> Tensor:
-        return linear.launch(self.x_MK, self.dense[i % len(self.dense)], self.few[0].n, None, None)
+        return linear_launch.launch(self.x_MK, self.dense[i % len(self.dense)], self.few[0].n, None, None)
 
     def scratch(self, i: int) -> Tensor:
         w_NK = quantized_launch.decode(self.few[i], self.x_MK.shape[1], self.x_MK.dtype)
-        return linear.launch(self.x_MK, w_NK, self.few[0].n, None, None)
+        return linear_launch.launch(self.x_MK, w_NK, self.few[0].n, None, None)
 
     def reference(self) -> Tensor:
         w_NK = quantized_launch.decode(self.few[0], self.x_MK.shape[1], self.x_MK.dtype)
-        return linear.run(self.x_MK, w_NK, self.few[0].n, None, None, REFERENCE)
+        return linear_launch.run(self.x_MK, w_NK, self.few[0].n, None, None, REFERENCE)
 
     def under(self, s: Schedule | Tiles, i: int) -> Tensor:
         return quantized_launch.run(self.x_MK, self.few[i], None, None, s)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
-from fengine.ops import attention, linear, rms_norm, rope, sampling, silu_mul
-from fengine.ops import attention_schedules as plans
+from fengine.ops import activations, attention, attention_launch, linear, rms_norm, rope, sampling
 
 BF16 = torch.bfloat16
 LINEARS = {  # name: (N, K)
@@ -103,7 +102,7 @@ def row_op_errors(dtype: torch.dtype) -> dict[str, float]:
         y, total = rms_norm.add_rms_norm(delta, x, weight, 1e-6)
         found[f"add_rms_norm {width}"] = error(y, rms_norm.reference((x + delta).double(), weight.double(), 1e-6))
         found[f"add_rms_norm sum {width}"] = error(total, x.double() + delta.double())
-        found[f"silu_mul {width}"] = error(silu_mul.silu_mul(x), silu_mul.reference(x.double()))
+        found[f"silu_mul {width}"] = error(activations.silu_mul(x), activations.reference(x.double()))
     return found
 
 
@@ -203,22 +202,22 @@ def attention_bits(name: str) -> dict[str, int]:
     scale = width**-0.5
     k_pages, v_pages, start, kv_len, table = paged(k, v, [length], [length], 64)
     whole = attention.attention(q, k_pages, v_pages, start, kv_len, table, scale)
-    rows = plans.reference_schedule(q, k_pages).rows
+    rows = attention_launch.reference_schedule(q, k_pages).rows
     edges = (0, 1, 62, 63, 64, 65, 127, 128, 511, 1000, 1023, 1024, 1025, 2047, 2048, 2299)
 
-    def part(first: int, last: int, chosen: plans.Schedule | None = None) -> Tensor:
+    def part(first: int, last: int, chosen: attention_launch.Schedule | None = None) -> Tensor:
         bounds = integers([0, last - first])
         return attention.launch(
             q[first:last].clone(), k_pages, v_pages, bounds, integers([last]), table, scale, chosen=chosen
         )
 
-    tiles = [plans.Tiles(False, *t) for t in ((64, 4, 5), (128, 8, 3))] + [plans.HOPPER]
+    tiles = [attention_launch.Tiles(False, *t) for t in ((64, 4, 5), (128, 8, 3))] + [attention_launch.HOPPER]
     for each in tiles:
         if each.hopper or each.tile >= heads // groups:
-            found[f"{name} {each}"] = differing(part(0, length, plans.Schedule(rows, each)), whole)
+            found[f"{name} {each}"] = differing(part(0, length, attention_launch.Schedule(rows, each)), whole)
     for tile, warps, stages in ((16, 2, 5), (16, 4, 5), (64, 4, 2)):
         for splits in (1, 2, 3):
-            chosen = plans.Schedule(plans.Rows(tile, warps, stages, splits), None)
+            chosen = attention_launch.Schedule(attention_launch.Rows(tile, warps, stages, splits), None)
             found[f"{name} one token, {tuple(chosen.rows)}"] = sum(
                 differing(part(p, p + 1, chosen), whole[p : p + 1]) for p in edges
             )
@@ -235,10 +234,10 @@ def attention_bits(name: str) -> dict[str, int]:
     company = attention.attention(torch.cat((random(600, heads, width), q[-1:], random(1, heads, width), q[-300:])),
                                   *paged(k, v, lengths, tokens, 64), scale)  # fmt: skip
     found[f"{name} in company"] = differing(company[600:601], whole[-1:]) + differing(company[602:], whole[-300:])
-    used = attention.CHUNK
-    attention.CHUNK = 256
+    used = attention_launch.CHUNK
+    attention_launch.CHUNK = 256
     found[f"control: {name} other chunks"] = differing(part(0, length), whole)
-    attention.CHUNK = used
+    attention_launch.CHUNK = used
     return found
 
 
@@ -250,7 +249,7 @@ def row_bits() -> dict[str, int]:
 
         def outputs(rows: slice, x: Tensor = x, delta: Tensor = delta, weight: Tensor = weight) -> list[Tensor]:
             added = rms_norm.add_rms_norm(delta[rows], x[rows], weight, 1e-5)
-            return [rms_norm.rms_norm(x[rows], weight, 1e-5), *added, silu_mul.silu_mul(x[rows])]
+            return [rms_norm.rms_norm(x[rows], weight, 1e-5), *added, activations.silu_mul(x[rows])]
 
         whole = outputs(slice(None))
         found[f"norms and silu_mul {width}"] = sum(
@@ -378,7 +377,7 @@ def small_op_times(budget: Budget) -> dict[str, list[float]]:
         pages, index = random(2, m // 16 + 1, 16, 8, 128), torch.arange(m, device="cuda").int()
         for name, ours, theirs, sets in (
             ("add_rms_norm", rms_norm.add_rms_norm, add_norm, (x, y, weight, 1e-5)),
-            ("silu_mul", silu_mul.silu_mul, silu_times_up, (gate_up,)),
+            ("silu_mul", activations.silu_mul, silu_times_up, (gate_up,)),
         ):
             found[f"{name} T={m}"] = [microseconds(ours, [sets] * 20), microseconds(theirs, [sets] * 20)]
         arguments = (qkv, table, index, index, pages[0], pages[1], 32)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fengine.errors import ModelLoadError
 from fengine.models.kv_state import KVState, Params, Tensors
 from fengine.models.spec import ModelSpec
-from fengine.ops import attention, columns, experts, layer_norm, linear, qkv, rms_norm, rope, silu_mul, soft_cap
+from fengine.ops import activations, attention, columns, experts, layer_norm, linear, rms_norm, rope
 
 # What layers read of a step.
 OF_LAYERS = (
@@ -114,14 +114,17 @@ def norm(x_TD: Tensor, norm_D: Tensor, spec: ModelSpec) -> Tensor:
     return rms_norm.rms_norm(x_TD, norm_D, spec.rms_eps, spec.norm_shift)
 
 
-def add_norm(delta_TD: Tensor, residual_TD: Tensor, norm_D: Tensor | None, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """(normed, residual) after the scaled delta is added; without a norm both are the stream. Pure."""
+def add_norm(
+    delta_TD: Tensor, residual_TD: Tensor, norm_D: Tensor | None, spec: ModelSpec, post_D: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(normed, residual) after the delta is added, scaled or normed by `post_D`; without a norm both are the stream.
+    Pure."""
     if spec.residual_scale != 1.0:
         delta_TD = delta_TD * spec.residual_scale
-    if norm_D is None or spec.layer_norm:
+    if spec.layer_norm or (norm_D is None and post_D is None):
         residual_TD = residual_TD + delta_TD
         return residual_TD if norm_D is None else norm(residual_TD, norm_D, spec), residual_TD
-    return rms_norm.add_rms_norm(delta_TD, residual_TD, norm_D, spec.rms_eps, spec.norm_shift)
+    return rms_norm.add_rms_norm(delta_TD, residual_TD, norm_D, spec.rms_eps, spec.norm_shift, post_D)
 
 
 def decoder_layer(
@@ -133,13 +136,11 @@ def decoder_layer(
     Which norms stand before and after the two is told by the leaves that there are.
     """
     delta_TD, k_PSGK, v_PSGK = attend(layer, spec, rope_MK, k_PSGK, v_PSGK, batch, normed_TD)
-    if (norm_D := layer.get("attn_post_norm_D")) is not None:
-        delta_TD = norm(delta_TD, norm_D, spec)
-    normed_TD, residual_TD = add_norm(delta_TD, residual_TD, layer.get("mlp_norm_D"), spec)
+    normed_TD, residual_TD = add_norm(
+        delta_TD, residual_TD, layer.get("mlp_norm_D"), spec, layer.get("attn_post_norm_D")
+    )
     delta_TD = mlp(layer, spec, adapters_of(batch), normed_TD)
-    if (norm_D := layer.get("mlp_post_norm_D")) is not None:
-        delta_TD = norm(delta_TD, norm_D, spec)
-    normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm_D, spec)
+    normed_TD, residual_TD = add_norm(delta_TD, residual_TD, next_norm_D, spec, layer.get("mlp_post_norm_D"))
     return normed_TD, residual_TD, k_PSGK, v_PSGK
 
 
@@ -157,7 +158,7 @@ def attend(
         q_norm_K, k_norm_K = layer.get("q_norm_K"), layer.get("k_norm_K")
         if turned is not None:
             q_norm_K = k_norm_K = torch.ones_like(turned)
-        q_THK, k_PSGK, v_PSGK = qkv.qkv_rope_write(
+        q_THK, k_PSGK, v_PSGK = rope.qkv_rope_write(
             x_TD, layer["wqkv"], layer.get("bqkv_C"), *where, q_norm_K, k_norm_K, spec.rms_eps, adapters,
             spec.exact, spec.norm_shift,
         )  # fmt: skip
@@ -212,7 +213,7 @@ def mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor)
     if "wgate_up" in layer:
         return gated_mlp(layer, spec, adapters, x_TD)
     x_TF = linear.linear(x_TD, layer["wup"], layer.get("bup_F"), adapters, exact=spec.exact)
-    x_TF = silu_mul.activate(x_TF, spec.act)
+    x_TF = activations.activate(x_TF, spec.act)
     return linear.linear(x_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
 
 
@@ -247,4 +248,4 @@ def unembed(params: Params, spec: ModelSpec, hidden_RD: Tensor) -> Tensor:
     """logits_RV in float32. Pure."""
     logits_RV = linear.linear(hidden_RD, params["unembed"], out_dtype=torch.float32, exact=spec.exact)
     logits_RV = logits_RV if spec.logit_scale == 1.0 else logits_RV * spec.logit_scale
-    return soft_cap.soft_cap(logits_RV, spec.logit_cap) if spec.logit_cap else logits_RV
+    return activations.soft_cap(logits_RV, spec.logit_cap) if spec.logit_cap else logits_RV

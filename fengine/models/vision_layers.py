@@ -14,7 +14,7 @@ from fengine.models.kv_state import Params
 from fengine.models.sources import Source
 from fengine.models.spec import VisionSpec
 from fengine.models.weights import Weight
-from fengine.ops import attention, linear, silu_mul
+from fengine.ops import activations, attention, linear
 
 PAGE = 64  # slots of the pages that attention reads an image's keys from
 TILE = 64  # columns of a matrix come in such tiles
@@ -99,7 +99,7 @@ def project(x_IK: Tensor, params: Params, key: str) -> Tensor:
 
 def act(x_IF: Tensor, kind: str) -> Tensor:
     """Pure."""
-    return x_IF * torch.sigmoid(1.702 * x_IF) if kind == "quick_gelu" else silu_mul.activate(x_IF, kind)
+    return x_IF * torch.sigmoid(1.702 * x_IF) if kind == "quick_gelu" else activations.activate(x_IF, kind)
 
 
 def attend(q_IHK: Tensor, k_IHK: Tensor, v_IHK: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:

@@ -18,7 +18,7 @@ from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
 from fengine.models.vision_layers import matrix, project
 from fengine.models.weights import Weight
-from fengine.ops import silu_mul
+from fengine.ops import activations
 
 FIELDS = {
     **WHOLE, "image_token_index": READ, "image_token_id": READ, "projector_hidden_act": READ, "vocab_size": READ,
@@ -67,7 +67,7 @@ def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor]) -> Tensor
     """The embeddings of an image, [tokens, D], from pixels_CHW. Pure."""
     assert spec.vision is not None
     x_IF = project(tower.features(params["vision"], spec.vision, arrays["pixels_CHW"]), params["vision"], "project1")
-    return project(silu_mul.activate(x_IF, "gelu"), params["vision"], "project2")
+    return project(activations.activate(x_IF, "gelu"), params["vision"], "project2")
 
 
 def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec, VisionSpec
 from fengine.models.vision_layers import PAGE, act, project, tiled
-from fengine.ops import attention, layer_norm, rms_norm, rope, silu_mul
+from fengine.ops import activations, attention, layer_norm, rms_norm, rope
 
 EPS, THETA = 1e-6, 10000.0
 
@@ -114,7 +114,7 @@ def block(
     )
     x_ID = x_ID + project(out_IHK.flatten(1), layer, "o")
     up_IF = project(norm(x_ID, layer["norm2_D"], third), layer, "up")
-    return x_ID + project(act(up_IF, vision.act) if third else silu_mul.silu_mul(up_IF), layer, "down")
+    return x_ID + project(act(up_IF, vision.act) if third else activations.silu_mul(up_IF), layer, "down")
 
 
 def merged(tower: Params, vision: QwenVision, x_ID: Tensor, index: int, third: bool) -> Tensor:
@@ -123,7 +123,7 @@ def merged(tower: Params, vision: QwenVision, x_ID: Tensor, index: int, third: b
     x_ID = x_ID if index else norm(x_ID, norm_D, third)
     x_IK = rearrange(x_ID, squares, m=vision.merge**2)
     x_IK = norm(x_IK, norm_D, third) if index else x_IK
-    return project(silu_mul.activate(project(x_IK, tower, f"merge{index}a"), "gelu"), tower, f"merge{index}b")
+    return project(activations.activate(project(x_IK, tower, f"merge{index}a"), "gelu"), tower, f"merge{index}b")
 
 
 def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor], third: bool) -> Tensor:

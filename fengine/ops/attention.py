@@ -18,45 +18,19 @@ Reduction tree, by absolute key position and nothing else:
 A block or chunk with no visible key leaves (m, l, acc) as they are, so how far a tile walks does not matter.
 
 The schedule is free: which queries share a tile, warps, and whether one program walks all chunks or several take chunks
-in turn and the last to arrive merges their stored results. One runs where it was proved here (proof.py).
+in turn and the last to arrive merges their stored results. One runs where it was proved (attention_launch.py).
 """
 
 import math
-from functools import cache, partial
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from fengine.ops import attention_hopper, kv_fp8
-from fengine.ops.ahead import launcher
-from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
-from fengine.ops.attention_schedules import (
-    CAUSAL,
-    Bounds,
-    Schedule,
-    block_of,
-    padded_heads,
-    reference_schedule,
-    schedules,
-)
-from fengine.ops.fp8_kernels import whole_kernel
-from fengine.ops.proof import captured, proofs
-from fengine.ops.registration import (
-    EARLY,
-    MIDDLE,
-    dependent_launch,
-    multiprocessors,
-    plain,
-    register,
-    triton,
-    wide,
-)
-
-CHUNK = 1024  # part of the tree
-MERGE_AHEAD = 4  # chunk results loaded together by the merge
-MAX_PARTIALS = 1 << 26  # float32 values of workspace that a split may take
-ARRIVALS = 1 << 13  # counters of a KV pool: a split must do with so many tiles
+from fengine.ops import kv_fp8
+from fengine.ops.attention_launch import CAUSAL, Bounds, launch
+from fengine.ops.cpu import contiguous, maybe, schedule
+from fengine.ops.registration import register, wide
 
 
 def reference(
@@ -97,173 +71,36 @@ def reference(
     return out_THK
 
 
-@cache
-def arrivals(device: int | None) -> dict[int, Tensor]:
-    """Counters of the programs that have arrived, by address of the key pool: zero before and after every launch.
-
-    Launches on one pool follow each other, as each reads what the step before has written; so they may share counters.
-    """
-    return {}
-
-
-def counters(k_PSGK: Tensor) -> Tensor | None:
-    """The counters of a pool; None in a capture, which must not make them. Modifies: `arrivals`."""
-    known = arrivals(k_PSGK.device.index)
-    found = known.get(k_PSGK.data_ptr())
-    if found is None and not (k_PSGK.is_cuda and torch.cuda.is_current_stream_capturing()):
-        found = known[k_PSGK.data_ptr()] = torch.zeros(ARRIVALS, dtype=torch.int32, device=k_PSGK.device)
-    return found
-
-
-def run(
-    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, s: Schedule, bounds: Bounds = CAUSAL, sinks_H: Tensor | None = None, last_T: Tensor | None = None,
+def on_cpu(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, q_start: Tensor, kv_len: Tensor, page_table: Tensor, scale: float,
+    causal: bool = True, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None, last: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Runs the kernels under `s`. A split that would take too much workspace is not made."""
-    tokens, heads, width = q_THK.shape
-    size, groups = k_PSGK.shape[1:3]
-    rows, table_width = page_table_RN.shape
-    o_THK = torch.empty_like(q_THK)
-    padded, padded_width = padded_heads(q_THK, k_PSGK), triton.next_power_of_2(width)
-    block, chunks = block_of(width), triton.cdiv(table_width * size, CHUNK)
-    c = (1.0 if bounds.cap else scale) * math.log2(math.e)
-    bound = (*bounds, scale if bounds.cap else 0.0, groups * kv_fp8.is_few(k_PSGK))
-    per_tile = s.rows.tile // padded
-    limit = 0 if s.tiles is None else per_tile
-    tensors = (q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK)
-    lines = (rows * per_tile if limit else tokens) * heads * chunks
-    fits = lines * (padded_width + 2) <= MAX_PARTIALS
-    fits &= (rows + (0 if limit else tokens // per_tile)) * groups <= ARRIVALS
-    arrived = counters(k_PSGK) if fits and s.rows.splits > 1 else None
-    splits = s.rows.splits if arrived is not None else 1
-    m_part, sum_part, acc_part = (
-        q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width)
-    )
-    launcher(rows_kernel, (groups, rows, splits))(
-        *tensors, m_part, sum_part, acc_part, kv_len_R if arrived is None else arrived, sinks_H, last_T, c, tokens,
-        rows, table_width, chunks, limit, heads, groups, width, padded_width, size, padded, s.rows.tile, CHUNK, block,
-        splits > 1, MERGE_AHEAD, *bound, num_warps=s.rows.warps, num_stages=s.rows.stages,
-        **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
+    few = k_pages.dtype == torch.uint8  # codes: see kv_fp8.py
+    stored = torch.uint8 if few else torch.float32
+    q, k_pages = contiguous(q, "attention's q"), contiguous(k_pages, "k pages", stored)
+    v_pages = contiguous(v_pages, "v pages", stored)
+    q_start, kv_len = contiguous(q_start, "q_start", torch.int32), contiguous(kv_len, "kv_len", torch.int32)
+    page_table = contiguous(page_table, "page_table", torch.int32)
+    sinks, sinks_at, _ = maybe(contiguous, sinks, "attention's sinks")
+    last = None if last is None else contiguous(last, "attention's last", torch.int32)
+    (tokens, heads, width), (rows, table_width) = q.shape, page_table.shape
+    o = torch.empty_like(q)
+    # The kernel knows how many keys there are, so it picks the threads; here only a bound on short calls is needed.
+    library, _ = schedule(tokens * heads * width * table_width * k_pages.shape[1])
+    library.fengine_attention(
+        q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), o.data_ptr(), q_start.data_ptr(), kv_len.data_ptr(),
+        page_table.data_ptr(), tokens, rows, heads, k_pages.shape[2], width, k_pages.shape[1], table_width, window,
+        causal, scale, cap, sinks_at, None if last is None else last.data_ptr(), few, torch.get_num_threads(),
     )  # fmt: skip
-    if s.tiles is not None:
-        if s.tiles.hopper:
-            k_PSGK, v_PSGK, page_table_RN = _whole(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, limit)
-            tensors = (q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, o_THK)
-            attention_hopper.launch(*tensors, c, limit, CHUNK, block)
-            return o_THK
-        grid = (tokens // (s.tiles.tile // padded) + min(rows, tokens // (limit + 1)) + 1, groups)
-        launcher(tiles_kernel, grid)(
-            *tensors, sinks_H, last_T, c, tokens, rows, table_width, limit, heads, groups, width, padded_width, size,
-            padded, s.tiles.tile, CHUNK, block, *bound, num_warps=s.tiles.warps, num_stages=s.tiles.stages
-        )  # fmt: skip
-    return o_THK
-
-
-def _whole(
-    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    limit: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Pages and their table for kernels that read no codes: where pages hold codes, a copy of what rows of more than
-    `limit` tokens see, in q's dtype. Pure."""
-    if not kv_fp8.is_few(k_PSGK):
-        return k_PSGK, v_PSGK, page_table_RN
-    (size, groups), width, (rows, table_width) = k_PSGK.shape[1:3], q_THK.shape[2], page_table_RN.shape
-    pages = rows * table_width
-    k, v = (q_THK.new_empty((pages, size, groups, width)) for _ in "kv")
-    for few, whole in ((k_PSGK, k), (v_PSGK, v)):
-        launcher(whole_kernel, (table_width, rows, groups))(
-            few, q_start_B, kv_len_R, page_table_RN, whole, rows, table_width, limit, groups, width,
-            triton.next_power_of_2(width), size, num_warps=4,
-        )  # fmt: skip
-    table = torch.arange(pages, dtype=torch.int32, device=q_THK.device)
-    return k, v, table.view(rows, table_width)
-
-
-def proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds = CAUSAL) -> bool:
-    """Whether `s` gives the bits of the reference schedule for these heads and pages on this device; compared once."""
-    if not q_THK.is_cuda or s == reference_schedule(q_THK, k_PSGK):
-        return True  # without a device only Triton's interpreter runs
-    known = proofs(q_THK.device.index)
-    (heads, width), (size, groups) = q_THK.shape[1:], k_PSGK.shape[1:3]
-    rows = (*s.rows[:3], s.rows.splits > 1)  # how many splits is the grid's business, not the kernel's
-    key = f"attention {q_THK.dtype} {heads}/{groups}x{width} page {size} chunk {CHUNK} {rows} {s.tiles}"
-    key += ("" if bounds == CAUSAL else f" {tuple(bounds)}") + (" few" if kv_fp8.is_few(k_PSGK) else "")
-    if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
-        return known.known.get(key, False)
-    return known.holds(key, lambda: _compare(q_THK, k_PSGK, s, bounds))
-
-
-def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool:
-    """Random rows around the edges of blocks and chunks under both schedules, called as they are used: by themselves,
-    and inside a captured graph. Slots that no row owns hold NaN."""
-    size, width = k_PSGK.shape[1], q_THK.shape[2]
-    lengths, tokens = [CHUNK + 200, 700, 2 * CHUNK + 65, 129, 64, 1, 2 * CHUNK], [1, 300, 200, 129, 1, 1, 2]
-    pages = [triton.cdiv(length, size) for length in lengths]
-    generator = torch.Generator(q_THK.device).manual_seed(width)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=q_THK.device, generator=generator).to(q_THK.dtype)
-
-    shape = (sum(pages) + 1, *k_PSGK.shape[1:3], width)
-    q, k, v = random(sum(tokens) + 3, *q_THK.shape[1:]), *(random(*shape) for _ in "kv")
-    k[0] = v[0] = math.nan
-    order = torch.randperm(sum(pages), device=q.device, generator=generator).int() + 1
-    table = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int32, device=q.device)
-    for r, own in enumerate(order.split(pages)):
-        table[r, : len(own)] = own
-        last = lengths[r] - (len(own) - 1) * size
-        k[own[-1], last:] = v[own[-1], last:] = math.nan
-    k, v = (kv_fp8.stored_as(k_PSGK, x) for x in (k, v))
-    start = torch.tensor([0, *tokens], device=q.device).cumsum(0).int()
-    kv_len = torch.tensor(lengths, device=q.device).int()
-    sinks = random(q.shape[1]) if bounds.sinks else None
-    last = None
-    if bounds.reach:  # the first half of a row's tokens see each other
-        ends = [n - t + max(t // 2 - 1, at) for n, t in zip(lengths, tokens, strict=True) for at in range(t)]
-        last = torch.tensor([*ends, 0, 0, 0], device=q.device).int()
-    want = run(q, k, v, start, kv_len, table, width**-0.5, reference_schedule(q, k), bounds, sinks, last)
-    run_s = partial(run, q, k, v, start, kv_len, table, width**-0.5, s, bounds, sinks, last)
-    try:
-        got = [run_s(), run_s(), captured(run_s)]  # twice: the counters are back at zero
-    except Exception:  # an experimental compiler: whatever it says, the schedule is not for this machine
-        return False
-    return bool(want.isfinite().all()) and all(torch.equal(want, each) for each in got)
-
-
-def launch(
-    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
-    last_T: Tensor | None = None, chosen: Schedule | None = None,
-) -> Tensor:  # fmt: skip
-    """Runs `chosen`, by default the fastest schedule for these shapes that is proved."""
-    assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous()
-    bounds = Bounds(causal, window, cap, sinks_H is not None, last_T is not None)
-    q_THK, page_table_RN = plain(q_THK), page_table_RN.contiguous()
-    if q_THK.shape[0] == 0:
-        return torch.empty_like(q_THK)
-    if chosen is None:
-        rows, table_width = page_table_RN.shape
-        processors = multiprocessors(q_THK.device.index) if q_THK.is_cuda else 1
-        found = schedules(q_THK, k_PSGK, rows, table_width * k_PSGK.shape[1], processors, CHUNK, bounds)
-        chosen = next((s for s in found if proved(q_THK, k_PSGK, s, bounds)), reference_schedule(q_THK, k_PSGK))
-    return run(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, scale, chosen, bounds, sinks_H, last_T)
-
-
-def fake(
-    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
-    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
-    last_T: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return q_THK.new_empty(q_THK.shape)
+    return o
 
 
 ARGUMENTS = "Tensor q, Tensor k_pages, Tensor v_pages, Tensor q_start, Tensor kv_len, Tensor page_table, float scale"
-_op = register(f"attention({ARGUMENTS}) -> Tensor", launch, fake)
+_op = register(f"attention({ARGUMENTS}) -> Tensor", launch, on_cpu)
 _bounded_op = register(  # by itself, for an argument costs a short step as much as half a microsecond
     f"bounded_attention({ARGUMENTS}, bool causal, int window, float cap, Tensor? sinks, Tensor? last=None) -> Tensor",
-    launch,
-    fake,
-)
+    launch, on_cpu,
+)  # fmt: skip
 
 
 def attention(

@@ -14,18 +14,15 @@ says no or the launch raises, and the Triton kernel computes.
 """
 # pyright: reportInvalidTypeForm=false
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import SUMS
-from fengine.ops.attention_tiles import table_kernel
+from fengine.ops.attention_tiles import copy_items, find_item, table_kernel
 from fengine.ops.gluon import (
-    HAS_REINTERPRET,
     TensorDescriptor,
-    async_load,
+    describe,
     fence_async_shared,
     gl,
     gluon,
@@ -33,7 +30,7 @@ from fengine.ops.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fengine.ops.registration import multiprocessors
+from fengine.ops.registration import is_hopper, multiprocessors
 
 BM = 128  # rows of a tile: tokens times query heads
 PIECE = 64  # keys that are copied together, of one page; a block of the tree is one or two
@@ -45,14 +42,12 @@ def usable(q_THK: Tensor, k_PSGK: Tensor) -> bool:
     width, size = q_THK.shape[2], k_PSGK.shape[1]
     return (
         TensorDescriptor is not None
-        and q_THK.is_cuda
+        and is_hopper(q_THK.device)
         and q_THK.dtype in (torch.bfloat16, torch.float16)
         and k_PSGK.dtype in (q_THK.dtype, torch.uint8)  # codes are decoded beforehand
         and width in (64, 128)
         and size % PIECE == 0
         and k_PSGK.data_ptr() % 16 == 0
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(q_THK.device)[0] == 9
     )
 
 
@@ -69,12 +64,6 @@ def launch(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_
     launcher(table_kernel, (most + 1,))(
         q_start_B, kv_len_R, tiles, o_THK, tokens, rows, limit, heads * width, BM // packed, 4096, num_warps=4
     )
-
-    def describe(t: Tensor, *box: int) -> Any:
-        return TensorDescriptor.from_tensor(
-            t, list(box), gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)  # two bytes a value, fp16 alike
-        )  # fmt: skip
-
     k, v = (describe(x.view(-1, groups * width), PIECE, width) for x in (k_PSGK, v_PSGK))
     launcher(persistent_kernel, (multiprocessors(q_THK.device.index),))(
         describe(q_THK, 64 // packed, packed, width), k, v, tiles, page_table_RN, o_THK, c, table_width, heads, groups,
@@ -89,74 +78,6 @@ def halved(x, WIDTH: gl.constexpr, LEFT: gl.constexpr):
         x = gl.sum(x.reshape((64, 2, WIDTH // 2)), 1)
         x = halved(x, WIDTH // 2, LEFT)
     return x
-
-
-@gluon.jit
-def find_item(tiles_ptr, item, tiles, PER: gl.constexpr):
-    """(first token, tokens from there, position of the first, row, which heads) of an item: a tile with PACK heads.
-
-    Many tiles keep the programs busy with the same heads, whose keys stay in the L2 cache; of few tiles, all heads are
-    under way at once.
-    """
-    many = 2 * tiles >= 3 * gl.num_programs(0)
-    tile = gl.where(many, item % tiles, item // PER)
-    here = tiles_ptr + 4 + tile * 4
-    part = gl.where(many, item // tiles, item % PER)
-    return gl.load(here), gl.load(here + 1), gl.load(here + 2), gl.load(here + 3), part
-
-
-@gluon.jit
-def copy_block(desc, table, block, full, empty, phase, start, kv_len, column, BLOCK: gl.constexpr, K: gl.constexpr,
-               S: gl.constexpr):  # fmt: skip
-    """A block of keys or values, when its place is free. Pages behind kv_len are page 0."""
-    mbarrier.wait(empty, phase)
-    mbarrier.expect(full, BLOCK * K * 2)
-    for piece in gl.static_range(BLOCK // 64):
-        key = start + piece * 64
-        line = gl.load(table + key // S, mask=key < kv_len, other=0) * S + key % S
-        async_load(desc, [line, column], full, block.slice(piece * 64, 64))
-
-
-@gluon.jit
-def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full, q_empty,
-               k_full, k_empty, v_full, v_empty, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, S: gl.constexpr,
-               PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The copying warp: item after item, block after block, as the rings have room. Behind the last item it hands on a
-    number that is none."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    if HAS_REINTERPRET:
-        q_tiles = q_ring.reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
-    else:
-        q_tiles = q_ring._reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
-    tiles = gl.load(tiles_ptr)
-    items = tiles * (H // PACK)
-    n = 0
-    j = 0
-    item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
-    while item < items:
-        line, left, position, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
-        mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
-        item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
-        mbarrier.expect(q_full.index(j % 2), 128 * K * 2)
-        for who in gl.static_range(2):
-            async_load(q_desc, [line + who * (64 // PACK), part * PACK, 0], q_full.index(j % 2),
-                       q_tiles.index((j % 2) * 2 + who))  # fmt: skip
-        kv_len = position + left
-        table = table_ptr + row.to(gl.int64) * N
-        column = part // (H // G // PACK) * K
-        for block in range(0, gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)):
-            slot = n % STAGES
-            phase = ((n // STAGES) & 1) ^ 1
-            copy_block(k_desc, table, k_ring.index(slot), k_full.index(slot), k_empty.index(slot), phase, block * BLOCK,
-                       kv_len, column, BLOCK, K, S)  # fmt: skip
-            copy_block(v_desc, table, v_ring.index(slot), v_full.index(slot), v_empty.index(slot), phase, block * BLOCK,
-                       kv_len, column, BLOCK, K, S)  # fmt: skip
-            n += 1
-        j += 1
-        item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
-    mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
-    item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
-    mbarrier.arrive(q_full.index(j % 2))
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ Both compute the reduction tree that attention.py states; its constants come in 
 """
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.attention_tiles import find_tile, limits
+from fengine.ops.attention_tiles import fetch, find_tile, limits, powers
 from fengine.ops.fp8_kernels import from_e4m3
 from fengine.ops.registration import begin, tl, triton, wait
 
@@ -45,49 +45,6 @@ def nothing(ROWS: tl.constexpr, KP: tl.constexpr):
     """What `merge` starts from: -0.0, so that the first chunk comes out as it went in, its signs of zero too."""
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     return m, tl.full((ROWS, 1), -0.0, tl.float32), tl.full((ROWS, KP), -0.0, tl.float32)
-
-
-@triton.jit
-def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-          BLOCK: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """[BLOCK, KP] keys or values of positions start ..; EDGE: zeros at kv_len and behind, whatever the slots hold.
-
-    STRIDE and PAGE: elements from slot to slot and from page to page.
-    """
-    key = start + tl.arange(0, BLOCK)
-    d = tl.arange(0, KP)
-    if S % BLOCK == 0:  # one page
-        here = table_ptr + start // S
-        page = tl.load(here, mask=start < kv_len, other=0) if EDGE else tl.load(here)
-        at = ptr + page.to(tl.int64) * PAGE + start % S * STRIDE + (tl.arange(0, BLOCK)[:, None] * STRIDE + d[None, :])
-    elif BLOCK % S == 0 and BLOCK // S == 2:
-        here = table_ptr + start // S
-        page = tl.load(here, mask=start < kv_len, other=0) if EDGE else tl.load(here)
-        next = tl.load(here + 1, mask=start + S < kv_len, other=0) if EDGE else tl.load(here + 1)
-        line = tl.where(key - start < S, page, next).to(tl.int64) * PAGE + key % S * STRIDE
-        at = ptr + line[:, None] + d[None, :]
-    else:
-        page = tl.load(table_ptr + key // S, mask=key < kv_len, other=0) if EDGE else tl.load(table_ptr + key // S)
-        at = ptr + (page.to(tl.int64) * PAGE + key % S * STRIDE)[:, None] + d[None, :]
-    if EDGE:
-        x = tl.load(at, mask=(key < kv_len)[:, None] & (d < K)[None, :], other=0.0)
-    elif K < KP:
-        x = tl.load(at, mask=(d < K)[None, :], other=0.0)
-    else:
-        x = tl.load(at)
-    return x
-
-
-@triton.jit
-def powers(ptr, table_ptr, start, kv_len, S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
-           PAGE: tl.constexpr):  # fmt: skip
-    """[BLOCK] powers of two of a kv head's codes, as `fetch`; `ptr`: the head's first exponent of page 0."""
-    key = start + tl.arange(0, BLOCK)
-    inside = key < kv_len
-    page = tl.load(table_ptr + key // S, mask=inside, other=0) if EDGE else tl.load(table_ptr + key // S)
-    at = ptr + page.to(tl.int64) * PAGE + key % S * G
-    exponent = tl.load(at, mask=inside, other=0) if EDGE else tl.load(at)
-    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

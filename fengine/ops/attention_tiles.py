@@ -1,8 +1,10 @@
 """Which tokens of which row a tile of attention holds: `find_tile` for a program that knows its tile's number, and
-`table_kernel`, which lists all tiles for attention_hopper.py. Which keys they see: `limits`.
+`table_kernel`, which lists all tiles for attention_hopper.py. Which keys they see: `limits`; where these lie: `fetch`,
+and `copy_items`, the warp that copies them for attention_hopper.py.
 """
 # pyright: reportInvalidTypeForm=false
 
+from fengine.ops.gluon import HAS_REINTERPRET, async_load, gl, gluon, mbarrier
 from fengine.ops.registration import tl, triton
 
 
@@ -44,6 +46,49 @@ def limits(front, back, kv_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
             seen = tl.minimum(kv_len, back + WINDOW - 1)
             seen_by_all = tl.minimum(kv_len, front + WINDOW)
     return seen, seen_by_all
+
+
+@triton.jit
+def fetch(ptr, table_ptr, start, kv_len, S: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+          BLOCK: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """[BLOCK, KP] keys or values of positions start ..; EDGE: zeros at kv_len and behind, whatever the slots hold.
+
+    STRIDE and PAGE: elements from slot to slot and from page to page.
+    """
+    key = start + tl.arange(0, BLOCK)
+    d = tl.arange(0, KP)
+    if S % BLOCK == 0:  # one page
+        here = table_ptr + start // S
+        page = tl.load(here, mask=start < kv_len, other=0) if EDGE else tl.load(here)
+        at = ptr + page.to(tl.int64) * PAGE + start % S * STRIDE + (tl.arange(0, BLOCK)[:, None] * STRIDE + d[None, :])
+    elif BLOCK % S == 0 and BLOCK // S == 2:
+        here = table_ptr + start // S
+        page = tl.load(here, mask=start < kv_len, other=0) if EDGE else tl.load(here)
+        next = tl.load(here + 1, mask=start + S < kv_len, other=0) if EDGE else tl.load(here + 1)
+        line = tl.where(key - start < S, page, next).to(tl.int64) * PAGE + key % S * STRIDE
+        at = ptr + line[:, None] + d[None, :]
+    else:
+        page = tl.load(table_ptr + key // S, mask=key < kv_len, other=0) if EDGE else tl.load(table_ptr + key // S)
+        at = ptr + (page.to(tl.int64) * PAGE + key % S * STRIDE)[:, None] + d[None, :]
+    if EDGE:
+        x = tl.load(at, mask=(key < kv_len)[:, None] & (d < K)[None, :], other=0.0)
+    elif K < KP:
+        x = tl.load(at, mask=(d < K)[None, :], other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def powers(ptr, table_ptr, start, kv_len, S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr,
+           PAGE: tl.constexpr):  # fmt: skip
+    """[BLOCK] powers of two of a kv head's codes, as `fetch`; `ptr`: the head's first exponent of page 0."""
+    key = start + tl.arange(0, BLOCK)
+    inside = key < kv_len
+    page = tl.load(table_ptr + key // S, mask=inside, other=0) if EDGE else tl.load(table_ptr + key // S)
+    at = ptr + page.to(tl.int64) * PAGE + key % S * G
+    exponent = tl.load(at, mask=inside, other=0) if EDGE else tl.load(at)
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -101,3 +146,71 @@ def table_kernel(q_start_ptr, kv_len_ptr, tiles_ptr, o_ptr, T, R, limit, HK: tl.
                 for low in range((start + first).to(tl.int64) * HK, end, LANES):
                     i = low + tl.arange(0, LANES)
                     tl.store(o_ptr + i, tl.zeros((LANES,), o_ptr.dtype.element_ty), mask=i < end)
+
+
+@gluon.jit
+def find_item(tiles_ptr, item, tiles, PER: gl.constexpr):
+    """(first token, tokens from there, position of the first, row, which heads) of an item: a tile with PACK heads.
+
+    Many tiles keep the programs busy with the same heads, whose keys stay in the L2 cache; of few tiles, all heads are
+    under way at once.
+    """
+    many = 2 * tiles >= 3 * gl.num_programs(0)
+    tile = gl.where(many, item % tiles, item // PER)
+    here = tiles_ptr + 4 + tile * 4
+    part = gl.where(many, item // tiles, item % PER)
+    return gl.load(here), gl.load(here + 1), gl.load(here + 2), gl.load(here + 3), part
+
+
+@gluon.jit
+def copy_block(desc, table, block, full, empty, phase, start, kv_len, column, BLOCK: gl.constexpr, K: gl.constexpr,
+               S: gl.constexpr):  # fmt: skip
+    """A block of keys or values, when its place is free. Pages behind kv_len are page 0."""
+    mbarrier.wait(empty, phase)
+    mbarrier.expect(full, BLOCK * K * 2)
+    for piece in gl.static_range(BLOCK // 64):
+        key = start + piece * 64
+        line = gl.load(table + key // S, mask=key < kv_len, other=0) * S + key % S
+        async_load(desc, [line, column], full, block.slice(piece * 64, 64))
+
+
+@gluon.jit
+def copy_items(q_desc, k_desc, v_desc, tiles_ptr, table_ptr, N, item_ring, q_ring, k_ring, v_ring, q_full, q_empty,
+               k_full, k_empty, v_full, v_empty, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, S: gl.constexpr,
+               PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The copying warp: item after item, block after block, as the rings have room. Behind the last item it hands on a
+    number that is none."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    if HAS_REINTERPRET:
+        q_tiles = q_ring.reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
+    else:
+        q_tiles = q_ring._reinterpret(q_desc.dtype, [4, 64 // PACK, PACK, K], q_desc.layout)
+    tiles = gl.load(tiles_ptr)
+    items = tiles * (H // PACK)
+    n = 0
+    j = 0
+    item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
+    while item < items:
+        line, left, position, row, part = find_item(tiles_ptr, item, tiles, H // PACK)
+        mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
+        item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
+        mbarrier.expect(q_full.index(j % 2), 128 * K * 2)
+        for who in gl.static_range(2):
+            async_load(q_desc, [line + who * (64 // PACK), part * PACK, 0], q_full.index(j % 2),
+                       q_tiles.index((j % 2) * 2 + who))  # fmt: skip
+        kv_len = position + left
+        table = table_ptr + row.to(gl.int64) * N
+        column = part // (H // G // PACK) * K
+        for block in range(0, gl.cdiv(gl.minimum(kv_len, position + 128 // PACK), BLOCK)):
+            slot = n % STAGES
+            phase = ((n // STAGES) & 1) ^ 1
+            copy_block(k_desc, table, k_ring.index(slot), k_full.index(slot), k_empty.index(slot), phase, block * BLOCK,
+                       kv_len, column, BLOCK, K, S)  # fmt: skip
+            copy_block(v_desc, table, v_ring.index(slot), v_full.index(slot), v_empty.index(slot), phase, block * BLOCK,
+                       kv_len, column, BLOCK, K, S)  # fmt: skip
+            n += 1
+        j += 1
+        item = gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed")
+    mbarrier.wait(q_empty.index(j % 2), ((j // 2) & 1) ^ 1)
+    item_ring.index(j % 2).store(gl.full([1], item, gl.int32, ONE))
+    mbarrier.arrive(q_full.index(j % 2))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.edit_logits import BAN
+from fengine.ops.cpu import contiguous, schedule
+from fengine.ops.edit_logits import BAN, editable
 from fengine.ops.registration import register, tl, triton
 
 IDS = 4096  # of one program
@@ -55,11 +56,15 @@ def launch(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> None:
         launcher(bitmask_kernel, grid)(logits_RV, row_M, mask_MW, vocab, mask_MW.shape[1], IDS, num_warps=8)
 
 
-def fake(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> None:
-    return None
+def on_cpu(logits: Tensor, row: Tensor, mask: Tensor) -> None:
+    logits, row, mask = editable(logits), contiguous(row, "row", torch.int32), contiguous(mask, "mask", torch.int32)
+    library, _ = schedule(row.shape[0] * logits.shape[1] // 4)
+    library.fengine_apply_bitmask(
+        logits.data_ptr(), row.data_ptr(), mask.data_ptr(), row.shape[0], logits.shape[1], BAN
+    )
 
 
-_op = register("apply_bitmask_(Tensor(a!) logits, Tensor row, Tensor mask) -> ()", launch, fake)
+_op = register("apply_bitmask_(Tensor(a!) logits, Tensor row, Tensor mask) -> ()", launch, on_cpu)
 
 
 def apply_bitmask(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def fake(x_TN: Tensor, width: int, rank: int, sockets: Sequence[int], group: str
 
 
 _gather = register(
-    "gather(Tensor x, int width, int rank, int[] sockets, str group) -> Tensor", gather_, fake, gather_cpu
+    "gather(Tensor x, int width, int rank, int[] sockets, str group) -> Tensor", gather_, gather_cpu, fake
 )
 
 

@@ -1,4 +1,4 @@
-/* A mixture of experts on the CPU, by the trees of experts.py. Called from cpu_experts.py; inputs are trusted.
+/* A mixture of experts on the CPU, by the trees of experts.py. Called from experts.py; inputs are trusted.
  *
  * Each expert's rows are copied beside each other and go through fengine_linear, whose rows know nothing of each other;
  * the experts are taken by ascending id, so a token's sum is in that order. Activations are float32: nothing is rounded.

@@ -223,7 +223,7 @@ void linear_block(const float *x, const void *w, const void *bias, float *y, int
 
 typedef struct {
     const float *x, *residual;
-    const void *weight;
+    const void *weight, *post;
     float *y, *sum;
     int64_t rows, d, rows_per_task;
     int kind;
@@ -266,13 +266,18 @@ static void norm_task(const void *context, int64_t task) {
         if (job->residual) {
             const float *residual = job->residual + row * job->d;
             float *sum = job->sum + row * job->d;
+            if (job->post) {
+                norm_row(x, job->post, job->kind, sum, job->d, job->eps, job->shift);
+                x = sum;
+            }
             for (int64_t i = 0; i < job->d; i += 16) {
                 int64_t left = job->d - i;
                 vf_store_upto(sum + i, vf_load_upto(residual + i, left) + vf_load_upto(x + i, left), left);
             }
             x = sum;
         }
-        norm_row(x, job->weight, job->kind, job->y + row * job->d, job->d, job->eps, job->shift);
+        if (job->weight)
+            norm_row(x, job->weight, job->kind, job->y + row * job->d, job->d, job->eps, job->shift);
     }
 }
 
@@ -282,10 +287,11 @@ INLINE int64_t rows_per_task(int64_t width) {
     return width < ELEMENTS_PER_TASK ? ELEMENTS_PER_TASK / (width + 1) + 1 : 1;
 }
 
-/* residual null: y = norm(x). Else sum = residual + x, y = norm(sum). All [rows, d]. */
-API void fengine_rms_norm(const float *x, const float *residual, const void *weight, float *y, float *sum, int64_t rows,
-                          int64_t d, int kind, float eps, float shift, int threads) {
-    norm_job job = {x, residual, weight, y, sum, rows, d, rows_per_task(d), kind, eps, shift, 0};
+/* residual null: y = norm(x). Else sum = residual + x, or + x normed by `post`, y = norm(sum) if there is a
+ * weight. All [rows, d]. */
+API void fengine_rms_norm(const float *x, const float *residual, const void *weight, const void *post, float *y,
+                          float *sum, int64_t rows, int64_t d, int kind, float eps, float shift, int threads) {
+    norm_job job = {x, residual, weight, post, y, sum, rows, d, rows_per_task(d), kind, eps, shift, 0};
     run_tasks(norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
@@ -322,7 +328,7 @@ static void layer_norm_task(const void *context, int64_t task) {
 /* y = weight * ((x - mean(x)) / deviation(x)), both [rows, d]; plus the bias behind the weight, if it is biased. */
 API void fengine_layer_norm(const float *x, const void *weight, float *y, int64_t rows, int64_t d, int kind, float eps,
                             int biased, int threads) {
-    norm_job job = {x, NULL, weight, y, NULL, rows, d, rows_per_task(d), kind, eps, 0.0f, biased};
+    norm_job job = {x, NULL, weight, NULL, y, NULL, rows, d, rows_per_task(d), kind, eps, 0.0f, biased};
     run_tasks(layer_norm_task, &job, (rows + job.rows_per_task - 1) / job.rows_per_task, threads);
 }
 
@@ -521,12 +527,12 @@ API void fengine_soft_cap(const float *x, float *y, int64_t count, float cap, in
 /* -- two in one call, which a step of few rows has time for: linear, then what stands behind it -------------------- */
 
 API int fengine_gated_linear(const float *x, const void *w, const void *bias, float *y, int64_t m, int64_t n, int64_t k,
-                             int kind, int bias_kind, int threads, int silu_threads) {
+                             int kind, int bias_kind, int act, int threads, int act_threads) {
     int failed = 0;
     float *both = scratch_floats(m * 2 * n, &failed);
     failed = failed || fengine_linear(x, w, bias, both, m, 2 * n, k, kind, bias_kind, threads);
     if (!failed)
-        fengine_silu_mul(both, y, m, n, SILU, 1, silu_threads);
+        fengine_silu_mul(both, y, m, n, act, 1, act_threads);
     free(both);
     return failed;
 }

@@ -1,4 +1,4 @@
-/* y = x @ w.T + bias for weights in few bits, on the CPU. Called from cpu_quantized.py; inputs are trusted.
+/* y = x @ w.T + bias for weights in few bits, on the CPU. Called from quantized.py; inputs are trusted.
  *
  *   w[n, k] = rounded((value(code[n, k]) - zero[n, g]) * scale[n, g])    g: the group of column k
  *

@@ -1,4 +1,4 @@
-/* y = x @ w.T + bias where both x and w are e4m3 numbers with scales, on the CPU. Called from cpu_w8a8.py; inputs are
+/* y = x @ w.T + bias where both x and w are e4m3 numbers with scales, on the CPU. Called from w8a8.py; inputs are
  * trusted. The tree is w8a8.py's: chains of multiply-adds from zero over `step` columns, which are joined left to right.
  * Products of two e4m3 numbers are exact, so a chain's only rounding is that of its sums.
  */

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
+from fengine.ops.cpu import contiguous, schedule
 from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait
 
 BLOCK = 1024
@@ -73,20 +74,38 @@ def hand_on_launch(token_R: Tensor, logprob_R: Tensor, last_token_R: Tensor, out
     )
 
 
+def feed_on_cpu(token: Tensor, last_token: Tensor, index: Tensor, from_: Tensor) -> Tensor:
+    token, last_token = contiguous(token, "token", torch.int32), contiguous(last_token, "last_token", torch.int32)
+    index, from_ = contiguous(index, "index", torch.int32), contiguous(from_, "from_", torch.bool)
+    out, tokens = torch.empty_like(token), token.shape[0]
+    schedule(tokens)[0].fengine_feed(
+        token.data_ptr(), last_token.data_ptr(), index.data_ptr(), from_.data_ptr(), out.data_ptr(), tokens
+    )
+    return out
+
+
+def take_on_cpu(x: Tensor, index: Tensor) -> Tensor:
+    x, index = contiguous(x, "take's x"), contiguous(index, "index", torch.int32)
+    rows, d = index.shape[0], x.shape[1]
+    out = x.new_empty((rows, d))
+    schedule(rows * d)[0].fengine_take(x.data_ptr(), index.data_ptr(), out.data_ptr(), rows, d)
+    return out
+
+
+def hand_on_cpu(token: Tensor, logprob: Tensor, last_token: Tensor, out: Tensor) -> None:
+    last_token[: token.shape[0]] = token
+    out.copy_(torch.stack((token, logprob.view(torch.int32))))
+
+
 _feed = register(
-    "feed(Tensor token, Tensor last_token, Tensor index, Tensor from_) -> Tensor",
-    feed_launch,
-    lambda token_T, last_token_R, index_T, from_T: torch.empty_like(token_T),
+    "feed(Tensor token, Tensor last_token, Tensor index, Tensor from_) -> Tensor", feed_launch, feed_on_cpu
 )
 _take = register(
-    "take(Tensor x, Tensor index) -> Tensor",
-    take_launch,
-    lambda x_TD, index_R: x_TD.new_empty((index_R.shape[0], x_TD.shape[1])),
-)
+    "take(Tensor x, Tensor index) -> Tensor", take_launch, take_on_cpu,
+    lambda x, index: x.new_empty((index.shape[0], x.shape[1])),
+)  # fmt: skip
 _hand_on = register(
-    "hand_on_(Tensor token, Tensor logprob, Tensor(a!) last_token, Tensor(b!) out) -> ()",
-    hand_on_launch,
-    lambda token_R, logprob_R, last_token_R, out_2R: None,
+    "hand_on_(Tensor token, Tensor logprob, Tensor(a!) last_token, Tensor(b!) out) -> ()", hand_on_launch, hand_on_cpu
 )
 
 

@@ -17,7 +17,9 @@ banned stays banned. No reduction.
 import torch
 from torch import Tensor
 
+from fengine.errors import UnsupportedFeatureError
 from fengine.ops.ahead import launcher
+from fengine.ops.cpu import contiguous, schedule
 from fengine.ops.registration import register, tl, triton
 
 BAN = 1e30  # times or over any temperature of [1e-6, 1e20] it is finite and exp(-z) is 0
@@ -117,20 +119,57 @@ def count_launch(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
         )
 
 
+def editable(logits: Tensor) -> Tensor:
+    """Errors: UnsupportedFeatureError."""
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
+        raise UnsupportedFeatureError(f"logits are {logits.dtype}; they must be contiguous float32 to be edited")
+    return logits
+
+
+def on_cpu(
+    logits: Tensor, slot: Tensor, frequency: Tensor, presence: Tensor, repetition: Tensor, count: Tensor
+) -> None:
+    logits, (rows, vocab) = editable(logits), logits.shape
+    slot, count = contiguous(slot, "slot", torch.int32), contiguous(count, "count", torch.int32)
+    frequency, presence = (
+        contiguous(frequency, "frequency", torch.float64),
+        contiguous(presence, "presence", torch.float64),
+    )
+    repetition = contiguous(repetition, "repetition")
+    schedule(rows * vocab // 4)[0].fengine_penalize(
+        logits.data_ptr(), slot.data_ptr(), frequency.data_ptr(), presence.data_ptr(), repetition.data_ptr(),
+        count.data_ptr(), rows, vocab, 1e30,
+    )  # fmt: skip
+
+
+def add_on_cpu(logits: Tensor, slot: Tensor, id: Tensor, value: Tensor) -> None:
+    logits, (rows, vocab) = editable(logits), logits.shape
+    slot, id, value = (
+        contiguous(slot, "slot", torch.int32),
+        contiguous(id, "id", torch.int32),
+        contiguous(value, "value"),
+    )
+    schedule(rows * id.shape[1])[0].fengine_add_at(
+        logits.data_ptr(), slot.data_ptr(), id.data_ptr(), value.data_ptr(), rows, vocab, id.shape[1], 1e30
+    )
+
+
+def count_on_cpu(count: Tensor, slot: Tensor, token: Tensor) -> None:
+    if count.dtype != torch.int32 or not count.is_contiguous():
+        raise UnsupportedFeatureError(f"counts are {count.dtype}; they must be contiguous int32")
+    slot, token = contiguous(slot, "slot", torch.int32), contiguous(token, "token", torch.int32)
+    schedule(slot.shape[0])[0].fengine_count(
+        count.data_ptr(), slot.data_ptr(), token.data_ptr(), slot.shape[0], count.shape[1]
+    )
+
+
 _penalize = register(
     "penalize_(Tensor(a!) logits, Tensor slot, Tensor frequency, Tensor presence, Tensor repetition, Tensor count) "
     "-> ()",
-    launch,
-    lambda logits_RV, slot_R, frequency_R, presence_R, repetition_R, count_SV: None,
-)
-_add_at = register(
-    "add_at_(Tensor(a!) logits, Tensor slot, Tensor id, Tensor value) -> ()",
-    add_launch,
-    lambda logits_RV, slot_R, id_SK, value_SK: None,
-)
-_count = register(
-    "count_(Tensor(a!) count, Tensor slot, Tensor token) -> ()", count_launch, lambda count_SV, slot_R, token_R: None
-)
+    launch, on_cpu,
+)  # fmt: skip
+_add_at = register("add_at_(Tensor(a!) logits, Tensor slot, Tensor id, Tensor value) -> ()", add_launch, add_on_cpu)
+_count = register("count_(Tensor(a!) count, Tensor slot, Tensor token) -> ()", count_launch, count_on_cpu)
 
 
 def penalize(

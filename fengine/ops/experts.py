@@ -29,14 +29,13 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from fengine.ops import cpu_experts, experts_hopper, quantized_hopper, silu_mul
+from fengine.ops import activations
 from fengine.ops import linear as linear_op
 from fengine.ops.columns import Columns, Group, gather
-from fengine.ops.experts_launch import Call, Routing, Weights, run
-from fengine.ops.experts_schedules import REFERENCE, FewBits, Schedule, schedules
-from fengine.ops.proof import captured, proofs
+from fengine.ops.cpu import contiguous, maybe, readable, schedule
+from fengine.ops.experts_launch import Routing, Weights, launch
 from fengine.ops.quantized import Quantized
-from fengine.ops.registration import plain, register, wide
+from fengine.ops.registration import register, wide
 
 ALPHA = 1.702  # of the clamped gate
 
@@ -79,87 +78,50 @@ def reference(x_TD: Tensor, logits_TE: Tensor, weights: Weights, routing: Routin
 
 def _gated_reference(x_ET2F: Tensor, limit: float) -> Tensor:
     if not limit:
-        return rearrange(silu_mul.reference(rearrange(x_ET2F, "e t f -> (e t) f")), "(e t) f -> e t f", e=len(x_ET2F))
+        return rearrange(
+            activations.reference(rearrange(x_ET2F, "e t f -> (e t) f")), "(e t) f -> e t f", e=len(x_ET2F)
+        )
     gate, up = wide(x_ET2F).chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * (gate * (ALPHA * gate).sigmoid())).to(x_ET2F.dtype)
 
 
-def proved(call: Call, s: Schedule | FewBits) -> bool:
-    """Whether `s` gives the bits of REFERENCE on this device; compared once for these sizes of the experts.
-
-    The kernels are ours and do not change with the number of tokens: one number stands for all.
-    """
-    if s == REFERENCE or not call.x_TD.is_cuda:
-        return True
-    known = proofs(call.x_TD.device.index)
-    there = [x is not None for x in (*call.weights[:-1], call.shared_TD, call.gate_T1)]
-    key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {there} {call.limit > 0} {call.weights.group} {s}"
-    if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
-        return known.known.get(key, False)
-
-    def compare() -> bool:
-        try:
-            return _compare(call, s)
-        except Exception:
-            if isinstance(s, FewBits) or s.kind != "grouped":  # whatever a compiler says, it is not for this machine
-                return False
-            raise
-
-    return known.holds(key, compare)
-
-
-COMPARED = 1 << 16  # elements at least
-
-
-def _compare(call: Call, s: Schedule | FewBits) -> bool:
-    """Random tokens under both schedules: by themselves, and inside a captured graph."""
-    t, e, *_ = call.sizes
-    draws, device = max(1, COMPARED // call.x_TD.numel()), call.x_TD.device
-    generator = torch.Generator(device).manual_seed(t)
-    x_XTD = torch.randn(draws, *call.x_TD.shape, device=device, generator=generator).to(call.x_TD.dtype)
-    logits_XTE = torch.randn(draws, t, e, device=device, generator=generator)
-
-    def results(s: Schedule | FewBits) -> Tensor:
-        pairs = zip(x_XTD, logits_XTE, strict=True)
-        return torch.stack([run(call._replace(x_TD=plain(x), logits_TE=plain(z)), s) for x, z in pairs])
-
-    want_XTD = results(REFERENCE)
-    if not torch.equal(want_XTD, results(s)):
-        return False
-    reacts = bool((want_XTD != want_XTD[:1, :1, :1]).any())  # results of weights that are all zero prove nothing
-    return torch.equal(want_XTD, captured(lambda: results(s))) and reacts
-
-
-def launch(
+def on_cpu(
     x: Tensor, logits: Tensor, gate_up: Tensor | None, down: Tensor | None, shared: Tensor | None, gate: Tensor | None,
-    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: Tensor | None,
-    down_scale: Tensor | None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
+    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: None,
+    down_scale: None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
     width: int,
 ) -> Tensor:  # fmt: skip
-    x, logits = plain(x), plain(logits)
-    shared, gate = (None if t is None else plain(t) for t in (shared, gate))
-    if x.shape[0] == 0:
-        return x.new_empty((0, width))
-    weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, gate_up_scale, down_scale, group)
-    call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit)
-    few_bits = gate_up_scale is not None and down_scale is not None and quantized_hopper.serves(x.device)
-    hopper = gate_up is not None and down is not None and experts_hopper.usable(x, gate_up, down)
-    candidates = schedules(*call.sizes, x.dtype, hopper, group if few_bits else 0)
-    if gate_up is None or down is None:  # what lies between the halves is in the order of pairs
-        candidates = [s for s in candidates if isinstance(s, Schedule) and s.kind == "grouped"]
-    return run(call, next((s for s in candidates if proved(call, s)), REFERENCE))
+    """x [T, D], logits [T, E] -> [T, D]; gate_up [E, ceil(2F/32), D, 32], down [E, ceil(D/32), F, 32].
+
+    Experts in few bits are dequantized when they are loaded: there are no scales. Half of a rank: see above.
+    """
+    x, logits = contiguous(x, "experts' x"), contiguous(logits, "experts' logits")
+    weights = [maybe(readable, w, "experts' weights") for w in (gate_up, down)]
+    biases = [maybe(readable, bias, "experts' bias") for bias in (gate_up_bias, down_bias)]
+    extras = [maybe(contiguous, t, "experts' shared, gate or correction") for t in (shared, gate, correction)]
+    tokens, count = logits.shape
+    d, f = x.shape[1] if gate_up is not None else width, width if down is None else down.shape[2]
+    y = fake(x, logits, down, top_k, width)
+    library, threads = schedule(tokens * top_k * 3 * d * f)
+    if tokens:
+        library.fengine_experts(
+            x.data_ptr(), logits.data_ptr(), *(at for _, at, _ in (*weights, *extras, *biases)), y.data_ptr(), tokens,
+            count, top_k, f, d, *(kind for *_, kind in (*weights, *biases)), renormalise, sigmoid, threads, scale,
+            limit, schedule(16 * tokens * top_k * f)[1],
+        )  # fmt: skip
+    return y
 
 
-def fake(x: Tensor, logits: Tensor, gate_up: Tensor | None, down: Tensor | None, *more: Any) -> Tensor:
-    return x.new_empty((logits.shape[0] * (more[8] if down is None else 1), more[-1]))
+def fake(x: Tensor, logits: Tensor, down: Tensor | None, top_k: int, width: int) -> Tensor:
+    return x.new_empty((logits.shape[0] * (top_k if down is None else 1), width))
 
 
 _op = register(
     "experts(Tensor x, Tensor logits, Tensor? gate_up, Tensor? down, Tensor? shared, Tensor? gate, Tensor? correction, "
     "Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_scale, Tensor? down_scale, int group, int top_k, "
     "bool renormalise, bool sigmoid, float scale, float limit, int width) -> Tensor",
-    launch, fake, cpu_experts.experts,
+    launch, on_cpu, lambda x, logits, gate_up, down, *more: fake(x, logits, down, more[8], more[-1]),
 )  # fmt: skip
 
 

@@ -7,8 +7,6 @@ linear.py's, hence the same bits; used where that was proved.
 """
 # pyright: reportInvalidTypeForm=false
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,6 +16,7 @@ from fengine.ops.gluon import (
     async_copy,
     async_load,
     async_store,
+    describe,
     fence_async_shared,
     gl,
     gluon,
@@ -26,7 +25,7 @@ from fengine.ops.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fengine.ops.registration import multiprocessors
+from fengine.ops.registration import is_hopper, multiprocessors
 
 BM = 128  # rows of a tile: two groups of four warps multiply 64 each
 BK = 64  # columns of x and w in one piece: 128 bytes
@@ -36,14 +35,12 @@ def usable(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
     """Whether the kernel is written for these types and shapes and this device."""
     return (
         TensorDescriptor is not None
-        and x_TD.is_cuda
+        and is_hopper(x_TD.device)
         and x_TD.dtype in (torch.bfloat16, torch.float16)
         and x_TD.shape[1] % 16 == 0
         and down_EDF.shape[2] % 8 == 0
         and gate_up_EFD.data_ptr() % 16 == 0
         and down_EDF.data_ptr() % 16 == 0
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(x_TD.device)[0] == 9
     )
 
 
@@ -56,12 +53,6 @@ def launch(x: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, rows_ET: Tensor, co
     """
     experts, width, k = w_ENK.shape
     n, tiles = y_XN.shape[1], y_XN.shape[0] // BM
-
-    def describe(t: Tensor, *block: int) -> Any:
-        return TensorDescriptor.from_tensor(
-            t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)  # two bytes, fp16 alike
-        )  # fmt: skip
-
     launcher(experts_kernel, (min(tiles * -(-n // block_n), multiprocessors(x.device.index)),))(
         x if gated else describe(x, BM, BK), describe(w_ENK.view(-1, k), block_n, BK), describe(y_XN, 64, block_n),
         bias_EN, rows_ET, count_E, tile_X2, weight_P, tiles, rows_ET.shape[1], experts, n, k, width, limit, top_k,

@@ -5,9 +5,9 @@ worst case, and programs behind the last tile end at once.
 """
 # pyright: reportInvalidTypeForm=false
 
+from fengine.ops.activations import gated_product
 from fengine.ops.experts_routing import find_tile, slots, weigh
 from fengine.ops.registration import begin, tl, triton, wait
-from fengine.ops.silu_mul import silu_product
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def gated(gate, up, limit, LIMITED: tl.constexpr, DTYPE: tl.constexpr):
         u = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
         out = (u + 1.0) * (g / (1.0 + tl.exp(-1.702 * g)))
     else:
-        out = silu_product(gate, up)
+        out = gated_product(gate, up, 0)
     return out.to(DTYPE)
 
 

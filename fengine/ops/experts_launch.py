@@ -9,9 +9,10 @@ from fengine.ops import experts_hopper, fragments, quantized_hopper
 from fengine.ops import experts_kernels as kernels
 from fengine.ops import experts_routing as routing
 from fengine.ops.ahead import launcher
-from fengine.ops.experts_schedules import FewBits, Schedule, Tiles, tiles_at_most
+from fengine.ops.experts_schedules import REFERENCE, FewBits, Schedule, Tiles, schedules, tiles_at_most
 from fengine.ops.fragments import Fragments
-from fengine.ops.registration import MIDDLE, dependent_launch, shared_memory, triton
+from fengine.ops.proof import proved, random_rows, same_bits
+from fengine.ops.registration import MIDDLE, dependent_launch, plain, shared_memory, triton
 
 
 class Routing(NamedTuple):
@@ -190,3 +191,56 @@ def _options(x: Tensor, tiles: Tiles, factor: int) -> dict[str, int]:
         per_stage = (tiles.block_m + tiles.block_n) * tiles.block_k * x.element_size() * factor
         stages = max(1, min(stages, shared_memory(x.device.index) // per_stage))
     return {"num_warps": tiles.warps, "num_stages": stages}
+
+
+def is_proved(call: Call, s: Schedule | FewBits) -> bool:
+    """Whether `s` gives the bits of REFERENCE on this device; compared once for these sizes of the experts.
+
+    The kernels are ours and do not change with the number of tokens: one number stands for all.
+    """
+    if s == REFERENCE:
+        return True
+    there = [x is not None for x in (*call.weights[:-1], call.shared_TD, call.gate_T1)]
+    key = f"experts {call.x_TD.dtype} {call.sizes[1:]} {call.routing} {there} {call.limit > 0} {call.weights.group} {s}"
+    return proved(call.x_TD.device, key, lambda: _compare(call, s))
+
+
+def _compare(call: Call, s: Schedule | FewBits) -> bool:
+    """Random tokens under both schedules."""
+    t, e, *_ = call.sizes
+    width = call.x_TD.shape[1]
+    x_XTD = random_rows(len(call.x_TD), width, width, call.x_TD)
+    generator = torch.Generator(x_XTD.device).manual_seed(e)
+    logits_XTE = torch.randn(len(x_XTD), t, e, device=x_XTD.device, generator=generator)
+
+    def results(s: Schedule | FewBits) -> Tensor:
+        pairs = zip(x_XTD, logits_XTE, strict=True)
+        return torch.stack([run(call._replace(x_TD=plain(x), logits_TE=plain(z)), s) for x, z in pairs])
+
+    want_XTD = results(REFERENCE)
+    try:
+        return same_bits(want_XTD, lambda: results(s))
+    except Exception:
+        if isinstance(s, FewBits) or s.kind != "grouped":  # whatever a compiler says, it is not for this machine
+            return False
+        raise
+
+
+def launch(
+    x: Tensor, logits: Tensor, gate_up: Tensor | None, down: Tensor | None, shared: Tensor | None, gate: Tensor | None,
+    correction: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_scale: Tensor | None,
+    down_scale: Tensor | None, group: int, top_k: int, renormalise: bool, sigmoid: bool, scale: float, limit: float,
+    width: int,
+) -> Tensor:  # fmt: skip
+    x, logits = plain(x), plain(logits)
+    shared, gate = (None if t is None else plain(t) for t in (shared, gate))
+    if x.shape[0] == 0:
+        return x.new_empty((0, width))
+    weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, gate_up_scale, down_scale, group)
+    call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit)
+    few_bits = gate_up_scale is not None and down_scale is not None and quantized_hopper.serves(x.device)
+    hopper = gate_up is not None and down is not None and experts_hopper.usable(x, gate_up, down)
+    candidates = schedules(*call.sizes, x.dtype, hopper, group if few_bits else 0)
+    if gate_up is None or down is None:  # what lies between the halves is in the order of pairs
+        candidates = [s for s in candidates if isinstance(s, Schedule) and s.kind == "grouped"]
+    return run(call, next((s for s in candidates if is_proved(call, s)), REFERENCE))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fengine.ops.linear_schedules import cdiv
+from fengine.ops.linear_launch import cdiv
 from fengine.ops.quantized_hopper import Tiles as FewBits
 
 

@@ -7,6 +7,8 @@ stays a plain function that nobody calls, as each op's `usable` says no.
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 gluon: Any
 gl: Any
 TensorDescriptor: Any
@@ -48,3 +50,9 @@ except (ImportError, AttributeError):
         warpgroup_mma_wait
     ) = None
     HAS_REINTERPRET = gdc_launch_dependents = gdc_wait = mma_v2 = None
+
+
+def describe(t: Tensor, *block: int) -> Any:
+    """A descriptor by which the copy engine brings blocks of a tensor of 16-bit numbers or 32-bit words."""
+    kind = gl.bfloat16 if t.element_size() == 2 else gl.int32  # fp16 lies as bfloat16 does
+    return TensorDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))

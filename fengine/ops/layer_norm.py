@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
+from fengine.ops.cpu import KIND, contiguous, readable, schedule
+from fengine.ops.registration import begin, dependent_launch, plain, register, row_warps, tl, triton, wait, wide
 
 
 def reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -46,17 +47,23 @@ def launch(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if len(x_TD):
         launcher(layer_norm_kernel, (len(x_TD),))(
             x_TD, plain(weight_D), y_TD, x_TD.shape[1], eps, block, weight_D.numel() > x_TD.shape[1],
-            num_warps=min(max(block // 512, 1), 16),
-            **dependent_launch(x_TD.device.index),
+            num_warps=row_warps(block), **dependent_launch(x_TD.device.index),
         )  # fmt: skip
     return y_TD
 
 
-def fake(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return x_TD.new_empty(x_TD.shape)
+def on_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x, weight, d = contiguous(x, "layer_norm's x"), readable(weight, "layer_norm's weight"), x.shape[-1]
+    y = torch.empty_like(x)
+    library, threads = schedule(12 * x.numel())
+    library.fengine_layer_norm(
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // max(d, 1), d, KIND[weight.dtype], eps,
+        weight.numel() > d, threads,
+    )  # fmt: skip
+    return y
 
 
-_op = register("layer_norm(Tensor x, Tensor weight, float eps) -> Tensor", launch, fake)
+_op = register("layer_norm(Tensor x, Tensor weight, float eps) -> Tensor", launch, on_cpu)
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""y = x @ w.T (+ bias), and the gated product of an MLP: silu(x @ gate.T) * (x @ up.T).
+"""y = x @ w.T (+ bias), and the gated product of an MLP: act(x @ gate.T) * (x @ up.T).
 
 Reduction tree: plain left to right over K, accumulated in fp32 from zero; the bias is added in fp32 after the sum, then
 one rounding to the output dtype. On the tensor cores every tile shape, operand order and pipeline depth computes this
@@ -7,12 +7,11 @@ of fused multiply-adds. The gated product rounds both sums to the output dtype f
 
 Schedules: our kernel under a table of tile shapes, its specialised form for Hopper (linear_hopper.py), and the library
 (cuBLAS), which computes the same tree for many sizes. One is chosen at run time, by M, and used only where it was
-proved equal on this machine (see proof.py); where none was, the reference schedule computes.
+proved equal on this machine (linear_launch.py, proof.py); where none was, the reference schedule computes.
 
 Packed weights: CUDA keeps w_NK as stored. The CPU wants blocks of 32 outputs side by side (its lanes run over n):
 `[ceil(N/32), K, 32]`, zero padded.
 """
-# pyright: reportInvalidTypeForm=false
 
 from typing import Any, NamedTuple, Protocol
 
@@ -20,21 +19,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fengine.ops import linear_hopper, silu_mul
-from fengine.ops.ahead import launcher
-from fengine.ops.cpu import LANES
-from fengine.ops.linear_kernels import linear_kernel
-from fengine.ops.linear_schedules import LIBRARY, REFERENCE, Schedule, gated_schedules, schedules
-from fengine.ops.proof import captured, proofs
-from fengine.ops.registration import (
-    dependent_launch,
-    multiprocessors,
-    plain,
-    register,
-    shared_memory,
-    triton,
-    wide,
-)
+from fengine.ops import activations
+from fengine.ops.activations import ACTS
+from fengine.ops.cpu import KIND, LANES, contiguous, maybe, readable, rounded, schedule
+from fengine.ops.linear_launch import fake, fast_launch, gated_launch, launch
+from fengine.ops.registration import register, wide
 
 
 def unpacked(packed: Tensor, n: int) -> Tensor:
@@ -51,138 +40,36 @@ def reference(x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, out_d
     return y_TN.to(out_dtype or x_TK.dtype)
 
 
-def run(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-        s: Schedule, gated: bool = False) -> Tensor:  # fmt: skip
-    """Computes the product under schedule `s`. Pure."""
-    if s == LIBRARY:
-        return library(x_TK, w_NK, bias_N, out_dtype)
-    m, k = x_TK.shape
-    y_TN = torch.empty(m, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
-    if s.hopper:
-        linear_hopper.launch(x_TK, w_NK, bias_N, y_TN, gated, s.block_m, s.block_n, s.stages)
-        return y_TN
-    stages = s.stages
-    if x_TK.is_cuda:
-        per_stage = (s.block_m + s.block_n * (1 + gated)) * s.block_k * x_TK.element_size()
-        stages = max(1, min(stages, shared_memory(x_TK.device.index) // per_stage))
-    grid = (triton.cdiv(m, s.block_m) * triton.cdiv(n, s.block_n),)
-    ahead = s.ahead if s.ahead <= k and k % 8 == 0 else 0  # the copy engine wants 16-byte aligned rows
-    launcher(linear_kernel, grid)(
-        x_TK, w_NK, bias_N, y_TN, m, n, k, s.block_m, s.block_n, s.block_k, s.swap, 8, bias_N is not None,
-        m < s.block_m, k % s.block_k == 0, gated, ahead, max(32 * s.warps // s.block_n, 1),
-        num_warps=s.warps, num_stages=stages, **dependent_launch(x_TK.device.index, s.trigger)
+def on_cpu(x: Tensor, packed: Tensor, n: int, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    x, packed, (m, k) = contiguous(x, "linear's x"), readable(packed, "linear's weight"), x.shape
+    y = x.new_empty((m, n))
+    library, threads = schedule(m * n * k)
+    bias, bias_at, bias_kind = maybe(readable, bias, "linear's bias")
+    library.fengine_linear(
+        x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, threads
+    )
+    return rounded(y, out_dtype)
+
+
+def gated_on_cpu(x: Tensor, packed: Tensor, n: int, bias: Tensor | None, act: int = 0) -> Tensor:
+    x, packed, (m, k) = contiguous(x, "gated_linear's x"), readable(packed, "gated_linear's weight"), x.shape
+    y = x.new_empty((m, n))
+    library, threads = schedule(m * 2 * n * k)
+    bias, bias_at, bias_kind = maybe(readable, bias, "gated_linear's bias")
+    library.fengine_gated_linear(
+        x.data_ptr(), packed.data_ptr(), bias_at, y.data_ptr(), m, n, k, KIND[packed.dtype], bias_kind, act, threads,
+        schedule(16 * m * n)[1],
     )  # fmt: skip
-    return y_TN
+    return y
 
 
-def library(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """The product by torch's own matrix multiplication. Pure."""
-    if out_dtype is None or out_dtype == x_TK.dtype:
-        return torch.mm(x_TK, w_NK.T) if bias_N is None else torch.addmm(bias_N, x_TK, w_NK.T)
-    y_TN = torch.mm(x_TK, w_NK.T, out_dtype=out_dtype)
-    return y_TN if bias_N is None else y_TN + bias_N
-
-
-def proved(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-           s: Schedule, gated: bool = False) -> bool:  # fmt: skip
-    """Whether `s` gives the bits of REFERENCE for these sizes on this device; compared once, with random x."""
-    if s == REFERENCE or not x_TK.is_cuda:  # without a device only our own kernel runs, in Triton's interpreter
-        return s != LIBRARY
-    m, k = x_TK.shape
-    known = proofs(x_TK.device.index)
-    key = f"linear {x_TK.dtype} {out_dtype} {bias_N is not None} {gated} {m}x{n}x{k} {tuple(s)}"
-    if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
-        return known.known.get(key, False)
-
-    def compare() -> bool:
-        try:
-            return _compare(x_TK, w_NK, n, bias_N, out_dtype, s, gated)
-        except Exception:
-            if s.hopper:  # an experimental compiler: whatever it says, the schedule is not for this machine
-                return False
-            raise
-
-    return known.holds(key, compare)
-
-
-COMPARED = 1 << 16  # elements at least: where K is split otherwise, some in 1,000 differ after rounding
-
-
-def _compare(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-             s: Schedule, gated: bool) -> bool:  # fmt: skip
-    """Random rows under both schedules, called as they are used: by themselves, and inside a captured graph."""
-    m, k = x_TK.shape
-    draws = max(1, COMPARED // (m * n))
-    generator = torch.Generator(x_TK.device).manual_seed(m)
-    x_XTK = torch.randn(draws, m, k, device=x_TK.device, generator=generator).to(x_TK.dtype)
-
-    def product(x_TK: Tensor, s: Schedule, gated: bool) -> Tensor:
-        return run(plain(x_TK), w_NK, n, bias_N, out_dtype, s, gated)
-
-    want = [run(plain(x), w_NK, n * (1 + gated), bias_N, out_dtype, REFERENCE) for x in x_XTK]
-    want_XTN = torch.stack([silu_mul.launch(y) for y in want] if gated else want)
-    if not torch.equal(want_XTN, torch.stack([product(x, s, gated) for x in x_XTK])):
-        return False
-    captured_XTN = captured(lambda: torch.stack([product(x, s, gated) for x in x_XTK]))
-    reacts = bool((want_XTN != want_XTN[:1, :1, :1]).any())  # equal results of weights that are all zero prove nothing
-    return torch.equal(want_XTN, captured_XTN) and reacts
-
-
-def hopper_processors(x_TK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None) -> int | None:
-    """Number of multiprocessors of x's device if the Hopper kernel can run there."""
-    if out_dtype in (None, x_TK.dtype) and linear_hopper.usable(x_TK, w_NK):
-        return multiprocessors(x_TK.device.index)
-    return None
-
-
-def choose(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Schedule:
-    """The first schedule in order of speed that is proved on this device."""
-    m, k = x_TK.shape
-    for s in schedules(m, n, k, x_TK.dtype, hopper_processors(x_TK, w_NK, out_dtype)):
-        if proved(x_TK, w_NK, n, bias_N, out_dtype, s):
-            return s
-    return REFERENCE
-
-
-def launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    x_TK = plain(x_TK)
-    if x_TK.shape[0] == 0:
-        return fake(x_TK, w_NK, n, bias_N, out_dtype)
-    return run(x_TK, w_NK, n, bias_N, out_dtype, choose(x_TK, w_NK, n, bias_N, out_dtype))
-
-
-def fake(x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    return x_TK.new_empty((x_TK.shape[0], n), dtype=out_dtype or x_TK.dtype)
-
-
-def fast_launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """Any schedule, proved or not: what exactness costs is measured against this."""
-    m, k = x_TK.shape
-    if m == 0 or x_TK.dtype == torch.float32:
-        return launch(x_TK, w_NK, n, bias_N, out_dtype)
-    few = m <= 16 and k < 4 * n  # the library splits K there
-    return run(plain(x_TK), w_NK, n, bias_N, out_dtype, schedules(m, n, k, x_TK.dtype)[-1] if few else LIBRARY)
-
-
-def gated_launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None) -> Tensor:
-    """One kernel where that is faster than a product and silu_mul, and proved."""
-    x_TK = plain(x_TK)
-    if x_TK.shape[0]:
-        for s in gated_schedules(x_TK.shape[0], n, x_TK.dtype, hopper_processors(x_TK, w_NK, None)):
-            if proved(x_TK, w_NK, n, bias_N, None, s, gated=True):
-                return run(x_TK, w_NK, n, bias_N, None, s, gated=True)
-    return silu_mul.launch(launch(x_TK, w_NK, 2 * n, bias_N, None))
-
-
-def gated_fake(x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None) -> Tensor:
-    return x_TK.new_empty((x_TK.shape[0], n))
-
-
-_op = register("linear(Tensor x, Tensor packed, int n, Tensor? bias, ScalarType? out_dtype) -> Tensor", launch, fake)
-_fast_op = register(
-    "linear_fast(Tensor x, Tensor packed, int n, Tensor? bias, ScalarType? out_dtype) -> Tensor", fast_launch, fake
-)
-_gated_op = register("gated_linear(Tensor x, Tensor packed, int n, Tensor? bias) -> Tensor", gated_launch, gated_fake)
+ARGUMENTS = "(Tensor x, Tensor packed, int n, Tensor? bias, ScalarType? out_dtype) -> Tensor"
+_op = register(f"linear{ARGUMENTS}", launch, on_cpu, fake)
+_fast_op = register(f"linear_fast{ARGUMENTS}", fast_launch, on_cpu, fake)
+_gated_op = register(
+    "gated_linear(Tensor x, Tensor packed, int n, Tensor? bias, int act=0) -> Tensor", gated_launch, gated_on_cpu,
+    lambda x, packed, n, bias, act=0: fake(x, packed, n, bias, None),
+)  # fmt: skip
 
 
 class Dense(NamedTuple):
@@ -248,7 +135,7 @@ def gated_linear(
     act: str = "silu",
 ) -> Tensor:  # fmt: skip
     """act(x @ gate.T) * (x @ up.T) as [T, N/2], in x's dtype; `w` holds gate above up. Pure."""
-    dense = w.plain(adapters) if act == "silu" else None
+    dense = w.plain(adapters)
     if dense is None:  # the same bits in two ops
-        return silu_mul.silu_mul(w.linear(x_TK, bias_N, adapters, None, exact), act)
-    return _gated_op(x_TK, dense.packed, dense.n // 2, bias_N)
+        return activations.silu_mul(w.linear(x_TK, bias_N, adapters, None, exact), act)
+    return _gated_op(x_TK, dense.packed, dense.n // 2, bias_N, *((ACTS.index(act),) if act != "silu" else ()))

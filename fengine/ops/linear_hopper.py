@@ -10,8 +10,6 @@ says no or the launch raises, and other schedules compute.
 """
 # pyright: reportInvalidTypeForm=false
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from fengine.ops.gluon import (
     TensorDescriptor,
     async_load,
     async_store,
+    describe,
     fence_async_shared,
     gl,
     gluon,
@@ -28,7 +27,7 @@ from fengine.ops.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fengine.ops.registration import multiprocessors
+from fengine.ops.registration import is_hopper, multiprocessors
 
 BK = 64  # columns of x and w in one piece: 128 bytes
 
@@ -37,31 +36,23 @@ def usable(x_TK: Tensor, w_NK: Tensor) -> bool:
     """Whether the kernel is written for these types and shapes and this device."""
     return (
         TensorDescriptor is not None
-        and x_TK.is_cuda
+        and is_hopper(x_TK.device)
         and x_TK.dtype in (torch.bfloat16, torch.float16)
         and w_NK.dtype == x_TK.dtype
         and x_TK.shape[1] % 8 == 0
         and w_NK.data_ptr() % 16 == 0
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(x_TK.device)[0] == 9
     )
 
 
-def launch(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor, gated: bool, block_m: int, block_n: int,
-           stages: int) -> None:  # fmt: skip
+def launch(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor, gated: bool, act: int, block_m: int,
+           block_n: int, stages: int) -> None:  # fmt: skip
     """y = x @ w.T + bias, or the gated product of w's two halves. Modifies: y_TN."""
     m, k = x_TK.shape
     n = y_TN.shape[1]
-
-    def describe(t: Tensor, *block: int) -> Any:
-        return TensorDescriptor.from_tensor(
-            t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)  # two bytes, fp16 alike
-        )  # fmt: skip
-
     tiles = -(-m // block_m) * -(-n // block_n)
     launcher(hopper_kernel, (min(tiles, multiprocessors(x_TK.device.index)),))(
         describe(x_TK, 64, BK), describe(w_NK, block_n, BK), describe(y_TN, 64, block_n), bias_N, m, n, k,
-        bias_N is not None, gated, block_m, block_n, BK, stages, 8, num_warps=4
+        bias_N is not None, gated, act, block_m, block_n, BK, stages, 8, num_warps=4
     )  # fmt: skip
 
 
@@ -97,9 +88,20 @@ def copy_tiles(x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED: gl.c
 
 
 @gluon.jit
+def activated(x, ACT: gl.constexpr):
+    """The other activations of activations.py, in its words."""
+    if ACT == 1:
+        u = 0.7978845608028654 * gl.fma(0.044715 * x * x, x, x)
+        y = x / (1.0 + gl.exp(-2.0 * u))
+    else:
+        y = 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
+    return y
+
+
+@gluon.jit
 def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS: gl.constexpr,
-             GATED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-             GROUP: gl.constexpr):  # fmt: skip
+             GATED: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+             STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """A group of four warps: 64 rows of every tile."""
     DTYPE: gl.constexpr = y_desc.dtype
     WIDTH: gl.constexpr = BN * 2 if GATED else BN
@@ -130,7 +132,10 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
         if GATED:
             gate, up = acc.to(DTYPE).reshape((64, 2, BN)).permute((0, 2, 1)).split()
             wide = gate.to(gl.float32)
-            silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
+            if ACT == 0:
+                silu = (wide / (1.0 + gl.exp(-wide))).to(DTYPE).to(gl.float32)
+            else:
+                silu = activated(wide, ACT).to(DTYPE).to(gl.float32)
             y = (silu * up.to(gl.float32)).to(DTYPE)
         else:
             y = acc.to(DTYPE)
@@ -143,7 +148,7 @@ def multiply(y_desc, bias_ptr, WHO: gl.constexpr, x_ring, w_ring, y_tiles, full,
 
 @gluon.jit(do_not_specialize=["M"])
 def hopper_kernel(x_desc, w_desc, y_desc, bias_ptr, M, N, K, BIAS: gl.constexpr, GATED: gl.constexpr,
-                  BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+                  ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
                   GROUP: gl.constexpr):  # fmt: skip
     """BM x BN tiles of y, one after another; BM is 64 or 128."""
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -160,10 +165,10 @@ def hopper_kernel(x_desc, w_desc, y_desc, bias_ptr, M, N, K, BIAS: gl.constexpr,
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, BM, BN,
-                            BK, STAGES, GROUP)),
-                (multiply, (y_desc, bias_ptr, 1, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, BM, BN,
-                            BK, STAGES, GROUP)),
+                (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, ACT, BM,
+                            BN, BK, STAGES, GROUP)),
+                (multiply, (y_desc, bias_ptr, 1, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, ACT, BM,
+                            BN, BK, STAGES, GROUP)),
                 (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED, BM, BN, BK, STAGES, GROUP)),
             ],
             [4, 1], [240, 24],
@@ -171,8 +176,8 @@ def hopper_kernel(x_desc, w_desc, y_desc, bias_ptr, M, N, K, BIAS: gl.constexpr,
     else:
         gl.warp_specialize(
             [
-                (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, BM, BN,
-                            BK, STAGES, GROUP)),
+                (multiply, (y_desc, bias_ptr, 0, x_ring, w_ring, y_tiles, full, empty, M, N, K, BIAS, GATED, ACT, BM,
+                            BN, BK, STAGES, GROUP)),
                 (copy_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, M, N, K, GATED, BM, BN, BK, STAGES, GROUP)),
             ],
             [1], [24],

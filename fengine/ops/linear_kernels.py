@@ -1,8 +1,8 @@
 """The Triton kernel of linear.py, plain and gated: one tile of the product, summed left to right over K."""
 # pyright: reportInvalidTypeForm=false
 
+from fengine.ops.activations import gated_product
 from fengine.ops.registration import begin, end, tl, triton, wait
-from fengine.ops.silu_mul import silu_product
 
 
 @triton.jit
@@ -18,7 +18,8 @@ def fetch(rows_ptr, AHEAD: tl.constexpr, PIECES: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                   SWAP: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, FEW: tl.constexpr, EVEN: tl.constexpr,
-                  GATED: tl.constexpr, AHEAD: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  GATED: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr, PIECES: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """One BM x BN tile of y. SWAP makes the weights the M side of the MMA, which suits few rows.
 
     GATED: w has 2N rows, gate above up, and y is their gated product. AHEAD: so many columns of each weight row are
@@ -80,6 +81,6 @@ def linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K, BM: tl.constexpr, BN: 
             up_acc = up_acc.T
         if BIAS:
             up_acc += tl.load(bias_ptr + N + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-        out = silu_product(out, up_acc.to(y_ptr.dtype.element_ty)).to(y_ptr.dtype.element_ty)
+        out = gated_product(out, up_acc.to(y_ptr.dtype.element_ty), ACT).to(y_ptr.dtype.element_ty)
     y_tile = y_ptr + row.to(tl.int64)[:, None] * N + col[None, :]
     tl.store(y_tile, out, mask=(row < M)[:, None] & (col < N)[None, :])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
+from fengine.ops.cpu import contiguous, schedule
 from fengine.ops.edit_logits import BAN
 from fengine.ops.registration import dependent_launch, plain, register, tl, triton
-from fengine.ops.sampling import BLOCK
-from fengine.ops.sampling_kernels import block_kernel, join
+from fengine.ops.sampling_kernels import BLOCK, block_kernel, join
 
 IDS = 256  # of one program
 TOP_ROWS = 16  # rows whose ids are ordered at once: the keys of a row of 128k ids take 1 MiB
@@ -65,11 +65,23 @@ def launch(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     return out_RK
 
 
+def on_cpu(logits: Tensor, temperature: Tensor, id: Tensor) -> Tensor:
+    logits, temperature = contiguous(logits, "logits"), contiguous(temperature, "temperature")
+    id = contiguous(id, "id", torch.int32)
+    (rows, vocab), count = logits.shape, id.shape[1]
+    out = logits.new_empty((rows, count))
+    library, threads = schedule(16 * rows * vocab)
+    library.fengine_logprobs(
+        logits.data_ptr(), temperature.data_ptr(), id.data_ptr(), out.data_ptr(), rows, vocab, count, threads
+    )
+    return out
+
+
 def fake(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
     return logits_RV.new_empty(id_RK.shape, dtype=torch.float32)
 
 
-_op = register("logprobs(Tensor logits, Tensor temperature, Tensor id) -> Tensor", launch, fake)
+_op = register("logprobs(Tensor logits, Tensor temperature, Tensor id) -> Tensor", launch, on_cpu, fake)
 
 
 def logprobs(logits_RV: Tensor, temperature_R: Tensor, id_RK: Tensor) -> Tensor:
@@ -134,11 +146,20 @@ def top_launch(logits_RV: Tensor, count: int) -> Tensor:
     return found_RX
 
 
+def top_on_cpu(logits: Tensor, count: int) -> Tensor:
+    logits = contiguous(logits, "logits")
+    rows, vocab = logits.shape
+    id = top_fake(logits, count)
+    library, threads = schedule(rows * vocab)
+    library.fengine_top_ids(logits.data_ptr(), id.data_ptr(), rows, vocab, count, threads)
+    return id
+
+
 def top_fake(logits_RV: Tensor, count: int) -> Tensor:
     return logits_RV.new_empty((logits_RV.shape[0], count), dtype=torch.int32)
 
 
-_top_op = register("top_ids(Tensor logits, int count) -> Tensor", top_launch, top_fake)
+_top_op = register("top_ids(Tensor logits, int count) -> Tensor", top_launch, top_on_cpu, top_fake)
 
 
 def top_ids(logits_RV: Tensor, count: int) -> Tensor:

@@ -14,8 +14,8 @@ was proved equal (see proof.py). A program of a slot without tokens, or of a par
 once; only what an adapter of the batch really has is read. In a CUDA graph x A^T runs beside x W^T, on a branch of its
 own; otherwise in front of it, since a second stream would cost more launches than it saves.
 """
-# pyright: reportInvalidTypeForm=false
 
+import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,11 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fengine.ops import linear
+from fengine.errors import UnsupportedFeatureError
+from fengine.ops import linear, linear_launch
 from fengine.ops.ahead import launcher
+from fengine.ops.cpu import contiguous, schedule
 from fengine.ops.linear import Dense
-from fengine.ops.proof import proofs
-from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
+from fengine.ops.lora_kernels import expand_kernel, shrink_kernel
+from fengine.ops.proof import proved
+from fengine.ops.registration import dependent_launch, plain, register, triton, wide
 
 CHUNK = 2048  # inputs
 RANKS = 16  # ranks are padded to a multiple
@@ -59,107 +62,6 @@ def reference(y_TN: Tensor, x_TK: Tensor, stack: Stack, token_A: Tensor, start_S
                 h_AR = h_AR.to(stack.b_SNR.dtype).to(x_AK.dtype)
                 delta_AN = h_AR @ stack.b_SNR[slot, columns].to(x_AK.dtype).T
                 y_TN[token, columns] = (wide(y_TN[token, columns]) + delta_AN).to(y_TN.dtype)
-
-
-@triton.jit
-def find_block(start_ptr, slots, BM: tl.constexpr, SLOTS: tl.constexpr):
-    """(slot, first, end) of this program's block of at most BM tokens of one slot; behind the last, slot >= `slots`."""
-    block = tl.program_id(0)
-    s = tl.arange(0, SLOTS)
-    first = tl.load(start_ptr + s, mask=s < slots, other=0)
-    end = tl.load(start_ptr + s + 1, mask=s < slots, other=0)
-    blocks = (end - first + BM - 1) // BM
-    behind = tl.cumsum(blocks, 0)
-    slot = tl.sum((behind <= block).to(tl.int32), 0)
-    mine = s == slot
-    return (
-        slot,
-        tl.sum(tl.where(mine, first + (block - behind + blocks) * BM, 0), 0),
-        tl.sum(tl.where(mine, end, 0), 0),
-    )
-
-
-@triton.jit(do_not_specialize=["T"])
-def shrink_kernel(x_ptr, a_ptr, rank_ptr, token_ptr, start_ptr, h_ptr, T, K, slots, a_stride, rank_stride,
-                  P: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr,
-                  BR: tl.constexpr, BK: tl.constexpr, SLOTS: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """h[chunk, i, part, r] of BM tokens and BR ranks: CHUNKS chunks of K, summed left to right, by each program."""
-    slot, first, end = find_block(start_ptr, slots, BM, SLOTS)
-    part = tl.program_id(1) // (R // BR)
-    first_r = tl.program_id(1) % (R // BR) * BR
-    rank = tl.load(rank_ptr + slot * rank_stride + part, mask=slot < slots, other=0)
-    i = first + tl.arange(0, BM)
-    token = tl.load(token_ptr + i, mask=i < end, other=0).to(tl.int64)
-    r = first_r + tl.arange(0, BR)
-    start = tl.program_id(2) * CHUNKS * CHUNK
-    a_rows = a_ptr + slot.to(tl.int64) * a_stride + (part * R + r).to(tl.int64) * K + start
-    if first_r >= rank:
-        return
-    k = start + tl.arange(0, BK)
-    x_tile = x_ptr + token[:, None] * K + k[None, :]
-    a_tile = a_rows[:, None] + tl.arange(0, BK)[None, :]
-    total = tl.zeros((BM, BR), tl.float32)
-    for _ in range(CHUNKS):
-        acc = tl.zeros((BM, BR), tl.float32)
-        for _ in range(0, CHUNK, BK):
-            if EVEN:
-                x = tl.load(x_tile, mask=(i < end)[:, None], other=0.0)
-                a = tl.load(a_tile)
-            else:
-                x = tl.load(x_tile, mask=(i < end)[:, None] & (k < K)[None, :], other=0.0)
-                a = tl.load(a_tile, mask=(k < K)[None, :], other=0.0)
-            acc = tl.dot(x, a.T, acc, input_precision="ieee")
-            x_tile += BK
-            a_tile += BK
-            k += BK
-        total += acc
-    h_tile = h_ptr + ((tl.program_id(2).to(tl.int64) * T + i[:, None]) * P + part) * R + r[None, :]
-    tl.store(h_tile, total, mask=(i < end)[:, None])
-
-
-@triton.jit(do_not_specialize=["T"])
-def expand_kernel(y_ptr, h_ptr, b_ptr, scale_ptr, rank_ptr, token_ptr, start_ptr, T, N, slots, b_stride, scale_stride,
-                  rank_stride, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-                  CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, SLOTS: tl.constexpr,
-                  PDL: tl.constexpr):  # fmt: skip
-    """y += scale * h B^T for BM tokens and BN columns of one part; the parts have W0, W1 and W2 columns."""
-    begin(PDL)
-    slot, first, end = find_block(start_ptr, slots, BM, SLOTS)
-    tile = tl.program_id(1)
-    part = (tile >= tl.cdiv(W0, BN)).to(tl.int32) + (tile >= tl.cdiv(W0, BN) + tl.cdiv(W1, BN)).to(tl.int32)
-    if part > 0:
-        tile -= tl.cdiv(W0, BN)
-    if part > 1:
-        tile -= tl.cdiv(W1, BN)
-    before = tl.where(part > 1, W0 + W1, tl.where(part > 0, W0, 0))
-    width = tl.where(part > 1, W2, tl.where(part > 0, W1, W0))
-    live = slot < slots
-    rank = tl.load(rank_ptr + slot * rank_stride + part, mask=live, other=0)
-    scale = tl.load(scale_ptr + slot * scale_stride + part, mask=live, other=0.0)
-    i = first + tl.arange(0, BM)
-    token = tl.load(token_ptr + i, mask=i < end, other=0).to(tl.int64)
-    n = tile * BN + tl.arange(0, BN)
-    r = tl.arange(0, BR)
-    b_tile = b_ptr + slot.to(tl.int64) * b_stride + (before + n).to(tl.int64)[:, None] * R + r[None, :]
-    inside = (n < width)[:, None]
-    b = tl.load(b_tile, mask=inside & (r < rank)[None, :], other=0.0)
-    wait(PDL)
-    if rank == 0:
-        return
-    y_tile = y_ptr + token[:, None] * N + (before + n)[None, :]
-    y_mask = (i < end)[:, None] & (n < width)[None, :]
-    y = tl.load(y_tile, mask=y_mask, other=0.0).to(tl.float32)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for block in tl.static_range(R // BR):
-        h = tl.zeros((BM, BR), tl.float32)
-        h_tile = h_ptr + (i.to(tl.int64)[:, None] * P + part) * R + block * BR + r[None, :]
-        mask = (i < end)[:, None] & (block * BR + r < rank)[None, :]
-        for chunk in tl.static_range(CHUNKS):
-            h += tl.load(h_tile + tl.cast(chunk, tl.int64) * T * P * R, mask=mask, other=0.0)
-        if block > 0:
-            b = tl.load(b_tile + block * BR, mask=inside & (block * BR + r < rank)[None, :], other=0.0)
-        acc = tl.dot((h * scale).to(b.dtype), b.T, acc, input_precision="ieee")
-    tl.store(y_tile, (y + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
 
 
 class Schedule(NamedTuple):
@@ -215,15 +117,10 @@ def largest_tile(ranks: int) -> int:
     return min(ranks & -ranks, 64)
 
 
-def proved(x_TK: Tensor, stack: Stack) -> bool:
+def is_proved(x_TK: Tensor, stack: Stack) -> bool:
     """Whether MANY gives the bits of FEW for these shapes on this device; compared once, with random data."""
-    if not x_TK.is_cuda:
-        return False
-    known = proofs(x_TK.device.index)
     key = f"lora {x_TK.dtype} {x_TK.shape[1]} {list(stack.widths)} {stack.b_SNR.shape[2]} {tuple(FEW)} {tuple(MANY)}"
-    if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
-        return known.known.get(key, False)
-    return known.holds(key, lambda: _compare(x_TK, stack))
+    return x_TK.is_cuda and proved(x_TK.device, key, lambda: _compare(x_TK, stack))
 
 
 def _compare(x_TK: Tensor, stack: Stack) -> bool:
@@ -255,10 +152,10 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """Runs the kernels."""
     stack, x_TK = Stack(a_SPRK, b_SNR, scale_SP, rank_SP, tuple(widths)), plain(x_TK)
-    product = linear.launch if exact else linear.fast_launch
+    product = linear_launch.launch if exact else linear_launch.fast_launch
     if not len(x_TK):
         return product(x_TK, packed, n, bias_N, None)
-    many = len(x_TK) > FEW_TOKENS and proved(x_TK, stack)
+    many = len(x_TK) > FEW_TOKENS and is_proved(x_TK, stack)
     few = FLOAT32 if x_TK.dtype == torch.float32 else FEW
     s = MANY if many and few is FEW else few
     if torch.cuda.is_current_stream_capturing():
@@ -281,14 +178,29 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def fake(x_TK: Tensor, packed: Tensor, n: int, *rest: object) -> Tensor:
-    return x_TK.new_empty((x_TK.shape[0], n))
+def on_cpu(
+    x: Tensor, packed: Tensor, n: int, bias: Tensor | None, exact: bool, a: Tensor, b: Tensor, scale: Tensor,
+    rank: Tensor, widths: Sequence[int], token: Tensor, start: Tensor,
+) -> Tensor:  # fmt: skip
+    y = linear.on_cpu(x, packed, n, bias, None)
+    a, b, x = a.transpose(2, 3), b.transpose(1, 2), contiguous(x, "lora_linear's x")
+    token, start = contiguous(token, "token", torch.int32), contiguous(start, "start", torch.int32)
+    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (a[0], b[0])):
+        raise UnsupportedFeatureError("on the CPU A and B of lora_linear must be float32, and lie as Stack says")
+    _, parts, k, ranks = a.shape
+    library, threads = schedule(token.shape[0] * ranks * (parts * k + n))
+    library.fengine_lora_add(
+        y.data_ptr(), x.data_ptr(), a.data_ptr(), b.data_ptr(), scale.data_ptr(), rank.data_ptr(),
+        (ctypes.c_int64 * parts)(*widths), token.data_ptr(), start.data_ptr(), start.shape[0] - 1, n, k, parts, ranks,
+        a.stride(0), b.stride(0), scale.stride(0), rank.stride(0), threads,
+    )  # fmt: skip
+    return y
 
 
 _op = register(
     "lora_linear(Tensor x, Tensor packed, int n, Tensor? bias, bool exact, Tensor a, Tensor b, Tensor scale, "
     "Tensor rank, int[] widths, Tensor token, Tensor start) -> Tensor",
-    launch, fake,
+    launch, on_cpu, lambda x, packed, n, *_: x.new_empty((x.shape[0], n)),
 )  # fmt: skip
 
 

@@ -59,6 +59,38 @@ class Proofs:
         return self.known[key]
 
 
+def proved(device: torch.device, key: str, compare: Callable[[], bool]) -> bool:
+    """Whether the schedule that `key` names gives the reference's bits on this device; compared once.
+
+    Without a device only our own kernels run, in Triton's interpreter.
+    """
+    if device.type != "cuda":
+        return True
+    known = proofs(device.index)
+    if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
+        return known.known.get(key, False)
+    return known.holds(key, compare)
+
+
+COMPARED = 1 << 16  # elements at least: where K is split otherwise, some in 1,000 differ after rounding
+
+
+def random_rows(rows: int, width: int, outputs: int, like: Tensor) -> Tensor:
+    """As many times `rows` random rows as give COMPARED outputs: [draws, rows, width] in the dtype of `like`."""
+    generator = torch.Generator(like.device).manual_seed(rows)
+    draws = max(1, COMPARED // (rows * outputs))
+    return torch.randn(draws, rows, width, device=like.device, generator=generator).to(like.dtype)
+
+
+def same_bits(want: Tensor, compute: Callable[[], Tensor]) -> bool:
+    """Whether `compute` gives `want`: called as it is used, by itself and inside a captured graph.
+
+    Equal results of weights that are all zero prove nothing.
+    """
+    reacts = bool((want != want.flatten()[0]).any())
+    return torch.equal(want, compute()) and torch.equal(want, captured(compute)) and reacts
+
+
 def captured(compute: Callable[[], Tensor]) -> Tensor:
     """What `compute` gives inside a CUDA graph, where the library may choose other kernels; it has run once before."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()

@@ -10,7 +10,7 @@ rows decode in registers inside the product's own order over K, where that was p
 proof.py); more rows decode the matrix to scratch and take linear.py's proved schedules. On the CPU see cpu_quantized.c.
 
 Packed on CUDA: the codes of two columns in a byte, the even one low, or one in a byte: [N, bytes of K]; scale and zero
-[G, N]. On the CPU 32 outputs side by side, their 4-bit codes in eights of columns: see cpu_quantized.py.
+[G, N]. On the CPU 32 outputs side by side, their 4-bit codes in eights of columns: see `on_cpu`.
 """
 
 import itertools
@@ -21,10 +21,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fengine.ops import cpu_quantized, fragments, linear, quantized_hopper, quantized_launch
-from fengine.ops.cpu import LANES
+from fengine.ops import fragments, linear, quantized_hopper, quantized_launch
+from fengine.ops.cpu import KIND, LANES, contiguous, maybe, readable, rounded, schedule
 from fengine.ops.registration import register
 
+KINDS = ("int4", "int8", "fp8", "fp4")  # by the number that cpu_quantized.c knows them by
 FOUR_BITS = ("int4", "fp4")
 FLOATS = ("fp8", "w8a8")  # the same codes; products of the second take activations in FP8: see w8a8.py
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -120,10 +121,31 @@ def joined(parts: list[Codes]) -> Codes | None:
     return first._replace(code_NK=code_NK, scale_NG=scale_NG, zero_NG=torch.cat(zeros) if zeros else None)
 
 
+def on_cpu(
+    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, group: int, kind: str,
+    dtype: torch.dtype, bias: Tensor | None, out_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """x [T, K] @ w.T + bias -> [T, n].
+
+    packed: 4 bits int32 [B, ceil(K/8), 32], 8 bits uint8 [B, K, 32]; scale, zero [B, G, 32]; B blocks of 32 outputs,
+    an even number. dtype: bfloat16 or float16.
+    """
+    x, (m, k) = contiguous(x, "quantized_linear's x"), x.shape
+    y = x.new_empty((m, n))
+    library, threads = schedule(2 * m * n * k)
+    bias, bias_at, bias_kind = maybe(readable, bias, "quantized_linear's bias")
+    at = [None if t is None else t.data_ptr() for t in (zero, index)]
+    library.fengine_quantized_linear(
+        x.data_ptr(), packed.data_ptr(), scale.data_ptr(), *at, bias_at, y.data_ptr(), m, n, k, scale.shape[1], group,
+        KINDS.index(kind), KIND[dtype], bias_kind, threads,
+    )  # fmt: skip
+    return rounded(y, out_dtype)
+
+
 _op = register(
     "quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? index, int n, int group, str kind, "
     "ScalarType dtype, Tensor? bias, ScalarType? out_dtype) -> Tensor",
-    quantized_launch.launch, quantized_launch.fake, cpu_quantized.quantized_linear,
+    quantized_launch.launch, on_cpu, lambda x, *rest: x.new_empty((x.shape[0], rest[4]), dtype=rest[-1] or x.dtype),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ one of many experts as in experts_hopper.py.
 """
 # pyright: reportInvalidTypeForm=false
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fengine.ops.fragments_copy import copy_weights, copy_x, find
 from fengine.ops.fragments_decode import decoded, scales_of
 from fengine.ops.gluon import (
     TensorDescriptor,
+    describe,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -32,7 +33,7 @@ from fengine.ops.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fengine.ops.registration import EARLY, dependent_launch, multiprocessors
+from fengine.ops.registration import EARLY, dependent_launch, is_hopper, multiprocessors
 
 
 class Tiles(NamedTuple):
@@ -59,12 +60,7 @@ class Lists(NamedTuple):
 
 def serves(device: torch.device) -> bool:
     """Whether the kernel is written for this device."""
-    return (
-        TensorDescriptor is not None
-        and device.type == "cuda"
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device)[0] == 9
-    )
+    return TensorDescriptor is not None and is_hopper(device)
 
 
 def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, s: Tiles, lists: Lists | None = None,
@@ -74,11 +70,6 @@ def launch(x: Tensor, w: Fragments, group: int, bias: Tensor | None, y: Tensor, 
     experts = 1 if lists is None else len(lists.count_E)
     blocks, chunks, (m, n), words = w.words.shape[0] // experts, w.words.shape[1], y.shape, w.scales.shape[1]
     per_piece = (32 if group == 32 else 4096 // group) * s.chunks
-
-    def describe(t: Tensor, *block: int) -> Any:
-        kind = gl.int32 if t.dtype == torch.int32 else gl.bfloat16
-        return TensorDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))
-
     rows = -(-m // s.block_m)
     tiles = rows * -(-blocks // s.blocks)
     loaders = 2 if gated and s.block_m >= 64 else 1

@@ -1,15 +1,15 @@
 """Schedules of quantized.py on CUDA, proved before they are used: see linear.py and proof.py."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fengine.ops import fragments, linear, quantized_hopper
+from fengine.ops import fragments, linear_launch, quantized_hopper
 from fengine.ops.ahead import launcher
 from fengine.ops.fragments import Fragments
-from fengine.ops.linear_schedules import REFERENCE, cdiv
-from fengine.ops.proof import captured, proofs
+from fengine.ops.linear_launch import REFERENCE, cdiv
+from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.quantized_hopper import Tiles
 from fengine.ops.quantized_kernels import decode_kernel, product_kernel
 from fengine.ops.registration import EARLY, dependent_launch, plain
@@ -99,32 +99,21 @@ def run(
     return y_TN
 
 
-def proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None,
-           s: Schedule | Tiles) -> bool:  # fmt: skip
+def is_proved(x_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype | None,
+              s: Schedule | Tiles) -> bool:  # fmt: skip
     """Whether `s` gives the bits of the decoded matrix under linear.py's reference; compared once for these sizes."""
-    if not x_TK.is_cuda:  # in Triton's interpreter
-        return True
     m, k = x_TK.shape
-    known = proofs(x_TK.device.index)
-    facts = f"{matrix.kind} {matrix.group} {matrix.index is not None} {matrix.scale.dtype} {bias_N is not None}"
-    key = f"quantized {x_TK.dtype} {out_dtype} {facts} {m}x{matrix.n}x{k} {tuple(s)}"
-    if torch.cuda.is_current_stream_capturing():  # no time to compare; warm-up has asked before
-        return known.known.get(key, False)
 
     def compare() -> bool:
-        draws = max(1, linear.COMPARED // (m * matrix.n))
-        generator = torch.Generator(x_TK.device).manual_seed(m)
-        x_XTK = torch.randn(draws, m, k, device=x_TK.device, generator=generator).to(x_TK.dtype)
-        w_NK = decode(matrix, k, x_TK.dtype)
-        want = torch.stack([linear.run(plain(x), w_NK, matrix.n, bias_N, out_dtype, REFERENCE) for x in x_XTK])
+        x_XTK, w_NK = random_rows(m, k, matrix.n, x_TK), decode(matrix, k, x_TK.dtype)
+        want = [linear_launch.run(plain(x), w_NK, matrix.n, bias_N, out_dtype, REFERENCE) for x in x_XTK]
+        return same_bits(
+            torch.stack(want), lambda: torch.stack([run(plain(x), matrix, bias_N, out_dtype, s) for x in x_XTK])
+        )
 
-        def results() -> Tensor:
-            return torch.stack([run(plain(x), matrix, bias_N, out_dtype, s) for x in x_XTK])
-
-        reacts = bool((want != want[:1, :1, :1]).any())
-        return torch.equal(want, results()) and torch.equal(want, captured(results)) and reacts
-
-    return known.holds(key, compare)
+    facts = f"{matrix.kind} {matrix.group} {matrix.index is not None} {matrix.scale.dtype} {bias_N is not None}"
+    key = f"quantized {x_TK.dtype} {out_dtype} {facts} {m}x{matrix.n}x{k} {tuple(s)}"
+    return proved(x_TK.device, key, compare)
 
 
 def launch(
@@ -134,13 +123,6 @@ def launch(
     """Decodes in registers where that is proved, else to scratch. On CUDA `dtype` is x's."""
     x, matrix = plain(x), Matrix(packed, scale, zero, index, n, group, kind)
     for s in schedules(x.shape[0], n, x.shape[1], x.dtype, packed.dim() == 4) if len(x) else ():
-        if proved(x, matrix, bias, out_dtype, s):
+        if is_proved(x, matrix, bias, out_dtype, s):
             return run(x, matrix, bias, out_dtype, s)
-    return linear.launch(x, decode(matrix, x.shape[1], x.dtype), n, bias, out_dtype)
-
-
-def fake(
-    x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None, n: int, *rest: Any
-) -> Tensor:
-    """Shape and dtype of `launch`."""
-    return x.new_empty((x.shape[0], n), dtype=rest[-1] or x.dtype)
+    return linear_launch.launch(x, decode(matrix, x.shape[1], x.dtype), n, bias, out_dtype)

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fengine.ops import cpu, cpu_logits
-
 triton: Any
 tl: Any
 gdc_launch_dependents: Any
@@ -32,19 +30,29 @@ LIBRARY = torch.library.Library("fengine", "DEF")
 
 
 def register(
-    schema: str, cuda: Callable[..., Any], fake: Callable[..., Any], on_cpu: Callable[..., Any] | None = None
+    schema: str, on_cuda: Callable[..., Any], on_cpu: Callable[..., Any], fake: Callable[..., Any] | None = None
 ) -> Any:
-    """Defines `fengine::<schema>` with an exact fake; returns the op.
+    """Defines `fengine::<schema>`; returns the op. `fake` gives empty results of the exact shapes and dtypes: None, if
+    the result is like the first argument, or there is none.
 
-    `on_cpu` None: the function of its name in cpu.py or cpu_logits.py.
     `Library.define` rather than `custom_op`: half the dispatch time, and a decode step of a small model is ~40 calls.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, on_cpu or getattr(cpu, name, None) or getattr(cpu_logits, name), "CPU")
-    LIBRARY.impl(name, cuda, "CUDA")
+    LIBRARY.impl(name, on_cpu, "CPU")
+    LIBRARY.impl(name, on_cuda, "CUDA")
+    fake = fake or (nothing if schema.endswith("()") else alike)
     torch.library.register_fake(f"fengine::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fengine, name).default
+
+
+def alike(x: Tensor, *_: Any) -> Tensor:
+    """An empty result like the first argument."""
+    return x.new_empty(x.shape)
+
+
+def nothing(*_: Any) -> None:
+    """Of an op that writes to its arguments."""
 
 
 def wide(x: Tensor) -> Tensor:
@@ -111,3 +119,13 @@ def shared_memory(device: int) -> int:
 def multiprocessors(device: int) -> int:
     """Number of multiprocessors of CUDA device `device`."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is an NVIDIA GPU of compute capability 9."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def row_warps(block: int) -> int:
+    """Warps that reduce a row of `block` values: part of the tree of ops over rows. Pure."""
+    return min(max(block // 512, 1), 16)

@@ -1,8 +1,9 @@
-"""RMS norm, alone or fused with what comes before it: the residual addition, or the look-up of embeddings.
+"""RMS norm, alone or fused with what comes before it: the residual addition, another norm, the look-up of embeddings.
 
 y = weight * (x * rsqrt(mean(x^2) + eps)), fp32 inside, with Hugging Face's two roundings: the normalized row to x's
 dtype, then the product. With `shift` (Gemma's 1) the weight is shift + weight in fp32, the product alone is rounded.
-The fused form first does residual' = residual + delta, rounded to x's dtype.
+The fused form first does residual' = residual + delta, rounded to x's dtype; with `post` the delta is normed itself
+before it is added, with the bits that `rms_norm` gives. Without a weight the sum is the result.
 
 Reduction tree: one row is one program, whose block is the next power of two of D and whose number of warps follows from
 D alone, so the sum over a row has one fixed thread layout for every T.
@@ -12,8 +13,13 @@ D alone, so the sum over a row has one fixed thread layout for every T.
 import torch
 from torch import Tensor
 
+from fengine.errors import UnsupportedFeatureError
 from fengine.ops.ahead import launcher
-from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
+from fengine.ops.cpu import KIND, contiguous, maybe, readable, schedule
+from fengine.ops.proof import proved, same_bits
+from fengine.ops.registration import begin, dependent_launch, plain, register, row_warps, tl, triton, wait, wide
+
+Pair = tuple[Tensor, Tensor]
 
 
 def reference(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
@@ -26,21 +32,40 @@ def reference(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) ->
 
 
 def add_reference(
-    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
+    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, shift: float = 0.0,
+    post_D: Tensor | None = None,
+) -> Pair:  # fmt: skip
     """The math of the fused form. Pure."""
+    delta_TD = delta_TD if post_D is None else reference(delta_TD, post_D, eps, shift)
     residual_TD = (wide(residual_TD) + wide(delta_TD)).to(residual_TD.dtype)
-    return reference(residual_TD, weight_D, eps, shift), residual_TD
+    return residual_TD if weight_D is None else reference(residual_TD, weight_D, eps, shift), residual_TD
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, delta_ptr, index_ptr, weight_ptr, y_ptr, sum_ptr, D, eps, ADD: tl.constexpr,
-                    INDEX: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One row of x; ADD: of x + delta; INDEX: row index[i] of x. The latter two also go to `sum`."""
+def normed(x, weight, D, eps, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
+    """A row (float32) under the norm, rounded to DTYPE."""
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps)
+    if SHIFT == 0:
+        y = y.to(DTYPE).to(tl.float32)
+    else:
+        weight += SHIFT
+    return (weight * y).to(DTYPE)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, delta_ptr, index_ptr, weight_ptr, post_ptr, y_ptr, sum_ptr, D, eps, ADD: tl.constexpr, INDEX: tl.constexpr,
+    POST: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row of x; ADD: of x + delta, POST: of x + normed delta; INDEX: row index[i] of x. All but x also go to
+    `sum`. NORM: the sum, or x, is normed."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * D
     col = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + col, mask=col < D, other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(weight_ptr + col, mask=col < D, other=0.0).to(tl.float32)
+    if POST:
+        post = tl.load(post_ptr + col, mask=col < D, other=0.0).to(tl.float32)
     wait(PDL)
     if INDEX:
         x_ptr += tl.load(index_ptr + tl.program_id(0)).to(tl.int64) * D - row
@@ -48,102 +73,159 @@ def rms_norm_kernel(x_ptr, delta_ptr, index_ptr, weight_ptr, y_ptr, sum_ptr, D, 
     if INDEX:
         tl.store(sum_ptr + row + col, x.to(sum_ptr.dtype.element_ty), mask=col < D)
     if ADD:
-        x += tl.load(delta_ptr + row + col, mask=col < D, other=0.0).to(tl.float32)
-        x = x.to(sum_ptr.dtype.element_ty)
+        delta = tl.load(delta_ptr + row + col, mask=col < D, other=0.0).to(tl.float32)
+        if POST:
+            delta = normed(delta, post, D, eps, SHIFT, delta_ptr.dtype.element_ty).to(tl.float32)
+        x = (x + delta).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row + col, x, mask=col < D)
         x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    normed = x * scale
-    if SHIFT == 0:
-        normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
-    else:
-        weight += SHIFT
-    tl.store(y_ptr + row + col, (weight * normed).to(y_ptr.dtype.element_ty), mask=col < D)
+    if NORM:
+        tl.store(y_ptr + row + col, normed(x, weight, D, eps, SHIFT, y_ptr.dtype.element_ty), mask=col < D)
 
 
-def _launch(
-    x_TD: Tensor, delta_TD: Tensor | None, index_T: Tensor | None, weight_D: Tensor, eps: float, shift: float
-) -> tuple[Tensor, Tensor]:
+def _run(
+    x_TD: Tensor, delta_TD: Tensor | None, index_T: Tensor | None, weight_D: Tensor | None, eps: float,
+    shift: float, post_D: Tensor | None = None,
+) -> Pair:  # fmt: skip
     x_TD = plain(x_TD)
     tokens, width = x_TD.shape if index_T is None else (len(index_T), x_TD.shape[1])
-    y_TD = x_TD.new_empty((tokens, width))
-    sum_TD = x_TD if delta_TD is None and index_T is None else torch.empty_like(y_TD)
+    y_TD = x_TD.new_empty((0 if weight_D is None else tokens, width))
+    sum_TD = x_TD if delta_TD is None and index_T is None else x_TD.new_empty((tokens, width))
     block = triton.next_power_of_2(width)
-    warps = min(max(block // 512, 1), 16)
     if tokens:
         launcher(rms_norm_kernel, (tokens,))(
-            x_TD, None if delta_TD is None else plain(delta_TD), index_T, plain(weight_D), y_TD, sum_TD, width, eps,
-            delta_TD is not None, index_T is not None, block, shift, num_warps=warps,
-            **dependent_launch(x_TD.device.index),
+            x_TD, _plain(delta_TD), index_T, _plain(weight_D), _plain(post_D), y_TD, sum_TD, width, eps,
+            delta_TD is not None, index_T is not None, post_D is not None, weight_D is not None, block, shift,
+            num_warps=row_warps(block), **dependent_launch(x_TD.device.index),
         )  # fmt: skip
     return y_TD, sum_TD
 
 
+def _plain(x: Tensor | None) -> Tensor | None:
+    return None if x is None else plain(x)
+
+
 def launch(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    return _launch(x_TD, None, None, weight_D, eps, shift)[0]
+    return _run(x_TD, None, None, weight_D, eps, shift)[0]
 
 
 def add_launch(
-    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    return _launch(residual_TD, delta_TD, None, weight_D, eps, shift)
+    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, shift: float = 0.0,
+    post_D: Tensor | None = None,
+) -> Pair:  # fmt: skip
+    """Two norms in one kernel where that was proved equal to one after the other."""
+    if post_D is not None and not _is_proved(delta_TD, residual_TD, weight_D, eps, shift, post_D):
+        delta_TD, post_D = launch(delta_TD, post_D, eps, shift), None
+    return _run(residual_TD, delta_TD, None, weight_D, eps, shift, post_D)
 
 
-def rows_launch(
-    table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    return _launch(table_VD, None, index_T, weight_D, eps, shift)
+def _is_proved(
+    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, shift: float, post_D: Tensor
+) -> bool:
+    """Not in float32, where no rounding keeps a product apart from the sum behind it."""
+    if delta_TD.dtype == torch.float32:
+        return False
+
+    def compare() -> bool:
+        generator = torch.Generator(delta_TD.device).manual_seed(1)
+        shape = (2, 32, delta_TD.shape[1])
+        a_TD, b_TD = torch.randn(shape, device=delta_TD.device, generator=generator).to(delta_TD.dtype)
+        want = _run(b_TD, launch(a_TD, post_D, eps, shift), None, weight_D, eps, shift)
+        return same_bits(torch.cat(want), lambda: torch.cat(_run(b_TD, a_TD, None, weight_D, eps, shift, post_D)))
+
+    key = f"post norm {delta_TD.dtype} {residual_TD.dtype} {delta_TD.shape[1]} {weight_D is None} {eps} {shift}"
+    return proved(delta_TD.device, key, compare)
 
 
-def fake(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    return x_TD.new_empty(x_TD.shape)
+def rows_launch(table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
+    return _run(table_VD, None, index_T, weight_D, eps, shift)
 
 
-def add_fake(
-    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    return residual_TD.new_empty(residual_TD.shape), residual_TD.new_empty(residual_TD.shape)
+def on_cpu(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+    x, weight, d = contiguous(x, "rms_norm's x"), readable(weight, "rms_norm's weight"), x.shape[-1]
+    y = torch.empty_like(x)
+    library, threads = schedule(8 * x.numel())
+    library.fengine_rms_norm(
+        x.data_ptr(), None, weight.data_ptr(), None, y.data_ptr(), None, x.numel() // max(d, 1), d, KIND[weight.dtype],
+        eps, shift, threads,
+    )  # fmt: skip
+    return y
 
 
-def rows_fake(
-    table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def add_on_cpu(
+    delta: Tensor, residual: Tensor, weight: Tensor | None, eps: float, shift: float = 0.0, post: Tensor | None = None
+) -> Pair:
+    delta, residual = contiguous(delta, "add_rms_norm's delta"), contiguous(residual, "add_rms_norm's residual")
+    weight, weight_at, kind = maybe(readable, weight, "add_rms_norm's weight")
+    post, post_at, post_kind = maybe(readable, post, "add_rms_norm's post weight")
+    if weight is not None and post is not None and kind != post_kind:
+        raise UnsupportedFeatureError(f"post weight is {post.dtype} and weight {weight.dtype}; they must be alike")
+    d, total = delta.shape[-1], torch.empty_like(delta)
+    y = delta.new_empty((0, d)) if weight is None else torch.empty_like(delta)
+    library, threads = schedule(8 * delta.numel())
+    library.fengine_rms_norm(
+        delta.data_ptr(), residual.data_ptr(), weight_at, post_at, y.data_ptr(), total.data_ptr(),
+        delta.numel() // max(d, 1), d, kind or post_kind, eps, shift, threads,
+    )  # fmt: skip
+    return y, total
+
+
+def rows_on_cpu(packed: Tensor, index: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Pair:
+    packed, weight = readable(packed, "the embeddings"), readable(weight, "rms_norm's weight")
+    index = contiguous(index, "index", torch.int32)
+    count, d = index.shape[0], packed.shape[1]
+    y, rows = weight.new_empty((count, d), dtype=torch.float32), weight.new_empty((count, d), dtype=torch.float32)
+    library, threads = schedule(16 * count * d)
+    library.fengine_rows_rms_norm(
+        packed.data_ptr(), index.data_ptr(), weight.data_ptr(), y.data_ptr(), rows.data_ptr(), count, d,
+        KIND[packed.dtype], KIND[weight.dtype], eps, shift, threads,
+    )  # fmt: skip
+    return y, rows
+
+
+def add_fake(delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, *_: object) -> Pair:
+    tokens, width = residual_TD.shape
+    return residual_TD.new_empty((0 if weight_D is None else tokens, width)), residual_TD.new_empty((tokens, width))
+
+
+def rows_fake(table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
     shape = (index_T.shape[0], weight_D.shape[0])
     return table_VD.new_empty(shape, dtype=weight_D.dtype), table_VD.new_empty(shape, dtype=weight_D.dtype)
 
 
-# Norms with a shift are ops of their own: an argument costs a short step as much as half a microsecond.
-_op = register("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", launch, fake)
-_shifted_op = register("shifted_rms_norm(Tensor x, Tensor weight, float eps, float shift) -> Tensor", launch, fake)
-ADD = "Tensor delta, Tensor residual, Tensor weight, float eps"
-_add_op = register(f"add_rms_norm({ADD}) -> (Tensor, Tensor)", add_launch, add_fake)
-_shifted_add_op = register(f"shifted_add_rms_norm({ADD}, float shift) -> (Tensor, Tensor)", add_launch, add_fake)
-ROWS = "Tensor table, Tensor index, Tensor weight, float eps"
-_rows_op = register(f"rows_rms_norm({ROWS}) -> (Tensor, Tensor)", rows_launch, rows_fake)
-_shifted_rows_op = register(f"shifted_rows_rms_norm({ROWS}, float shift) -> (Tensor, Tensor)", rows_launch, rows_fake)
+_op = register("rms_norm(Tensor x, Tensor weight, float eps, float shift=0.0) -> Tensor", launch, on_cpu)
+_add_op = register(
+    "add_rms_norm(Tensor delta, Tensor residual, Tensor? weight, float eps, float shift=0.0, Tensor? post=None) -> "
+    "(Tensor, Tensor)",
+    add_launch, add_on_cpu, add_fake,
+)  # fmt: skip
+_rows_op = register(
+    "rows_rms_norm(Tensor table, Tensor index, Tensor weight, float eps, float shift=0.0) -> (Tensor, Tensor)",
+    rows_launch, rows_on_cpu, rows_fake,
+)  # fmt: skip
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """The normalized rows, in x's dtype. Pure."""
-    return _shifted_op(x_TD, weight_D, eps, shift) if shift else _op(x_TD, weight_D, eps)
+    return _op(x_TD, weight_D, eps, shift) if shift else _op(x_TD, weight_D, eps)
 
 
 def add_rms_norm(
-    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(normalized rows of residual + delta, residual + delta), both in the residual's dtype. Pure."""
-    if shift:
-        return _shifted_add_op(delta_TD, residual_TD, weight_D, eps, shift)
-    return _add_op(delta_TD, residual_TD, weight_D, eps)
+    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, shift: float = 0.0,
+    post_D: Tensor | None = None,
+) -> Pair:  # fmt: skip
+    """(normalized rows of residual + delta, residual + delta), both in the residual's dtype. Pure.
+
+    The delta is normed by `post_D` first, if there is one; without a weight both are the sum.
+    """
+    more = (shift, post_D) if shift or post_D is not None else ()
+    normed_TD, sum_TD = _add_op(delta_TD, residual_TD, weight_D, eps, *more)
+    return sum_TD if weight_D is None else normed_TD, sum_TD
 
 
-def rows_rms_norm(
-    packed: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def rows_rms_norm(packed: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
     """(normalized rows, rows) of the embeddings that `linear.pack` made `packed` of, both in the weight's dtype. Pure.
 
     index_T int32.
     """
-    if shift:
-        return _shifted_rows_op(packed, index_T, weight_D, eps, shift)
-    return _rows_op(packed, index_T, weight_D, eps)
+    return _rows_op(packed, index_T, weight_D, eps, shift)

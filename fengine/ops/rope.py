@@ -1,23 +1,25 @@
-"""Rotary position embedding of q and k, an optional per-head RMS norm before it, and the write of k and v to pages.
+"""q, k and v of each token: their product, an RMS norm of each head, rotary embedding, and k and v written to pages.
+
+    qkv = x @ w.T (+ bias);  q, k, pages = rope_kv_write(qkv)
 
 Rotate-half form: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) over the two halves of a head, in fp32 from an fp32
 table, one rounding to x's dtype. The norm (Qwen3) is `rms_norm` over one head, with its two roundings.
 
-Reduction tree: only the norm reduces, over the K values of one head, in a thread layout fixed by K.
+Reduction trees: the product's is linear.py's; the norm reduces over the K values of one head, in a thread layout fixed
+by K.
 """
-# pyright: reportInvalidTypeForm=false
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fengine.ops import kv_fp8, rms_norm
-from fengine.ops.ahead import launcher
-from fengine.ops.fp8_kernels import store_heads
-from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
-
-HEADS = 8  # heads per program
-TOKENS, MANY = 4, 512  # tokens per program, in a step of so many tokens or more; one token with the norm, whose sum's
-#                        thread layout must not change
+from fengine.errors import UnsupportedFeatureError
+from fengine.ops import kv_fp8, linear, rms_norm
+from fengine.ops.cpu import contiguous, maybe, readable, schedule
+from fengine.ops.linear import Leaf
+from fengine.ops.registration import register, wide
+from fengine.ops.rope_kernels import launch, qkv_launch
 
 
 def reference(
@@ -43,112 +45,55 @@ def reference(
     return rotate(q_THK, q_norm_K), write(k_PSGK, rotate(k_TGK, k_norm_K)), write(v_PSGK, v_TGK)
 
 
-@triton.jit
-def rotated(x1, x2, cos, sin):
-    """The two halves of heads after rotation, in float32. Spelt out, so that every kernel rounds alike."""
-    return tl.fma(x1, cos, -(x2 * sin)), tl.fma(x2, cos, x1 * sin)
-
-
-@triton.jit(do_not_specialize=["T"])
-def rope_kv_write_kernel(
-    qkv_ptr, rope_ptr, pos_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps, T,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, SHIFT: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """HEADS heads (of q, k and v alike) of TOKENS tokens, as two half-heads. S: slots of a page in few bits, or 0."""
-    begin(PDL)
-    wait(PDL)
-    i = tl.arange(0, TOKENS * HEADS)
-    token = (tl.program_id(0) * TOKENS + i // HEADS).to(tl.int64)
-    head = tl.program_id(1) * HEADS + i % HEADS
-    d = tl.arange(0, HALF)
-    here = token < T
-    inside = (here & (head < H + 2 * G))[:, None] & (d < K // 2)[None, :]
-    row = qkv_ptr + (token * (H + 2 * G) * K)[:, None]
-    at = head[:, None] * K + d[None, :]
-    raw1 = tl.load(row + at, mask=inside, other=0.0)
-    raw2 = tl.load(row + at + K // 2, mask=inside, other=0.0)
-    x1 = raw1.to(tl.float32)
-    x2 = raw2.to(tl.float32)
-    if NORM:
-        dtype = qkv_ptr.dtype.element_ty
-        is_q = inside & (head < H)[:, None]
-        is_k = inside & (head >= H)[:, None]
-        scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / K + eps)[:, None]
-        q1 = tl.load(q_norm_ptr + d[None, :], mask=is_q, other=0.0).to(tl.float32)
-        q2 = tl.load(q_norm_ptr + K // 2 + d[None, :], mask=is_q, other=0.0).to(tl.float32)
-        k1 = tl.load(k_norm_ptr + d[None, :], mask=is_k, other=0.0).to(tl.float32)
-        k2 = tl.load(k_norm_ptr + K // 2 + d[None, :], mask=is_k, other=0.0).to(tl.float32)
-        if SHIFT == 0:
-            x1 = ((q1 + k1) * (x1 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-            x2 = ((q2 + k2) * (x2 * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        else:
-            x1 = ((q1 + k1 + SHIFT) * (x1 * scale)).to(dtype).to(tl.float32)
-            x2 = ((q2 + k2 + SHIFT) * (x2 * scale)).to(dtype).to(tl.float32)
-    pos = tl.load(pos_ptr + token, mask=here, other=0).to(tl.int64)
-    slot = tl.load(slot_ptr + token, mask=here, other=0).to(tl.int64)
-    angle = rope_ptr + (pos * K)[:, None] + d[None, :]
-    turned = inside & (head < H + G)[:, None]
-    cos = tl.load(angle, mask=turned, other=0.0)
-    sin = tl.load(angle + K // 2, mask=turned, other=0.0)
-    y1, y2 = rotated(x1, x2, cos, sin)
-    out = q_ptr + (token * H * K)[:, None] + at
-    mask = inside & (head < H)[:, None]
-    tl.store(out, y1.to(q_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + K // 2, y2.to(q_ptr.dtype.element_ty), mask=mask)
-    if S:
-        y1 = y1.to(q_ptr.dtype.element_ty).to(tl.float32)
-        y2 = y2.to(q_ptr.dtype.element_ty).to(tl.float32)
-        is_key = here & (head >= H) & (head < H + G)
-        store_heads(k_ptr, slot, head - H, is_key, y1, y2, G, K, HALF, S)
-        is_value = here & (head >= H + G) & (head < H + 2 * G)
-        store_heads(v_ptr, slot, head - H - G, is_value, raw1.to(tl.float32), raw2.to(tl.float32), G, K, HALF, S)
-    else:
-        out = k_ptr + (slot * G * K)[:, None] + at - H * K
-        mask = turned & (head >= H)[:, None]
-        tl.store(out, y1.to(k_ptr.dtype.element_ty), mask=mask)
-        tl.store(out + K // 2, y2.to(k_ptr.dtype.element_ty), mask=mask)
-        out = v_ptr + (slot * G * K)[:, None] + at - (H + G) * K
-        mask = inside & (head >= H + G)[:, None]
-        tl.store(out, raw1.to(v_ptr.dtype.element_ty), mask=mask)
-        tl.store(out + K // 2, raw2.to(v_ptr.dtype.element_ty), mask=mask)
-
-
-def launch(
-    qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
-    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float, shift: float = 0.0,
+def on_cpu(
+    qkv: Tensor, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor, v_pages: Tensor, num_heads: int,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, shift: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Runs the kernel. Modifies: the pages at slot_T."""
-    assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous() and rope_MK.is_contiguous()
-    assert (q_norm_K is None) == (k_norm_K is None)
-    qkv_TC = plain(qkv_TC)
-    (size, groups), width, few = k_PSGK.shape[1:3], kv_fp8.width_of(k_PSGK), kv_fp8.is_few(k_PSGK)
-    q_THK = qkv_TC.new_empty((qkv_TC.shape[0], num_heads, width))
-    count = len(qkv_TC)
-    tokens = TOKENS if count >= MANY and q_norm_K is None else 1
-    if count:
-        launcher(rope_kv_write_kernel, (triton.cdiv(count, tokens), triton.cdiv(num_heads + 2 * groups, HEADS)))(
-            qkv_TC, rope_MK, pos_T, slot_T, q_THK, k_PSGK, v_PSGK, q_norm_K, k_norm_K, eps, count, num_heads, groups,
-            width, triton.next_power_of_2(width // 2), q_norm_K is not None, HEADS, tokens, shift,
-            size if few else 0,
-            num_warps=2 if tokens == 1 else 4, **dependent_launch(qkv_TC.device.index),
-        )  # fmt: skip
-    return q_THK
+    qkv, rope = contiguous(qkv, "rope's qkv"), contiguous(rope, "rope's table")
+    pos, slot = contiguous(pos, "rope's pos", torch.int32), contiguous(slot, "rope's slot", torch.int32)
+    few = k_pages.dtype == torch.uint8  # codes: see kv_fp8.py
+    if not (few or k_pages.dtype == torch.float32) or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+        raise UnsupportedFeatureError(f"KV pages are {k_pages.dtype}; on the CPU they must be contiguous float32")
+    q_norm, q_norm_at, kind = maybe(readable, q_norm, "q_norm")
+    k_norm, k_norm_at, k_kind = maybe(readable, k_norm, "k_norm")
+    if kind != k_kind:
+        raise UnsupportedFeatureError("q_norm and k_norm are of two dtypes, or one is missing; they must be alike")
+    tokens, (size, groups, width) = qkv.shape[0], k_pages.shape[1:]
+    q = qkv.new_empty((tokens, num_heads, width - few))
+    library, threads = schedule(8 * qkv.numel())
+    library.fengine_rope_kv_write(
+        qkv.data_ptr(), rope.data_ptr(), pos.data_ptr(), slot.data_ptr(), q.data_ptr(), k_pages.data_ptr(),
+        v_pages.data_ptr(), q_norm_at, k_norm_at, tokens, num_heads, groups, width - few, size, kind, few, eps, shift,
+        threads,
+    )  # fmt: skip
+    return q
 
 
-def fake(
-    qkv_TC: Tensor, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor, v_PSGK: Tensor,
-    num_heads: int, q_norm_K: Tensor | None, k_norm_K: Tensor | None, eps: float, shift: float = 0.0,
+def qkv_on_cpu(
+    x: Tensor, packed: Tensor, bias: Tensor | None, rope: Tensor, pos: Tensor, slot: Tensor, k_pages: Tensor,
+    v_pages: Tensor, num_heads: int, *norms: Any,
 ) -> Tensor:  # fmt: skip
-    return qkv_TC.new_empty((qkv_TC.shape[0], num_heads, kv_fp8.width_of(k_PSGK)))
+    channels = (num_heads + 2 * k_pages.shape[2]) * (k_pages.shape[3] - (k_pages.dtype == torch.uint8))
+    qkv = linear.on_cpu(x, packed, channels, bias, None)
+    return on_cpu(qkv, rope, pos, slot, k_pages, v_pages, num_heads, *norms)
 
 
-ARGUMENTS = (
-    "Tensor qkv, Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, int num_heads, "
-    "Tensor? q_norm, Tensor? k_norm, float eps"
+def empty_queries(x: Tensor, k_pages: Tensor, num_heads: int) -> Tensor:
+    return x.new_empty((x.shape[0], num_heads, kv_fp8.width_of(k_pages)))
+
+
+WHERE = (
+    "Tensor rope, Tensor pos, Tensor slot, Tensor(a!) k_pages, Tensor(b!) v_pages, int num_heads, Tensor? q_norm, "
+    "Tensor? k_norm, float eps"
 )
-_op = register(f"rope_kv_write_({ARGUMENTS}) -> Tensor", launch, fake)
-_shifted_op = register(f"shifted_rope_kv_write_({ARGUMENTS}, float shift) -> Tensor", launch, fake)
+_op = register(
+    f"rope_kv_write_(Tensor qkv, {WHERE}, float shift=0.0) -> Tensor", launch, on_cpu,
+    lambda qkv, rope, pos, slot, k_pages, v_pages, num_heads, *_: empty_queries(qkv, k_pages, num_heads),
+)  # fmt: skip
+_qkv_op = register(
+    f"qkv_rope_write_(Tensor x, Tensor packed, Tensor? bias, {WHERE}) -> Tensor", qkv_launch, qkv_on_cpu,
+    lambda x, packed, bias, rope, pos, slot, k_pages, v_pages, num_heads, *_: empty_queries(x, k_pages, num_heads),
+)  # fmt: skip
 
 
 def rope_kv_write(
@@ -161,4 +106,20 @@ def rope_kv_write(
     C = (H + 2G) K in the order q, k, v; both norm weights or neither; pos_T and slot_T int32, slot = page * S + offset.
     """
     arguments = (qkv_TC, rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
-    return _shifted_op(*arguments, shift) if shift else _op(*arguments), k_PSGK, v_PSGK
+    return _op(*arguments, *((shift,) if shift else ())), k_PSGK, v_PSGK
+
+
+def qkv_rope_write(
+    x_TD: Tensor, w: Leaf, bias_C: Tensor | None, rope_MK: Tensor, pos_T: Tensor, slot_T: Tensor, k_PSGK: Tensor,
+    v_PSGK: Tensor, num_heads: int, q_norm_K: Tensor | None = None, k_norm_K: Tensor | None = None, eps: float = 0.0,
+    adapters: Any = None, exact: bool = True, shift: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(q_THK rotated, k pages, v pages). Modifies: the storage of the pages; use the returned ones from here on.
+
+    `w`: (H + 2G) K outputs in the order q, k, v, as for `linear`; the rest as for `rope_kv_write`.
+    """
+    where = (rope_MK, pos_T, slot_T, k_PSGK, v_PSGK, num_heads, q_norm_K, k_norm_K, eps)
+    dense = w.plain(adapters) if exact and not shift else None
+    if dense is None:  # the same bits in two ops
+        return rope_kv_write(linear.linear(x_TD, w, bias_C, adapters, exact=exact), *where, shift)
+    return _qkv_op(x_TD, dense.packed, bias_C, *where), k_PSGK, v_PSGK

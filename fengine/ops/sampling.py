@@ -10,20 +10,15 @@ A row with a non-finite logit gets token 0 and logprob NaN.
 Reduction tree: a row is cut into blocks of BLOCK ids; each gives (max, sum of exp(z - max)) in one fixed thread layout,
 and the blocks are joined in one more. Top-p masses are integers (prob * 2^40 rounded), exact in any order; so is max.
 """
-# pyright: reportInvalidTypeForm=false
 
 import torch
 from torch import Tensor
 
-from fengine.ops.ahead import launcher
-from fengine.ops.registration import dependent_launch, plain, register, triton
-from fengine.ops.sampling_kernels import block_kernel, candidate_kernel, level_kernel, row_kernel
+from fengine.ops.cpu import contiguous, schedule
+from fengine.ops.registration import register
+from fengine.ops.sampling_kernels import launch
 
-BLOCK = 4096  # ids per block of the tree
 MASS_BITS = 40  # a probability of 1 is a mass of 2^40
-LEVELS = 16  # coarse thresholds that narrow a filtered row down before the exact search
-MOST = 16384  # candidates of a row that have room in its list; a row with more is searched whole
-ROW_BLOCK = 2048  # ids that the exact search takes at a time
 
 
 def philox(seed_R: Tensor, pos_R: Tensor, vocab: int) -> Tensor:
@@ -71,52 +66,27 @@ def reference(
     return token_R.int(), torch.where(finite_R, logprob_R, torch.nan)
 
 
-def launch(
-    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
-    pos_R: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Two kernels draw for greedy and unfiltered rows; the two between narrow a filtered row down and skip others."""
-    z, t, k, p, m = plain(logits_RV), temperature_R, top_k_R, top_p_R, min_p_R
-    rows, vocab = z.shape
-    token_R, logprob_R = fake(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, pos_R)
-    if rows == 0:
-        return token_R, logprob_R
-    blocks = triton.cdiv(vocab, BLOCK)
-    padded = triton.next_power_of_2(blocks)
-    max_RB, sum_RB, score_RB = (z.new_empty((rows, blocks)) for _ in range(3))
-    id_RB, count_R = z.new_empty((rows, blocks), dtype=torch.int32), z.new_empty((rows,), dtype=torch.int32)
-    level_RLB = z.new_empty((rows, LEVELS, blocks), dtype=torch.int64)
-    candidate_RC = z.new_empty((rows, MOST), dtype=torch.int32)
-    best = (max_RB, sum_RB, score_RB, id_RB, count_R)
-    grid = (rows, blocks)
-    options = {"num_warps": 8, **dependent_launch(z.device.index)}
-    launcher(block_kernel, grid)(z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **options)
-    launcher(level_kernel, grid)(
-        z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, **options
+def on_cpu(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, pos: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits, temperature = contiguous(logits, "logits"), contiguous(temperature, "temperature")
+    top_p, min_p = contiguous(top_p, "top_p"), contiguous(min_p, "min_p")
+    top_k, pos = contiguous(top_k, "top_k", torch.int32), contiguous(pos, "pos", torch.int32)
+    seed = contiguous(seed, "seed", torch.int64)
+    rows, vocab = logits.shape
+    token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.float32)
+    library, threads = schedule(32 * rows * vocab)
+    library.fengine_draw(
+        logits.data_ptr(), temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+        seed.data_ptr(), pos.data_ptr(), token.data_ptr(), logprob.data_ptr(), rows, vocab, threads,
     )  # fmt: skip
-    launcher(candidate_kernel, grid)(
-        z, t, k, p, m, max_RB, sum_RB, level_RLB, count_R, candidate_RC, vocab, blocks, padded, LEVELS, MOST, BLOCK,
-        **options
-    )  # fmt: skip
-    launcher(row_kernel, (rows,))(
-        z, t, k, p, m, seed_R, pos_R, *best, candidate_RC, token_R, logprob_R, vocab, blocks, padded, MOST, ROW_BLOCK,
-        **options
-    )  # fmt: skip
-    return token_R, logprob_R
-
-
-def fake(
-    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
-    pos_R: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    rows = logits_RV.shape[0]
-    return logits_RV.new_empty((rows,), dtype=torch.int32), logits_RV.new_empty((rows,), dtype=torch.float32)
+    return token, logprob
 
 
 _op = register(
     "draw(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor pos) "
     "-> (Tensor, Tensor)",
-    launch, fake,
+    launch, on_cpu, lambda z, *_: (z.new_empty(z.shape[0], dtype=torch.int32), z.new_empty(z.shape[0])),
 )  # fmt: skip
 
 

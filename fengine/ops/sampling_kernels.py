@@ -1,7 +1,16 @@
 """The four kernels of `sampling.py`, on CUDA: blocks of a row, coarse thresholds, candidates, the draw of each row."""
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.registration import begin, tl, triton, wait
+import torch
+from torch import Tensor
+
+from fengine.ops.ahead import launcher
+from fengine.ops.registration import begin, dependent_launch, plain, tl, triton, wait
+
+BLOCK = 4096  # ids per block of the tree
+LEVELS = 16  # coarse thresholds that narrow a filtered row down before the exact search
+MOST = 16384  # candidates of a row that have room in its list; a row with more is searched whole
+ROW_BLOCK = 2048  # ids that the exact search takes at a time
 
 
 @triton.jit
@@ -225,3 +234,37 @@ def row_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, see
     z = tl.div_rn(tl.load(logits_ptr + token), temperature)
     tl.store(token_ptr + row, token)
     tl.store(logprob_ptr + row, tl.where(finite, z - log_sum, float("nan")))
+
+
+def launch(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, seed_R: Tensor,
+    pos_R: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Two kernels draw for greedy and unfiltered rows; the two between narrow a filtered row down and skip others."""
+    z, t, k, p, m = plain(logits_RV), temperature_R, top_k_R, top_p_R, min_p_R
+    rows, vocab = z.shape
+    token_R, logprob_R = z.new_empty((rows,), dtype=torch.int32), z.new_empty((rows,))
+    if rows == 0:
+        return token_R, logprob_R
+    blocks = triton.cdiv(vocab, BLOCK)
+    padded = triton.next_power_of_2(blocks)
+    max_RB, sum_RB, score_RB = (z.new_empty((rows, blocks)) for _ in range(3))
+    id_RB, count_R = z.new_empty((rows, blocks), dtype=torch.int32), z.new_empty((rows,), dtype=torch.int32)
+    level_RLB = z.new_empty((rows, LEVELS, blocks), dtype=torch.int64)
+    candidate_RC = z.new_empty((rows, MOST), dtype=torch.int32)
+    best = (max_RB, sum_RB, score_RB, id_RB, count_R)
+    grid = (rows, blocks)
+    options = {"num_warps": 8, **dependent_launch(z.device.index)}
+    launcher(block_kernel, grid)(z, t, k, p, m, seed_R, pos_R, *best, vocab, blocks, BLOCK, **options)
+    launcher(level_kernel, grid)(
+        z, t, k, p, m, max_RB, sum_RB, level_RLB, vocab, blocks, padded, LEVELS, BLOCK, **options
+    )  # fmt: skip
+    launcher(candidate_kernel, grid)(
+        z, t, k, p, m, max_RB, sum_RB, level_RLB, count_R, candidate_RC, vocab, blocks, padded, LEVELS, MOST, BLOCK,
+        **options
+    )  # fmt: skip
+    launcher(row_kernel, (rows,))(
+        z, t, k, p, m, seed_R, pos_R, *best, candidate_RC, token_R, logprob_R, vocab, blocks, padded, MOST, ROW_BLOCK,
+        **options
+    )  # fmt: skip
+    return token_R, logprob_R

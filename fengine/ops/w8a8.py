@@ -22,12 +22,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import cpu_w8a8, linear, w8a8_launch
-from fengine.ops.cpu import LANES
+from fengine.ops import linear
+from fengine.ops.ahead import launcher
+from fengine.ops.cpu import LANES, contiguous, maybe, readable, rounded, schedule
+from fengine.ops.fp8_kernels import quantize_kernel, w8a8_kernel
+from fengine.ops.linear_launch import cdiv
+from fengine.ops.proof import proved, random_rows, same_bits
 from fengine.ops.quantized import Codes
-from fengine.ops.registration import register
-from fengine.ops.w8a8_launch import STEP
+from fengine.ops.registration import (
+    EARLY,
+    dependent_launch,
+    is_hopper,
+    plain,
+    register,
+    row_warps,
+    shared_memory,
+    triton,
+)
 
+STEP = 128  # columns of a part of the sum
 LARGEST = 448.0  # of e4m3
 
 
@@ -73,10 +86,144 @@ def tree(codes: Codes) -> tuple[int, bool]:
     return codes.group, True
 
 
+def e4m3_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """(the nearest e4m3 numbers, as float32, of x [T, K] over its scales; the scales [T, groups])."""
+    x, (m, k) = contiguous(x, "w8a8_linear's x"), x.shape
+    q, scale = torch.empty_like(x), x.new_empty((m, -(-k // group)))
+    library, threads = schedule(8 * x.numel())
+    library.fengine_e4m3_rows(x.data_ptr(), q.data_ptr(), scale.data_ptr(), m, k, group, threads)
+    return q, scale
+
+
+def on_cpu(
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, step: int, by_step: bool, bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """x [T, K] in e4m3 @ w.T + bias -> [T, n]; packed uint8 [B, K, 32], scale [B, steps or 1, 32] of B blocks."""
+    m, k = x.shape
+    q, x_scale = e4m3_rows(x, step if by_step else max(k, 1))
+    y = x.new_empty((m, n))
+    library, threads = schedule(m * n * k)
+    bias, bias_at, bias_kind = maybe(readable, bias, "w8a8_linear's bias")
+    library.fengine_w8a8_linear(
+        q.data_ptr(), x_scale.data_ptr(), packed.data_ptr(), scale.data_ptr(), bias_at, y.data_ptr(), m, n, k, step,
+        by_step, bias_kind, threads,
+    )  # fmt: skip
+    return rounded(y, out_dtype)
+
+
+class Matrix(NamedTuple):
+    """The tensors and facts of a `W8A8` leaf on CUDA."""
+
+    packed: Tensor
+    scale: Tensor
+    n: int
+    step: int
+    by_step: bool
+
+
+class Schedule(NamedTuple):
+    """Tiles of the product: BM rows of x, BN outputs; `swap`: the outputs are the M side of the MMA."""
+
+    block_m: int
+    block_n: int
+    swap: bool
+    warps: int
+    stages: int
+
+
+REFERENCE = Schedule(64, 64, False, 4, 3)
+# Found on an H200. Largest M, least N: the first that fits is taken.
+TABLE = (
+    (16, 0, Schedule(16, 64, True, 4, 8)),
+    (32, 0, Schedule(32, 64, True, 4, 8)),
+    (64, 8000, Schedule(64, 64, True, 4, 6)),
+    (64, 0, Schedule(64, 64, True, 4, 8)),
+    (128, 8000, Schedule(128, 64, True, 4, 4)),
+    (128, 0, Schedule(64, 64, False, 4, 5)),
+    (1 << 30, 0, Schedule(64, 128, False, 4, 4)),
+)
+
+
+def refuse_other_devices(device: torch.device) -> None:
+    """Errors: UnsupportedFeatureError for a device whose tensor cores do not compute the tree."""
+    if not is_hopper(device):
+        raise UnsupportedFeatureError(
+            f"quantization='w8a8_fp8' needs the tensor cores of NVIDIA Hopper; {torch.cuda.get_device_name(device)} "
+            "has others: use quantization='fp8', which keeps activations in 16 bits."
+        )
+
+
+def schedules(m: int, n: int) -> list[Schedule]:
+    """Schedules for m rows, in the order in which they are tried. Pure."""
+    return [next(s for most, least, s in TABLE if m <= most and n >= least), REFERENCE]
+
+
+def rows_launch(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """(codes [T, K] in bytes, scales [T, groups]) of activations, as `quantized_rows` defines them. Pure."""
+    m, k = x_TK.shape
+    q_TK = torch.empty(m, k, dtype=torch.uint8, device=x_TK.device)
+    scale_TG = torch.empty(m, cdiv(k, group), dtype=torch.float32, device=x_TK.device)
+    block = triton.next_power_of_2(group)
+    launcher(quantize_kernel, (m, cdiv(k, group)))(
+        x_TK, q_TK, scale_TG, k, group, block, num_warps=row_warps(block),
+        **dependent_launch(x_TK.device.index, EARLY),
+    )  # fmt: skip
+    return q_TK, scale_TG
+
+
+def run(
+    q_TK: Tensor, x_scale: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule
+) -> Tensor:
+    """The product of codes under `s`. Pure."""
+    packed, scale, n, step, by_step = matrix
+    m, k = q_TK.shape
+    y_TN = torch.empty(m, n, dtype=out_dtype, device=q_TK.device)
+    stages = s.stages
+    if q_TK.is_cuda:
+        per_stage = (s.block_m + s.block_n) * step
+        stages = max(1, min(stages, shared_memory(q_TK.device.index) // per_stage))
+    launcher(w8a8_kernel, (cdiv(m, s.block_m) * cdiv(n, s.block_n),))(
+        q_TK.view(torch.float8_e4m3fn), x_scale, packed.view(torch.float8_e4m3fn), scale, bias_N, y_TN, m, n, k,
+        s.block_m, s.block_n, step, by_step, s.swap, 8, bias_N is not None, m < s.block_m, k % step == 0,
+        num_warps=s.warps, num_stages=stages, **dependent_launch(q_TK.device.index, EARLY),
+    )  # fmt: skip
+    return y_TN
+
+
+def is_proved(q_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule) -> bool:
+    """Whether `s` gives the bits of REFERENCE for these sizes on this device; compared once, with random rows."""
+    if s == REFERENCE:
+        return True
+    m, k = q_TK.shape
+
+    def compare() -> bool:
+        x_XTK = random_rows(m, k, matrix.n, q_TK.new_empty(0, dtype=torch.float32))
+        rows = [rows_launch(plain(x), matrix.step if matrix.by_step else k) for x in x_XTK]
+        want = torch.stack([run(*each, matrix, bias_N, out_dtype, REFERENCE) for each in rows])
+        return same_bits(want, lambda: torch.stack([run(*each, matrix, bias_N, out_dtype, s) for each in rows]))
+
+    key = f"w8a8 {out_dtype} {bias_N is not None} {matrix.step} {matrix.by_step} {m}x{matrix.n}x{k} {tuple(s)}"
+    return proved(q_TK.device, key, compare)
+
+
+def launch(
+    x: Tensor, packed: Tensor, scale: Tensor, n: int, step: int, by_step: bool, bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """The first schedule in order of speed that is proved."""
+    matrix, dtype = Matrix(packed, scale, n, step, by_step), out_dtype or x.dtype
+    if len(x) == 0:
+        return x.new_empty((0, n), dtype=dtype)
+    q_TK, x_scale = rows_launch(plain(x), step if by_step else x.shape[1])
+    s = next(s for s in schedules(len(x), n) if is_proved(q_TK, matrix, bias, dtype, s))
+    return run(q_TK, x_scale, matrix, bias, dtype, s)
+
+
 _op = register(
     "w8a8_linear(Tensor x, Tensor packed, Tensor scale, int n, int step, bool by_step, Tensor? bias, "
     "ScalarType? out_dtype) -> Tensor",
-    w8a8_launch.launch, w8a8_launch.fake, cpu_w8a8.w8a8_linear,
+    launch, on_cpu, lambda x, packed, scale, n, *rest: x.new_empty((x.shape[0], n), dtype=rest[-1] or x.dtype),
 )  # fmt: skip
 
 
@@ -108,7 +255,7 @@ def pack(codes: Codes) -> linear.Leaf:
     step, by_step = tree(codes)
     scale_NG, n = codes.scale_NG.float(), len(codes.code_NK)
     if codes.code_NK.device.type != "cpu":
-        w8a8_launch.refuse_other_devices(codes.code_NK.device)
+        refuse_other_devices(codes.code_NK.device)
         return W8A8(codes.code_NK.contiguous(), scale_NG.T.contiguous(), n, step, by_step)
 
     def blocks(t: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from fengine.errors import ConfigError, OutOfMemoryError
 from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import KVState
 from fengine.models.spec import ModelSpec
-from fengine.ops.attention_schedules import block_of
+from fengine.ops.attention_launch import block_of
 from fengine.worker.device import device_of
 
 CPU_POOL_BYTES = 512 << 20  # the default KV pool on a CPU

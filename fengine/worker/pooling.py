@@ -20,9 +20,9 @@ from safetensors.numpy import load_file
 from fengine.errors import InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.kv_state import Params
 from fengine.models.modernbert import EPS as HEAD_EPS
+from fengine.ops.activations import activate
 from fengine.ops.layer_norm import layer_norm
 from fengine.ops.linear import linear
-from fengine.ops.silu_mul import activate
 
 POOLS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # sentence-transformers' word -> ours
 FLAGS = {"lasttoken": "lasttoken", "mean_tokens": "mean", "cls_token": "cls"}  # its older spelling: pooling_mode_*

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fengine.errors import OutOfMemoryError, UnsupportedFeatureError
-from fengine.ops import cpu, cpu_library, cpu_logits, sampling
+from fengine.ops import activations, attention, cpu, linear, logprobs, lora, rms_norm, rope, sampling
 from fengine.ops.linear import pack as pack_leaf
 
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,7 +34,7 @@ def one_seed() -> None:
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """That many threads, also for the smallest call."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(cpu_library, "SHORT", ALWAYS_PARALLEL)
+    monkeypatch.setattr(cpu, "SHORT", ALWAYS_PARALLEL)
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
@@ -59,8 +59,8 @@ def test_linear_is_the_product(threads: int, dtype: torch.dtype, n: int, k: int)
     for m in (1, 2, 5, 12, 13, 40):
         x, w, bias = torch.randn(m, k), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
         exact = x.double() @ w.double().T
-        torch.testing.assert_close(cpu.linear(x, pack(w), n, None, None).double(), exact, rtol=1e-5, atol=1e-5 * k**0.5)
-        with_bias = cpu.linear(x, pack(w), n, bias, None).double()
+        torch.testing.assert_close(linear.on_cpu(x, pack(w), n, None, None).double(), exact, rtol=1e-5, atol=1e-5 * k**0.5)
+        with_bias = linear.on_cpu(x, pack(w), n, bias, None).double()
         torch.testing.assert_close(with_bias, exact + bias.double(), rtol=1e-5, atol=1e-5 * k**0.5)
 
 
@@ -74,10 +74,10 @@ def chain(x_K: Tensor, w_K: Tensor, fused: bool) -> float:
 
 def test_linear_is_one_chain_from_left_to_right() -> None:
     x, w, bias = torch.randn(3, 200), torch.randn(40, 200), torch.randn(40)
-    y = cpu.linear(x, pack(w), 40, None, None)
+    y = linear.on_cpu(x, pack(w), 40, None, None)
     fused, split = (torch.tensor([[chain(r, c, fused) for c in w] for r in x]) for fused in (True, False))
     assert same_bits(y, fused) or same_bits(y, split)  # the second on CPUs without fused multiply-add
-    assert same_bits(cpu.linear(x, pack(w), 40, bias, None), y + bias)
+    assert same_bits(linear.on_cpu(x, pack(w), 40, bias, None), y + bias)
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)
@@ -85,37 +85,37 @@ def test_linear_is_one_chain_from_left_to_right() -> None:
 def test_linear_row_alone_has_the_bits_of_the_batch(threads: int, dtype: torch.dtype, k: int) -> None:
     n = 290
     x, w, bias = torch.randn(100, k), pack(torch.randn(n, k).to(dtype)), torch.randn(n)
-    alone = torch.cat([cpu.linear(x[i : i + 1], w, n, bias, None) for i in range(100)])
+    alone = torch.cat([linear.on_cpu(x[i : i + 1], w, n, bias, None) for i in range(100)])
     for m in (*range(1, 34), 64, 100):
-        assert same_bits(cpu.linear(x[:m], w, n, bias, None), alone[:m]), m
-    assert same_bits(cpu.linear(x[50:], w, n, bias, None), alone[50:])
+        assert same_bits(linear.on_cpu(x[:m], w, n, bias, None), alone[:m]), m
+    assert same_bits(linear.on_cpu(x[50:], w, n, bias, None), alone[50:])
 
 
 def test_negative_control_a_split_sum_is_seen() -> None:
     x, w = torch.randn(4, 256), torch.randn(64, 256)
-    whole = cpu.linear(x, pack(w), 64, None, None)
-    left, right = (cpu.linear(x[:, s], pack(w[:, s]), 64, None, None) for s in (slice(0, 128), slice(128, 256)))
+    whole = linear.on_cpu(x, pack(w), 64, None, None)
+    left, right = (linear.on_cpu(x[:, s], pack(w[:, s]), 64, None, None) for s in (slice(0, 128), slice(128, 256)))
     torch.testing.assert_close(left + right, whole, rtol=1e-4, atol=1e-4)
     assert not same_bits(left + right, whole)
 
 
 def test_linear_takes_what_it_is_given() -> None:
     w = pack(torch.randn(8, 6))
-    assert cpu.linear(torch.empty(0, 6), w, 8, None, None).shape == (0, 8)
-    assert cpu.linear(torch.randn(3, 6), w, 8, None, torch.bfloat16).dtype == torch.bfloat16
+    assert linear.on_cpu(torch.empty(0, 6), w, 8, None, None).shape == (0, 8)
+    assert linear.on_cpu(torch.randn(3, 6), w, 8, None, torch.bfloat16).dtype == torch.bfloat16
     strided = torch.randn(6, 3).T
-    assert same_bits(cpu.linear(strided, w, 8, None, None), cpu.linear(strided.contiguous(), w, 8, None, None))
+    assert same_bits(linear.on_cpu(strided, w, 8, None, None), linear.on_cpu(strided.contiguous(), w, 8, None, None))
     with pytest.raises(UnsupportedFeatureError, match="bfloat16"):
-        cpu.linear(torch.randn(3, 6).bfloat16(), w, 8, None, None)
+        linear.on_cpu(torch.randn(3, 6).bfloat16(), w, 8, None, None)
     with pytest.raises(UnsupportedFeatureError, match="int8"):
-        cpu.linear(torch.randn(3, 6), w.to(torch.int8), 8, None, None)
+        linear.on_cpu(torch.randn(3, 6), w.to(torch.int8), 8, None, None)
 
 
 def test_every_half_is_widened_exactly() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
         every = every[every.float().isfinite()]
-        y = cpu.linear(torch.ones(1, 1), pack(every[:, None]), len(every), None, None)[0]
+        y = linear.on_cpu(torch.ones(1, 1), pack(every[:, None]), len(every), None, None)[0]
         assert torch.equal(y, every.float())
 
 
@@ -130,28 +130,28 @@ def test_norms(threads: int, dtype: torch.dtype, d: int) -> None:
     def norm(x: Tensor) -> Tensor:
         return weight.double() * x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
 
-    y = cpu.rms_norm(x, weight, 1e-6)
+    y = rms_norm.on_cpu(x, weight, 1e-6)
     torch.testing.assert_close(y.double(), norm(x), rtol=2e-6, atol=1e-6)
-    summed, total = cpu.add_rms_norm(x, residual, weight, 1e-6)
+    summed, total = rms_norm.add_on_cpu(x, residual, weight, 1e-6)
     assert same_bits(total, residual + x)
-    assert same_bits(summed, cpu.rms_norm(residual + x, weight, 1e-6))
+    assert same_bits(summed, rms_norm.on_cpu(residual + x, weight, 1e-6))
     for i in range(0, 70, 7):
-        assert same_bits(cpu.rms_norm(x[i : i + 1], weight, 1e-6), y[i : i + 1])
-    assert cpu.rms_norm(x[:0], weight, 1e-6).shape == (0, d)
+        assert same_bits(rms_norm.on_cpu(x[i : i + 1], weight, 1e-6), y[i : i + 1])
+    assert rms_norm.on_cpu(x[:0], weight, 1e-6).shape == (0, d)
     table, index = torch.randn(45, d).to(dtype), torch.randint(0, 45, (70,), dtype=torch.int32)
-    normed, rows = cpu.rows_rms_norm(pack(table), index, weight, 1e-6)
-    assert same_bits(rows, table[index].float()) and same_bits(normed, cpu.rms_norm(rows, weight, 1e-6))
+    normed, rows = rms_norm.rows_on_cpu(pack(table), index, weight, 1e-6)
+    assert same_bits(rows, table[index].float()) and same_bits(normed, rms_norm.on_cpu(rows, weight, 1e-6))
 
 
 @pytest.mark.parametrize("f", [1, 16, 19, 768])
 def test_silu_mul(threads: int, f: int) -> None:
     x = torch.cat([torch.randn(40, 2 * f) * 4, torch.full((1, 2 * f), -200.0), torch.full((1, 2 * f), 200.0)])
-    y = cpu.silu_mul(x)
+    y = activations.on_cpu(x)
     exact = torch.nn.functional.silu(x[:, :f].double()) * x[:, f:].double()
     torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-30)
-    assert same_bits(torch.cat([cpu.silu_mul(x[i : i + 1]) for i in range(42)]), y)
-    assert same_bits(cpu.silu_mul(x[:, [f - 1, 2 * f - 1]]), y[:, -1:])  # the place within a vector does not matter
-    assert cpu.silu_mul(torch.tensor([[math.nan, 1.0]])).isnan().all()
+    assert same_bits(torch.cat([activations.on_cpu(x[i : i + 1]) for i in range(42)]), y)
+    assert same_bits(activations.on_cpu(x[:, [f - 1, 2 * f - 1]]), y[:, -1:])  # the place within a vector does not matter
+    assert activations.on_cpu(torch.tensor([[math.nan, 1.0]])).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,8 +162,8 @@ def test_the_gated_product_has_the_bits_of_its_parts(
     """Also where gate and up are large."""
     x, packed, bias = torch.randn(rows, k), pack(torch.randn(2 * n, k).to(dtype)), torch.randn(2 * n)
     for added in (None, bias):
-        want = cpu.silu_mul(cpu.linear(x, packed, 2 * n, added, None))
-        assert same_bits(cpu.gated_linear(x, packed, n, added), want)
+        want = activations.on_cpu(linear.on_cpu(x, packed, 2 * n, added, None))
+        assert same_bits(linear.gated_on_cpu(x, packed, n, added), want)
 
 
 @pytest.mark.parametrize(("heads", "groups", "width"), [(1, 1, 2), (4, 2, 16), (7, 1, 64), (6, 3, 80), (3, 3, 10)])
@@ -176,10 +176,10 @@ def test_rope_kv_write(threads: int, heads: int, groups: int, width: int, normed
     pos, slot = torch.randint(0, 50, (tokens,)).int(), (torch.randperm(36)[:tokens] + size).int()
     norms = [torch.randn(width).bfloat16() for _ in range(2)] if normed else [None, None]
     k, v = torch.full((10, size, groups, width), math.nan), torch.full((10, size, groups, width), math.nan)
-    q = cpu.rope_kv_write_(qkv, table, pos, slot, k, v, heads, norms[0], norms[1], 1e-6)
+    q = rope.on_cpu(qkv, table, pos, slot, k, v, heads, norms[0], norms[1], 1e-6)
 
     def rotated(x: Tensor, norm: Tensor | None) -> Tensor:
-        x = x if norm is None else cpu.rms_norm(x.contiguous(), norm, 1e-6)
+        x = x if norm is None else rms_norm.on_cpu(x.contiguous(), norm, 1e-6)
         c, s = table[pos.long()][:, None, :half], table[pos.long()][:, None, half:]
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * c - b * s, b * c + a * s], -1)
@@ -233,7 +233,7 @@ class Past:
         ends = torch.tensor([e if self.causal else self.lengths[r] for r, _, e in spans]).int()
         table = self.table[[r for r, _, _ in spans]]
         last = torch.cat([self.last(r)[b:e] for r, b, e in spans]).int() if self.images else None
-        o = cpu.attention(
+        o = attention.on_cpu(
             q, *self.pages(filler), start, ends, table, self.scale, self.causal, self.window, self.cap, self.sinks, last
         )
         assert (o[sum(counts) :] == 0).all() and len(o) == sum(counts) + padding
@@ -345,10 +345,10 @@ def test_attention_without_rows_or_tokens() -> None:
     k = torch.zeros(2, 4, 1, 8)
     none, table = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)
     start = torch.zeros(1, dtype=torch.int32)
-    assert (cpu.attention(torch.randn(3, 2, 8), k, k, start, none, table, 1.0) == 0).all()
-    assert cpu.attention(torch.randn(0, 2, 8), k, k, start, none, table, 1.0).shape == (0, 2, 8)
+    assert (attention.on_cpu(torch.randn(3, 2, 8), k, k, start, none, table, 1.0) == 0).all()
+    assert attention.on_cpu(torch.randn(0, 2, 8), k, k, start, none, table, 1.0).shape == (0, 2, 8)
     two = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
-    assert (cpu.attention(torch.randn(3, 2, 8), k, k, *two, 1.0) == 0).all()
+    assert (attention.on_cpu(torch.randn(3, 2, 8), k, k, *two, 1.0) == 0).all()
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_attention_without_rows_or_tokens() -> None:
 def draw(logits: Tensor, temperature: float = 1.0, top_k: int = 1 << 30, top_p: float = 1.0, min_p: float = 0.0,
          seed: Tensor | None = None, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = len(logits)
-    return cpu_logits.draw(
+    return sampling.on_cpu(
         logits, torch.full((rows,), temperature), torch.full((rows,), top_k, dtype=torch.int32),
         torch.full((rows,), top_p), torch.full((rows,), min_p), torch.arange(rows) if seed is None else seed,
         torch.zeros(rows, dtype=torch.int32) if pos is None else pos,
@@ -366,7 +366,7 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int = 1 << 30, top_p: 
 
 def test_philox_known_answers() -> None:
     """philox4x32-10 of Random123's kat_vectors: counter, key, first word."""
-    keeping, _ = cpu_library.kernels()
+    keeping, _ = cpu.kernels()
     pi = ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], 0x299F31D0A4093822)
     for counter, key, word in (([0] * 4, 0, 0x6627E8D5), ([2**32 - 1] * 4, -1, 0x408F276D), (*pi, 0xD16CFE09)):
         counters, out = (ctypes.c_uint32 * 4)(*counter), ctypes.c_uint32()
@@ -385,12 +385,12 @@ def test_draw_is_the_reference(threads: int, vocab: int, spread: float) -> None:
         torch.tensor([1.0, 0.9, 0.5, 0.999, 1e-6] * 5)[:rows], torch.tensor([0.0, 0.0, 0.05, 1.0] * 6),
         torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 2**31 - 1, (rows,), dtype=torch.int32),
     )  # fmt: skip
-    token, logprob = cpu_logits.draw(*arguments)
+    token, logprob = sampling.on_cpu(*arguments)
     expected, expected_logprob = sampling.reference(*arguments)
     assert torch.equal(token, expected)
     torch.testing.assert_close(logprob, expected_logprob, rtol=2e-6, atol=2e-6)
     for r in range(rows):
-        alone = cpu_logits.draw(*(a[r : r + 1] for a in arguments))
+        alone = sampling.on_cpu(*(a[r : r + 1] for a in arguments))
         assert torch.equal(alone[0], token[r : r + 1]) and same_bits(alone[1], logprob[r : r + 1])
 
 
@@ -440,7 +440,7 @@ def test_draw_frequencies_follow_the_distribution(options: dict, kept: int | Non
 
 LOADED = """
 import re, torch
-from fengine.ops import cpu, cpu_library, cpu_logits
+from fengine.ops import activations, cpu
 def state():
     names = {line.split()[-1] for line in open("/proc/self/maps")}
     threads = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("Threads"))
@@ -448,8 +448,8 @@ def state():
 torch.set_num_threads(3)
 torch.randn(1 << 22).sum()
 before = state()
-cpu_library.SHORT = 0
-cpu.silu_mul(torch.randn(512, 512))
+cpu.SHORT = 0
+activations.on_cpu(torch.randn(512, 512))
 assert before[0] and state() == before, (before, state())
 """
 
@@ -503,17 +503,19 @@ def test_too_little_memory_is_an_error_and_not_the_end(threads: int) -> None:
     q, k = torch.empty(1, 4096, 4096), torch.zeros(514, 1, 1, 4096)
     stack = (torch.zeros(1, 1, 512, 1), torch.zeros(1, 1, 512), torch.zeros(1, 1), ints([[512]]), [1])
     calls: dict[str, Callable[[], Any]] = {
-        "linear": partial(cpu.linear, torch.empty(50_000, 1024), pack(torch.zeros(1, 1024)), 1, None, None),
-        "gated_linear": partial(cpu.gated_linear, x, pack(torch.zeros(512, 1)), 256, None),
-        "lora_linear": partial(
-            cpu.lora_linear, x, pack(torch.zeros(1, 1)), 1, None, True, *stack, torch.arange(100_000).int(),
+        "linear": partial(linear.on_cpu, torch.empty(50_000, 1024), pack(torch.zeros(1, 1024)), 1, None, None),
+        "gated_linear": partial(linear.gated_on_cpu, x, pack(torch.zeros(512, 1)), 256, None),
+        "lora_add": partial(
+            lora.on_cpu, x, pack(torch.zeros(1, 1)), 1, None, True, *stack, torch.arange(100_000).int(),
             ints([0, 100_000]),
         ),
-        "attention": partial(cpu.attention, q, k, k, ints([0, 1]), ints([1]), ints([[0]]), 1.0),
-        "attention in parts": partial(cpu.attention, q, k, k, ints([0, 1]), ints([513]), ints([list(range(513))]), 1.0),
+        "attention": partial(attention.on_cpu, q, k, k, ints([0, 1]), ints([1]), ints([[0]]), 1.0),
+        "attention in parts": partial(
+            attention.on_cpu, q, k, k, ints([0, 1]), ints([513]), ints([list(range(513))]), 1.0
+        ),
         "draw": partial(draw, logits),
-        "logprobs": partial(cpu_logits.logprobs, logits, torch.ones(1), ints([[0]])),
-        "top_ids": partial(cpu_logits.top_ids, logits, 24_000_000),
+        "logprobs": partial(logprobs.on_cpu, logits, torch.ones(1), ints([[0]])),
+        "top_ids": partial(logprobs.top_on_cpu, logits, 24_000_000),
     }  # fmt: skip
     scores = torch.randn(9, 50)
     want = draw(scores)[0]  # the threads are there now

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import cpu_library, experts_schedules, linear
+from fengine.ops import cpu, experts_schedules, linear
 from fengine.ops.experts import Routing, Weights, experts, moe, reference, route_reference
 
 ROUTINGS = [Routing(3), Routing(3, False), Routing(3, True, True, 2.5), Routing(3, False, True)]
@@ -20,7 +20,7 @@ KINDS = [torch.float32, torch.bfloat16, torch.float16]
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """That many threads, also for the smallest call."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(cpu_library, "SHORT", 0)
+    monkeypatch.setattr(cpu, "SHORT", 0)
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)

@@ -13,8 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fengine.ops import (
+    activations,
+    experts_hopper,
+    experts_launch,
+    experts_routing,
+    linear_launch,
+    quantized,
+    quantized_hopper,
+)
 from fengine.ops import experts as op
-from fengine.ops import experts_hopper, experts_routing, linear, quantized, quantized_hopper, silu_mul
 from fengine.ops.experts_schedules import (
     FEW,
     FEW_BITS,
@@ -26,6 +34,7 @@ from fengine.ops.experts_schedules import (
     Schedule,
     of_whole_groups,
 )
+from fengine.ops.linear import Dense
 from fengine.ops.proof import captured
 from fengine.ops.registration import triton
 
@@ -45,7 +54,7 @@ def test_kernels_in_the_interpreter():
 
 
 def case(t: int, e: int, f: int, d: int, dtype: torch.dtype, routing: op.Routing, full: bool, limit: float = 0.0
-         ) -> op.Call:  # fmt: skip
+         ) -> experts_launch.Call:  # fmt: skip
     """`full`: with biases, a correction and a shared expert."""
     g = torch.Generator().manual_seed(t * e + f)
 
@@ -56,7 +65,7 @@ def case(t: int, e: int, f: int, d: int, dtype: torch.dtype, routing: op.Routing
         normal(e, 2 * f, d) / d**0.5, normal(e, d, f) / f**0.5, normal(e, 2 * f) if full else None,
         normal(e, d) if full else None, normal(e).float() / 9 if full else None,
     )  # fmt: skip
-    return op.Call(
+    return experts_launch.Call(
         normal(t, d),
         normal(t, e).float(),
         w,
@@ -70,13 +79,13 @@ def case(t: int, e: int, f: int, d: int, dtype: torch.dtype, routing: op.Routing
 TOKENS = ("_TD", "_TE", "_T1")
 
 
-def some(call: op.Call, rows: Any) -> op.Call:
+def some(call: experts_launch.Call, rows: Any) -> experts_launch.Call:
     """The call of some of its tokens."""
     taken = {name: x[rows].contiguous() for name, x in call._asdict().items() if name[-3:] in TOKENS and x is not None}
     return call._replace(**taken)
 
 
-def want(call: op.Call) -> Tensor:
+def want(call: experts_launch.Call) -> Tensor:
     return op.reference(*call)
 
 
@@ -89,20 +98,20 @@ def test_experts_by_kernels(dtype: torch.dtype, routing: op.Routing, full: bool)
     for t, e, f, d, schedules in ((2, 8, 40, 64, (FLOAT32, FEW)), (30, 5, 64, 96, (FLOAT32,))):
         call = case(t, e, f, d, dtype, routing, full, 0.0 if full else 1.0)
         for s in schedules:
-            torch.testing.assert_close(op.run(call, s), want(call), rtol=close, atol=close)
+            torch.testing.assert_close(experts_launch.run(call, s), want(call), rtol=close, atol=close)
 
 
 @interpreted
 def test_every_schedule_and_more_experts_than_compared_at_once():
     call = case(3, 7, 33, 70, torch.float16, op.Routing(3), True)
     for s in (REFERENCE, FEW, *(s for _, s in GROUPED)):
-        torch.testing.assert_close(op.run(call, s), want(call), rtol=4e-3, atol=4e-3)
+        torch.testing.assert_close(experts_launch.run(call, s), want(call), rtol=4e-3, atol=4e-3)
     call = case(2, 150, 8, 16, torch.float32, op.Routing(6), True)
     for s in (FEW, FLOAT32):
-        torch.testing.assert_close(op.run(call, s), want(call), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(experts_launch.run(call, s), want(call), rtol=1e-5, atol=1e-5)
 
 
-def by_ranks(call: op.Call, s: Schedule, size: int) -> Tensor:
+def by_ranks(call: experts_launch.Call, s: Schedule, size: int) -> Tensor:
     """The result of ranks, each of which has columns of every expert, side by side."""
     _, _, _, f, d = call.sizes
     w, first, last = call.weights, [], []
@@ -112,12 +121,12 @@ def by_ranks(call: op.Call, s: Schedule, size: int) -> Tensor:
 
     for rank in range(size):
         own = w._replace(gate_up=cut(w.gate_up, 2, rank), gate_up_bias=cut(w.gate_up_bias, 2, rank))
-        first.append(op.run(call._replace(weights=own._replace(down=None, down_bias=None)), s))
+        first.append(experts_launch.run(call._replace(weights=own._replace(down=None, down_bias=None)), s))
     for rank in range(size):
         own = w._replace(down=cut(w.down, 1, rank), down_bias=cut(w.down_bias, 1, rank))
         part = call._replace(x_TD=torch.cat(first, 1), weights=own._replace(gate_up=None, gate_up_bias=None), limit=0.0)
         shared = call.shared_TD
-        last.append(op.run(part._replace(shared_TD=shared if shared is None else cut(shared, 1, rank)), s))
+        last.append(experts_launch.run(part._replace(shared_TD=shared if shared is None else cut(shared, 1, rank)), s))
     assert first[0].shape == (call.sizes[0] * call.routing.top_k, f // size) and last[0].shape[1] == d // size
     return torch.cat(last, 1)
 
@@ -129,7 +138,7 @@ def test_columns_of_ranks_are_those_of_one_device(full: bool):
     for t, dtype, s in ((5, torch.float32, FLOAT32), (3, torch.float16, REFERENCE), (2, torch.float16, GROUPED[0][1])):
         call, close = case(t, 5, 40, 64, dtype, op.Routing(3), full, 0.0 if full else 1.0), 4e-3
         close = 1e-5 if dtype == torch.float32 else close
-        torch.testing.assert_close(by_ranks(call, s, 2), op.run(call, s), rtol=close, atol=close)
+        torch.testing.assert_close(by_ranks(call, s, 2), experts_launch.run(call, s), rtol=close, atol=close)
 
 
 @gpu
@@ -138,14 +147,14 @@ def test_columns_of_ranks_are_those_of_one_device(full: bool):
 def test_columns_of_ranks_have_the_bits_of_one_gpu(t: int, size: int, full: bool):
     call = case(t, 32, 768, 2048, torch.bfloat16, op.Routing(8), full)
     for s in (REFERENCE, *(s for _, s in GROUPED), MANY):
-        assert torch.equal(by_ranks(call, s, size), op.run(call, REFERENCE)), s
+        assert torch.equal(by_ranks(call, s, size), experts_launch.run(call, REFERENCE)), s
 
 
 @interpreted
 @pytest.mark.parametrize("s", [FEW, FLOAT32], ids=["few", "many"])
 def test_a_shared_expert_without_a_gate(s: Schedule):
     call = case(3, 6, 16, 32, torch.float32, op.Routing(2, sigmoid=True, scale=1.5), True)._replace(gate_T1=None)
-    torch.testing.assert_close(op.run(call, s), want(call), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(experts_launch.run(call, s), want(call), rtol=1e-5, atol=1e-5)
 
 
 @interpreted
@@ -154,7 +163,7 @@ def test_ties_and_nan():
     logits = torch.tensor([[-0.0, 1.0, 0.0, 1.0, 0.0, 1.0], [1.0, 2.0, torch.nan, 0.0, 5.0, 4.0], [0.0] * 6])
     call = call._replace(logits_TE=logits)
     for s in (FEW, FLOAT32):
-        got = op.run(call, s)
+        got = experts_launch.run(call, s)
         assert got[1].isnan().all()
         torch.testing.assert_close(got[[0, 2]], want(call)[[0, 2]], rtol=1e-5, atol=1e-5)
 
@@ -162,7 +171,7 @@ def test_ties_and_nan():
 # -- bits, on a device -------------------------------------------------------------------------------------------------
 
 
-def usable(call: op.Call) -> tuple[Schedule, ...]:
+def usable(call: experts_launch.Call) -> tuple[Schedule, ...]:
     hopper = experts_hopper.usable(call.x_TD, call.weights.gate_up, call.weights.down)
     return (*(s for _, s in GROUPED), MANY, *((HOPPER,) if hopper else ()))
 
@@ -172,18 +181,18 @@ def usable(call: op.Call) -> tuple[Schedule, ...]:
 @pytest.mark.parametrize(("e", "a", "f", "d"), [(16, 4, 192, 512), (60, 6, 88, 200), (128, 8, 768, 2048)])
 def test_bits_follow_no_schedule_and_no_neighbour(e: int, a: int, f: int, d: int, full: bool):
     whole = case(700, e, f, d, torch.bfloat16, op.Routing(a), full, 7.0 if full else 0.0)
-    bits = op.run(whole, REFERENCE)
+    bits = experts_launch.run(whole, REFERENCE)
     torch.testing.assert_close(bits.float(), want(some(whole, slice(0, 700))).float(), rtol=4e-2, atol=4e-2)
     for rows in (slice(0, 1), slice(5, 7), slice(3, 20), slice(0, 129), slice(0, 700), torch.randperm(700)):
         part = some(whole, rows)
         few = (FEW,) if len(part.x_TD) < 20 else ()
         for s in (*few, *usable(whole)):
-            assert op.run(part, s).equal(bits[rows]), s
-        assert captured(lambda part=part: op.run(part, usable(whole)[0])).equal(bits[rows])
+            assert experts_launch.run(part, s).equal(bits[rows]), s
+        assert captured(lambda part=part: experts_launch.run(part, usable(whole)[0])).equal(bits[rows])
         assert op.experts(*part).equal(bits[rows])
 
 
-def ungrouped(call: op.Call) -> tuple[Tensor, Tensor, Tensor]:
+def ungrouped(call: experts_launch.Call) -> tuple[Tensor, Tensor, Tensor]:
     """(ids [T, A], parts [E, T, D], parts whose sum over F is two sums), each expert's rows through `linear`'s own
     reference."""
     t, e, a, f, d = call.sizes
@@ -197,24 +206,24 @@ def ungrouped(call: op.Call) -> tuple[Tensor, Tensor, Tensor]:
     parts, halves = (torch.zeros(e, t, d, device=DEVICE) for _ in range(2))
 
     def product(x: Tensor, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-        return linear.run(x.contiguous(), w.contiguous(), len(w), None, dtype, linear.REFERENCE)
+        return linear_launch.run(x.contiguous(), w.contiguous(), len(w), None, dtype, linear_launch.REFERENCE)
 
     for expert in range(e):
         token, slot = (id_TA == expert).nonzero(as_tuple=True)
         weight, down = weight_TA[token, slot, None], call.weights.down[expert]
-        h = silu_mul.launch(product(call.x_TD[token], call.weights.gate_up[expert], None))
+        h = activations.launch(product(call.x_TD[token], call.weights.gate_up[expert], None))
         parts[expert, token] = (product(h, down, torch.float32) * weight).bfloat16().float()
         two = [product(h[:, k], down[:, k], torch.float32) for k in (slice(f // 2), slice(f // 2, f))]
         halves[expert, token] = ((two[0] + two[1]) * weight).bfloat16().float()
     return id_TA, parts, halves
 
 
-def in_few_bits(call: op.Call, kind: str, group: int) -> tuple[op.Call, op.Call]:
+def in_few_bits(call: experts_launch.Call, kind: str, group: int) -> tuple[experts_launch.Call, experts_launch.Call]:
     """(the call in few bits, the same dequantized)"""
     w, dense, few = call.weights, [], []
     for matrix, gated in ((w.gate_up, True), (w.down, False)):
         codes = quantized.encoded(matrix.flatten(0, 1), kind, group)
-        dense.append(linear.Dense(quantized.dequantized(codes, torch.bfloat16).view(matrix.shape), matrix.shape[1]))
+        dense.append(Dense(quantized.dequantized(codes, torch.bfloat16).view(matrix.shape), matrix.shape[1]))
         few.append(quantized.pack_experts(codes, len(matrix), gated, torch.bfloat16) or dense[-1])
     here = call._replace(weights=op.weights_of(few[0], few[1], *w[2:5]))
     return here, call._replace(weights=op.weights_of(dense[0], dense[1], *w[2:5]))
@@ -229,7 +238,7 @@ def test_weights_in_few_bits_are_dequantized_where_no_kernel_reads_them(monkeypa
     got = call.weights.whole(call.sizes)
     assert torch.equal(got.gate_up, whole.weights.gate_up)
     assert torch.equal(got.down, whole.weights.down)
-    assert op.run(call, FEW).equal(op.run(whole, FEW))
+    assert experts_launch.run(call, FEW).equal(experts_launch.run(whole, FEW))
 
 
 @gpu
@@ -239,14 +248,14 @@ def test_weights_in_few_bits_give_the_bits_of_the_dequantized_ones(kind: str, gr
     e, a, f, d = 16, 4, 256, 512
     call = case(700, e, f, d, torch.bfloat16, op.Routing(a), full, 7.0 if full else 0.0)
     call, whole = in_few_bits(call, kind, group)
-    bits = op.run(whole, REFERENCE)
-    assert op.run(call, REFERENCE).equal(bits)
+    bits = experts_launch.run(whole, REFERENCE)
+    assert experts_launch.run(call, REFERENCE).equal(bits)
     for rows in (slice(0, 1), slice(3, 20), slice(0, 129), slice(0, 700), torch.randperm(700)):
         part = some(call, rows)
         assert op.experts(*part).equal(bits[rows])
         for s in [of_whole_groups(s, group) for _, s in FEW_BITS] if call.weights.group else ():
-            assert op.run(part, s).equal(bits[rows]), s
-            assert op.proved(part, s), s
+            assert experts_launch.run(part, s).equal(bits[rows]), s
+            assert experts_launch.is_proved(part, s), s
 
 
 @gpu
@@ -271,7 +280,7 @@ def test_grouped_is_ungrouped_in_order_of_ids():
             total = total + parts[expert_T, torch.arange(300, device=DEVICE)]
         return total.bfloat16()
 
-    bits = op.run(call, REFERENCE)
+    bits = experts_launch.run(call, REFERENCE)
     assert bits.equal(added(parts, id_TA))
     assert not bits.equal(added(halves, id_TA))
     chosen_TA = logits.sort(dim=-1, descending=True, stable=True).indices[:, :4]
@@ -282,14 +291,14 @@ def test_grouped_is_ungrouped_in_order_of_ids():
 def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatch):
     """The negative control of the proof: one schedule adds the later half of D first."""
     call = case(40, 16, 192, 512, torch.bfloat16, op.Routing(4), False)
-    assert op._compare(call, GROUPED[0][1])
-    run = op.run
+    assert experts_launch._compare(call, GROUPED[0][1])
+    run = experts_launch.run
 
-    def later_first(call: op.Call, s: Schedule) -> Tensor:
+    def later_first(call: experts_launch.Call, s: Schedule) -> Tensor:
         if s == REFERENCE:
             return run(call, s)
         w = call.weights._replace(gate_up=call.weights.gate_up.roll(256, 2))
         return run(call._replace(weights=w, x_TD=call.x_TD.roll(256, 1)), s)
 
-    monkeypatch.setattr(op, "run", later_first)
-    assert not op._compare(call, GROUPED[0][1])
+    monkeypatch.setattr(experts_launch, "run", later_first)
+    assert not experts_launch._compare(call, GROUPED[0][1])

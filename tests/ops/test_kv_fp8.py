@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fengine.ops import attention, kv_fp8, rope
-from fengine.ops.attention_schedules import CAUSAL, Rows, Schedule, Tiles, schedules
+from fengine.ops import attention, attention_launch, kv_fp8, rope
+from fengine.ops.attention_launch import CAUSAL, Paged, Rows, Schedule, Tiles, schedules
 from fengine.ops.registration import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,7 +120,7 @@ def test_triton_stores_what_is_defined(width: int, groups: int) -> None:
 def test_triton_attends_to_the_stored_numbers() -> None:
     few = inputs(32, 4, 2, torch.float32)
     for s in (Schedule(Rows(16, 4, 1, 1), None), Schedule(Rows(16, 4, 1, 2), Tiles(False, 16, 4, 1))):
-        got, want = (attention.run(*arguments, 0.2, s, CAUSAL) for arguments in (few, whole(few)))
+        got, want = (attention_launch.run(Paged(*arguments), 0.2, s, CAUSAL) for arguments in (few, whole(few)))
         assert torch.equal(got[: sum(NEW)], want[: sum(NEW)])
 
 
@@ -128,9 +128,9 @@ def test_triton_attends_to_the_stored_numbers() -> None:
 @pytest.mark.parametrize(("width", "groups", "size"), [(128, 8, 64), (128, 2, 16), (64, 2, 64), (80, 1, 16)])
 def test_on_a_device_bits_are_those_of_the_stored_numbers(width: int, groups: int, size: int) -> None:
     few = inputs(width, 4 * groups, groups, torch.bfloat16, "cuda", size)
-    want = attention.run(*whole(few), 0.1, attention.reference_schedule(few[0], whole(few)[1]))
-    for s in schedules(few[0], few[1], len(NEW), 640, 132, attention.CHUNK):
-        assert torch.equal(attention.run(*few, 0.1, s)[: sum(NEW)], want[: sum(NEW)]), s
+    want = attention_launch.run(Paged(*whole(few)), 0.1, attention_launch.reference_schedule(few[0], whole(few)[1]))
+    for s in schedules(few[0], few[1], len(NEW), 640, 132):
+        assert torch.equal(attention_launch.run(Paged(*few), 0.1, s)[: sum(NEW)], want[: sum(NEW)]), s
     qkv, table, pos, slot, k, v = rope_inputs(width, groups, torch.bfloat16, "cuda")
     floats = torch.zeros(2, *k.shape[:3], width, dtype=qkv.dtype, device="cuda")
     want = rope.launch(qkv, table, pos, slot, *floats, 4, None, None, 0.0)

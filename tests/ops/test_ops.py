@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from fengine.models.reader import ConfigReader, rope_spec
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
-from fengine.ops import attention, edges, layer_norm, linear, qkv, rms_norm, rope, sampling, silu_mul, soft_cap
+from fengine.ops import activations, attention, edges, layer_norm, linear, rms_norm, rope, sampling
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -203,16 +203,16 @@ def test_gelu_mul_and_soft_cap():
     x = normal(9, 2 * 37) * 3
     gate, up = x.chunk(2, -1)
     for act, how in (("gelu", "none"), ("gelu_tanh", "tanh")):
-        torch.testing.assert_close(silu_mul.silu_mul(x, act), silu_mul.reference(x, act), **CLOSE)
+        torch.testing.assert_close(activations.silu_mul(x, act), activations.reference(x, act), **CLOSE)
         want = torch.nn.functional.gelu(gate, approximate=how)
-        torch.testing.assert_close(silu_mul.reference(x, act), want * up, **CLOSE)
-        torch.testing.assert_close(silu_mul.activate(gate, act), want, **CLOSE)
-        torch.testing.assert_close(silu_mul.reference(gate, act, gated=False), want, **CLOSE)
-        assert silu_mul.activate(gate[3:4], act).equal(silu_mul.activate(gate, act)[3:4])
+        torch.testing.assert_close(activations.reference(x, act), want * up, **CLOSE)
+        torch.testing.assert_close(activations.activate(gate, act), want, **CLOSE)
+        torch.testing.assert_close(activations.reference(gate, act, gated=False), want, **CLOSE)
+        assert activations.activate(gate[3:4], act).equal(activations.activate(gate, act)[3:4])
     wide = torch.cat((normal(5, 50) * 20, torch.tensor([[torch.inf, -torch.inf, 1e30, -1e30] + [0.0] * 46])))
-    torch.testing.assert_close(soft_cap.soft_cap(wide, 30.0), soft_cap.reference(wide, 30.0), **CLOSE)
-    parts = torch.cat([soft_cap.soft_cap(row[None], 30.0) for row in wide])
-    assert soft_cap.soft_cap(wide, 30.0).equal(parts)
+    torch.testing.assert_close(activations.soft_cap(wide, 30.0), activations.cap_reference(wide, 30.0), **CLOSE)
+    parts = torch.cat([activations.soft_cap(row[None], 30.0) for row in wide])
+    assert activations.soft_cap(wide, 30.0).equal(parts)
 
 
 @pytest.mark.parametrize("width", [16, 37, 100, 256])
@@ -233,13 +233,38 @@ def test_norms_with_a_shift():
     want = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight)
     torch.testing.assert_close(rms_norm.reference(x, weight, 1e-6, 1.0), want, **CLOSE)
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, 1e-6, 1.0), want, **CLOSE)
+    for post in (None, normal(37, seed=1)):
+        got = rms_norm.add_rms_norm(x, x, weight, 1e-6, 1.0, post)
+        torch.testing.assert_close(got, rms_norm.add_reference(x, x, weight, 1e-6, 1.0, post), **CLOSE)
     got = rms_norm.add_rms_norm(x, x, weight, 1e-6, 1.0)
     torch.testing.assert_close(got, rms_norm.add_reference(x, x, weight, 1e-6, 1.0), **CLOSE)
 
 
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+@pytest.mark.parametrize("width", [8, 36, 896])
+def test_a_norm_the_sum_and_the_next_norm_are_one_op_with_the_bits_of_three(width: int, shift: float):
+    delta, residual, weight, post = normal(7, width), normal(7, width, seed=1), normal(width), normal(width, seed=2)
+    for kind in (torch.float32, torch.bfloat16):
+        weights = (weight.to(kind), post.to(kind))
+        after = rms_norm.rms_norm(delta, weights[1], 1e-6, shift)
+        want = rms_norm.add_rms_norm(after, residual, weights[0], 1e-6, shift)
+        got = rms_norm.add_rms_norm(delta, residual, weights[0], 1e-6, shift, weights[1])
+        assert all(a.equal(b) for a, b in zip(got, want, strict=True)) and not got[1].equal(delta + residual)
+        alone = rms_norm.add_rms_norm(delta, residual, None, 1e-6, shift, weights[1])
+        assert alone[0] is alone[1] and alone[0].equal(after + residual)
+
+
+def test_a_gated_product_has_the_bits_of_its_two_ops():
+    x, leaf, bias = normal(5, 24), linear.pack(normal(74, 24)), normal(74)
+    for act in activations.ACTS:
+        want = activations.silu_mul(linear.linear(x, leaf, bias), act)
+        assert linear.gated_linear(x, leaf, bias, act=act).equal(want)
+        torch.testing.assert_close(want, activations.reference(linear.linear(x, leaf, bias), act), **CLOSE)
+
+
 def test_silu_mul():
     x = normal(5, 2 * 37) * 4
-    torch.testing.assert_close(silu_mul.silu_mul(x), silu_mul.reference(x), **CLOSE)
+    torch.testing.assert_close(activations.silu_mul(x), activations.reference(x), **CLOSE)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -338,7 +363,7 @@ def test_qkv_rope_write_is_the_product_and_rope_kv_write(norm: bool):
     want = rope.rope_kv_write(product, table, position, slot, want_k, want_v, heads, *norms)
     for exact in (True, False):
         got_k, got_v = k.clone(), v.clone()
-        got = qkv.qkv_rope_write(
+        got = rope.qkv_rope_write(
             x, linear.pack(w), bias, table, position, slot, got_k, got_v, heads, *norms, exact=exact
         )  # fmt: skip
         assert got[1] is got_k and all(a.equal(b) for a, b in zip(got, want, strict=True))
@@ -352,11 +377,13 @@ def op_samples() -> dict[str, tuple]:
         "linear": (x, linear.pack(normal(40, 32)).packed, 40, None, torch.float32),
         "rms_norm": (x, normal(32), 1e-5),
         "add_rms_norm": (x, normal(5, 32), normal(32), 1e-5),
+        "add_rms_norm with a norm behind": (x, normal(5, 32), None, 1e-5, 1.0, normal(32)),
         "rows_rms_norm": (linear.pack(normal(40, 32)).packed, slot, normal(32), 1e-5),
         "silu_mul": (x, True),
         "soft_cap": (x, 3.0),
         "layer_norm": (x, normal(32), 1e-5),
         "gated_linear": (x, linear.pack(normal(40, 32)).packed, 20, None),
+        "gated_linear of gelu": (x, linear.pack(normal(40, 32)).packed, 20, None, 1),
         "rope_kv_write_": (*write, normal(16), normal(16), 1e-5),
         "qkv_rope_write_": (x, linear.pack(normal(128, 32)).packed, None, *write[1:], normal(16), normal(16), 1e-5),
         "feed": (slot, slot, slot % 5, slot > 5),
@@ -364,17 +391,13 @@ def op_samples() -> dict[str, tuple]:
         "hand_on_": (slot, normal(5), torch.zeros(8).int(), torch.zeros(2, 5).int()),
         "attention": paged_case([7, 4], [3, 1], 4, 2, 16, 4),
         "bounded_attention": (*paged_case([7, 4], [3, 1], 4, 2, 16, 4), True, 2, 3.0, normal(4)),
-        "shifted_rms_norm": (x, normal(32), 1e-5, 1.0),
-        "shifted_add_rms_norm": (x, normal(5, 32), normal(32), 1e-5, 1.0),
-        "shifted_rows_rms_norm": (linear.pack(normal(40, 32)).packed, slot, normal(32), 1e-5, 1.0),
-        "shifted_rope_kv_write_": (*write, normal(16), normal(16), 1e-5, 1.0),
         "draw": tuple(draw_case(3, 50).values()),
     }
 
 
 @pytest.mark.parametrize("name", op_samples())
 def test_registration(name: str):
-    torch.library.opcheck(getattr(torch.ops.fengine, name).default, op_samples()[name])
+    torch.library.opcheck(getattr(torch.ops.fengine, name.split()[0]).default, op_samples()[name])
 
 
 def small_model(
@@ -383,10 +406,10 @@ def small_model(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One layer and a draw, through every face."""
     y = rms_norm.rms_norm(x, w["norm"], 1e-5)
-    q, k, v = qkv.qkv_rope_write(y, w["qkv"], w["bias"], w["rope"], pos, slot, k, v, 4)
+    q, k, v = rope.qkv_rope_write(y, w["qkv"], w["bias"], w["rope"], pos, slot, k, v, 4)
     o = attention.attention(q, k, v, start, kv_len, table, 0.25)
     y, x = rms_norm.add_rms_norm(linear.linear(o.flatten(1), w["o"]), x, w["norm"], 1e-5)
-    x = x + linear.linear(silu_mul.silu_mul(linear.linear(y, w["gate_up"])), w["down"])
+    x = x + linear.linear(activations.silu_mul(linear.linear(y, w["gate_up"])), w["down"])
     logits = linear.linear(x[last], w["embed"], out_dtype=torch.float32)
     return *sampling.draw(logits, **drawing), edges.take(x, last), k
 

@@ -21,22 +21,22 @@ from fengine.core.window_pages import Windows
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
 from fengine.ops import (
+    activations,
     attention,
+    attention_launch,
     attention_tiles,
     edges,
     layer_norm,
     linear,
     linear_hopper,
+    linear_launch,
     lora,
-    qkv,
     rms_norm,
     rope,
+    rope_kernels,
     sampling,
-    silu_mul,
-    soft_cap,
+    sampling_kernels,
 )
-from fengine.ops import attention_schedules as plans
-from fengine.ops import linear_schedules as tables
 from fengine.ops.proof import captured
 from fengine.ops.registration import triton
 
@@ -73,8 +73,8 @@ def assert_close(got: Any, want: Any, dtype: torch.dtype) -> None:
 def test_linear(dtype: torch.dtype, rows: int, n: int, k: int):
     x, w, bias = put((normal(rows, k) / k**0.5, normal(n, k), normal(n)), dtype)
     for out_dtype in (None, torch.float32):
-        assert_close(linear.launch(x, w, n, bias, out_dtype), linear.reference(x, w, n, bias, out_dtype), dtype)
-    assert_close(linear.launch(x, w, n, None, None), linear.reference(x, w, n, None, None), dtype)
+        assert_close(linear_launch.launch(x, w, n, bias, out_dtype), linear.reference(x, w, n, bias, out_dtype), dtype)
+    assert_close(linear_launch.launch(x, w, n, None, None), linear.reference(x, w, n, None, None), dtype)
 
 
 def test_every_schedule_of_linear():
@@ -82,20 +82,22 @@ def test_every_schedule_of_linear():
         pytest.skip("on a device the schedules are compared bit by bit, below")
     x, w = put((normal(150, 200), normal(300, 200)), torch.float32)
     want = linear.reference(x, w, 300, None, None)
-    for schedule in (*(entry[-1] for entry in tables.FEW_ROWS), *tables.MANY_ROWS, *tables.FLOAT32):
-        assert_close(linear.run(x, w, 300, None, None, schedule), want, torch.float16)
-    want = silu_mul.launch(want)
-    for *_, schedule in tables.GATED:
-        assert_close(linear.run(x, w, 150, None, None, schedule, gated=True), want, torch.float16)
+    for schedule in (*(entry[-1] for entry in linear_launch.FEW_ROWS), *linear_launch.MANY_ROWS, *linear_launch.FLOAT32):
+        assert_close(linear_launch.run(x, w, 300, None, None, schedule), want, torch.float16)
+    both = linear_launch.run(x, w, 300, None, None, linear_launch.REFERENCE)
+    for i, (*_, schedule) in enumerate(linear_launch.GATED):
+        act = i % len(activations.ACTS)
+        fused = linear_launch.run(x, w, 150, None, None, schedule, True, act)
+        assert_close(fused, activations.launch(both, act), torch.float16)
 
 
 @kernel_test
 @pytest.mark.parametrize("rows,n,k", [(1, 35, 96), (17, 65, 40), (70, 16, 256)])
 def test_gated_linear(dtype: torch.dtype, rows: int, n: int, k: int):
     x, w, bias = put((normal(rows, k) / k**0.5, normal(2 * n, k), normal(2 * n)), dtype)
-    for added in (None, bias):
-        want = silu_mul.reference(linear.reference(x, w, 2 * n, added, None))
-        assert_close(linear.gated_launch(x, w, n, added), want, dtype)
+    for added, number in ((None, 0), (bias, 1)):
+        want = activations.reference(linear.reference(x, w, 2 * n, added, None), activations.ACTS[number])
+        assert_close(linear_launch.gated_launch(x, w, n, added, number), want, dtype)
 
 
 @kernel_test
@@ -107,6 +109,14 @@ def test_norms(dtype: torch.dtype, width: int):
     for shift in (0.0, 1.0):
         assert_close(rms_norm.launch(x, weight, 1e-6, shift), rms_norm.reference(x, weight, 1e-6, shift), dtype)
     assert_close(rms_norm.add_launch(delta, x, weight, 1e-6), rms_norm.add_reference(delta, x, weight, 1e-6), dtype)
+    post = put(normal(width, seed=2), dtype)
+    for shift in (0.0, 1.0):  # a norm, the sum and the next norm in one kernel: the bits of three
+        after = rms_norm.launch(delta, post, 1e-6, shift)
+        want = rms_norm.add_launch(after, x, weight, 1e-6, shift)
+        for got in (rms_norm.add_launch(delta, x, weight, 1e-6, shift, post), want):
+            assert all(a.equal(b) for a, b in zip(got, want, strict=True))
+            assert_close(got, rms_norm.add_reference(delta, x, weight, 1e-6, shift, post), dtype)
+        assert rms_norm.add_launch(delta, x, None, 1e-6, shift, post)[1].equal(want[1])
     index = torch.tensor([6, 0, 6]).int().to(DEVICE)
     normed, rows = rms_norm.rows_launch(x, index, weight, 1e-6)
     assert rows.equal(x[index]) and normed.equal(rms_norm.launch(x, weight, 1e-6)[index])
@@ -129,12 +139,12 @@ def test_edges(dtype: torch.dtype):
 @kernel_test
 def test_silu_mul(dtype: torch.dtype):
     x = put(normal(5, 2 * 1037) * 4, dtype)
-    assert_close(silu_mul.launch(x), silu_mul.reference(x), dtype)
-    for number, act in enumerate(silu_mul.ACTS):
-        assert_close(silu_mul.launch(x, number), silu_mul.reference(x, act), dtype)
-        assert_close(silu_mul.launch(x, number, gated=False), silu_mul.reference(x, act, gated=False), dtype)
+    assert_close(activations.launch(x), activations.reference(x), dtype)
+    for number, act in enumerate(activations.ACTS):
+        assert_close(activations.launch(x, number), activations.reference(x, act), dtype)
+        assert_close(activations.launch(x, number, gated=False), activations.reference(x, act, gated=False), dtype)
     logits = x.float() * 9
-    assert_close(soft_cap.launch(logits, 5.0), soft_cap.reference(logits, 5.0), torch.float32)
+    assert_close(activations.cap_launch(logits, 5.0), activations.cap_reference(logits, 5.0), torch.float32)
 
 
 @kernel_test
@@ -162,7 +172,7 @@ def test_rope_kv_write_of_many_tokens(dtype: torch.dtype, monkeypatch: pytest.Mo
     position, slot = torch.arange(9).int().to(DEVICE), torch.randperm(16).int()[:9].to(DEVICE) + 4
     found = []
     for many in (100, 9):
-        monkeypatch.setattr(rope, "MANY", many)
+        monkeypatch.setattr(rope_kernels, "MANY", many)
         pages = k.clone(), v.clone()
         found.append((rope.launch(x, table, position, slot, *pages, 6, None, None, 0.0), *pages))
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
@@ -180,12 +190,12 @@ def test_qkv(dtype: torch.dtype, heads: int, groups: int, width: int, block: int
         dtype,
     )  # fmt: skip
     position, slot = torch.arange(rows).int().to(DEVICE) * 3, torch.randperm(16).int()[:rows].to(DEVICE) + 4
-    s = tables.Schedule(16, block, 32, swap, 4, 2)
+    s = linear_launch.Schedule(16, block, 32, swap, 4, 2)
     for added in (None, bias):
         want_k, want_v, got_k, got_v = k.clone(), v.clone(), k.clone(), v.clone()
         product = linear.reference(x, w, channels, added, None)
         want = rope.reference(product, table, position, slot, want_k, want_v, heads, None, None, 0.0)
-        got = qkv.run(x, w, added, table, position, slot, got_k, got_v, heads, s)
+        got = rope_kernels.run_joined(x, w, added, table, position, slot, got_k, got_v, heads, s)
         assert_close((got, got_k, got_v), want, dtype)
 
 
@@ -195,16 +205,16 @@ def test_qkv(dtype: torch.dtype, heads: int, groups: int, width: int, block: int
 )
 def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size: int, monkeypatch: pytest.MonkeyPatch):
     """Every GQA ratio, head width and page size, rows of few and of many tokens, chunks in one program or more."""
-    monkeypatch.setattr(attention, "CHUNK", 128)
+    monkeypatch.setattr(attention_launch, "CHUNK", 128)
     for lengths, tokens, rows, tiles in (
-        ([70, 5, 130, 1], [30, 5, 1, 1], plans.Rows(16, 4, 1, 1), None),
-        ([270, 40, 5], [2, 40, 5], plans.Rows(16, 4, 1, 2), plans.Tiles(False, 32, 4, 1)),
-        ([300, 33], [1, 1], plans.Rows(16, 4, 1, 2), None),
-        ([300, 129], [20, 3], plans.Rows(32, 4, 1, 3), None),
+        ([70, 5, 130, 1], [30, 5, 1, 1], attention_launch.Rows(16, 4, 1, 1), None),
+        ([270, 40, 5], [2, 40, 5], attention_launch.Rows(16, 4, 1, 2), attention_launch.Tiles(False, 32, 4, 1)),
+        ([300, 33], [1, 1], attention_launch.Rows(16, 4, 1, 2), None),
+        ([300, 129], [20, 3], attention_launch.Rows(32, 4, 1, 3), None),
     ):
         args = put(paged_case(lengths, tokens, heads, groups, width, size, padding=2), dtype)
         for _ in range(1 + (rows.splits > 1 and tiles is None)):  # the counters are back at zero
-            got = attention.launch(*args, chosen=plans.Schedule(rows, tiles))
+            got = attention.launch(*args, chosen=attention_launch.Schedule(rows, tiles))
             assert_close(got, attention.reference(*args), dtype)
 
 
@@ -219,10 +229,10 @@ def test_attention(dtype: torch.dtype, heads: int, groups: int, width: int, size
 )  # fmt: skip
 def test_bounded_attention(dtype: torch.dtype, bounds: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
     """A window, a cap, sinks, both ways, a last key of each token; rows of few and of many tokens; bits alike."""
-    monkeypatch.setattr(attention, "CHUNK", 128)
-    rows, one = plans.Rows(16, 4, 1, 2), plans.Rows(16, 4, 1, 1)
+    monkeypatch.setattr(attention_launch, "CHUNK", 128)
+    rows, one = attention_launch.Rows(16, 4, 1, 2), attention_launch.Rows(16, 4, 1, 1)
     for lengths, tokens, tiles in (
-        ([270, 40], [20, 9], plans.Tiles(False, 32, 4, 1)),
+        ([270, 40], [20, 9], attention_launch.Tiles(False, 32, 4, 1)),
         ([300, 33], [1, 1], None),
     ):
         if not bounds[0]:
@@ -232,10 +242,10 @@ def test_bounded_attention(dtype: torch.dtype, bounds: tuple[Any, ...], monkeypa
         ends = [n - t + max(t // 2 - 1, at) for n, t in zip(lengths, tokens, strict=True) for at in range(t)]
         last = torch.tensor([*ends, 0, 0], device=args[0].device).int() if bounds[4:] else None
         reference: Any = attention.reference
-        want = reference(*args, plans.Bounds(*bounds), sinks, last)
+        want = reference(*args, attention_launch.Bounds(*bounds), sinks, last)
         launch: Any = attention.launch
         got = [
-            launch(*args, *bounds[:3], sinks, last, chosen=plans.Schedule(r, t))
+            launch(*args, *bounds[:3], sinks, last, chosen=attention_launch.Schedule(r, t))
             for r in (rows, one)
             for t in (tiles, None)
         ]
@@ -243,11 +253,11 @@ def test_bounded_attention(dtype: torch.dtype, bounds: tuple[Any, ...], monkeypa
             assert_close(each, want, dtype)
             assert INTERPRETED or each.equal(got[0])  # there a product is NumPy's
         if bounds[0] and bounds[1]:  # what a row has left behind is another's, who may have written NaN
-            windows = Windows(bounds[1], plans.block_of(48), 16, 0, 1, True)
+            windows = Windows(bounds[1], attention_launch.block_of(48), 16, 0, 1, True)
             for row, (length, count) in enumerate(zip(lengths, tokens, strict=True)):
                 left = args[5][row, : windows.window_start(length - count)].long()
                 args[1][left] = args[2][left] = torch.nan
-            assert launch(*args, *bounds[:3], sinks, last, chosen=plans.Schedule(rows, tiles)).equal(got[0])
+            assert launch(*args, *bounds[:3], sinks, last, chosen=attention_launch.Schedule(rows, tiles)).equal(got[0])
 
 
 @pytest.mark.parametrize("empty", [pytest.param(600, marks=on_device)])
@@ -257,15 +267,15 @@ def test_attention_finds_a_long_row_behind_many(empty: int):
     start, kv_len = (torch.cat((x.new_zeros(empty), x)) for x in (start, kv_len))
     table = torch.cat((table.new_zeros(empty, table.shape[1]), table))
     args = (q, k, v, start, kv_len, table, scale)
-    chosen = plans.Schedule(plans.Rows(16, 4, 1, 1), plans.Tiles(False, 64, 4, 1))
+    chosen = attention_launch.Schedule(attention_launch.Rows(16, 4, 1, 1), attention_launch.Tiles(False, 64, 4, 1))
     assert_close(attention.launch(*args, chosen=chosen), attention.reference(*args), torch.float32)
 
 
-@pytest.mark.parametrize("most", [pytest.param(most, marks=on_device) for most in (sampling.MOST, 64)])
+@pytest.mark.parametrize("most", [pytest.param(most, marks=on_device) for most in (sampling_kernels.MOST, 64)])
 def test_draw(most: int, monkeypatch: pytest.MonkeyPatch):
     """With room for every candidate, and with so little that rows are searched whole."""
-    monkeypatch.setattr(sampling, "MOST", most)
-    monkeypatch.setattr(sampling, "BLOCK", 512)
+    monkeypatch.setattr(sampling_kernels, "MOST", most)
+    monkeypatch.setattr(sampling_kernels, "BLOCK", 512)
     rows, vocab = 12, 1100
     case = {name: value.to(DEVICE) for name, value in mixed_rows(rows, vocab).items()}
     case["logits_RV"][11, 1099] = torch.nan
@@ -282,11 +292,11 @@ def test_draw(most: int, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.gpu
 def test_linear_bits_follow_no_schedule():
     x, w = put((normal(300, 896), normal(1152, 896) / 30), torch.bfloat16)
-    whole = linear.launch(x, w, 1152, None, None)
+    whole = linear_launch.launch(x, w, 1152, None, None)
     for rows in (1, 7, 16, 17, 33, 64, 65, 128, 129, 299):
-        assert linear.launch(x[:rows], w, 1152, None, None).equal(whole[:rows])
-    for schedule in (*(entry[-1] for entry in tables.FEW_ROWS), *tables.MANY_ROWS):
-        assert linear.run(x, w, 1152, None, None, schedule).equal(whole)
+        assert linear_launch.launch(x[:rows], w, 1152, None, None).equal(whole[:rows])
+    for schedule in (*(entry[-1] for entry in linear_launch.FEW_ROWS), *linear_launch.MANY_ROWS):
+        assert linear_launch.run(x, w, 1152, None, None, schedule).equal(whole)
 
 
 @pytest.mark.gpu
@@ -297,13 +307,15 @@ def test_linear_for_hopper_has_the_bits_of_the_reference(rows: int):
     if not linear_hopper.usable(x, w):
         pytest.skip("the kernel is for compute capability 9")
     for added in (None, bias):
-        want = linear.run(x, w, 2384, added, None, linear.REFERENCE)
-        for m, n, stages, _ in tables.HOPPER:
-            s = tables.Schedule(m, n, 64, False, 4, stages, hopper=True)
-            assert linear.run(x, w, 2384, added, None, s).equal(want)
-        for m, n, stages, _ in tables.HOPPER_GATED:
-            s = tables.Schedule(m, n, 64, False, 4, stages, hopper=True)
-            assert linear.run(x, w, 1192, added, None, s, gated=True).equal(silu_mul.launch(want))
+        want = linear_launch.run(x, w, 2384, added, None, linear_launch.REFERENCE)
+        for m, n, stages, _ in linear_launch.HOPPER:
+            s = linear_launch.Schedule(m, n, 64, False, 4, stages, hopper=True)
+            assert linear_launch.run(x, w, 2384, added, None, s).equal(want)
+        for m, n, stages, _ in linear_launch.HOPPER_GATED:
+            s = linear_launch.Schedule(m, n, 64, False, 4, stages, hopper=True)
+            for act in range(len(activations.ACTS)):
+                fused = linear_launch.run(x, w, 1192, added, None, s, True, act)
+                assert fused.equal(activations.launch(want, act)), (s, act)
 
 
 @pytest.mark.gpu
@@ -313,8 +325,8 @@ def test_qkv_in_one_kernel_is_proved_and_used(rows: int, heads: int, groups: int
     channels = (heads + 2 * groups) * width
     x, w, pages = put((normal(rows, hidden), normal(channels, hidden) / hidden**0.5, normal(3, 64, groups, width)),
                       torch.bfloat16)  # fmt: skip
-    s = qkv.choose(x, w, None, pages, heads)
-    assert s is not None and qkv._compare(x, w, None, pages, heads, s)
+    s = rope_kernels.choose(x, w, None, pages, heads)
+    assert s is not None and rope_kernels._compare(x, w, None, pages, heads, s)
 
 
 @pytest.mark.gpu
@@ -324,10 +336,10 @@ def test_attention_bits_of_prefill_chunks_and_decode_agree(heads: int, groups: i
     q, k, v, _, _, table, scale = put(paged_case([length], [length], heads, groups, width, size), torch.bfloat16)
     start = torch.tensor([0, length, length], device=DEVICE).int()
     whole = attention.launch(q, k, v, start, torch.tensor([length, 0], device=DEVICE).int(), table, scale)
-    reference = plans.reference_schedule(q, k)
+    reference = attention_launch.reference_schedule(q, k)
     some = ((q, 1), (q[:1], 1), (q[:1], 600))  # as many tokens, and rows beside
-    schedules = [s for tokens, rows in some for s in plans.schedules(tokens, k, rows, 4096, 132, attention.CHUNK)]
-    assert all(attention.proved(q, k, s) for s in schedules)
+    schedules = [s for tokens, rows in some for s in attention_launch.schedules(tokens, k, rows, 4096, 132)]
+    assert all(attention_launch.is_proved(q, k, s) for s in schedules)
     for first, last in ((0, 1), (63, 64), (64, 65), (1023, 1024), (1024, 1025), (700, 2100), (2099, 2100)):
         start = torch.tensor([0, last - first, last - first], device=DEVICE).int()
         kv_len = torch.tensor([last, 0], device=DEVICE).int()
@@ -340,17 +352,17 @@ def test_attention_bits_of_prefill_chunks_and_decode_agree(heads: int, groups: i
 def test_a_schedule_of_another_tree_is_not_proved(monkeypatch: pytest.MonkeyPatch):
     """The negative control: chunks of another length under the schedule that is compared."""
     q, k, v, _, _, table, scale = put(paged_case([64], [64], 8, 2, 128, 64), torch.bfloat16)
-    few = plans.schedules(q, k, 1, 4096, 132, attention.CHUNK)[0]
-    run = attention.run
+    few = attention_launch.schedules(q, k, 1, 4096, 132)[0]
+    run = attention_launch.run
 
-    def other_chunks(*args: Any) -> Tensor:
+    def other_chunks(call: Any, scale: float, s: Any, **options: Any) -> Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr(attention, "CHUNK", 1024 if args[7] == plans.reference_schedule(q, k) else 512)
-            return run(*args)
+            patch.setattr(attention_launch, "CHUNK", 1024 if s == attention_launch.reference_schedule(q, k) else 512)
+            return run(call, scale, s, **options)
 
-    assert attention._compare(q, k, few, plans.CAUSAL)
-    monkeypatch.setattr(attention, "run", other_chunks)
-    assert not attention._compare(q, k, few, plans.CAUSAL)
+    assert attention_launch._compare(q, k, few, attention_launch.CAUSAL)
+    monkeypatch.setattr(attention_launch, "run", other_chunks)
+    assert not attention_launch._compare(q, k, few, attention_launch.CAUSAL)
 
 
 @kernel_test
@@ -402,7 +414,7 @@ def test_lora_bits_do_not_depend_on_neighbours_or_schedule(dtype: torch.dtype):
         return y
 
     want = added(y.clone(), x, token, start, lora.FEW)
-    assert lora.proved(x, stack)
+    assert lora.is_proved(x, stack)
     assert torch.equal(added(y.clone(), x, token, start, lora.MANY), want)
     for at in range(0, len(token), 97):
         one, alone = int(token[at]), (start > at).int()

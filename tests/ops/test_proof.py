@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fengine.ops import linear, proof
-from fengine.ops.linear_schedules import LIBRARY, REFERENCE, gated_schedules, schedules
+from fengine.ops import linear_launch, proof
+from fengine.ops.linear_launch import LIBRARY, REFERENCE, gated_schedules, schedules
 from fengine.ops.proof import Proofs
 
 
@@ -79,5 +79,5 @@ def test_the_library_serves_many_rows_only_and_the_reference_what_is_not_proved(
     assert LIBRARY not in schedules(4096, n, k, torch.float32)
     x, w = torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)
     asked = []
-    monkeypatch.setattr(linear, "proved", lambda *arguments: asked.append(arguments[5]) is not None)
-    assert linear.choose(x, w, 4, None, None) == REFERENCE and asked == schedules(1, 4, 8, torch.bfloat16)
+    monkeypatch.setattr(linear_launch, "is_proved", lambda *arguments: asked.append(arguments[5]) is not None)
+    assert linear_launch.choose(x, w, 4, None, None) == REFERENCE and asked == schedules(1, 4, 8, torch.bfloat16)

@@ -14,13 +14,13 @@ import torch
 from quantized_checkpoints import from_fragments
 from torch import Tensor
 
-from fengine.ops import cpu_library, cpu_quantized, fragments, linear, quantized, quantized_launch
+from fengine.ops import cpu, fragments, linear, quantized, quantized_launch
 from fengine.ops.quantized import Codes
 from fengine.ops.registration import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES = ((33, 64, 16, False), (95, 96, 32, True), (64, 40, 40, False), (70, 24, 12, False), (130, 257, 257, False))
-KINDS = tuple(cpu_quantized.KINDS)
+KINDS = tuple(quantized.KINDS)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -48,7 +48,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def test_the_bits_are_those_of_the_dequantized_matrix(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_library, "SHORT", 0)  # as many threads as there are
+    monkeypatch.setattr(cpu, "SHORT", 0)  # as many threads as there are
     for n, k, group, ordered in SIZES:
         codes = random_codes(kind, n, k, group, ordered)
         few, dense = quantized.pack(codes, dtype), linear.pack(quantized.dequantized(codes, dtype))
@@ -181,7 +181,7 @@ def test_on_a_device_fragments_give_the_bits_of_the_dequantized_matrix(kind: str
             assert torch.equal(linear.linear(x, few, bias), linear.linear(x, dense, bias)), (n, k, m)
             if few.packed.dim() == 4:
                 for s in quantized_launch.schedules(m, n, k, torch.bfloat16, True):
-                    assert quantized_launch.proved(x, quantized_launch.Matrix(*few[:7]), bias, None, s), s
+                    assert quantized_launch.is_proved(x, quantized_launch.Matrix(*few[:7]), bias, None, s), s
 
 
 @pytest.mark.gpu
@@ -198,4 +198,4 @@ def test_on_a_device_the_bits_are_those_of_the_dequantized_matrix(kind: str) -> 
             got, want = linear.linear(x, few), linear.linear(x, dense)
             assert torch.equal(got, want), (n, k, m, dtype)
             for s in quantized_launch.schedules(m, n, k, dtype, few.packed.dim() == 4):
-                assert quantized_launch.proved(x, quantized_launch.Matrix(*few[:7]), None, None, s), s
+                assert quantized_launch.is_proved(x, quantized_launch.Matrix(*few[:7]), None, None, s), s

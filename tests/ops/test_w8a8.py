@@ -17,7 +17,7 @@ from tensor_core import FP8_MMA, FP8_WGMMA, chain
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import cpu_library, cpu_w8a8, linear, quantized, w8a8, w8a8_launch
+from fengine.ops import cpu, linear, quantized, w8a8
 from fengine.ops.quantized import Codes
 from fengine.ops.registration import triton
 
@@ -39,12 +39,12 @@ def rows(m: int, k: int) -> Tensor:
 
 @pytest.mark.parametrize(("n", "k", "group"), SIZES)
 def test_the_bits_are_those_of_the_declared_tree(n: int, k: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_library, "SHORT", 0)  # as many threads as there are
+    monkeypatch.setattr(cpu, "SHORT", 0)  # as many threads as there are
     codes = made(n, k, group)
     leaf, bias = w8a8.pack(codes), torch.randn(n)
     for m in (1, 2, 4, 7):
         x = rows(m, k)
-        q, scale = cpu_w8a8.e4m3_rows(x, group or k)
+        q, scale = w8a8.e4m3_rows(x, group or k)
         want_q, want_scale = w8a8.quantized_rows(x, group or k)
         assert torch.equal(q, want_q) and torch.equal(scale, want_scale)
         got = linear.linear(x, leaf, bias)
@@ -83,22 +83,20 @@ def test_kernels_in_the_interpreter() -> None:
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def matrix_of(codes: Codes) -> w8a8_launch.Matrix:
+def matrix_of(codes: Codes) -> w8a8.Matrix:
     """As on CUDA."""
-    return w8a8_launch.Matrix(
-        codes.code_NK, codes.scale_NG.float().T.contiguous(), len(codes.code_NK), *w8a8.tree(codes)
-    )
+    return w8a8.Matrix(codes.code_NK, codes.scale_NG.float().T.contiguous(), len(codes.code_NK), *w8a8.tree(codes))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
 @pytest.mark.parametrize(("n", "k", "group"), SIZES)
 def test_triton_kernels_quantize_and_multiply(n: int, k: int, group: int) -> None:
     codes, x, bias = made(n, k, group), rows(5, k).half(), torch.randn(n).half()
-    q, scale = w8a8_launch.quantized_rows(x, group or k)
+    q, scale = w8a8.rows_launch(x, group or k)
     want_q, want_scale = w8a8.quantized_rows(x, group or k)
     assert torch.equal(q.view(torch.float8_e4m3fn).float(), want_q) and torch.equal(scale, want_scale)
-    for s in (w8a8_launch.Schedule(16, 64, True, 4, 2), w8a8_launch.REFERENCE):
-        got = w8a8_launch.run(q, scale, matrix_of(codes), bias, torch.float32, s)
+    for s in (w8a8.Schedule(16, 64, True, 4, 2), w8a8.REFERENCE):
+        got = w8a8.run(q, scale, matrix_of(codes), bias, torch.float32, s)
         torch.testing.assert_close(got, w8a8.reference(x, codes, bias), rtol=1e-4, atol=1e-4 * float(got.abs().max()))
 
 
@@ -125,13 +123,13 @@ def test_on_a_device_the_bits_are_those_of_wgmma() -> None:
         ((64, 128, 0), (96, 512, 0), (1000, 384, 0), (256, 1024, 128), (80, 320, 64)), (1, 7, 16, 33, 64, 200)
     ):
         codes, x = made(n, k, group), rows(m, k).bfloat16()
-        q, scale = w8a8_launch.quantized_rows(x.cuda(), group or k)
+        q, scale = w8a8.rows_launch(x.cuda(), group or k)
         want_q, want_scale = w8a8.quantized_rows(x, group or k)
         assert torch.equal(q.cpu().view(torch.float8_e4m3fn).float(), want_q) and torch.equal(scale.cpu(), want_scale)
         matrix = matrix_of(codes.to(torch.device("cuda")))
-        got = w8a8_launch.run(q, scale, matrix, None, torch.float32, w8a8_launch.REFERENCE)
+        got = w8a8.run(q, scale, matrix, None, torch.float32, w8a8.REFERENCE)
         if not group and n < 100:
             assert np.array_equal(got.cpu().numpy(), by_tensor_core(x, codes).numpy()), (n, k, m)
-        for s in w8a8_launch.schedules(m, n):
-            assert torch.equal(got, w8a8_launch.run(q, scale, matrix, None, torch.float32, s)), (n, k, m, s)
-            assert w8a8_launch.proved(q, matrix, None, torch.float32, s), s
+        for s in w8a8.schedules(m, n):
+            assert torch.equal(got, w8a8.run(q, scale, matrix, None, torch.float32, s)), (n, k, m, s)
+            assert w8a8.is_proved(q, matrix, None, torch.float32, s), s

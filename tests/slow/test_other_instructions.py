@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fengine.ops import compiler, cpu_library, cpu_quantized, linear, quantized
+from fengine.ops import compiler, cpu, linear, quantized
 from fengine.ops.quantized import Codes
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -33,9 +33,7 @@ def test_other_instructions_give_the_same_bits(flags: tuple[str, ...], monkeypat
     """Those that this machine has not are left out by the compiler in any case."""
     if "x86" not in os.uname().machine:
         pytest.skip("flags of x86")
-    cases = [
-        (random_codes(kind, 70, k, 8), dtype) for k in (41, 40) for kind in cpu_quantized.KINDS for dtype in DTYPES
-    ]
+    cases = [(random_codes(kind, 70, k, 8), dtype) for k in (41, 40) for kind in quantized.KINDS for dtype in DTYPES]
     torch.manual_seed(0)
     inputs = torch.randn(9, 41)
 
@@ -50,9 +48,9 @@ def test_other_instructions_give_the_same_bits(flags: tuple[str, ...], monkeypat
     want = results()
     monkeypatch.setattr(compiler, "_compile", with_flags(flags))
     library = compiler.load(f"test{len(flags)}{flags[0][4:]}", compiler.SOURCES, compiler.HEADERS, ctypes.PyDLL)
-    for name, types in cpu_library.SIGNATURES.items():
+    for name, types in cpu.SIGNATURES.items():
         getattr(library, name).argtypes = types
-    monkeypatch.setattr(cpu_library, "kernels", lambda: (library, library))
+    monkeypatch.setattr(cpu, "kernels", lambda: (library, library))
     fused = "-mno-fma" not in flags
     assert not fused or all(same_bits(a, b) for a, b in zip(results(), want, strict=True))
     results()

@@ -1,13 +1,28 @@
-"""Which schedules of linear.py's products to try, and in which order: by sizes alone, found on an H200. Pure.
+"""How linear.py's products run on CUDA: which schedules are tried, in which order, and which is proved.
 
-The order is a matter of speed only; what is used must be proved equal to REFERENCE first.
+The order is found on an H200, by sizes alone, and a matter of speed only; what is used was proved equal to REFERENCE.
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from fengine.ops.registration import EARLY, LATE, MIDDLE, NEVER
+from fengine.ops import activations, linear_hopper
+from fengine.ops.ahead import launcher
+from fengine.ops.linear_kernels import linear_kernel
+from fengine.ops.proof import proved, random_rows, same_bits
+from fengine.ops.registration import (
+    EARLY,
+    LATE,
+    MIDDLE,
+    NEVER,
+    dependent_launch,
+    multiprocessors,
+    plain,
+    shared_memory,
+    triton,
+)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -127,3 +142,105 @@ def gated_schedules(m: int, n: int, dtype: torch.dtype, processors: int | None =
         return few[:1]
     waves, hopper = waves_of(m, n, HOPPER_GATED, processors)
     return [hopper] if m * n >= GATED_SHARE * waves * processors * 128 * 128 else []
+
+
+def run(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
+        s: Schedule, gated: bool = False, act: int = 0) -> Tensor:  # fmt: skip
+    """Computes the product under schedule `s`. Pure."""
+    if s == LIBRARY:
+        return library(x_TK, w_NK, bias_N, out_dtype)
+    m, k = x_TK.shape
+    y_TN = torch.empty(m, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    if s.hopper:
+        linear_hopper.launch(x_TK, w_NK, bias_N, y_TN, gated, act, s.block_m, s.block_n, s.stages)
+        return y_TN
+    stages = s.stages
+    if x_TK.is_cuda:
+        per_stage = (s.block_m + s.block_n * (1 + gated)) * s.block_k * x_TK.element_size()
+        stages = max(1, min(stages, shared_memory(x_TK.device.index) // per_stage))
+    grid = (triton.cdiv(m, s.block_m) * triton.cdiv(n, s.block_n),)
+    ahead = s.ahead if s.ahead <= k and k % 8 == 0 else 0  # the copy engine wants 16-byte aligned rows
+    launcher(linear_kernel, grid)(
+        x_TK, w_NK, bias_N, y_TN, m, n, k, s.block_m, s.block_n, s.block_k, s.swap, 8, bias_N is not None,
+        m < s.block_m, k % s.block_k == 0, gated, act, ahead, max(32 * s.warps // s.block_n, 1),
+        num_warps=s.warps, num_stages=stages, **dependent_launch(x_TK.device.index, s.trigger)
+    )  # fmt: skip
+    return y_TN
+
+
+def library(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """The product by torch's own matrix multiplication. Pure."""
+    if out_dtype is None or out_dtype == x_TK.dtype:
+        return torch.mm(x_TK, w_NK.T) if bias_N is None else torch.addmm(bias_N, x_TK, w_NK.T)
+    y_TN = torch.mm(x_TK, w_NK.T, out_dtype=out_dtype)
+    return y_TN if bias_N is None else y_TN + bias_N
+
+
+def is_proved(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None,
+              s: Schedule, gated: bool = False, act: int = 0) -> bool:  # fmt: skip
+    """Whether `s` gives the bits of REFERENCE for these sizes on this device; compared once, with random x."""
+    if s == REFERENCE or not x_TK.is_cuda:
+        return s != LIBRARY
+    m, k = x_TK.shape
+
+    def compare() -> bool:
+        x_XTK = random_rows(m, k, n, x_TK)
+        want = [run(plain(x), w_NK, n * (1 + gated), bias_N, out_dtype, REFERENCE) for x in x_XTK]
+        want_XTN = torch.stack([activations.launch(y, act) for y in want] if gated else want)
+        try:
+            return same_bits(
+                want_XTN, lambda: torch.stack([run(plain(x), w_NK, n, bias_N, out_dtype, s, gated, act) for x in x_XTK])
+            )
+        except Exception:
+            if s.hopper:  # an experimental compiler: whatever it says, the schedule is not for this machine
+                return False
+            raise
+
+    key = f"linear {x_TK.dtype} {out_dtype} {bias_N is not None} {gated} {act} {m}x{n}x{k} {tuple(s)}"
+    return proved(x_TK.device, key, compare)
+
+
+def hopper_processors(x_TK: Tensor, w_NK: Tensor, out_dtype: torch.dtype | None) -> int | None:
+    """Number of multiprocessors of x's device if the Hopper kernel can run there."""
+    if out_dtype in (None, x_TK.dtype) and linear_hopper.usable(x_TK, w_NK):
+        return multiprocessors(x_TK.device.index)
+    return None
+
+
+def choose(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Schedule:
+    """The first schedule in order of speed that is proved on this device."""
+    m, k = x_TK.shape
+    for s in schedules(m, n, k, x_TK.dtype, hopper_processors(x_TK, w_NK, out_dtype)):
+        if is_proved(x_TK, w_NK, n, bias_N, out_dtype, s):
+            return s
+    return REFERENCE
+
+
+def launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    x_TK = plain(x_TK)
+    if x_TK.shape[0] == 0:
+        return fake(x_TK, w_NK, n, bias_N, out_dtype)
+    return run(x_TK, w_NK, n, bias_N, out_dtype, choose(x_TK, w_NK, n, bias_N, out_dtype))
+
+
+def fake(x_TK: Tensor, packed: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    return x_TK.new_empty((x_TK.shape[0], n), dtype=out_dtype or x_TK.dtype)
+
+
+def fast_launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """Any schedule, proved or not: what exactness costs is measured against this."""
+    m, k = x_TK.shape
+    if m == 0 or x_TK.dtype == torch.float32:
+        return launch(x_TK, w_NK, n, bias_N, out_dtype)
+    few = m <= 16 and k < 4 * n  # the library splits K there
+    return run(plain(x_TK), w_NK, n, bias_N, out_dtype, schedules(m, n, k, x_TK.dtype)[-1] if few else LIBRARY)
+
+
+def gated_launch(x_TK: Tensor, w_NK: Tensor, n: int, bias_N: Tensor | None, act: int = 0) -> Tensor:
+    """One kernel where that is faster than a product and silu_mul, and proved."""
+    x_TK = plain(x_TK)
+    if x_TK.shape[0]:
+        for s in gated_schedules(x_TK.shape[0], n, x_TK.dtype, hopper_processors(x_TK, w_NK, None)):
+            if is_proved(x_TK, w_NK, n, bias_N, None, s, True, act):
+                return run(x_TK, w_NK, n, bias_N, None, s, True, act)
+    return activations.launch(launch(x_TK, w_NK, 2 * n, bias_N, None), act)

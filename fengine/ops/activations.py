@@ -1,0 +1,150 @@
+"""Functions of single elements; no reduction. In fp32, rounded to x's dtype.
+
+y = act(gate) * up over the two halves of the last axis, or act(x) alone: silu, gelu, or its tanh form, x / (1 + exp(-2
+u)) with u = sqrt(2 / pi) (x + 0.044715 x^3). The activation is rounded, then the product (as Hugging Face models do).
+
+y = cap * tanh(x / cap) of logits, with tanh(z) = 1 - 2 / (exp(2 z) + 1), so that an element's bits do not depend on
+where it stands: a library's vector and scalar forms may differ.
+"""
+# pyright: reportInvalidTypeForm=false
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fengine.ops.ahead import launcher
+from fengine.ops.cpu import contiguous, schedule
+from fengine.ops.registration import begin, dependent_launch, plain, register, tl, triton, wait, wide
+
+BLOCK = 1024
+ACTS = ("silu", "gelu_tanh", "gelu")  # by the number that kernels know them by
+
+
+def reference(x_T2F: Tensor, act: str = "silu", gated: bool = True) -> Tensor:
+    """The math. Pure."""
+    known = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    }
+    gate_TF, *up = wide(x_T2F).chunk(1 + gated, -1)
+    y_TF = known[act](gate_TF).to(x_T2F.dtype)
+    return (y_TF * up[0]).to(x_T2F.dtype) if gated else y_TF
+
+
+def cap_reference(x_RV: Tensor, cap: float) -> Tensor:
+    """The math, in fp32 (fp64 where x is). Pure."""
+    return cap * torch.tanh(wide(x_RV) / cap)
+
+
+@triton.jit
+def activated(gate, ACT: tl.constexpr):
+    """The activation in float32, rounded to the type of `gate`."""
+    x = gate.to(tl.float32)
+    if ACT == 0:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == 1:
+        u = 0.7978845608028654 * tl.fma(0.044715 * x * x, x, x)  # spelt out, so that every kernel rounds alike
+        y = x / (1.0 + tl.exp(-2.0 * u))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y.to(gate.dtype)
+
+
+@triton.jit
+def gated_product(gate, up, ACT: tl.constexpr):
+    """act(gate) * up in float32, the activation rounded to the type of `gate` first."""
+    return activated(gate, ACT).to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit
+def activate_kernel(
+    x_ptr, y_ptr, F, BLOCK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """BLOCK columns of one token."""
+    begin(PDL)
+    wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + token * (1 + GATED) * F + col, mask=col < F, other=0.0)
+    if GATED:
+        y = gated_product(gate, tl.load(x_ptr + token * 2 * F + F + col, mask=col < F, other=0.0), ACT)
+    else:
+        y = activated(gate, ACT)
+    tl.store(y_ptr + token * F + col, y.to(y_ptr.dtype.element_ty), mask=col < F)
+
+
+@triton.jit
+def soft_cap_kernel(x_ptr, y_ptr, N, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """BLOCK elements."""
+    begin(PDL)
+    wait(PDL)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < N, other=0.0)
+    y = cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))
+    tl.store(y_ptr + i, y, mask=i < N)
+
+
+def launch(x_T2F: Tensor, act: int = 0, gated: bool = True) -> Tensor:
+    x_T2F = plain(x_T2F)
+    y_TF = fake(x_T2F, act, gated)
+    tokens, features = y_TF.shape
+    if tokens:
+        launcher(activate_kernel, (tokens, triton.cdiv(features, BLOCK)))(
+            x_T2F, y_TF, features, BLOCK, act, gated, num_warps=4, **dependent_launch(x_T2F.device.index)
+        )
+    return y_TF
+
+
+def cap_launch(x_RV: Tensor, cap: float) -> Tensor:
+    x_RV = plain(x_RV)
+    y_RV = torch.empty_like(x_RV)
+    if count := x_RV.numel():
+        launcher(soft_cap_kernel, (triton.cdiv(count, BLOCK),))(
+            x_RV, y_RV, count, cap, BLOCK, num_warps=4, **dependent_launch(x_RV.device.index)
+        )
+    return y_RV
+
+
+def on_cpu(x: Tensor, act: int = 0, gated: bool = True) -> Tensor:
+    x = contiguous(x, "silu_mul's x")
+    y = fake(x, act, gated)
+    library, threads = schedule(8 * x.numel())
+    library.fengine_silu_mul(x.data_ptr(), y.data_ptr(), *y.shape, act, gated, threads)
+    return y
+
+
+def cap_on_cpu(x: Tensor, cap: float) -> Tensor:
+    x = contiguous(x, "soft_cap's x")
+    y = torch.empty_like(x)
+    library, threads = schedule(16 * x.numel())
+    library.fengine_soft_cap(x.data_ptr(), y.data_ptr(), x.numel(), cap, threads)
+    return y
+
+
+def fake(x_T2F: Tensor, act: int = 0, gated: bool = True) -> Tensor:
+    return x_T2F.new_empty((x_T2F.shape[0], x_T2F.shape[1] // (1 + gated)))
+
+
+_op = register("silu_mul(Tensor x, int act=0) -> Tensor", launch, on_cpu, fake)
+_alone_op = register(
+    "activate(Tensor x, int act) -> Tensor", *(partial(form, gated=False) for form in (launch, on_cpu, fake))
+)
+_cap_op = register("soft_cap(Tensor x, float cap) -> Tensor", cap_launch, cap_on_cpu)
+
+
+def silu_mul(x_T2F: Tensor, act: str = "silu") -> Tensor:
+    """act(first half) * second half as [T, F], in x's dtype. Pure."""
+    return _op(x_T2F, ACTS.index(act))
+
+
+def activate(x_TF: Tensor, act: str) -> Tensor:
+    """act(x) as [T, F], in x's dtype. Pure."""
+    return _alone_op(x_TF, ACTS.index(act))
+
+
+def soft_cap(x_RV: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of float32 logits. Pure."""
+    return _cap_op(x_RV, cap)

@@ -1,0 +1,286 @@
+"""How attention.py's kernels run on CUDA: tiles, warps and splits, by shapes alone, and which of them are proved."""
+
+import math
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fengine.ops import attention_hopper, kv_fp8
+from fengine.ops.ahead import launcher
+from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
+from fengine.ops.fp8_kernels import whole_kernel
+from fengine.ops.proof import proved, same_bits
+from fengine.ops.registration import (
+    EARLY,
+    MIDDLE,
+    dependent_launch,
+    multiprocessors,
+    plain,
+    shared_memory,
+    triton,
+)
+
+CHUNK = 1024  # keys: part of the tree
+MERGE_AHEAD = 4  # chunk results loaded together by the merge
+MAX_PARTIALS = 1 << 26  # float32 values of workspace that a split may take
+ARRIVALS = 1 << 13  # counters of a KV pool: a split must do with so many tiles
+
+
+def block_of(width: int) -> int:
+    """Keys of a block, for heads of `width`: part of the tree. Pure."""
+    return 128 if width <= 64 else 64
+
+
+class Bounds(NamedTuple):
+    """Which keys a token sees, and how large scores may get. The kernels for Hopper know the default alone."""
+
+    causal: bool = True
+    window: int = 0  # 0: none
+    cap: float = 0.0  # 0: none
+    sinks: bool = False
+    reach: bool = False  # each token has a last key of its own
+
+
+CAUSAL = Bounds()
+
+
+class Rows(NamedTuple):
+    """How `rows_kernel` computes: rows of few tokens, or all rows."""
+
+    tile: int  # rows of the MMA: tokens times padded query heads per kv head
+    warps: int
+    stages: int
+    splits: int  # programs that share the chunks of a tile; 1 merges in registers
+
+
+class Tiles(NamedTuple):
+    """How `tiles_kernel`, or the kernel for Hopper, computes: rows of more tokens than fit a tile of `rows_kernel`."""
+
+    hopper: bool
+    tile: int
+    warps: int
+    stages: int
+
+
+class Schedule(NamedTuple):
+    """How the tree is computed; free to differ per call, because the bits do not depend on it."""
+
+    rows: Rows
+    tiles: Tiles | None  # None: `rows_kernel` computes every row
+
+
+MOST_COPIED = 2 << 30  # bytes of keys and values in few bits that are decoded for the Hopper kernel
+HOPPER = Tiles(True, attention_hopper.BM, 12, attention_hopper.STAGES)
+
+
+def padded_heads(q_THK: Tensor, k_PSGK: Tensor) -> int:
+    """Rows of the MMA that one token takes in the Triton kernels. Pure."""
+    return triton.next_power_of_2(q_THK.shape[1] // k_PSGK.shape[2])
+
+
+def stages_for(q_THK: Tensor, tile: int, stages: int) -> int:
+    """At most `stages`, as many as shared memory holds: loads run ahead half as far. Pure."""
+    if q_THK.dtype == torch.float32:
+        return 1
+    if not q_THK.is_cuda:
+        return stages
+    line = triton.next_power_of_2(q_THK.shape[2]) * q_THK.element_size()
+    room = shared_memory(q_THK.device.index) - tile * line - 4096
+    return max(1, min(stages, 2 * (room // (2 * block_of(q_THK.shape[2]) * line)) - 1))
+
+
+def reference_schedule(q_THK: Tensor, k_PSGK: Tensor) -> Schedule:
+    """The schedule that the others are compared with. Pure."""
+    tile = max(16, padded_heads(q_THK, k_PSGK))
+    warps = 2 if block_of(q_THK.shape[2]) == 64 and q_THK.dtype != torch.float32 else 4
+    return Schedule(Rows(tile, warps, stages_for(q_THK, tile, 5), 1), None)
+
+
+def schedules(
+    q_THK: Tensor, k_PSGK: Tensor, rows: int, keys: int, processors: int, bounds: Bounds = CAUSAL
+) -> list[Schedule]:
+    """Schedules in order of speed, by shapes alone; `keys` is the longest context the page table can name. Pure."""
+    tokens, groups = q_THK.shape[0], k_PSGK.shape[2]
+    alone = reference_schedule(q_THK, k_PSGK).rows
+    chunks = triton.cdiv(keys, CHUNK)
+    splits = max(1, 2 * processors // (rows * groups))  # two programs a multiprocessor: more would wait for room
+    splits = chunks if splits >= 0.9 * chunks else splits  # nobody takes two chunks while others take one
+    few = alone._replace(warps=4, splits=splits)  # ragged rows end 2 % earlier than with 2 warps
+    if rows * groups >= 4 * processors and q_THK.element_size() == 2:  # small programs, which hide each other's waits
+        few = alone._replace(warps=2, stages=stages_for(q_THK, alone.tile, 2))
+    if tokens <= rows:
+        return [Schedule(few, None), Schedule(alone, None)]
+    tile = max(16 if q_THK.dtype == torch.float32 else 64, padded_heads(q_THK, k_PSGK))
+    many = [Tiles(False, tile, 4, stages_for(q_THK, tile, 5))]
+    copied = rows * keys * groups * q_THK.shape[2] * 2 * q_THK.element_size() if kv_fp8.is_few(k_PSGK) else 0
+    if bounds == CAUSAL and attention_hopper.usable(q_THK, k_PSGK) and copied <= MOST_COPIED:
+        many.insert(0, HOPPER)
+    return [Schedule(r, t) for t in many for r in dict.fromkeys((few, alone))] + [Schedule(alone, None)]
+
+
+@cache
+def arrivals(device: int | None) -> dict[int, Tensor]:
+    """Counters of the programs that have arrived, by address of the key pool: zero before and after every launch.
+
+    Launches on one pool follow each other, as each reads what the step before has written; so they may share counters.
+    """
+    return {}
+
+
+def counters(k_PSGK: Tensor) -> Tensor | None:
+    """The counters of a pool; None in a capture, which must not make them. Modifies: `arrivals`."""
+    known = arrivals(k_PSGK.device.index)
+    found = known.get(k_PSGK.data_ptr())
+    if found is None and not (k_PSGK.is_cuda and torch.cuda.is_current_stream_capturing()):
+        found = known[k_PSGK.data_ptr()] = torch.zeros(ARRIVALS, dtype=torch.int32, device=k_PSGK.device)
+    return found
+
+
+class Paged(NamedTuple):
+    """The tensors of one call; `sinks_H` and `last_T` where its bounds say so."""
+
+    q_THK: Tensor
+    k_PSGK: Tensor
+    v_PSGK: Tensor
+    q_start_B: Tensor
+    kv_len_R: Tensor
+    page_table_RN: Tensor
+    sinks_H: Tensor | None = None
+    last_T: Tensor | None = None
+
+
+def run(call: Paged, scale: float, s: Schedule, bounds: Bounds = CAUSAL) -> Tensor:
+    """Runs the kernels under `s`. A split that would take too much workspace is not made."""
+    o_THK = torch.empty_like(call.q_THK)
+    per_tile = s.rows.tile // padded_heads(call.q_THK, call.k_PSGK)
+    limit = 0 if s.tiles is None else per_tile
+    c = (1.0 if bounds.cap else scale) * math.log2(math.e)
+    few = call.k_PSGK.shape[2] * kv_fp8.is_few(call.k_PSGK)
+    bound = (*bounds, scale if bounds.cap else 0.0, few)
+    _run_rows(call, o_THK, s.rows, c, limit, bound)
+    if s.tiles is not None and s.tiles.hopper:
+        attention_hopper.launch(*_whole(call, limit)[:6], o_THK, c, limit, CHUNK, block_of(o_THK.shape[2]))
+    elif s.tiles is not None:
+        _run_tiles(call, o_THK, s.tiles, c, limit, bound)
+    return o_THK
+
+
+def _shape(call: Paged, tile: int) -> tuple[int, ...]:
+    """What both kernels are made for: heads, kv heads, width, padded width, slots, padded heads, tile, chunk, block."""
+    (_, heads, width), (size, groups) = call.q_THK.shape, call.k_PSGK.shape[1:3]
+    padded = padded_heads(call.q_THK, call.k_PSGK)
+    return heads, groups, width, triton.next_power_of_2(width), size, padded, tile, CHUNK, block_of(width)
+
+
+def _run_rows(call: Paged, o_THK: Tensor, s: Rows, c: float, limit: int, bound: tuple[float, ...]) -> None:
+    """Rows of up to `limit` tokens; 0: all rows. Modifies: o_THK."""
+    q_THK, (rows, table_width) = call.q_THK, call.page_table_RN.shape
+    heads, groups, _, padded_width, size, padded, *_ = _shape(call, s.tile)
+    tokens, per_tile, chunks = len(q_THK), s.tile // padded, triton.cdiv(table_width * size, CHUNK)
+    lines = (rows * per_tile if limit else tokens) * heads * chunks
+    fits = lines * (padded_width + 2) <= MAX_PARTIALS
+    fits &= (rows + (0 if limit else tokens // per_tile)) * groups <= ARRIVALS
+    arrived = counters(call.k_PSGK) if fits and s.splits > 1 else None
+    splits = s.splits if arrived is not None else 1
+    parts = (q_THK.new_empty(lines * n if splits > 1 else 0, dtype=torch.float32) for n in (1, 1, padded_width))
+    launcher(rows_kernel, (groups, rows, splits))(
+        *call[:6], o_THK, *parts, call.kv_len_R if arrived is None else arrived, *call[6:], c, tokens, rows,
+        table_width, chunks, limit, *_shape(call, s.tile), splits > 1, MERGE_AHEAD, *bound, num_warps=s.warps,
+        num_stages=s.stages, **dependent_launch(q_THK.device.index, EARLY if rows <= 16 else MIDDLE)
+    )  # fmt: skip
+
+
+def _run_tiles(call: Paged, o_THK: Tensor, s: Tiles, c: float, limit: int, bound: tuple[float, ...]) -> None:
+    """Rows of more than `limit` tokens, and zeros behind the last row. Modifies: o_THK."""
+    tokens, (rows, table_width) = len(call.q_THK), call.page_table_RN.shape
+    per_tile, groups = s.tile // padded_heads(call.q_THK, call.k_PSGK), call.k_PSGK.shape[2]
+    launcher(tiles_kernel, (tokens // per_tile + min(rows, tokens // (limit + 1)) + 1, groups))(
+        *call[:6], o_THK, *call[6:], c, tokens, rows, table_width, limit, *_shape(call, s.tile), *bound, num_warps=s.warps,
+        num_stages=s.stages,
+    )  # fmt: skip
+
+
+def _whole(call: Paged, limit: int) -> Paged:
+    """For kernels that read no codes: where pages hold codes, a copy of what rows of more than `limit` tokens see, in
+    q's dtype, and its table. Pure."""
+    if not kv_fp8.is_few(call.k_PSGK):
+        return call
+    (size, groups), width, (rows, table_width) = call.k_PSGK.shape[1:3], call.q_THK.shape[2], call.page_table_RN.shape
+    pages = rows * table_width
+    k, v = (call.q_THK.new_empty((pages, size, groups, width)) for _ in "kv")
+    for few, whole in ((call.k_PSGK, k), (call.v_PSGK, v)):
+        launcher(whole_kernel, (table_width, rows, groups))(
+            few, call.q_start_B, call.kv_len_R, call.page_table_RN, whole, rows, table_width, limit, groups, width,
+            triton.next_power_of_2(width), size, num_warps=4,
+        )  # fmt: skip
+    table = torch.arange(pages, dtype=torch.int32, device=call.q_THK.device).view(rows, table_width)
+    return call._replace(k_PSGK=k, v_PSGK=v, page_table_RN=table)
+
+
+def is_proved(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds = CAUSAL) -> bool:
+    """Whether `s` gives the bits of the reference schedule for these heads and pages on this device; compared once."""
+    if s == reference_schedule(q_THK, k_PSGK):
+        return True
+    (heads, width), (size, groups) = q_THK.shape[1:], k_PSGK.shape[1:3]
+    rows = (*s.rows[:3], s.rows.splits > 1)  # how many splits is the grid's business, not the kernel's
+    key = f"attention {q_THK.dtype} {heads}/{groups}x{width} page {size} chunk {CHUNK} {rows} {s.tiles}"
+    key += ("" if bounds == CAUSAL else f" {tuple(bounds)}") + (" few" if kv_fp8.is_few(k_PSGK) else "")
+    return proved(q_THK.device, key, lambda: _compare(q_THK, k_PSGK, s, bounds))
+
+
+def _compare(q_THK: Tensor, k_PSGK: Tensor, s: Schedule, bounds: Bounds) -> bool:
+    """Random rows around the edges of blocks and chunks under both schedules, called as they are used: by themselves,
+    and inside a captured graph. Slots that no row owns hold NaN."""
+    size, width = k_PSGK.shape[1], q_THK.shape[2]
+    lengths, tokens = [CHUNK + 200, 700, 2 * CHUNK + 65, 129, 64, 1, 2 * CHUNK], [1, 300, 200, 129, 1, 1, 2]
+    pages = [triton.cdiv(length, size) for length in lengths]
+    generator = torch.Generator(q_THK.device).manual_seed(width)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=q_THK.device, generator=generator).to(q_THK.dtype)
+
+    shape = (sum(pages) + 1, *k_PSGK.shape[1:3], width)
+    q, k, v = random(sum(tokens) + 3, *q_THK.shape[1:]), *(random(*shape) for _ in "kv")
+    k[0] = v[0] = math.nan
+    order = torch.randperm(sum(pages), device=q.device, generator=generator).int() + 1
+    table = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int32, device=q.device)
+    for r, own in enumerate(order.split(pages)):
+        table[r, : len(own)] = own
+        last = lengths[r] - (len(own) - 1) * size
+        k[own[-1], last:] = v[own[-1], last:] = math.nan
+    k, v = (kv_fp8.stored_as(k_PSGK, x) for x in (k, v))
+    start = torch.tensor([0, *tokens], device=q.device).cumsum(0).int()
+    kv_len = torch.tensor(lengths, device=q.device).int()
+    sinks = random(q.shape[1]) if bounds.sinks else None
+    last = None
+    if bounds.reach:  # the first half of a row's tokens see each other
+        ends = [n - t + max(t // 2 - 1, at) for n, t in zip(lengths, tokens, strict=True) for at in range(t)]
+        last = torch.tensor([*ends, 0, 0, 0], device=q.device).int()
+    run_as = partial(run, Paged(q, k, v, start, kv_len, table, sinks, last), width**-0.5, bounds=bounds)
+    want = run_as(reference_schedule(q, k))
+    try:  # twice: the counters are back at zero
+        return bool(want.isfinite().all()) and torch.equal(want, run_as(s)) and same_bits(want, lambda: run_as(s))
+    except Exception:  # an experimental compiler: whatever it says, the schedule is not for this machine
+        return False
+
+
+def launch(
+    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, q_start_B: Tensor, kv_len_R: Tensor, page_table_RN: Tensor,
+    scale: float, causal: bool = True, window: int = 0, cap: float = 0.0, sinks_H: Tensor | None = None,
+    last_T: Tensor | None = None, chosen: Schedule | None = None,
+) -> Tensor:  # fmt: skip
+    """Runs `chosen`, by default the fastest schedule for these shapes that is proved."""
+    assert k_PSGK.is_contiguous() and v_PSGK.is_contiguous()
+    bounds = Bounds(causal, window, cap, sinks_H is not None, last_T is not None)
+    q_THK, page_table_RN = plain(q_THK), page_table_RN.contiguous()
+    if q_THK.shape[0] == 0:
+        return torch.empty_like(q_THK)
+    if chosen is None:
+        rows, table_width = page_table_RN.shape
+        processors = multiprocessors(q_THK.device.index) if q_THK.is_cuda else 1
+        found = schedules(q_THK, k_PSGK, rows, table_width * k_PSGK.shape[1], processors, bounds)
+        chosen = next((s for s in found if is_proved(q_THK, k_PSGK, s, bounds)), reference_schedule(q_THK, k_PSGK))
+    call = Paged(q_THK, k_PSGK, v_PSGK, q_start_B, kv_len_R, page_table_RN, sinks_H, last_T)
+    return run(call, scale, chosen, bounds)
