@@ -197,8 +197,8 @@ def _run_tiles(call: Paged, o_THK: Tensor, s: Tiles, c: float, limit: int, bound
     tokens, (rows, table_width) = len(call.q_THK), call.page_table_RN.shape
     per_tile, groups = s.tile // padded_heads(call.q_THK, call.k_PSGK), call.k_PSGK.shape[2]
     launcher(tiles_kernel, (tokens // per_tile + min(rows, tokens // (limit + 1)) + 1, groups))(
-        *call[:6], o_THK, *call[6:], c, tokens, rows, table_width, limit, *_shape(call, s.tile), *bound, num_warps=s.warps,
-        num_stages=s.stages,
+        *call[:6], o_THK, *call[6:], c, tokens, rows, table_width, limit, *_shape(call, s.tile), *bound,
+        num_warps=s.warps, num_stages=s.stages,
     )  # fmt: skip
 
 

@@ -59,7 +59,9 @@ def test_linear_is_the_product(threads: int, dtype: torch.dtype, n: int, k: int)
     for m in (1, 2, 5, 12, 13, 40):
         x, w, bias = torch.randn(m, k), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
         exact = x.double() @ w.double().T
-        torch.testing.assert_close(linear.on_cpu(x, pack(w), n, None, None).double(), exact, rtol=1e-5, atol=1e-5 * k**0.5)
+        torch.testing.assert_close(
+            linear.on_cpu(x, pack(w), n, None, None).double(), exact, rtol=1e-5, atol=1e-5 * k**0.5
+        )
         with_bias = linear.on_cpu(x, pack(w), n, bias, None).double()
         torch.testing.assert_close(with_bias, exact + bias.double(), rtol=1e-5, atol=1e-5 * k**0.5)
 
@@ -150,7 +152,9 @@ def test_silu_mul(threads: int, f: int) -> None:
     exact = torch.nn.functional.silu(x[:, :f].double()) * x[:, f:].double()
     torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-30)
     assert same_bits(torch.cat([activations.on_cpu(x[i : i + 1]) for i in range(42)]), y)
-    assert same_bits(activations.on_cpu(x[:, [f - 1, 2 * f - 1]]), y[:, -1:])  # the place within a vector does not matter
+    assert same_bits(
+        activations.on_cpu(x[:, [f - 1, 2 * f - 1]]), y[:, -1:]
+    )  # the place within a vector does not matter
     assert activations.on_cpu(torch.tensor([[math.nan, 1.0]])).isnan().all()
 
 

@@ -82,7 +82,11 @@ def test_every_schedule_of_linear():
         pytest.skip("on a device the schedules are compared bit by bit, below")
     x, w = put((normal(150, 200), normal(300, 200)), torch.float32)
     want = linear.reference(x, w, 300, None, None)
-    for schedule in (*(entry[-1] for entry in linear_launch.FEW_ROWS), *linear_launch.MANY_ROWS, *linear_launch.FLOAT32):
+    for schedule in (
+        *(entry[-1] for entry in linear_launch.FEW_ROWS),
+        *linear_launch.MANY_ROWS,
+        *linear_launch.FLOAT32,
+    ):
         assert_close(linear_launch.run(x, w, 300, None, None, schedule), want, torch.float16)
     both = linear_launch.run(x, w, 300, None, None, linear_launch.REFERENCE)
     for i, (*_, schedule) in enumerate(linear_launch.GATED):
