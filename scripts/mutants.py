@@ -48,9 +48,11 @@ FILES = (
     "speculative/ngram.py", "speculative/pace.py", "speculative/draft.py", "speculative/chain.py",
     "speculative/proposers.py", "eval/runs/journal.py",
 )  # fmt: skip
-LANES = ("unit/test_adapter_slots.py", "unit/test_image_rows.py", "unit/test_p*.py", "unit/test_request.py",
- "unit/test_scheduler.py", "unit/test_steps.py", "unit/test_window_pages.py", "engine", "eval/test_journal.py", "eval/test_rerun.py", "eval/test_run.py", "eval/test_trace.py",
-         "slow/test_simulation_many.py")  # fmt: skip
+LANES = (
+    "unit/test_adapter_slots.py", "unit/test_image_rows.py", "unit/test_p*.py", "unit/test_request.py",
+    "unit/test_scheduler.py", "unit/test_steps.py", "unit/test_window_pages.py", "engine", "eval/test_journal.py",
+    "eval/test_rerun.py", "eval/test_run.py", "eval/test_trace.py", "slow/test_simulation_many.py",
+)  # fmt: skip
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -274,31 +276,31 @@ class Judge:
         return True
 
     def _traced(self, paths: set[Path]) -> dict[str, Any]:
-        """Each test that passes: its seconds, and its lines by file."""
-        map_file = self.options.map or Path(tempfile.mkdtemp()) / "map.json"
-        if not map_file.exists():
-            fork(lambda: self._trace({str(path) for path in paths}, map_file))
-            wait()
-        tests = json.loads(map_file.read_text())
-        return {name: test for name, test in tests.items() if name in self.items}
+        """Each test that passes: its seconds, and its lines by file. One that hangs under the tracer is left out."""
+        path = self.options.map or Path(tempfile.mkdtemp()) / "map.jsonl"
+        items = list(self.items.values())
+        while (done := len(path.read_text().splitlines()) if path.exists() else 0) < len(items):
+            fork(lambda done=done: self._trace({str(path) for path in paths}, items[done:], path))
+            if wait()[1]:
+                with path.open("a") as file:
+                    print("null", file=file)
+        told = map(json.loads, path.read_text().splitlines())
+        return {test["name"]: test for test in told if test is not None and test["name"] in self.items}
 
-    def _trace(self, paths: set[str], map_file: Path) -> int:
-        """In a child: runs all tests, and writes the map."""
-        lines, tests, items = Lines(paths), {}, list(self.items.values())
-
-        def end(*_: object) -> None:
-            raise TimeoutError("an exception thrown into a thread may hit its tracer, and be lost")
-
-        signal.signal(signal.SIGALRM, end)
-        for item, after in zip(items, [*items[1:], None], strict=True):
-            began = time.process_time()
-            signal.setitimer(signal.ITIMER_REAL, 60, 5)  # again where it waits for its threads
-            threading.settrace(lines.trace)
-            sys.settrace(lines.trace)
-            if self.passes(item, after):
-                tests[item.nodeid] = {"seconds": time.process_time() - began, "lines": lines.take()}
-        sys.settrace(None)
-        map_file.write_text(json.dumps(tests))
+    def _trace(self, paths: set[str], items: list[pytest.Item], map_file: Path) -> int:
+        """In a child: writes what each test runs. An exception thrown into a thread may hit its tracer, and be lost:
+        what waits for it ends the child."""
+        lines = Lines(paths)
+        with map_file.open("a", buffering=1) as file:
+            for item, after in zip(items, [*items[1:], None], strict=True):
+                began = time.process_time()
+                signal.alarm(60)
+                threading.settrace(lines.trace)
+                sys.settrace(lines.trace)
+                passed = self.passes(item, after)
+                sys.settrace(None)
+                told = {"name": item.nodeid, "seconds": time.process_time() - began, "lines": lines.take()}
+                print(json.dumps(told if passed else None), file=file)
         return 0
 
     def _judge(self, mutant: Mutant) -> int:

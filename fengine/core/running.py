@@ -194,9 +194,9 @@ class Rows:
         """The latest arrival among the rows that still need pages."""
         return max((rows[-1] for rows in (self.prompting, self.decoding) if rows), key=_arrival)
 
-    def leave(self, request: Request, cached: bool) -> None:
-        """Gives row slot and pages back. With `cached` the full pages of known tokens go to the prefix cache first."""
-        if self.cache is not None and cached:
+    def leave(self, request: Request) -> None:
+        """Gives row slot and pages back. The full pages of known tokens go to the prefix cache first."""
+        if self.cache is not None:
             full = min(request.num_computed, len(request.token_ids)) // self.page_size
             self.cache.insert(request.token_ids, request.pages[:full], True, request.salts, request.reached)
         self.pool.release(request.pages, request.window_start)
@@ -213,9 +213,9 @@ class Rows:
         if request.drafting is not None:
             request.drafting.memo = None  # as large as the tokens
 
-    def preempt(self, request: Request, cached: bool) -> None:
+    def preempt(self, request: Request) -> None:
         """As `leave`; it waits again, to be computed again from its tokens."""
-        self.leave(request, cached)
+        self.leave(request)
         request.status = Status.WAITING
         request.num_preempted += 1
         self.num_preemptions += 1

@@ -107,7 +107,7 @@ class Scheduler:
         if self._in_flight:
             raise InvariantError("requests were retracted while a step was in flight")
         for request in reversed(running):  # the latest first: each one goes to the queue's front
-            self._leave(request, cached=False)
+            self._leave(request)
         if self.images is not None:
             self.images.forget()
             self._admission.encodes.clear()
@@ -223,11 +223,11 @@ class Scheduler:
     def _preempt(self, output: SchedulerOutput, victim: Request) -> None:
         """Back to the queue's front, to be computed again. A token that is still in flight arrives and counts."""
         output.take_out(victim)
-        self._leave(victim, cached=True)
+        self._leave(victim)
         output.preempted.append(victim.rid)
 
-    def _leave(self, request: Request, cached: bool) -> None:
-        self._rows.preempt(request, cached)
+    def _leave(self, request: Request) -> None:
+        self._rows.preempt(request)
         self._admission.blocked = False
         self._waiting.put_back(request)
 
@@ -257,14 +257,14 @@ class Scheduler:
         """Ends a request because of the token that was appended last."""
         self._end(request, *verdict(request, fault))
 
-    def _end(self, request: Request, finish: FinishReason, cached: bool = True) -> None:
+    def _end(self, request: Request, finish: FinishReason, sound: bool = True) -> None:
         if request.status is Status.RUNNING:
-            self._rows.leave(request, cached)
+            self._rows.leave(request)
         else:
             self._waiting.remove(request)
         if request.images and self.images is not None:
             self.images.leave(request.rid)
-        if self.cache is not None and not cached:
+        if self.cache is not None and not sound:
             self.cache.drop(request.token_ids, request.salts)  # whichever page is bad, nobody may hit it again
         del self._requests[request.rid]
         request.status, request.finish, request.num_pending = Status.FINISHED, finish, 0
