@@ -294,6 +294,19 @@ def test_images_are_those_of_one(family: str, tmp_path: Path) -> None:
     assert found[:2] == found[2:]
 
 
+def test_a_run_over_two_ranks_is_verified_by_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    from fengine import run
+
+    folder = tmp_path / "run"
+    words = ["view=quiet", "compile=none", "task=addition", "task.limit=4", "sampling.temperature=0.8"]
+    assert run.main(["eval", *words, "parallel.tp_size=2", f"out={folder}"]) == run.OK
+    more = ["parallel.tp_size=1", "verify.layouts=[permuted,alone]"]
+    assert run.main(["verify", str(folder), *more]) == run.OK
+    told = json.loads((folder / "verify.json").read_text())
+    assert told["identical"] and [one["verdict"] for one in told["layouts"]] == ["identical"] * 2
+
+
 def test_settings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="GPU"):
         monkeypatch.setattr("torch.cuda.device_count", lambda: 1)

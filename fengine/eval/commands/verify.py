@@ -52,7 +52,7 @@ is touched; of a sweep, every run is verified. Layouts:
   verify.fraction=F   a part of the rows, drawn by verify.seed
   verify.layouts=L    only these layouts
   model.path=DIR      where the run's checkpoint is now (its files are compared by SHA-256); model.tokenizer_path
-                      and model.device likewise
+                      and model.device likewise; parallel.tp_size=1: in one process what ran in several
   out=FILE            another place for verify.json
 
 Re-scoring reads prompt and answer as one prompt, whose logprobs are at temperature 1: answers drawn at temperature 0 or
@@ -67,7 +67,8 @@ OPTIONS = {
     "verify.layouts": command.names(list(LAYOUTS)),
     "out": Path,
 }
-CHANGES = ("model.path", "model.tokenizer_path", "model.device")  # where things are; not what they are
+# Where things are, and in how many processes; not what they are.
+CHANGES = ("model.path", "model.tokenizer_path", "model.device", "parallel.tp_size", "parallel.dp_size")
 LEGITIMATE = "not the run's, so that bits may differ legitimately"
 
 
