@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from fengine.api.options import HasContext
+from fengine.api.context import HasContext
 from fengine.core.step_trace import StepRecord
 from fengine.engine.weights.save import save_weights
 from fengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, UnsupportedFeatureError

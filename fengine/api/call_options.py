@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from fengine.api.generate_input import GenerateReqInput
-from fengine.api.options import check_ids
 from fengine.api.server_args import ServerArgs
 from fengine.core.parameters import Parameter, Range
 from fengine.core.sampling_params import SamplingParams
+from fengine.core.scalars import check_ids
 from fengine.errors import InvalidRequestError
 
 MAX_SALT = 4096

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from fengine.api.chat_images import without_images
-from fengine.api.options import EngineContext
+from fengine.api.context import EngineContext
 from fengine.api.types import CallOptions, Message
 from fengine.core.scalars import plain, told
 from fengine.errors import InvalidRequestError

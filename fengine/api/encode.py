@@ -10,11 +10,11 @@ from typing import Any, overload
 
 from fengine.api.arguments import described_by, record_of
 from fengine.api.chat import is_chat, rendered, with_images
+from fengine.api.context import EngineContext
 from fengine.api.generate_checks import refuse_not_built
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
-from fengine.api.options import EngineContext
 from fengine.api.outputs import Output, Result, complete
 from fengine.api.sessions import Turn
 from fengine.api.streams import OutputCollector

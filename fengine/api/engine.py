@@ -13,11 +13,11 @@ from fengine.api import chat as chats
 from fengine.api import encode as embeddings
 from fengine.api import score as scoring
 from fengine.api.arguments import checked_calls, described_by, record_of, takes
+from fengine.api.context import EngineContext
 from fengine.api.features import FEATURES
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.input_processor import process_input
 from fengine.api.io_struct import EncodeReqInput
-from fengine.api.options import EngineContext
 from fengine.api.outputs import complete
 from fengine.api.request_features import grammars_in
 from fengine.api.request_log import request_log

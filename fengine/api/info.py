@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fengine import __version__
-from fengine.api.options import HasContext
+from fengine.api.context import HasContext
 from fengine.api.server_args import ServerArgs, in_force
 from fengine.config import Algorithm
 from fengine.engine.parts import Parts

@@ -10,14 +10,15 @@ from itertools import islice
 from typing import Any
 
 from fengine.api.call_options import check_amount, logprobs_asked, priority_of, salt_of
+from fengine.api.context import EngineContext
 from fengine.api.generate_checks import routed_rank
 from fengine.api.generate_input import GenerateReqInput, split_batch
-from fengine.api.options import EngineContext, check_ids, end_ids, stop_ids
 from fengine.api.request_features import grammar_asked, hidden_asked, processor_asked, prompt_in_place
 from fengine.api.sessions import Turn
 from fengine.api.weights import adapter_of
 from fengine.core.request import Request, SamplingParams, derive_seed
 from fengine.core.sampling_params import GRAMMARS
+from fengine.core.scalars import check_ids
 from fengine.engine.parts import Parts
 from fengine.errors import CapacityError, ContextLengthError, FengineError, InvalidRequestError
 from fengine.tokenizer.stop_regex import compile_patterns
@@ -95,7 +96,7 @@ def _check(
     asked = [_asked(context, prompt, params, len(ids)) for _ in prompt.rid]
     if asked[0].top_logprobs or asked[0].logprob_ids:
         check_amount(asked[0], len(asked), len(ids), most)
-    early_ids = end_ids(context, params) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
+    early_ids = params.end_ids(parts.eos_ids) if params.min_new_tokens and params.ignore_eos else frozenset[int]()
     adapter = None if prompt.lora_path is None else adapter_of(parts, prompt.lora_path)
     salt = None if prompt.cache_salt is None else salt_of(prompt.cache_salt)
     ranked = prompt.priority is not None or context.args.enable_priority_scheduling
@@ -108,7 +109,7 @@ def _check(
             params=own,
             seed=_seed(parts.config.random_seed, params, index, sample),
             max_new_tokens=most,
-            stop_ids=stop_ids(context, params),
+            stop_ids=params.stop_ids(parts.eos_ids),
             cache_salt=salt,
             priority=priority,
             adapter=adapter,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fengine.api import output_details
+from fengine.api.context import EngineContext
 from fengine.api.hidden_states import hidden_of
-from fengine.api.options import EngineContext
 from fengine.api.sessions import Turn
 from fengine.core.request import Request
 from fengine.engine.engine_core import EngineCore

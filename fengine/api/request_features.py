@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from fengine.api.context import EngineContext, HasContext
 from fengine.api.generate_input import GenerateReqInput
-from fengine.api.options import EngineContext, HasContext, end_ids
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Turn
 from fengine.core.parameter_kinds import json_like
@@ -29,7 +29,7 @@ def grammar_asked(context: EngineContext, params: SamplingParams) -> Grammar | N
             f"stop and stop_regex cannot be combined with {kind}: they would cut the text where it is not complete. "
             "The grammar itself says where it ends; stop_token_ids may be given."
         )
-    if not any(id < context.parts.spec.vocab_size for id in end_ids(context, params)):
+    if not any(id < context.parts.spec.vocab_size for id in params.end_ids(context.parts.eos_ids)):
         raise GrammarError(f"{kind} needs an id that ends the text, and this model has no eos; give stop_token_ids")
     return context.grammars.compile(Source(kind, text))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fengine.api.options import EngineContext
+from fengine.api.context import EngineContext
 from fengine.api.outputs import Output, Result, abandon, output_of, result_of, submit
 from fengine.api.sessions import Turn
 from fengine.core.request import Request

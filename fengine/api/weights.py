@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fengine.api.options import HasContext
+from fengine.api.context import HasContext
 from fengine.core.request import Adapter
 from fengine.engine.parts import Parts
 from fengine.engine.weights.group import GroupError

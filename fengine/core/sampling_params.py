@@ -112,6 +112,14 @@ class SamplingParams:
         """(which of GRAMMARS, its text): what the output must be."""
         return next(((name, text) for name in GRAMMARS if (text := getattr(self, name)) is not None), None)
 
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The ids that end a request, unless it has ignore_eos. Pure."""
+        return eos_ids | frozenset(self.stop_token_ids)
+
+    def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The ids that do end it: a grammar's text has an end in any case. Pure."""
+        return frozenset() if self.ignore_eos and self.grammar_key is None else self.end_ids(eos_ids)
+
     @property
     def penalised(self) -> bool:
         """Whether the logits depend on the tokens drawn before."""

@@ -24,8 +24,7 @@ from fengine.worker.fields import INPUTS, Arrays, Field, Sizes, StaticBuffers
 from fengine.worker.logits.bias import LogitBias
 from fengine.worker.logits.masks import Filled
 from fengine.worker.logits.penalties import Penalties
-from fengine.worker.model_runner import on_cpu
-from fengine.worker.step import DRAW
+from fengine.worker.step import DRAW, on_cpu
 from fengine.worker.step_input import LogitsStage
 from fengine.worker.warm_up import warm_step
 

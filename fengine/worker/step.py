@@ -2,25 +2,29 @@
 
     forward:  tokens -> hidden_TD            sample:  hidden_TD -> logits_RV -> stages -> draw -> logprobs
 
-On CUDA each is a captured graph; between them the host computes the masks of grammars, if there are any.
+`CpuRunner` runs them in the calling thread. On CUDA (`cuda_runner.py`) each is a captured graph; between them the host
+computes the masks of grammars, if there are any. A launch does not wait for the device: its `Result` does. A runner
+never touches requests; the loop never touches tensors.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fengine.core.scheduler_output import Scores, StepOutput
 from fengine.models import lookup
 from fengine.models.kv_state import KVState, Params, Tensors
-from fengine.models.layers import decoder
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
 from fengine.ops.sampling import draw
-from fengine.worker.compiled import compiled_layers
-from fengine.worker.logits.logprobs import Likeliest, put, score, score_prompts, to_host
+from fengine.worker.fields import Arrays
+from fengine.worker.logits.logprobs import Likeliest, put, score, score_prompts, scores_of, to_host
 from fengine.worker.step_input import LogitsStage, StepInput
+from fengine.worker.warm_up import warm_step
 
 DRAW = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "pos_R")  # what `ops.sampling.draw` takes
 
@@ -40,22 +44,6 @@ def batch_of(tensors: Tensors, last_token_R: Tensor) -> Tensors:
     those that the step before has drawn. Pure."""
     token_T = edges.feed(tensors["token_T"], last_token_R, tensors["feed_index_T"], tensors["feed_from_T"])
     return {**tensors, "token_T": token_T}
-
-
-def make_forward(spec: ModelSpec, *, compiled: bool = False) -> ForwardFn:
-    """The forward pass with `spec` closed over; its layers under torch.compile if asked.
-
-    It modifies the storage of the KV state, which is dead after the call; the returned state is the only live one.
-    """
-    model = lookup(spec.architecture)
-    forward = decoder(compiled_layers(model.layer)) if compiled and model.layer is not None else model.forward
-    return lambda params, kv, batch: forward(params, spec, kv, batch)
-
-
-def make_unembed(spec: ModelSpec) -> UnembedFn:
-    """From hidden states to logits, with `spec` closed over. Pure."""
-    unembed = lookup(spec.architecture).unembed
-    return lambda params, hidden_RD: unembed(params, spec, hidden_RD)
 
 
 def sample(logits_RV: Tensor, tensors: Tensors, stages: Sequence[LogitsStage] = (), top: int | None = None) -> Sampled:
@@ -124,3 +112,51 @@ def read_out(
         return out
 
     return result
+
+
+class CpuRunner:
+    """Runs steps in the calling thread, without padding: if compiled, sizes are dynamic in the one graph."""
+
+    def __init__(
+        self, params: Params, forward: ForwardFn, unembed: UnembedFn, adapter_slots: int,
+        sampler: SampleFn = sample_rows, images: str = "", grouped: bool = False,
+    ) -> None:  # fmt: skip
+        """`images`: letters of the fields of IMAGES. `grouped`: windowed layers have pages of their own."""
+        self.params, self.forward, self.unembed, self.adapter_slots = params, forward, unembed, adapter_slots
+        self.sampler, self.images, self.grouped = sampler, images, grouped
+        self.last_token_R = torch.zeros(1, dtype=torch.int32)  # drawn by the step before
+        self.drawn: Drawn = list  # gives the tokens of the step before
+
+    def warm_up(self, kv: KVState, page_size: int) -> KVState:
+        """Compiles the forward pass before the first request, without adapters and with; every later size reuses it."""
+        for (tokens, rows, width), slots in product(((5, 3, 2), (1, 1, 1), (4, 1, 1), (2, 2, 1)),
+                                                    sorted({0, self.adapter_slots})):  # fmt: skip
+            sizes = {"T": tokens, "R": rows, "B": rows + 1, "N": max(width, -(-tokens // page_size))}
+            sizes |= {"U": tokens, "Y": sizes["N"]} if self.grouped else {}
+            sizes |= dict.fromkeys(self.images, tokens)
+            step = warm_step(tokens, sizes | ({"A": tokens, "S": slots + 1} if slots else {}))
+            kv, _ = self.forward(self.params, kv, batch_of(on_cpu(step.arrays), self.last_token_R))
+        return kv
+
+    def launch(self, kv: KVState, step: StepInput) -> tuple[KVState, Result]:
+        """The step, done. Modifies: the storage of `kv`, which is dead after the call."""
+        for write in step.writes:
+            write()
+        late = step.begin(self.drawn)
+        tensors = on_cpu(step.arrays)
+        kv, hidden_TD = self.forward(self.params, kv, batch_of(tensors, self.last_token_R))
+        draw_2R, likeliest = np.zeros((2, step.rows), np.int32), None
+        if step.draws:
+            tensors |= on_cpu(late())
+            token_R, logprob_R, scored = self.sampler(
+                self.params, self.unembed, hidden_TD, tensors, step.stages, step.top
+            )
+            self.last_token_R, self.drawn = token_R, token_R.tolist
+            draw_2R = torch.stack((token_R, logprob_R.view(torch.int32))).numpy()
+            likeliest = scored and partial(scores_of, *(x.numpy() for x in scored), rows=step.rows)
+        return kv, read_out(self.params, self.unembed, hidden_TD, step, lambda: draw_2R, likeliest)
+
+
+def on_cpu(arrays: Arrays) -> dict[str, Tensor]:
+    """The arrays as CPU tensors, without copies. Pure."""
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
