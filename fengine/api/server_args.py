@@ -33,7 +33,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "log_requests_level": (0, 1, 2, 3),
     "sampling_defaults": (None, "model", "openai"),
 }
-LEAST = {"stream_interval": 1, "base_gpu_id": 0}
 WORDS = {  # SGLang's words, where the configuration has others
     "load_format": {"sharded_state": "safetensors"},  # what save_sharded_model writes
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},  # kernels of the same files
@@ -195,9 +194,8 @@ class ServerArgs:
     @property
     def hidden_states_mode(self) -> str | None:
         """The most that a call may ask for: None, "last" or "full"."""
-        return (
-            "full" if self.enable_return_hidden_states or self.return_hidden_states else self.return_hidden_states_mode
-        )
+        full = self.enable_return_hidden_states or self.return_hidden_states
+        return "full" if full else self.return_hidden_states_mode
 
     def preferred(self) -> dict[str, Any]:
         """`preferred_sampling_params`, checked. Errors: ConfigError."""
@@ -223,8 +221,8 @@ class ServerArgs:
                 parser.add_argument(name, action=argparse.BooleanOptionalAction, default=f.default)
             else:
                 kind = next((k for k in (int, float) if k in (f.type, *get_args(f.type), type(f.default))), str)
-                default = f.default if f.default_factory is MISSING else f.default_factory()
-                parser.add_argument(name, type=kind, default=default)
+                made = f.default if f.default_factory is MISSING else f.default_factory()
+                parser.add_argument(name, type=kind, default=made)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "ServerArgs":
@@ -250,7 +248,7 @@ class ServerArgs:
             if (value.lower() if name == "log_level" and value else value) not in allowed:
                 words = ", ".join(str(word) for word in allowed if word is not None)
                 raise ConfigError(f"{name} must be one of {words}, got {value!r}")
-        for name, least in LEAST.items():
+        for name, least in (("stream_interval", 1), ("base_gpu_id", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:

@@ -5,6 +5,8 @@ qwen_xml  <tool_call><function=name><parameter=key>value</parameter></function><
 glm       <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> (GLM-4.5)
 mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or [TOOL_CALLS]name[ARGS]{…}
 deepseek  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>[function<｜tool▁sep｜>]name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…
+kimi      <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…, in a section
+minimax   <minimax:tool_call><invoke name="…"><parameter name="key">value</parameter></invoke></minimax:tool_call>
 llama     {"name": …, "parameters": {…}} and nothing else, several with ; between them (Llama 3.1 and 3.2)
 harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-oss); read by `output_parser`
 """
@@ -23,7 +25,6 @@ PYTHON_TAG = "<|python_tag|>"  # which Llama may write in front of calls
 MAX_CALLS = 16  # that a request may force at once
 COMPACT = {"whitespace_flexible": False}  # so that a model does not go on with blanks
 _NAME = re.compile(r"[\w.:-]{1,128}")
-_DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +129,21 @@ def _read_named(body: str) -> list[ToolCall]:
     return [call_of({"name": name, "arguments": brace + rest}, body)]
 
 
-def _read_deepseek(body: str) -> list[ToolCall]:
+def _read_marked(body: str, begin: str, gap: str, end: str) -> list[ToolCall]:
+    """Calls between `begin` and `end`: a name, `gap` and the arguments; Kimi numbers its names. Pure."""
     calls = []
-    for part in _DEEPSEEK.findall(body):
-        name, _, arguments = part.removeprefix("function<｜tool▁sep｜>").partition("<｜tool▁sep｜>")
-        if "```json" in part:  # V3 and R1
+    for part in (piece.partition(end)[0] for piece in body.split(begin)[1:]):
+        name, _, arguments = part.removeprefix("function<｜tool▁sep｜>").partition(gap)
+        if "```json" in part:  # DeepSeek V3 and R1
             name, _, arguments = part.removeprefix("function<｜tool▁sep｜>").partition("```json")
             arguments = arguments.rpartition("```")[0] or arguments
-        calls.append(call_of({"name": name.strip(), "arguments": arguments}, part))
+        name = re.sub(r"^functions\.(.*):\d+$", r"\1", name.strip())
+        calls.append(call_of({"name": name, "arguments": arguments}, part))
+    return calls or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
+
+
+def _read_invokes(body: str) -> list[ToolCall]:
+    calls = [call for part in body.split("</invoke>")[:-1] for call in _INVOKE(part)]
     return calls or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
 
 
@@ -159,11 +167,19 @@ def _value(text: str) -> Any:
 
 _GLM = partial(_read_pairs, head="", behind="<arg_key>", key="<arg_key>", value="</arg_key>", gap="<arg_value>",
                end="</arg_value>")  # fmt: skip
+_INVOKE = partial(_read_pairs, head='<invoke name="', behind='">', key='<parameter name="', value='">', gap="",
+                  end="</parameter>")  # fmt: skip
+_DEEPSEEK = partial(_read_marked, begin="<｜tool▁call▁begin｜>", gap="<｜tool▁sep｜>", end="<｜tool▁call▁end｜>")
+_KIMI = partial(_read_marked, begin="<|tool_call_begin|>", gap="<|tool_call_argument_begin|>", end="<|tool_call_end|>")
 _XML = partial(_read_pairs, head="<function=", behind=">", key="<parameter=", value=">", gap="", end="</parameter>")
 FORMATS = (  # the first whose marks all stand in a template is the one that it teaches
     Format("harmony", ("<|channel|>", "functions"), ("gpt-oss",), "<|channel|>"),
     Format("deepseek", ("<｜tool▁calls▁begin｜>",), ("deepseekv3", "deepseekv31", "deepseekv32"),
-           "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _read_deepseek),
+           "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _DEEPSEEK),
+    Format("kimi", ("<|tool_calls_section_begin|>",), ("kimi_k2",),
+           "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _KIMI),
+    Format("minimax", ("<minimax:tool_call>",), ("minimax-m2",), "<minimax:tool_call>", "</minimax:tool_call>",
+           _read_invokes),
     Format("mistral", ("[TOOL_CALLS]",), ("mistral",), "[TOOL_CALLS]", "", _read_named),
     Format("glm", ("<tool_call>", "<arg_key>"), ("glm", "glm45", "glm47"), "<tool_call>", "</tool_call>", _GLM),
     Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>", _XML),

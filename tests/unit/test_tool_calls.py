@@ -36,6 +36,12 @@ CASES: list[tuple[str, str, str, list[Any]]] = [  # (format, text, content, call
         'function<｜tool▁sep｜>weather\n```json\n{"city": "Rome", "days": 3}\n```'), "I look.", [PARIS, ROME]),
     ("deepseek", DEEPSEEK.format('weather<｜tool▁sep｜>{"city": "Paris"}',
                                  'weather<｜tool▁sep｜>{"city": "Rome", "days": 3}'), "", [PARIS, ROME]),
+    ("kimi", 'I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>'
+     '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.weather:1<|tool_call_argument_begin|>'
+     '{"city": "Rome", "days": 3}<|tool_call_end|><|tool_calls_section_end|>', "I look.", [PARIS, ROME]),
+    ("minimax", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+     '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
+     '</invoke>\n</minimax:tool_call>', "", [PARIS, ROME]),
     ("llama", '{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
     ("llama", '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "weather", "parameters": '
      '{"city": "Rome", "days": 3}}', "", [PARIS, ROME]),
@@ -90,6 +96,9 @@ BROKEN = [
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS]" + " " * 20_000),
     ("deepseek", "<｜tool▁calls▁begin｜>nothing<｜tool▁calls▁end｜>"),
+    ("kimi", "<|tool_calls_section_begin|>nothing<|tool_calls_section_end|>"),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"),
+    ("minimax", '<minimax:tool_call><invoke name="weather"></minimax:tool_call>'),
     ("llama", '{"name": "weather", "parameters": {"city": '),
     ("glm", "<tool_call></tool_call>"),
     ("qwen_xml", "<tool_call><function=</tool_call>"),
@@ -119,6 +128,8 @@ def test_templates_tell_their_format() -> None:
         ('{% if tools %}{"name", "parameters"}', "llama"),
         ("[TOOL_CALLS]", "mistral"),
         ("<｜tool▁calls▁begin｜>", "deepseek"),
+        ("<|tool_calls_section_begin|>", "kimi"),
+        ("<minimax:tool_call>", "minimax"),
         ("<|channel|> functions", "harmony"),
     ):
         assert require_format(source).name == name
