@@ -38,7 +38,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
-            self.app = refuse_connection
+            self.app = refusal()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -186,7 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
         limits, phase = self.limits, self._next_phase()
         if phase == self._phase:
             return
-        if phase == "idle" and self.app is refuse_connection:
+        if phase == "idle" and isinstance(self.app, JSONResponse):
             self.transport.close()
             phase = "flush"
         if self._timer is not None:
@@ -209,8 +209,8 @@ class LimitedProtocol(HttpToolsProtocol):
         return ("head" if self.in_head else "rest") if self.receiving else "idle"
 
 
-async def refuse_connection(scope: Any, receive: Any, send: Any) -> None:
+def refusal() -> JSONResponse:
     """The app of a connection that is one too many."""
     error = ApiError(503, "there are too many connections (serve.max_connections); try again later.",
                      code="too_many_connections", headers={"Retry-After": "1"})  # fmt: skip
-    await JSONResponse(error.body(), error.status, dict(error.headers))(scope, receive, send)
+    return JSONResponse(error.body(), error.status, dict(error.headers))
