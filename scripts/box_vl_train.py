@@ -1,6 +1,7 @@
-"""Train the vision model in the box: a small tower before the decoder of the text model in the box.
+"""Train a small vision model on a CPU: a tower before the decoder of the model in the box.
 
-    python scripts/box_vl_train.py --out fengine/models/box_vl --results scripts/results/box_vl_train.json --minutes 55
+    python scripts/box_vl_train.py --out box-vl --results box-vl/train.json --minutes 55
+    fengine eval model.path=box-vl task=pictures
 
 Pictures and questions come from `fengine/eval/tasks/drawn.py`, endlessly and seeded; those that `task=pictures` asks
 have other seeds. A picture stands in a sequence once, with several questions behind it that do not see each other. A
@@ -25,10 +26,9 @@ from tokenizers import AddedToken, Tokenizer
 from torch import nn
 from torch.nn import functional
 
-from fengine.config.schema import BOXES
+from fengine.config.schema import BOX
 from fengine.eval.tasks.drawn import COLOURS, PLACES, SHAPES, SIDE, Picture, ask, picture
 
-BOX = BOXES["box"]
 IMAGE, FAKE, WHOLE, END = "<image>", "<fake_token_around_image>", "<global-img>", "<|end|>"
 VOCAB, PATCH, MERGE = 2112, 8, 2
 TOKENS = (SIDE // PATCH // MERGE) ** 2

@@ -80,6 +80,21 @@ def _tile_processor() -> Any:
     return transformers.SmolVLMImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
 
 
+def _internvl(**more: Any) -> Any:
+    vision = CLIP | {"model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [7, 7]}
+    vision |= {"attention_bias": True, "intermediate_size": 80, "hidden_act": "gelu"}
+    config = transformers.InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"}, vision_config=vision, image_token_id=TOKEN, **more
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def _crop_processor() -> Any:
+    return transformers.GotOcr2ImageProcessorPil(
+        size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=4
+    )
+
+
 def _gemma3(**more: Any) -> Any:
     """Two tokens of a side of an image; a window that does not reach over one."""
     vision = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
@@ -102,6 +117,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_vl": (_qwen3_vl, _qwen_processor),
     "smolvlm": (_smolvlm, _tile_processor),
     "idefics3": (_idefics3, _tile_processor),
+    "internvl": (_internvl, _crop_processor),
     "gemma3": (_gemma3, _gemma_processor),
 }
 

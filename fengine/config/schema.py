@@ -7,11 +7,8 @@ None means "auto" everywhere; `resolve` replaces it before anything is loaded.
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 
-BOXES = MappingProxyType(  # models that are part of the package
-    {name: Path(__file__).parent.parent / "models" / name.replace("-", "_") for name in ("box", "box-vl")}
-)
+BOX = Path(__file__).parent.parent / "models" / "box"  # the model in the package
 
 
 class LoadFormat(Enum):
@@ -42,8 +39,8 @@ class Numerics(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`path` is a name of BOXES (models in the package), a directory, or a hub id; `revision` is that of a hub id,
-    whose files lie in the hub's cache, or in that at `download_dir`.
+    """`path` is "box" (the model in the package), a directory, or a hub id; `revision` is that of a hub id, whose files
+    lie in the hub's cache, or in that at `download_dir`.
 
     `dtype` auto keeps matrices as stored. `device` is cpu, cuda or cuda:N; without a number `gpu_id` is it.
     `json_overrides` is a JSON object whose values take the place of config.json's. `context_length` is in tokens, at

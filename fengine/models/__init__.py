@@ -32,6 +32,7 @@ from fengine.models import (
     starcoder2,
     vision_gemma,
     vision_idefics,
+    vision_internvl,
     vision_llava,
     vision_qwen,
 )
@@ -77,6 +78,7 @@ FAMILIES: Mapping[str, Family | VisionFamily] = MappingProxyType(  # by the name
         "Gemma 3 (images)": vision_gemma.FAMILY,
         "Idefics 3, SmolVLM": vision_idefics.FAMILY,
         "SmolVLM 2": vision_idefics.SMOLVLM,
+        "InternVL 3": vision_internvl.FAMILY,
         "Qwen2.5-VL": vision_qwen.FAMILY,
         "Qwen3-VL (dense)": vision_qwen.QWEN3,
     }

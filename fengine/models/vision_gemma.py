@@ -18,9 +18,8 @@ from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
 from fengine.models.vision_layers import project, vector
-from fengine.models.vision_llava import PREFIXES
 from fengine.models.vision_tower import FIELDS as VISION_FIELDS
-from fengine.models.vision_tower import SIGLIP, features, square, weights
+from fengine.models.vision_tower import PREFIXES, SIGLIP, features, square, weights
 from fengine.models.weights import Weight
 from fengine.ops import rms_norm
 

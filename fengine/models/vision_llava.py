@@ -76,17 +76,9 @@ def pieces(vision: VisionSpec, features: dict[str, Any]) -> list[Piece]:
     return [Piece({"pixels_CHW": pixels_CHW}, patches, patches + 1) for pixels_CHW in features["pixel_values"]]
 
 
-PREFIXES = {
-    "model.vision_tower.vision_model.": "vision.", "vision_tower.vision_model.": "vision.",
-    "model.vision_tower.": "vision.", "vision_tower.": "vision.", "model.multi_modal_projector.": "projector.",
-    "multi_modal_projector.": "projector.", "language_model.lm_head.": "lm_head.", "language_model.model.": "model.",
-    "model.language_model.": "model.", "language_model.": "model.",
-}  # fmt: skip
-
-
 def rename(spec: ModelSpec, name: str) -> str:
     """The name that a tensor has here; of the tower what stands behind the last layer is not read. Pure."""
-    name = renamed(PREFIXES, name)
+    name = renamed(tower.PREFIXES, name)
     return "" if name.startswith("vision.post_layernorm") or name.endswith("position_ids") else name
 
 

@@ -1,9 +1,9 @@
-"""The tower of CLIP and SigLIP, for images of one size.
+"""The tower of CLIP, SigLIP and InternViT, for images of one size.
 
-patches -> linear, with CLIP a class token, positions, with CLIP a norm -> layers -> given out
+patches -> linear, a class token but for SigLIP, positions, with CLIP a norm -> layers -> given out
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -30,6 +30,31 @@ SIGLIP = {
     "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
 
+PREFIXES = {
+    "model.vision_tower.vision_model.": "vision.", "vision_tower.vision_model.": "vision.",
+    "model.vision_tower.": "vision.", "vision_tower.": "vision.", "model.multi_modal_projector.": "projector.",
+    "multi_modal_projector.": "projector.", "language_model.lm_head.": "lm_head.", "language_model.model.": "model.",
+    "model.language_model.": "model.", "language_model.": "model.",
+}  # fmt: skip
+
+
+class First(NamedTuple):
+    """A tensor with dimensions of one in front, which ours has not."""
+
+    count: int
+
+    def ours(self, tensor: Tensor) -> Tensor:
+        """Pure."""
+        return tensor.flatten(0, self.count)
+
+    def theirs(self, tensor: Tensor) -> Tensor:
+        """The inverse of `ours`. Pure."""
+        return tensor[(None,) * self.count]
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What a tensor of `shape` becomes. Pure."""
+        return shape[self.count :]
+
 
 def square(read: ConfigReader, token: int, merge: int = 1, **facts: Any) -> VisionSpec:
     """The facts of a tower for images of `image_size`, whose patches become tokens `merge` by `merge`. Problems are
@@ -41,15 +66,22 @@ def square(read: ConfigReader, token: int, merge: int = 1, **facts: Any) -> Visi
     return found
 
 
-def weights(vision: VisionSpec, clip: bool = False, last_norm: bool = True) -> list[Weight]:
-    """Pure."""
+def weights(
+    vision: VisionSpec, clip: bool = False, last_norm: bool = True, intern: bool = False, qkv_bias: bool = True
+) -> list[Weight]:  # fmt: skip
+    """SigLIP's, unless `clip` or `intern`. Pure."""
     width, prefix, found = vision.width, "vision.embeddings", list[Weight]()
+    table = Source(f"{prefix}.position_embedding.weight", ((vision.image_size // vision.patch) ** 2, width))
+    if clip or intern:
+        one, rows = Source(f"{prefix}.class_embedding", (width,)), table.shape[0] + 1
+        if intern:
+            one, table = one._replace(shape=(1, 1, width), order=First(2)), table._replace(order=First(1))
+        table = table._replace(shape=(1, rows, width) if intern else (rows, width))
+        found.append(Weight(("vision", "class_D"), (one,), "D", fill="small"))
     if clip:
-        found = [vector("class_D", f"{prefix}.class_embedding", width),
-                 vector("first_norm_D", "vision.pre_layrnorm", width, norm=True, bias=True)]  # fmt: skip
+        found.append(vector("first_norm_D", "vision.pre_layrnorm", width, norm=True, bias=True))
     if last_norm:
         found.append(vector("last_norm_D", "vision.post_layernorm", width, norm=True, bias=True))
-    table = Source(f"{prefix}.position_embedding.weight", ((vision.image_size // vision.patch) ** 2 + clip, width))
     found += patch_matrix(f"{prefix}.patch_embedding", vision, bias=not clip)
     found.append(Weight(("vision", "position_ND"), (table,), "ND", fill="small"))
     for i in range(vision.num_layers):
@@ -57,7 +89,8 @@ def weights(vision: VisionSpec, clip: bool = False, last_norm: bool = True) -> l
         qkv = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
         found += [
             *(vector(f"norm{n}_D", f"{name}.layer_norm{n}", width, *above, norm=True, bias=True) for n in (1, 2)),
-            *matrix("qkv", qkv, width, width, *above),
+            *matrix("qkv", qkv, width, width, *above, bias=qkv_bias),
+            *(vector(f"scale{n}_D", f"{name}.lambda_{n}", width, *above) for n in (1, 2) if intern),
             *matrix("o", [f"{name}.self_attn.out_proj"], width, width, *above),
             *matrix("up", [f"{name}.mlp.fc1"], vision.mlp_size, width, *above, inner="rows"),
             *matrix("down", [f"{name}.mlp.fc2"], width, vision.mlp_size, *above, inner="columns"),
@@ -90,6 +123,6 @@ def encoder_layer(layer: Params, vision: VisionSpec, x_ID: Tensor) -> Tensor:
     """x += attention(norm(x));  x += mlp(norm(x)). Pure."""
     qkv_IC = project(layer_norm.layer_norm(x_ID, layer["norm1_D"], vision.eps), layer, "qkv")
     q_IHK, k_IHK, v_IHK = rearrange(qkv_IC, "i (part h k) -> part i h k", part=3, h=vision.num_heads)
-    x_ID = x_ID + project(attend(q_IHK, k_IHK, v_IHK).flatten(1), layer, "o")
+    x_ID = x_ID + project(attend(q_IHK, k_IHK, v_IHK).flatten(1), layer, "o") * layer.get("scale1_D", 1.0)
     up_IF = project(layer_norm.layer_norm(x_ID, layer["norm2_D"], vision.eps), layer, "up")
-    return x_ID + project(act(up_IF, vision.act), layer, "down")
+    return x_ID + project(act(up_IF, vision.act), layer, "down") * layer.get("scale2_D", 1.0)

@@ -11,11 +11,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from fengine.config.schema import BOXES
+from fengine.config.schema import BOX
 from fengine.errors import ConfigError, ModelLoadError, UnsupportedFormatError
 from fengine.worker.safetensors_file import NEVER_OPENED
 
-BOX = BOXES["box"]
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w.-]+", re.ASCII)
 TEXT_FILES = ["*.json", "*.jinja", "merges.txt"]
 # Of folders only those of sentence-transformers' modules ("1_Pooling/config.json"), and weights of "2_Dense" alone.
@@ -25,14 +24,14 @@ IGNORED = ["[!0-9]*/*", "*[!e]/*.safetensors", "consolidated*"]
 def resolve_model(
     path: str, revision: str | None = None, *, weights: bool = True, cache_dir: str | None = None
 ) -> Path:
-    """The directory of `path`: a name of BOXES, a directory, or a hub id such as "org/name", which is downloaded once.
+    """The directory of `path`: "box", a directory, or a hub id such as "org/name", which is downloaded once.
 
     Only safetensors, JSON and tokenizer text files are fetched, into huggingface_hub's cache (or the one at
     `cache_dir`), which also shows progress, resumes, and honours HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. `weights=False`
     leaves the weights out.
     Errors: ModelLoadError, UnsupportedFormatError, ConfigError (a revision of something that has none).
     """
-    directory = BOXES.get(path) or Path(path).expanduser()
+    directory = BOX if path == "box" else Path(path).expanduser()
     if path and directory.is_dir():
         if revision is not None:
             raise ConfigError(f"revision {revision!r} applies to hub ids, but {path!r} is a directory; leave it out.")

@@ -52,9 +52,8 @@ def test_features_are_those_of_transformers(case: Case) -> None:
         assert [piece.tokens for piece in tiles] == [len(part) for part in found]
         features = dict(case.processor([picture(seed, *size)], return_tensors="pt"))
         output = case.reference.get_image_features(**features)
-        wanted = torch.cat(
-            [output.pooler_output[0], *(part[0] for part in getattr(output, "deepstack_features", []))], 1
-        )
+        own = torch.cat([part.view(-1, part.shape[-1]) for part in output.pooler_output])
+        wanted = torch.cat([own, *(part[0] for part in getattr(output, "deepstack_features", []))], 1)
         assert torch.cat(found).shape == wanted.shape
         assert (torch.cat(found) - wanted).abs().max() < TOLERANCE
 
@@ -191,6 +190,29 @@ HUB: dict[str, dict[str, Any]] = {  # as the checkpoints that people use have th
         "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
                           "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
                           "patch_size": 14, "vision_use_head": False},
+    },
+    "internvl3-1b": {
+        "architectures": ["InternVLForConditionalGeneration"], "downsample_ratio": 0.5, "image_seq_length": 256,
+        "image_token_id": 151667, "model_type": "internvl", "projector_hidden_act": "gelu",
+        "text_config": {"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+                        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+                        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 70,
+                        "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+                        "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+                        "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
+                        "rope_theta": 1000000.0, "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True,
+                        "use_sliding_window": False, "vocab_size": 151674},
+        "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0",
+        "vision_config": {"architectures": ["InternVisionModel"], "attention_bias": True, "attention_dropout": 0.0,
+                          "dropout": 0.0, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 1024,
+                          "image_size": [448, 448], "initializer_factor": 0.1, "initializer_range": 1e-10,
+                          "intermediate_size": 4096, "layer_norm_eps": 1e-06, "layer_scale_init_value": 0.1,
+                          "model_type": "internvl_vision", "norm_type": "layer_norm", "num_attention_heads": 16,
+                          "num_channels": 3, "num_hidden_layers": 24, "patch_size": [14, 14],
+                          "projection_dropout": 0.0, "torch_dtype": "bfloat16",
+                          "use_absolute_position_embeddings": True, "use_mask_token": False, "use_mean_pooling": True,
+                          "use_qk_norm": False},
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "default",
     },
     "qwen2.5-vl-7b": {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,

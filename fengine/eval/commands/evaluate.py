@@ -34,7 +34,6 @@ from fengine.eval.runs.output import Export
 from fengine.eval.runs.provenance import has_chat_template, local_directory
 from fengine.eval.runs.run import Ended, open_run, run_point
 from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
-from fengine.eval.tasks import drawn
 from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import Match, TaskConfig
 
@@ -151,8 +150,7 @@ def run_prompts(point: Point, engines: EngineCache, screen: view.QuietView, argv
     export = Export(out, config.return_logprob, not model.skip_tokenizer_init, inputs)
     rows: tuple[Any, ...] = ()
     if config.prompts is None:
-        pictures = drawn.chats(12) if model.path == "box-vl" else ()
-        rows = pictures or builtin_rows(has_chat_template(local_directory(model.path) or model_directory(model)))
+        rows = builtin_rows(has_chat_template(local_directory(model.path) or model_directory(model)))
     own = replace(point, config=evaluation_of(config, rows))
     return run_point(own, engines, screen, argv, Path.cwd(), export)
 

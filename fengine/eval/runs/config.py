@@ -164,7 +164,6 @@ def evaluation_of(config: RunConfig, builtin: tuple[Any, ...]) -> EvalConfig:
     if isinstance(prompts, str) and is_prompt(prompts):
         prompts = [prompts]
     rows: dict[str, Any] = {"data": prompts} if isinstance(prompts, str) else {"prompts": tuple(prompts)}
-    rows["images"] = "picture" if config.prompts is None and "picture" in builtin[0] else None
     task = TaskConfig("prompts", format=Format.prompts, chat=config.chat.enabled, target=None, match=Match.none, **rows)
     shared = ("engine", "sampling", "seed", "adapter", "resume", "trace", "max_errors", "show", "view")
     chat = TemplateConfig(config.chat.system, config.chat.template_kwargs)

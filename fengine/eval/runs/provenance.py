@@ -17,7 +17,7 @@ from typing import Any
 
 import fengine
 from fengine.config import LoraConfig, ModelConfig
-from fengine.config.schema import BOXES
+from fengine.config.schema import BOX
 from fengine.errors import CacheSecurityError, ConfigError, StorageError
 from fengine.ops.compiler import private_cache_dir
 
@@ -44,7 +44,7 @@ def code_digest() -> str:
 
 def local_directory(path: str) -> Path | None:
     """Where a model's files are, if that is known without asking the hub: in the package, or a directory."""
-    directory = BOXES.get(path) or Path(path).expanduser()
+    directory = BOX if path == "box" else Path(path).expanduser()
     return directory if directory.is_dir() else None
 
 

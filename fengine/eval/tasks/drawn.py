@@ -1,4 +1,4 @@
-"""Pictures drawn from a seed, and questions about them with their answers: what `box-vl` has learned. No torch, no PIL.
+"""Pictures drawn from a seed, and questions about them with their answers. No torch, no PIL.
 
 A picture has 64 × 64 pixels and shows objects in some of nine places, one digit, or a bar chart.
 """
@@ -7,7 +7,7 @@ import base64
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
@@ -179,12 +179,6 @@ def rows(seed: int) -> Iterator[dict[str, Any]]:
         asked = ask(random, drawn.questions)
         url = f"data:image/png;base64,{base64.b64encode(png(drawn.pixels_HWC)).decode()}"
         yield {"picture": url, "question": asked.text, "answer": asked.answer, "kind": asked.kind}
-
-
-def chats(number: int) -> tuple[dict[str, Any], ...]:
-    """The first rows of seed 0, each with its question as a message. Pure."""
-    parts = [(row, [{"type": "image"}, {"type": "text", "text": row["question"]}]) for row in islice(rows(0), number)]
-    return tuple(row | {"messages": [{"role": "user", "content": content}]} for row, content in parts)
 
 
 def png(pixels_HWC: np.ndarray) -> bytes:
