@@ -74,7 +74,8 @@ def random_weights(shape: Shape) -> list[tuple[Tensor, op.Weights]]:
 
     e, _, d, f, count = shape[:5]
     return [
-        (random(e, d), op.weights_of(leaf(2 * f, d, True), leaf(d, f, False), None, None, None)) for _ in range(count)
+        (random(e, d), op.weights_of(leaf(2 * f, d, True), leaf(d, f, False), None, None, None)[0])
+        for _ in range(count)
     ]
 
 

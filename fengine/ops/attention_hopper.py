@@ -20,17 +20,18 @@ from torch import Tensor
 from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import SUMS
 from fengine.ops.attention_tiles import copy_items, find_item, table_kernel
-from fengine.ops.gluon import (
+from fengine.ops.registration import (
     TensorDescriptor,
     describe,
     fence_async_shared,
     gl,
     gluon,
+    is_hopper,
     mbarrier,
+    multiprocessors,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fengine.ops.registration import is_hopper, multiprocessors
 
 BM = 128  # rows of a tile: tokens times query heads
 PIECE = 64  # keys that are copied together, of one page; a block of the tree is one or two

@@ -4,8 +4,7 @@ and `copy_items`, the warp that copies them for attention_hopper.py.
 """
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.gluon import HAS_REINTERPRET, async_load, gl, gluon, mbarrier
-from fengine.ops.registration import tl, triton
+from fengine.ops.registration import HAS_REINTERPRET, async_load, gl, gluon, mbarrier, tl, triton
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Change single logits in place: penalties of the tokens drawn so far, and numbers added to chosen ids.
+"""Change single logits in place: penalties of tokens drawn so far, numbers added to chosen ids, tokens barred by masks.
 
-Both read tables with a line for each row slot of the engine; slot_R names the line of each row of logits, a negative
-one leaves the row alone. Penalties first, then what is added: SGLang's order.
+The first two read tables with a line for each row slot of the engine; slot_R names the line of each row of logits, a
+negative one leaves the row alone. Penalties first, then what is added: SGLang's order.
 
     penalize    b = x - (count * frequency + presence), then b * repetition if b < 0 else b / repetition; ids whose
                 count is not 0 (Keskar et al. 2019 for the repetition penalty)
@@ -11,6 +11,9 @@ The subtrahend of `penalize` is computed in float64 and rounded to float32 once.
 banned id ends at a finite number that no temperature lifts to a probability above 0 and none divides into an infinity,
 for `draw` takes that as a fault of the row. A logit that is not finite stays as it is, so that `draw` sees it; what is
 banned stays banned. No reduction.
+
+    apply_bitmask   the logit of id v in row row_M[k] becomes -BAN where bit v % 32 of mask_MW[k, v // 32] is not set:
+                    what a grammar allows next. One that is not finite stays, rows that row_M does not name too
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -47,6 +50,20 @@ def add_reference(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Te
             x_K = logits_RV[row, id_K]
             kept_K = ~x_K.isfinite() | (x_K <= -BAN)
             logits_RV[row, id_K] = torch.where(kept_K, x_K, (x_K + value_K).clamp(-BAN, BAN))
+
+
+def words(vocab: int) -> int:
+    """W: how many 32-bit words hold a bit for each of `vocab` ids. Pure."""
+    return -(-vocab // 32)
+
+
+def mask_reference(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> None:
+    """The math. Modifies: logits_RV."""
+    row_M, mask_MW = row_M[row_M >= 0], mask_MW[row_M >= 0]
+    bit = torch.arange(32, device=mask_MW.device, dtype=torch.int32)
+    allowed_MV = ((mask_MW[:, :, None] >> bit) & 1).flatten(1)[:, : logits_RV.shape[1]] == 1
+    x_MV = logits_RV[row_M.long()]
+    logits_RV[row_M.long()] = torch.where(allowed_MV | ~x_MV.isfinite(), x_MV, -BAN)
 
 
 @triton.jit
@@ -92,6 +109,21 @@ def count_kernel(count_ptr, slot_ptr, token_ptr, R, V, ROWS: tl.constexpr):
     tl.atomic_add(count_ptr + slot * V + tl.load(token_ptr + r, mask=slot >= 0, other=0), 1, mask=slot >= 0)
 
 
+@triton.jit
+def bitmask_kernel(logits_ptr, row_ptr, mask_ptr, V, W, IDS: tl.constexpr):
+    """A block of ids of one masked row."""
+    k = tl.program_id(0)
+    row = tl.load(row_ptr + k).to(tl.int64)
+    if row >= 0:
+        id = tl.program_id(1) * IDS + tl.arange(0, IDS)
+        inside = id < V
+        at = logits_ptr + row * V + id
+        word = tl.load(mask_ptr + k.to(tl.int64) * W + id // 32, mask=inside, other=0)
+        barred = ((word >> (id % 32)) & 1) == 0
+        x = tl.load(at, mask=inside & barred, other=float("inf"))
+        tl.store(at, tl.full((IDS,), -1e30, tl.float32), mask=inside & barred & (tl.abs(x) < float("inf")))
+
+
 def launch(
     logits_RV: Tensor, slot_R: Tensor, frequency_R: Tensor, presence_R: Tensor, repetition_R: Tensor, count_SV: Tensor
 ) -> None:
@@ -117,6 +149,15 @@ def count_launch(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
         launcher(count_kernel, (triton.cdiv(len(slot_R), 128),))(
             count_SV, slot_R, token_R, len(slot_R), count_SV.shape[1], 128, num_warps=4
         )
+
+
+def mask_launch(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> None:
+    """Runs the kernel. Modifies: logits_RV."""
+    assert logits_RV.is_contiguous() and mask_MW.is_contiguous()
+    vocab = logits_RV.shape[1]
+    if len(row_M):
+        grid = (len(row_M), triton.cdiv(vocab, IDS))
+        launcher(bitmask_kernel, grid)(logits_RV, row_M, mask_MW, vocab, mask_MW.shape[1], IDS, num_warps=8)
 
 
 def editable(logits: Tensor) -> Tensor:
@@ -163,12 +204,21 @@ def count_on_cpu(count: Tensor, slot: Tensor, token: Tensor) -> None:
     )
 
 
+def mask_on_cpu(logits: Tensor, row: Tensor, mask: Tensor) -> None:
+    logits, row, mask = editable(logits), contiguous(row, "row", torch.int32), contiguous(mask, "mask", torch.int32)
+    library, _ = schedule(row.shape[0] * logits.shape[1] // 4)
+    library.fengine_apply_bitmask(
+        logits.data_ptr(), row.data_ptr(), mask.data_ptr(), row.shape[0], logits.shape[1], BAN
+    )
+
+
 _penalize = register(
     "penalize_(Tensor(a!) logits, Tensor slot, Tensor frequency, Tensor presence, Tensor repetition, Tensor count) "
     "-> ()",
     launch, on_cpu,
 )  # fmt: skip
 _add_at = register("add_at_(Tensor(a!) logits, Tensor slot, Tensor id, Tensor value) -> ()", add_launch, add_on_cpu)
+_bar = register("apply_bitmask_(Tensor(a!) logits, Tensor row, Tensor mask) -> ()", mask_launch, mask_on_cpu)
 _count = register("count_(Tensor(a!) count, Tensor slot, Tensor token) -> ()", count_launch, count_on_cpu)
 
 
@@ -195,3 +245,13 @@ def add_at(logits_RV: Tensor, slot_R: Tensor, id_SK: Tensor, value_SK: Tensor) -
 def count(count_SV: Tensor, slot_R: Tensor, token_R: Tensor) -> None:
     """Adds 1 at [slot_R, token_R] where the slot is not negative. Modifies: count_SV. All int32."""
     _count(count_SV, slot_R, token_R)
+
+
+def apply_bitmask(logits_RV: Tensor, row_M: Tensor, mask_MW: Tensor) -> Tensor:
+    """logits_RV (float32, contiguous), masked. Modifies: its storage; use the returned tensor from here on.
+
+    row_M int32, rows of the logits, each at most once, or negative; mask_MW int32 [M, words(V)].
+    """
+    assert mask_MW.shape == (row_M.shape[0], words(logits_RV.shape[1]))
+    _bar(logits_RV, row_M, mask_MW)
+    return logits_RV

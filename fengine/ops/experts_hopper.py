@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.gluon import (
+from fengine.ops.registration import (
     TensorDescriptor,
     async_copy,
     async_load,
@@ -20,12 +20,13 @@ from fengine.ops.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    is_hopper,
     mbarrier,
+    multiprocessors,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fengine.ops.registration import is_hopper, multiprocessors
 
 BM = 128  # rows of a tile: two groups of four warps multiply 64 each
 BK = 64  # columns of x and w in one piece: 128 bytes

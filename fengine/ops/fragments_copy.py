@@ -1,7 +1,7 @@
 """The copying warps of quantized_hopper.py, in Gluon: codes and scales of weights, and rows of x, into one ring."""
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.gluon import async_copy, async_load, gdc_wait, gl, gluon, mbarrier
+from fengine.ops.registration import async_copy, async_load, gdc_wait, gl, gluon, mbarrier
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ multiply-add rounds once. fp4: its three bits are a bfloat16 that is 2^126 times
 """
 # pyright: reportInvalidTypeForm=false
 
-from fengine.ops.gluon import gl, gluon
+from fengine.ops.registration import gl, gluon
 
 
 def _int4() -> str:

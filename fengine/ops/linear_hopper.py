@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
-from fengine.ops.gluon import (
+from fengine.ops.registration import (
     TensorDescriptor,
     async_load,
     async_store,
@@ -22,12 +22,13 @@ from fengine.ops.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    is_hopper,
     mbarrier,
+    multiprocessors,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fengine.ops.registration import is_hopper, multiprocessors
 
 BK = 64  # columns of x and w in one piece: 128 bytes
 

@@ -20,20 +20,23 @@ from fengine.ops.ahead import launcher
 from fengine.ops.fragments import Fragments
 from fengine.ops.fragments_copy import copy_weights, copy_x, find
 from fengine.ops.fragments_decode import decoded, scales_of
-from fengine.ops.gluon import (
+from fengine.ops.registration import (
+    EARLY,
     TensorDescriptor,
+    dependent_launch,
     describe,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     gl,
     gluon,
+    is_hopper,
     mbarrier,
     mma_v2,
+    multiprocessors,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from fengine.ops.registration import EARLY, dependent_launch, is_hopper, multiprocessors
 
 
 class Tiles(NamedTuple):

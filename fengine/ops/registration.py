@@ -1,7 +1,8 @@
-"""How an op is registered, and the one place where Triton is imported.
+"""How an op is registered, and the one place where Triton and Gluon are imported.
 
 Triton exists on Linux only. Where it is missing, `jit` leaves a kernel as a plain function that nobody calls: every op
-still imports, and runs on the CPU.
+still imports, and runs on the CPU. Gluon, the language of the kernels for NVIDIA Hopper, comes with Triton and is
+experimental: where it is missing or has changed, TensorDescriptor is None, and each op's `usable` says no.
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -15,16 +16,48 @@ from torch import Tensor
 
 triton: Any
 tl: Any
-gdc_launch_dependents: Any
-gdc_wait: Any
+gluon: Any
+gl: Any
+gdc_launch_dependents: Any = None
+gdc_wait: Any = None
+TensorDescriptor: Any = None
+fence_async_shared: Any
+mbarrier: Any
+mma_v2: Any
+async_copy: Any
+async_load: Any = None
+async_store: Any = None
+store_wait: Any = None
+HAS_REINTERPRET: Any = None
+warpgroup_mma: Any
+warpgroup_mma_wait: Any
+WITHOUT = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel), constexpr=lambda value: value)
 try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:
-    triton = SimpleNamespace(jit=lambda fn=None, **options: fn or (lambda kernel: kernel))
-    tl = SimpleNamespace(constexpr=lambda value: value)
-    gdc_launch_dependents = gdc_wait = None
+    triton = tl = WITHOUT
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its older names
+    async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+    store_wait = tma.store_wait
+    HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # else `_reinterpret`
+except (ImportError, AttributeError):
+    TensorDescriptor, gluon, gl = None, WITHOUT, WITHOUT
+    async_copy = mma_v2 = fence_async_shared = mbarrier = warpgroup_mma = warpgroup_mma_wait = None
 
 LIBRARY = torch.library.Library("fengine", "DEF")
 
@@ -129,3 +162,9 @@ def is_hopper(device: torch.device) -> bool:
 def row_warps(block: int) -> int:
     """Warps that reduce a row of `block` values: part of the tree of ops over rows. Pure."""
     return min(max(block // 512, 1), 16)
+
+
+def describe(t: Tensor, *block: int) -> Any:
+    """A descriptor by which the copy engine brings blocks of a tensor of 16-bit numbers or 32-bit words."""
+    kind = gl.bfloat16 if t.element_size() == 2 else gl.int32  # fp16 lies as bfloat16 does
+    return TensorDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))

@@ -10,7 +10,7 @@ from torch import Tensor
 from fengine.core.scheduler_output import StepOutput
 from fengine.models.kv_state import KVState, Params
 from fengine.ops import edges
-from fengine.ops.bitmask import words
+from fengine.ops.edit_logits import words
 from fengine.worker.cuda_graphs import GRAPH_TOKENS, Bucket, Buckets, Graphs
 from fengine.worker.fields import ADAPTERS, IMAGES, INPUTS, Arrays, Field, Sizes, StaticBuffers
 from fengine.worker.logits.logprobs import (

@@ -55,13 +55,6 @@ from fengine.worker.safetensors_file import (
 )
 
 
-class GenerationConfig(NamedTuple):
-    """Token ids that end and begin a text."""
-
-    eos_ids: tuple[int, ...]
-    bos_id: int | None
-
-
 class Placement(NamedTuple):
     """Where leaves go and in which dtype: matrices as stored or as asked for, vectors as the activations."""
 
@@ -72,9 +65,6 @@ class Placement(NamedTuple):
     def of(self, weight: Weight) -> torch.dtype:
         """Of a leaf. Pure."""
         return torch.float32 if weight.wide or (self.device.type == "cpu" and not weight.matrix) else self.matrix
-
-
-# -- config -----------------------------------------------------------------------------------------------------------
 
 
 def read_config(directory: Path, overrides: str = "") -> Config:
@@ -112,28 +102,6 @@ def spec_from_config(config: Config) -> ModelSpec:
     return replace(models.lookup(names[0]).spec_from_hf(config), quantization=read_quantization(config))
 
 
-def read_generation_config(directory: Path, overrides: str = "") -> GenerationConfig:
-    """The ids in generation_config.json (optional) and config.json together. Errors: ModelLoadError."""
-    config = read_config(directory, overrides)
-    path = directory / "generation_config.json"
-    generation = read_json(path) if path.exists() or path.is_symlink() else {}
-    eos = {
-        token
-        for source in (generation, config, config.get("text_config") or {})
-        for token in _ids(source, "eos_token_id")
-    }
-    bos = _ids(generation, "bos_token_id") or _ids(config, "bos_token_id")
-    return GenerationConfig(tuple(sorted(eos)), bos[0] if bos else None)
-
-
-def _ids(config: Config, name: str) -> list[int]:
-    value = config.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise ModelLoadError(f"{name} must be a token id, a list of them or null, got {value!r}."[:200])
-    return ids
-
-
 def _stored_dtype(config: Config) -> torch.dtype:
     """The dtype a config announces; only dummy weights need it. float32 if it announces none, as transformers does."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -142,9 +110,6 @@ def _stored_dtype(config: Config) -> torch.dtype:
     if dtype is None:
         raise UnsupportedFormatError(f"config.json: dtype {name!r} is not supported; use float32, bfloat16 or float16.")
     return dtype
-
-
-# -- parameters -------------------------------------------------------------------------------------------------------
 
 
 def load_params(

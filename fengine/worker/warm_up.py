@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fengine.ops.bitmask import apply_bitmask, words
-from fengine.ops.edit_logits import add_at, count, penalize
+from fengine.ops.edit_logits import add_at, apply_bitmask, count, penalize, words
 from fengine.worker.fields import IMAGES, INPUTS, Sizes, blank
 from fengine.worker.logits.logprobs import MOST_ASKED, TOPS, score
 from fengine.worker.step_input import StepInput

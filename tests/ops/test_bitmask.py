@@ -12,7 +12,7 @@ from test_ops import draw_case, normal
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import bitmask, sampling
+from fengine.ops import edit_logits, sampling
 from fengine.ops.registration import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,7 +38,7 @@ def case(rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     logits.view(-1)[:: vocab // 3 + 1] = torch.tensor(math.nan)
     logits.view(-1)[1 :: vocab // 3 + 2] = torch.tensor(-math.inf)
     row = torch.randperm(rows, generator=generator)[: max(1, rows - 1)].int()
-    size = (len(row), bitmask.words(vocab))
+    size = (len(row), edit_logits.words(vocab))
     mask = torch.randint(-(2**31), 2**31, size, generator=generator, dtype=torch.int64).int()
     mask[0], mask[-1] = -1, 0
     if len(row) > 3:
@@ -63,15 +63,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def test_masks_follow_the_rule_bit_for_bit(shape: tuple[int, int]) -> None:
     logits, row, mask = case(*shape)
     want, reference = by_hand(logits, row, mask), logits.clone()
-    bitmask.reference(reference, row, mask)
-    assert bitmask.apply_bitmask(logits, row, mask) is logits
+    edit_logits.mask_reference(reference, row, mask)
+    assert edit_logits.apply_bitmask(logits, row, mask) is logits
     assert same_bits(logits, want) and same_bits(reference, want)
 
 
 @pytest.mark.parametrize("shape", [pytest.param(shape, marks=on_device, id=f"triton-{shape}") for shape in SHAPES])
 def test_the_kernel_follows_the_rule_bit_for_bit(shape: tuple[int, int]) -> None:
     on_device = [x.to(DEVICE) for x in case(*shape)]
-    bitmask.launch(*on_device)
+    edit_logits.mask_launch(*on_device)
     assert same_bits(on_device[0].cpu(), by_hand(*case(*shape)))
 
 
@@ -85,7 +85,7 @@ def test_only_allowed_ids_are_drawn(filters: dict[str, float]) -> None:
         for i in range(3):
             mask.scatter_add_(1, least[:, i : i + 1] // 32, 1 << least[:, i : i + 1] % 32)
         mask = torch.where(mask >= 2**31, mask - 2**32, mask).int()
-        bitmask.apply_bitmask(logits, torch.arange(64).int(), mask)
+        edit_logits.apply_bitmask(logits, torch.arange(64).int(), mask)
         fields = draw_case(64, 50, logits_RV=logits, temperature_R=torch.full((64,), temperature))
         for name, value in filters.items():
             fields[name] = torch.full((64,), value).to(fields[name].dtype)
@@ -97,4 +97,4 @@ def test_registration_and_what_it_takes() -> None:
     logits, row, mask = case(4, 70)
     torch.library.opcheck(torch.ops.fengine.apply_bitmask_.default, (normal(4, 70), row, mask))
     with pytest.raises(UnsupportedFeatureError, match="contiguous float32"):
-        bitmask.apply_bitmask(logits.double(), row, mask)
+        edit_logits.apply_bitmask(logits.double(), row, mask)

@@ -225,8 +225,8 @@ def in_few_bits(call: experts_launch.Call, kind: str, group: int) -> tuple[exper
         codes = quantized.encoded(matrix.flatten(0, 1), kind, group)
         dense.append(Dense(quantized.dequantized(codes, torch.bfloat16).view(matrix.shape), matrix.shape[1]))
         few.append(quantized.pack_experts(codes, len(matrix), gated, torch.bfloat16) or dense[-1])
-    here = call._replace(weights=op.weights_of(few[0], few[1], *w[2:5]))
-    return here, call._replace(weights=op.weights_of(dense[0], dense[1], *w[2:5]))
+    here = call._replace(weights=op.weights_of(few[0], few[1], *w[2:5])[0])
+    return here, call._replace(weights=op.weights_of(dense[0], dense[1], *w[2:5])[0])
 
 
 @interpreted

@@ -32,8 +32,9 @@ from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import BATCH, Params
 from fengine.models.spec import RopeSpec
 from fengine.ops import linear
+from fengine.worker.generation_config import GenerationConfig, read_generation_config
 from fengine.worker.hub import BOX, resolve_model
-from fengine.worker.loader import GenerationConfig, load_params, read_config, read_generation_config, spec_from_config
+from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.safetensors_file import INDEX, SINGLE, read_header
 
 

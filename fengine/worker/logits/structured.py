@@ -14,7 +14,7 @@ from torch import Tensor
 from fengine.core.request import Request
 from fengine.errors import FengineError
 from fengine.models.kv_state import Tensors
-from fengine.ops.bitmask import apply_bitmask, words
+from fengine.ops.edit_logits import apply_bitmask, words
 from fengine.worker.chunks import Chunk
 from fengine.worker.fields import Arrays, Field, Pad
 from fengine.worker.logits.masks import Grammar, MaskRow
