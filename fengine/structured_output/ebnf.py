@@ -16,9 +16,10 @@ MAX_DEPTH = 64  # of parentheses
 MAX_REPEAT = 10_000
 MAX_RULES = 256
 _NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_ESCAPE = r"\\(?:[^0-9\n]|0(?![0-9]))"  # no octal numbers
 _TOKENS = re.compile(
     rf"""(?P<space>(?:\s|\#[^\n]*)+) | (?P<rule>{_NAME})(?:\s|\#[^\n]*)*::= | (?P<name>{_NAME})
-    | (?P<literal>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*') | (?P<class>\[(?:[^\]\\\n]|\\.)*\])
+    | (?P<literal>"(?:[^"\\\n]|{_ESCAPE})*"|'(?:[^'\\\n]|{_ESCAPE})*') | (?P<class>\[(?:[^\]\\\n]|{_ESCAPE})*\])
     | (?P<repeat>[*+?]|\{{\s*[0-9]+\s*(?:,\s*[0-9]*\s*)?\}}) | (?P<mark>[()|.])""",
     re.VERBOSE,
 )

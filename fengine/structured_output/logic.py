@@ -137,13 +137,14 @@ class Logic:
 
     def _recurs(self, at: str) -> bool:
         """Whether the references of the schema there lead back to it: what it says cannot be written out."""
-        seen = [at]
-        for here in seen:  # which grows meanwhile
-            for node in keywords.objects(look_up(self.document, here)):
-                if isinstance(node.get("$ref"), str) and (target := keywords.target(node)) not in seen[1:]:
-                    if at == target or at.startswith(f"{target}/"):
-                        return True
-                    seen.append(target)
+        seen, todo = {at}, [at]
+        for here in todo:  # which grows meanwhile
+            nodes = keywords.objects(look_up(self.document, here))
+            targets = {keywords.target(node) for node in nodes if isinstance(node.get("$ref"), str)}
+            if any(at == target or at.startswith(f"{target}/") for target in targets):
+                return True
+            todo += targets - seen
+            seen |= targets
         return False
 
 

@@ -99,9 +99,9 @@ class Decoding:
             if all(ord(c) in self._bytes for c in token):
                 return bytes(self._bytes[ord(c)] for c in token)
             return token.encode()
-        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
-            return int(match[1], 16)
-        return self._shown(self._before, token)[len(self._before) :]
+        shown = self._shown(self._before, token)[len(self._before) :]
+        is_byte = self.byte_fallback and len(shown) == 1 and _BYTE_TOKEN.fullmatch(token)
+        return int(is_byte[1], 16) if is_byte else shown
 
     def first_piece(self, token_id: int, piece: str) -> str:
         """`piece` as it reads when it is the first one. Pure."""

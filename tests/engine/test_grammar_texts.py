@@ -538,6 +538,8 @@ BAD = [
     ("ebnf", 'root ::= "a"\n @', "line 2"),
     ("ebnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "parentheses"),
     ("ebnf", "root ::= [z-a]", "range"),
+    ("ebnf", 'root ::= "a\\1"', "line 1"),
+    ("ebnf", "root ::= [\\07]", "line 1"),
     ("ebnf", 'root ::= "a"{3,2}', "m <= n"),
     ("ebnf", "root ::= r39\n" + "\n".join(f"r{i} ::= r{i - 1} r{i - 1}" for i in range(1, 40)) + '\nr0 ::= "a"',
      "too big"),

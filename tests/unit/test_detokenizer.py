@@ -4,10 +4,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizer_cases import TEXTS, Made
+from tokenizers import Regex, Tokenizer, decoders, models
 
 from fengine.core.request import SamplingParams
-from fengine.tokenizer.decoding import clean_cut, clean_up
-from fengine.tokenizer.detokenizer import Detokenizer
+from fengine.tokenizer.decoding import Decoding, clean_cut, clean_up
+from fengine.tokenizer.detokenizer import Detokenizer, Text
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +154,29 @@ def test_clean_up_in_pieces_equals_clean_up_at_once(pieces):
         out.append(clean_up(kept[:cut]))
         kept = kept[cut:]
     assert "".join([*out, clean_up(kept)]) == clean_up("".join(pieces))
+
+
+PIECES = ["▁a", "aa", "b", "▁", "x", "<0xC3>", "<0xA9>", " ", "a▁b", "▁▁", ".", "##b", " do not"]
+BEHIND = [decoders.ByteFallback(), decoders.Fuse()]
+DECODERS = {
+    "none": None,
+    "prefixed": decoders.Metaspace(),
+    "bare": decoders.Metaspace(prepend_scheme="never"),
+    "words": decoders.WordPiece(),
+    "words as they are": decoders.WordPiece(cleanup=False),
+    "two spaces go": decoders.Sequence([decoders.Replace("▁", " "), *BEHIND, decoders.Strip(" ", 2, 0)]),
+    "no byte is one": decoders.Sequence([decoders.Replace("x", ""), *BEHIND]),
+    "pattern": decoders.Sequence([decoders.Replace(Regex("a+"), "q"), decoders.Fuse()]),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=8))
+def test_every_decoder_that_is_built_streams_what_the_library_decodes(name, ids):
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[]))
+    if DECODERS[name] is not None:
+        backend.decoder = DECODERS[name]
+    decoding = Decoding(backend, False)
+    text = Text(decoding, decoding.tables[True], first=True, strip=decoding.strip)
+    assert "".join(text.feed_all([i]) for i in ids) + text.flush() == backend.decode(ids)
