@@ -32,12 +32,7 @@ from fengine.core.speculation import Ask, Speculation
 from fengine.core.window_pages import WindowPages, Windows
 from fengine.errors import FengineError, InputFileError, InvariantError
 
-SEEN = (
-    "logprob_start",
-    "hidden",
-    "pool",
-    "min_new_tokens",
-)  # parameters that a scheduler heeds, with LOCKSTEP and WHOLE
+SEEN = ("logprob_start", "hidden", "pool", "min_new_tokens")  # that a scheduler heeds, with "lockstep" and "whole"
 NOW = ("num_scored", "num_seen", "num_cached")  # what steps change in a request beside the scheduler
 BITS = 48  # of a hash
 SPECULATION = ("most", "step_tokens", "full", "waits", "mixed", "hope", "toll")
@@ -191,9 +186,8 @@ class Replay:
             guesses = Speculation(self._propose, vocab_size=1 << BITS, **dict(zip(SPECULATION, guesses, strict=True)))
         cache = PrefixCache(pool, given["page_size"]) if cached else None
         self.scheduler = Scheduler(pool, cache, policy=policy, speculation=guesses, **given)
-        self.device = SimulatedDevice(
-            given["page_size"], pages, self.scheduler._requests.__getitem__, self._draw, windows
-        )
+        of = self.scheduler._requests.__getitem__
+        self.device = SimulatedDevice(given["page_size"], pages, of, self._draw, windows)
         self.adapters: dict[int, Adapter] = {}  # by the number of the load
         self.guesses: dict[str, list[int]] = {}
         self.waits: dict[str, tuple[int, float]] = {}
@@ -300,7 +294,6 @@ def replay(path: Path) -> tuple[int, int]:
                 events.append(json.loads(line))
         again = Replay(events[0]["scheduler"])
     except (OSError, UnicodeDecodeError, LookupError, TypeError, ValueError) as error:
-        raise InputFileError(
-            f"{path} is no recording of a scheduler's steps: {type(error).__name__}: {error}"
-        ) from error
+        problem = f"{type(error).__name__}: {error}"
+        raise InputFileError(f"{path} is no recording of a scheduler's steps: {problem}") from error
     return sum("add" in event for event in events), again.run(events[1:])

@@ -17,9 +17,8 @@ from fengine.errors import (
     UnsupportedFeatureError,
 )
 from fengine.eval.harness import lm_eval_requests as reads
-from fengine.eval.harness.engine import engine_facts
+from fengine.eval.harness.engine import Texts, engine_facts
 from fengine.eval.harness.lm_eval_requests import cut_text, generation_of, seeds
-from fengine.eval.harness.texts import Texts
 from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.hub import BOX
 

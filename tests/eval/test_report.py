@@ -19,8 +19,8 @@ from fengine.eval.cli import engines as engines_file
 from fengine.eval.commands import evaluate
 from fengine.eval.report import rows as report_rows
 from fengine.eval.report import schedule
+from fengine.eval.report.facts import script_json, size
 from fengine.eval.report.page import page, report_data
-from fengine.eval.report.plain import script_json, size
 from fengine.eval.runs.trace import Trace
 from fengine.eval.tasks import statistics
 

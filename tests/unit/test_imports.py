@@ -80,7 +80,7 @@ def check_words(path: Path, source: str) -> None:
 # The engine, on the command line: `--help` needs no torch; optional libraries.
 LAZY = {
     "eval.cli.engines",
-    "eval.tasks.tables",
+    "eval.tasks.columns",
     "eval.report.page",
     "structured_output.backend",
     "tokenizer.pipeline",

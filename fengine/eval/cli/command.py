@@ -5,7 +5,6 @@ A command is a module with `main(argv) -> exit code`, which `run.py` lists in CO
 
 import difflib
 import os
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +111,7 @@ def parse(
 
     Errors: ConfigError for an unknown word, with the nearest known one; for a key given twice.
     """
-    known, places, read, others = options or {}, [], {}, []
+    known, places, read, others = options or {}, [], dict[str, Any](), []
     for word in argv:
         key, sign, value = word.partition("=")
         if sign and key in known:
@@ -149,17 +148,18 @@ def _unknown(word: str, known: Sequence[str]) -> str:
 # -- readers of values -------------------------------------------------------------------------------------------------
 
 
-def number(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
-    """Reads a number from low to high; with `above`, low itself is not allowed."""
+def number(low: float, high: float, *, above: bool = False, whole: bool = False) -> Callable[[str], Any]:
+    """Reads a number from low to high; with `above`, low itself is not allowed; with `whole`, an integer."""
+    limits = f"above {low:g} and at most {high:g}" if above else f"from {low} to {high}"
 
-    def read(text: str) -> float:
+    def read(text: str) -> Any:
         try:
-            value = float(text)
+            value = int(text) if whole and len(text) < 40 else float(text)
         except ValueError:
             value = float("nan")
-        if not low <= value <= high or above and value == low:
-            words = ("above", "and at most") if above else ("from", "to")
-            raise ValueError(f"must be a number {words[0]} {low:g} {words[1]} {high:g}")
+        if whole is isinstance(value, float) or not low <= value <= high or above and value == low:
+            kind = "a number " if not whole else "an integer " if isinstance(value, float) else ""
+            raise ValueError(f"must be {kind}{limits}")
         return value
 
     return read
@@ -167,15 +167,7 @@ def number(low: float, high: float, *, above: bool = False) -> Callable[[str], f
 
 def whole(low: int, high: int) -> Callable[[str], int]:
     """Reads an integer from low to high."""
-
-    def read(text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]{1,40}", text):
-            raise ValueError("must be an integer")
-        if not low <= int(text) <= high:
-            raise ValueError(f"must be from {low} to {high}")
-        return int(text)
-
-    return read
+    return number(low, high, whole=True)
 
 
 def switch(text: str) -> bool:

@@ -259,8 +259,12 @@ def _sweep(
             jobs.append(BadPoint(swept, str(error)))
     if all(isinstance(job, BadPoint) for job in jobs):
         raise ConfigError(jobs[0].message)
-    if schema.one_file:
-        _refuse_one_file([job.config.out for job in jobs if isinstance(job, Point) and job.config.out is not None])
+    names = [job.config.out for job in jobs if isinstance(job, Point) and job.config.out is not None]
+    if schema.one_file and len(names) != len(set(names)):
+        raise ConfigError(
+            f"out={names[0]} would be written by several points of the sweep; leave it out, since every point has its "
+            "own directory, or put the swept key in: out='seed-${seed}.jsonl'"
+        )
     return jobs
 
 
@@ -281,15 +285,6 @@ def _axes(master: DictConfig, given: Sequence[Override], schema: Schema) -> list
     if number > MAX_POINTS:
         raise ConfigError(f"the sweep has {number:,} points, at most {MAX_POINTS:,} are allowed; split it")
     return axes
-
-
-def _refuse_one_file(names: Sequence[str]) -> None:
-    """Errors: ConfigError if several points would write one file."""
-    if len(names) != len(set(names)):
-        raise ConfigError(
-            f"out={names[0]} would be written by several points of the sweep; leave it out, since every point has its "
-            "own directory, or put the swept key in: out='seed-${seed}.jsonl'"
-        )
 
 
 def _select(config: DictConfig, key: str) -> str:

@@ -199,12 +199,11 @@ class LiveView(QuietView):
 
     @contextmanager
     def job(self) -> Iterator[None]:
-        with Live(console=self.console, auto_refresh=False, transient=True) as live:
-            self.live = live
+        with Live(console=self.console, auto_refresh=False, transient=True) as self.live:
             try:
                 yield
             finally:
-                live.update(Text(), refresh=True)
+                self.live.update(Text(), refresh=True)
                 self.live = None
 
     def progress(self, progress: Progress) -> None:
@@ -220,26 +219,31 @@ class LiveView(QuietView):
     warn = note
 
     def figures(self, lines: Sequence[tuple[str, str]]) -> None:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
+        table = grid({"style": "dim", "no_wrap": True}, {"overflow": "fold"}, expand=False, padding=2)
         for label, value in lines:
             bad = label == "rows" and ("failed" in value or ": " in value)
-            grid.add_row(label, Text(clean(value), style="red" if bad else "bold" if label == "output" else ""))
-        self.console.print(grid)
+            table.add_row(label, Text(clean(value), style="red" if bad else "bold" if label == "output" else ""))
+        self.console.print(table)
+
+
+def grid(*columns: dict[str, Any], expand: bool = True, padding: int = 1) -> Table:
+    table = Table.grid(expand=expand, padding=(0, padding))
+    for column in columns:
+        table.add_column(**column)
+    return table
+
+
+NUMBER: dict[str, Any] = {"width": 4, "justify": "right", "style": "dim"}
 
 
 def row_block(row: Shown) -> RenderableType:
     """A finished row: its number, the prompt on one line with its figures, and below it the whole completion. Pure."""
-    head = Table.grid(expand=True, padding=(0, 1))
-    head.add_column(width=4, justify="right", style="dim")
-    head.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="bold")
-    head.add_column(no_wrap=True, justify="right", style="dim")
+    prompt = {"ratio": 1, "no_wrap": True, "overflow": "ellipsis", "style": "bold"}
+    head = grid(NUMBER, prompt, {"no_wrap": True, "justify": "right", "style": "dim"})
     head.add_row(str(row.number), Text(one_line(row.prompt)), row.note)
+    body = Text(clean(row.text).strip() or "(nothing)", style="" if row.text.strip() else "dim")
     if row.error is not None:
         body = Text(clean(row.error), style="red")
-    else:
-        body = Text(clean(row.text).strip() or "(nothing)", style="" if row.text.strip() else "dim")
     return Group(head, Padding(body, (0, 0, 1, 5)))
 
 
@@ -247,11 +251,10 @@ def live_block(progress: Progress, width: int) -> RenderableType:
     """The rows that grow, then the bar and the figures. Its height depends on the job's size only: no jumping. Pure."""
     p = progress
     rows = STREAMED_ROWS if p.total is None else min(STREAMED_ROWS, p.total)
-    growing = Table.grid(expand=True, padding=(0, 1))
-    growing.add_column(width=4, justify="right", style="dim")
-    growing.add_column(width=max(12, width // 3), no_wrap=True, overflow="ellipsis", style="dim")
-    growing.add_column(ratio=1, no_wrap=True, overflow="crop")
-    room = width - 4 - max(12, width // 3) - 3
+    third = max(12, width // 3)
+    prompt = {"width": third, "no_wrap": True, "overflow": "ellipsis", "style": "dim"}
+    growing = grid(NUMBER, prompt, {"ratio": 1, "no_wrap": True, "overflow": "crop"})
+    room = width - 4 - third - 3
     for row in p.growing[:rows]:
         growing.add_row(str(row.number), Text(one_line(row.prompt)), Text(tail(one_line(row.text), room)))
     for _ in range(rows - len(p.growing)):
@@ -260,10 +263,7 @@ def live_block(progress: Progress, width: int) -> RenderableType:
 
 
 def _bar(p: Progress, width: int) -> RenderableType:
-    bar = Table.grid(padding=(0, 1), expand=True)
-    bar.add_column(ratio=1)
-    for _ in range(3):
-        bar.add_column(no_wrap=True)
+    bar = grid({"ratio": 1}, *[{"no_wrap": True}] * 3)
     failed = Text(f"{p.failed:,} failed", style="red") if p.failed else Text()
     line = ProgressBar(total=p.total or None, completed=p.done, pulse=p.total is None, complete_style="cyan")
     rows = p.rows.rjust(2 * len(f"{p.total or 0:,}") + len("/ rows"))

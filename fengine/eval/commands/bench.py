@@ -114,9 +114,8 @@ def latency(engine: Any, work: Work, streams: int) -> Round:
     firsts, walls = [], []
     for ids in work.prompts:
         start = time.perf_counter()
-        moments = [
-            time.perf_counter() for _ in engine.generate(input_ids=ids, sampling_params=drawn(work), stream=True)
-        ]
+        outputs = engine.generate(input_ids=ids, sampling_params=drawn(work), stream=True)
+        moments = [time.perf_counter() for _ in outputs]
         firsts.append(moments[0] - start)
         walls.append(moments[-1] - start)
     after = (statistics.median(walls) - statistics.median(firsts)) / (work.output - 1)
@@ -186,14 +185,8 @@ async def asked(port: int, work: Work, streams: int) -> list[float]:
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         while left:
-            body = {
-                "prompt": left.pop(),
-                "max_tokens": work.output,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-            data = json.dumps(body).encode()
+            body = {"prompt": left.pop(), "max_tokens": work.output, "temperature": 0, "ignore_eos": True}
+            data = json.dumps(body | {"stream": True}).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
             start = time.perf_counter()
             writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
@@ -221,17 +214,12 @@ def tell(kind: str, engine: Any, work: Work, found: dict[str, list[Round]], give
         first = [one["first_s"] for one in rounds if "first_s" in one]
         told = f"{statistics.median(speeds):>10,.1f} tok/s ({speeds[0]:,.1f} to {speeds[-1]:,.1f})"
         told += f"   {duration(statistics.median(one['seconds'] for one in rounds))}"
-        print(
-            f"{name:<14}{told}" + (f"   first token {duration(statistics.median(first))}" if first else ""), flush=True
-        )
+        told += f"   first token {duration(statistics.median(first))}" if first else ""
+        print(f"{name:<14}{told}", flush=True)
     if "transformers" in found:
         ours, theirs = (statistics.median(one["tok_s"] for one in found[name]) for name in ("fengine", "transformers"))
         print(f"fengine draws {ours / theirs:.2f} times as many tokens a second")
     if "out" in given:
-        info = {
-            "kind": kind,
-            "model": str(model.path),
-            "device": model.device,
-            "work": {**given, "out": str(given["out"])},
-        }
+        info = {"kind": kind, "model": str(model.path), "device": model.device}
+        info |= {"work": {**given, "out": str(given["out"])}}
         write_file(given["out"], info | {"environment": facts(), "rounds": found})

@@ -103,17 +103,16 @@ class Chat:
         elif name == "system":
             self.system = value or None
         elif name == "save" and value:
-            self._save(Path(value).expanduser())
+            try:
+                content = json.dumps({"messages": self._turns()}, ensure_ascii=False) + "\n"
+                write_file(Path(value).expanduser(), content)
+            except FengineError as error:
+                self._tell(str(error))
+                return
         else:
             self._tell(f"there are {HELP}")
             return
         self._tell("done")
-
-    def _save(self, path: Path) -> None:
-        try:
-            write_file(path, json.dumps({"messages": self._turns()}, ensure_ascii=False) + "\n")
-        except FengineError as error:
-            self._tell(str(error))
 
     def _turns(self) -> list[dict[str, Any]]:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]

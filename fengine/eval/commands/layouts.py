@@ -85,16 +85,6 @@ Evidence = tuple[str, bool]  # what a layout did, and whether that shows anythin
 
 
 @dataclass(frozen=True)
-class LayoutKind:
-    """`what` is for readers. `changes` of the run's engine; None: it is the run's own. `evidence`: what shows that the
-    layout was exercised, or that it was not, from the layout, what was found, and the engine's COUNTERS."""
-
-    what: str
-    changes: Callable[[EngineConfig, Sizes], Changes] | None
-    evidence: Callable[["Layout", Found, dict[str, int]], Evidence]
-
-
-@dataclass(frozen=True)
 class Layout:
     """`config` of its engine. `passes`: how often the rows run, of which the last is compared. `rescore`: the rows are
     read, not asked. `copies`: how often each row is in a pass. `settings`: in which the engine is not the run's."""
@@ -105,6 +95,16 @@ class Layout:
     passes: int = 1
     rescore: bool = False
     copies: int = 1
+
+
+@dataclass(frozen=True)
+class LayoutKind:
+    """`what` is for readers. `evidence`: what shows that the layout was exercised, or that it was not, from the layout,
+    what was found, and the engine's COUNTERS. `changes` of the run's engine; None: it is the run's own."""
+
+    what: str
+    evidence: Callable[[Layout, Found, dict[str, int]], Evidence]
+    changes: Callable[[EngineConfig, Sizes], Changes] | None = None
 
 
 def layout(name: str, base: EngineConfig, sizes: Sizes) -> Layout:
@@ -144,11 +144,6 @@ def _chunks(base: EngineConfig, sizes: Sizes) -> Changes:
     return _rows(min(sizes.rows, step), step)
 
 
-def _guessed(base: EngineConfig, sizes: Sizes) -> Changes:
-    on = base.speculation.algorithm is not Algorithm.none
-    return {"speculation.algorithm": Algorithm.none if on else Algorithm.ngram}
-
-
 def _preempted(base: EngineConfig, sizes: Sizes) -> Changes:
     page, rows = min(4, sizes.page), max(2, min(32, sizes.rows))
     pool = {"max_total_tokens": page * -(-(sizes.longest + SPARE_TOKENS) // page), "mem_fraction_static": None}
@@ -156,17 +151,7 @@ def _preempted(base: EngineConfig, sizes: Sizes) -> Changes:
     return cache | _rows(rows, min(64, sizes.step))
 
 
-def _rescored_evidence(one: Layout, found: Found, counted: dict[str, int]) -> Evidence:
-    left = f", {found.left_out:,} cannot be" if found.left_out else ""
-    return f"{count(found.answers, 'answer')} re-scored{left}", found.answers > 0
-
-
-def _warm_evidence(one: Layout, found: Found, counted: dict[str, int]) -> Evidence:
-    tokens = count(found.prompt_tokens, "prompt token")
-    return f"{found.cached_tokens:,} of {tokens} cached", found.cached_tokens > 0
-
-
-def _chunks_evidence(one: Layout, found: Found, counted: dict[str, int]) -> Evidence:
+def _chunks_evidence(one: Layout, found: Found, _: Any) -> Evidence:
     limit, longest = one.config.scheduler.max_step_tokens or 0, found.longest_prompt
     return f"steps of at most {count(limit, 'token')}, the longest prompt has {longest:,}", longest > limit
 
@@ -184,40 +169,44 @@ def _preempted_evidence(one: Layout, found: Found, counted: dict[str, int]) -> E
     return f"{count(counted['preemptions'], 'preemption')} in {pool}", counted["preemptions"] > 0
 
 
+def _rescored_evidence(one: Layout, found: Found, _: Any) -> Evidence:
+    left = f", {found.left_out:,} cannot be" if found.left_out else ""
+    return f"{count(found.answers, 'answer')} re-scored{left}", found.answers > 0
+
+
+def _prompt_tokens(found: Found) -> str:
+    return count(found.prompt_tokens, "prompt token")
+
+
 LAYOUTS = {
     "permuted": LayoutKind(
-        "the run's own engine, rows in another order",
-        None,
-        lambda _, found, __: (count(found.requests, "request"), True),
-    ),
-    "rescored": LayoutKind("what was decoded is read: prompt and answer as one prompt", None, _rescored_evidence),
-    "warm": LayoutKind("every row a second time, over a prefix cache that has seen it", _warm, _warm_evidence),
+        "the run's own engine, rows in another order", lambda _, found, __: (count(found.requests, "request"), True)),
+    "rescored": LayoutKind("what was decoded is read: prompt and answer as one prompt", _rescored_evidence),
+    "warm": LayoutKind(
+        "every row a second time, over a prefix cache that has seen it",
+        lambda _, found, __: (f"{found.cached_tokens:,} of {_prompt_tokens(found)} cached", found.cached_tokens > 0),
+        _warm),
     "alone": LayoutKind(
-        "one request at a time", lambda _, sizes: _rows(1, sizes.step), lambda *_: ("1 request at once", True)
-    ),
+        "one request at a time", lambda *_: ("1 request at once", True), lambda _, sizes: _rows(1, sizes.step)),
     "batch": LayoutKind(
         "another number of requests at once",
-        lambda _, sizes: _rows(2 * sizes.rows if sizes.requests > sizes.rows else 3, sizes.step),
         lambda one, *_: (f"up to {one.config.scheduler.max_running_requests} requests at once", True),
-    ),
-    "chunks": LayoutKind("prompts cut into small chunks", _chunks, _chunks_evidence),
+        lambda _, sizes: _rows(2 * sizes.rows if sizes.requests > sizes.rows else 3, sizes.step)),
+    "chunks": LayoutKind("prompts cut into small chunks", _chunks_evidence, _chunks),
     "pages": LayoutKind(
         "another page size",
-        lambda _, sizes: {"cache.page_size": sizes.page // 2 if sizes.page > 1 else 16},
         lambda one, *_: (f"pages of {count(one.config.cache.page_size or 0, 'token')}", True),
-    ),
+        lambda _, sizes: {"cache.page_size": sizes.page // 2 if sizes.page > 1 else 16}),
     "uncached": LayoutKind(
-        "no prefix cache",
-        lambda *_: {"cache.prefix_cache": False},
-        lambda _, found, __: (f"{count(found.prompt_tokens, 'prompt token')}, all computed", True),
-    ),
+        "no prefix cache", lambda _, found, __: (f"{_prompt_tokens(found)}, all computed", True),
+        lambda *_: {"cache.prefix_cache": False}),
     "guessed": LayoutKind(
-        "with guessed tokens (speculation=ngram); without where the run had them", _guessed, _guessed_evidence
-    ),
+        "with guessed tokens (speculation=ngram); without where the run had them", _guessed_evidence,
+        lambda base, _: {"speculation.algorithm": Algorithm.ngram if base.speculation.algorithm is Algorithm.none
+                         else Algorithm.none}),
     "preempted": LayoutKind(
-        "a pool of pages so small that requests are preempted and computed again", _preempted, _preempted_evidence
-    ),
-}
+        "a pool of pages so small that requests are preempted and computed again", _preempted_evidence, _preempted),
+}  # fmt: skip
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------

@@ -53,8 +53,7 @@ class Shard:
         whole = self.identity["input"].get("all_rows")
         if type(whole) is not int or self.rows != len(range(self.number, whole, self.count)):
             raise StorageError(f"{folder / MANIFEST} is damaged: {self.rows} rows are not shard {self.name} of {whole}")
-        result = self.manifest.get("result")
-        if not isinstance(result, dict) or result.get("rows") != self.rows:
+        if (self.manifest.get("result") or {}).get("rows") != self.rows:
             raise InputFileError(f"{folder} (shard {self.name}) has not come to its end; run its command again first")
         self.table = self._read_journal()
 

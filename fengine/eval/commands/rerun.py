@@ -37,10 +37,7 @@ Exit codes: 0 the same bytes   1 other bytes, or the run could not go on   2 usa
 130 interrupted   143 terminated
 """
 DECISIVE = ("input", "model", "task")  # parts of the identity without which it is another experiment
-EXCUSED = {
-    "task": ("input", "task"),
-    "model": ("model",),
-}  # by a change that is asked for in this section
+EXCUSED = {"task": ("input", "task"), "model": ("model",)}  # by a change that is asked for in this section
 
 
 def work(argv: Sequence[str]) -> int:

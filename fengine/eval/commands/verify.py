@@ -1,6 +1,5 @@
 """`fengine verify RUN`: the rows of a run computed again under other schedules, and compared bit for bit."""
 
-import json
 import math
 import random
 import time
@@ -35,9 +34,9 @@ from fengine.eval.runs import manifest, provenance
 from fengine.eval.runs.compare import row_lines
 from fengine.eval.runs.config import EVAL, EvalConfig
 from fengine.eval.runs.folder import check_writable, write_file
-from fengine.eval.runs.record import TIMINGS
-from fengine.eval.runs.records import Records, runs_of
-from fengine.eval.runs.run import now, render_of
+from fengine.eval.runs.manifest import now
+from fengine.eval.runs.records import Records, runs_of, timings
+from fengine.eval.runs.run import render_of
 from fengine.eval.tasks.kinds import open_task
 
 USAGE = f"""
@@ -106,7 +105,6 @@ class Verification:
         self.fraction, self.seed = options.get("verify.fraction", 1.0), options.get("verify.seed", 0)
         self.numbers = drawn(len(records), self.fraction, self.seed)
         self.in_force: dict[str, Any] = records.manifest.get("in_force") or {}
-        self.result: dict[str, Any] = records.manifest.get("result") or {}
         self.notes = [*records.notes, *self._other_code()]
         self.verdicts: list[LayoutVerdict] = []
         self.case: Case | None = None
@@ -143,7 +141,7 @@ class Verification:
         return {
             "fengine_verify": 1,
             "run_id": (self.records.manifest.get("origin") or {}).get("run_id"),
-            "outputs_sha256": self.result.get("outputs_sha256"),
+            "outputs_sha256": self.records.result.get("outputs_sha256"),
             "verdict": verdict,
             "identical": good,
             "sample": {
@@ -160,7 +158,7 @@ class Verification:
 
     def _layout(self, name: str) -> LayoutVerdict:
         """Errors: EngineDeadError, EngineClosedError, StorageError; whatever opening the run's own engine raises."""
-        known = self.result.get("prompt_tokens")
+        known = self.records.result.get("prompt_tokens")
         prompt = self.prompt or (known if type(known) is int else 0) // max(1, len(self.records))
         sizes = sizes_of(self.in_force, len(self.numbers), prompt, self.longest or self._longest_recorded())
         one, begun = layout(name, self.config.engine, sizes), time.perf_counter()
@@ -179,16 +177,11 @@ class Verification:
     def _longest_recorded(self) -> int:
         """Tokens of the longest row, as far as timings.jsonl tells; a row may be several requests."""
         most = 0
-        try:
-            with (self.records.folder / TIMINGS).open("rb") as file:
-                for line in file:
-                    one = json.loads(line)
-                    counts = [one[key] for key in ("prompt_tokens", "completion_tokens")]
-                    if all(type(value) is int and 0 <= value < 1 << 31 for value in counts):
-                        most = max(most, sum(counts))
-        except (OSError, ValueError, KeyError, TypeError):
-            return most or 512
-        return most
+        for one in timings(self.records.folder):
+            counts: list[Any] = [one.get(key) for key in ("prompt_tokens", "completion_tokens")]
+            if all(type(value) is int and 0 <= value < 1 << 31 for value in counts):
+                most = max(most, sum(counts))
+        return most or 512
 
     def _compute(self, one: Layout, engine: Any, case: Case) -> tuple[Found, dict[str, int]]:
         """What the last pass of a layout found, and what its engine counted."""

@@ -1,14 +1,23 @@
-"""The engine behind a harness's model, and what the harness writes down about it."""
+"""The engine behind a harness's model: opened, written down, its texts and chats to ids and back. No lm_eval here."""
 
 import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fengine import __version__
 from fengine.api.engine import Engine
-from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.errors import ChatTemplateError, ConfigError, InvalidRequestError, UnsupportedFeatureError
 from fengine.eval.cli.engines import model_directory
 from fengine.eval.runs.manifest import in_force
 from fengine.eval.runs.provenance import canonical, code_digest, file_digests
+from fengine.tokenizer.chat import left_open
+from fengine.tokenizer.tokenizer import Tokenizer
+
+MAX_CHARS = 1 << 28  # of one text: documents are cut to windows after they are tokenized
+logger = logging.getLogger(__name__)
 
 
 def open_engine(model: str | Engine, harness: str, settings: dict[str, Any]) -> Engine:
@@ -62,3 +71,88 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
 def template_digest(template: str | None) -> str:
     """The first digits of a chat template's SHA-256. Pure."""
     return "none" if template is None else hashlib.sha256(template.encode()).hexdigest()[:12]
+
+
+# -- texts, by the rules of lm-eval's backends -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Texts:
+    """`add_bos`: True and False say whether texts begin with the bos token, None leaves it to the tokenizer.
+    `prefix` stands before the first token of a text without context, in place of bos or eos."""
+
+    tokenizer: Tokenizer
+    context_length: int
+    add_bos: bool | None = None
+    prefix: int | None = None
+    chat_values: dict[str, Any] = field(default_factory=dict)  # what chat templates are given besides the chat
+
+    @cached_property
+    def unlimited(self) -> Tokenizer:
+        """The tokenizer for texts of any length."""
+        return replace(self.tokenizer, max_chars=MAX_CHARS)
+
+    @property
+    def eot(self) -> int | None:
+        """The token that ends texts, if there is one."""
+        eos = self.tokenizer.backend.token_to_id(self.tokenizer.special_tokens.get("eos_token", ""))
+        return min(self.tokenizer.eos_ids, default=None) if eos is None else eos
+
+    @property
+    def eot_text(self) -> str | None:
+        return None if self.eot is None else self.tokenizer.decode([self.eot], skip_special_tokens=False)
+
+    def first(self) -> int:
+        """The id before a text's first. Errors: InvalidRequestError if there is none."""
+        for token in (self.prefix, self.tokenizer.bos_id, self.eot):
+            if token is not None:
+                return token
+        raise InvalidRequestError("the tokenizer has neither bos nor eos to begin a text with; give prefix_token_id")
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Ids of a text. Unless told, with the tokenizer's special tokens, or as `add_bos` says, but none before a text
+        that begins with such a token, as rendered chats do. Errors: InvalidRequestError."""
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"a text must be a string, got {type(text).__name__}")
+        if add_special_tokens is not None:
+            return self.unlimited.encode(text, add_special_tokens=add_special_tokens)
+        begins = self._begin is not None and text.startswith(self._begin)
+        ids = self.unlimited.encode(text, add_special_tokens=self.add_bos is not False and not begins)
+        bos = self.tokenizer.bos_id
+        return [bos, *ids] if self.add_bos and not begins and bos is not None and ids[:1] != [bos] else ids
+
+    @cached_property
+    def _begin(self) -> str | None:
+        ids = (self.prefix, self.tokenizer.bos_id, self.eot)
+        return next(
+            (self.tokenizer.decode([token], skip_special_tokens=False) or None for token in ids if token is not None),
+            None,
+        )
+
+    def chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """A chat as text; without a generation prompt its last message is left open, for the model to go on with it.
+        Where the template refuses a system message, it is left out, with a warning.
+
+        Errors: InvalidRequestError (no template), UnknownParameterError, ChatTemplateError.
+        """
+        try:
+            return self._rendered(messages, add_generation_prompt)
+        except ChatTemplateError:
+            rest = [message for message in messages if message.get("role") != "system"]
+            if len(rest) == len(messages):
+                raise
+            logger.warning("The chat template refuses this chat with its system message, which is left out.")
+            return self._rendered(rest, add_generation_prompt)
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], complete: bool) -> str:
+        text = self.unlimited.apply_chat_template(messages, add_generation_prompt=complete, **self.chat_values)
+        return text if complete else left_open(list(messages), text)
+
+    def template(self, name: bool | str | None) -> str | None:
+        """The chat template in force; None if none is to be used. Errors: ConfigError for another one's name."""
+        if isinstance(name, str) and name != "default":
+            known = ", ".join(sorted(self.tokenizer.chat_templates)) or "none"
+            raise ConfigError(
+                f"the chat template is chosen with the model argument hf_chat_template_name={name}; there are: {known}"
+            )
+        return self.tokenizer.chat_templates.get("default") if name else None

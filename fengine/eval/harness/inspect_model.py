@@ -227,15 +227,13 @@ class FengineAPI(ModelAPI):
         parsed = parse_output(output["text"], form, thinks=True, opened=opened)
         thoughts, text = parsed.reasoning, parsed.content
         stop = "stop" if meta["finish_reason"]["type"] == "stop" else "model_length" if filled else "max_tokens"
+        made = [
+            ToolCall(f"call_{i}", call.name or "unknown", call.arguments, parse_error=call.problem)
+            for i, call in enumerate(parsed.calls, calls)
+        ]
+        content = [ContentReasoning(reasoning=thoughts), ContentText(text=text)] if thoughts else text
         message = ChatMessageAssistant(
-            content=[ContentReasoning(reasoning=thoughts), ContentText(text=text)] if thoughts else text,
-            tool_calls=[
-                ToolCall(f"call_{i}", call.name or "unknown", call.arguments, parse_error=call.problem)
-                for i, call in enumerate(parsed.calls, calls)
-            ]
-            or None,
-            model=self.model_name,
-            source="generate",
+            content=content, tool_calls=made or None, model=self.model_name, source="generate"
         )
         written = slice(0, len(output["output_ids"]))
         prompt = config.prompt_logprobs is not None
@@ -250,19 +248,11 @@ class FengineAPI(ModelAPI):
         """Those of the prompt lack its first token's, before which there is nothing."""
         tokens = meta[f"{side}_token_logprobs"][part]
         tops: list[Any] = meta[f"{side}_top_logprobs"][part] if top else [None] * len(tokens)
-        return Logprobs(
-            content=[
-                Logprob(
-                    logprob=logprob,
-                    top_logprobs=None if likeliest is None else [self._top(entry) for entry in likeliest[:top]],
-                    **self._token(token),
-                )
-                for (logprob, token, _), likeliest in zip(tokens, tops, strict=True)
-            ]
-        )
-
-    def _top(self, entry: tuple[float, int, None]) -> TopLogprob:
-        return TopLogprob(logprob=entry[0], **self._token(entry[1]))
+        content = []
+        for (logprob, token, _), some in zip(tokens, tops, strict=True):
+            told = some and [TopLogprob(logprob=one, **self._token(other)) for one, other, _ in some[:top]]
+            content.append(Logprob(logprob=logprob, top_logprobs=told, **self._token(token)))
+        return Logprobs(content=content)
 
     def _token(self, token: int) -> dict[str, Any]:
         """A token as text and as bytes."""

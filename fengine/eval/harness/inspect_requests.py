@@ -115,14 +115,9 @@ def raw_prompt(messages: Sequence[Any]) -> str | list[int]:
 
 def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Tools as chat templates expect them. Pure."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters.model_dump(mode="json", exclude_none=True),
-            },
-        }
-        for tool in tools
-    ]
+    found = []
+    for tool in tools:
+        parameters = tool.parameters.model_dump(mode="json", exclude_none=True)
+        function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+        found.append({"type": "function", "function": function})
+    return found

@@ -18,9 +18,8 @@ from fengine.api.engine import Engine
 from fengine.core.scalars import integer
 from fengine.errors import AbortedError, ConfigError, InvalidRequestError, MissingExtraError
 from fengine.eval.harness import lm_eval_requests as reads
-from fengine.eval.harness.engine import engine_facts, open_engine, template_digest
+from fengine.eval.harness.engine import Texts, engine_facts, open_engine, template_digest
 from fengine.eval.harness.lm_eval_requests import NO_CHUNKS, Generation, cut_text, generation_of, seeds
-from fengine.eval.harness.texts import Texts
 
 try:
     from lm_eval.api.model import TemplateLM

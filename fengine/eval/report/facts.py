@@ -1,48 +1,53 @@
-"""What a page says of a run as a whole: its state, figures, what it depends on, how to repeat it, verify's word.
-No torch."""
+"""What a page says of a run as a whole: its state, figures, what it depends on, how to repeat it, verify's word; and
+values as a page may hold them: JSON that no HTML parser can misread, short texts, small numbers. No torch."""
 
+import json
+import math
+import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 from fengine.errors import StorageError
 from fengine.eval.cli.view import place
-from fengine.eval.report.plain import cut, mapping, number, plain, scalar, told
-from fengine.eval.report.rows import RowKinds
 from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.record import METRICS
 from fengine.eval.runs.records import Records
 from fengine.eval.tasks.statistics import interval
 
 GROUPS = ("task", "input", "model", "config", "seeds", "versions", "code_sha256")
+SESSION = ("started", "ended", "how", "host", "pid")
 HIDDEN = ("config.task.name", "config.task.version", "config.seed")  # told elsewhere in the same list
+# What would end a script element or a line of JavaScript, or is no text in UTF-8.
+_UNSAFE = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
+_WIDE = re.compile("[\u2028\u2029\ud800-\udfff]")  # of these, the ones of three bytes
+EXACT = 2**53  # above it a number of JavaScript is not exact
 
 
-def overview(records: Records, seen: RowKinds) -> dict[str, Any]:
-    """The run without its rows."""
-    identity, manifest = records.identity, records.manifest
-    result, notes = manifest.get("result"), list(records.notes)
+def overview(records: Records, counts: dict[str, int], score: str | None) -> dict[str, Any]:
+    """The run without its rows; `counts` of each kind of them, `score` that says right or wrong."""
+    identity, manifest, notes = records.identity, records.manifest, list(records.notes)
     metrics, verify = (_object(records.folder / name, notes) for name in (METRICS, "verify.json"))
-    if metrics is None and isinstance(result, dict):
+    if metrics is None and records.result:
         notes.append(f"{METRICS} is missing")
-    kept, task, model = mapping(result), mapping(identity.get("task")), mapping(identity.get("model"))
+    totals = ("prompt_tokens", "completion_tokens", "row_seconds", "outputs_sha256")
+    sessions = [{key: cut(told(one[key]), 200) for key in SESSION if one.get(key)} for one in manifest["sessions"]]
     return {
         "name": records.folder.resolve().name,
         "folder": place(str(records.folder.resolve())),
-        "task": [cut(told(task.get(key, "?")), 200) for key in ("name", "version")],
-        "model": cut(told(model.get("path", "?")), 400),
+        "task": [cut(told(identity["task"].get(key, "?")), 200) for key in ("name", "version")],
+        "model": cut(told((identity.get("model") or {}).get("path", "?")), 400),
         "finished": records.finished,
         "rows": records.rows,
         "here": len(records),
-        "counts": seen.counts(),
-        "score": seen.score,
-        "totals": {
-            k: scalar(kept.get(k)) for k in ("prompt_tokens", "completion_tokens", "row_seconds", "outputs_sha256")
-        },
+        "counts": counts,
+        "score": score,
+        "totals": {name: scalar(records.result.get(name)) for name in totals},
         "metrics": figures(metrics),
         "verify": None if verify is None else {cut(k, 100): plain(v) for k, v in verify.items()},
         "facts": facts(identity, manifest.get("in_force")),
-        "sessions": [_session(one) for one in _sessions(manifest)],
+        "sessions": sessions,
         "commands": commands(manifest, records.folder),
         "notes": notes,
     }
@@ -69,13 +74,10 @@ def facts(identity: dict[str, Any], in_force: Any) -> list[list[Any]]:
         if group in identity:
             pairs = [pair for pair in flat(identity[group], "") if f"{group}.{pair[0]}" not in HIDDEN]
             found.append([group, [[key or group, value] for key, value in pairs]])
-    if isinstance(in_force, dict):
+    if in_force is not None:
         values = flat({k: v for k, v in in_force.items() if k != "engine"}, "")
-        mine, engine = mapping(identity.get("config")), in_force.get("engine")
-        auto = (
-            [[k, cut(told(v), 400)] for k, v in engine.items() if mine.get(k) != v] if isinstance(engine, dict) else []
-        )
-        found.append(["in force", [*values, *auto]])
+        mine, engine = identity["config"], mapping(in_force.get("engine"))
+        found.append(["in force", [*values, *([k, cut(told(v), 400)] for k, v in engine.items() if mine.get(k) != v)]])
     return found
 
 
@@ -89,24 +91,14 @@ def flat(value: Any, prefix: str) -> list[list[str]]:
 def commands(manifest: dict[str, Any], folder: Path) -> list[list[str]]:
     """[what for, command]. Pure."""
     found, where = [], shlex.quote(str(folder.resolve()))
-    sessions = [one for one in _sessions(manifest) if isinstance(one.get("argv"), list)]
+    sessions = [one for one in manifest["sessions"] if isinstance(one.get("argv"), list)]
     if sessions:
-        plain = mapping(mapping(manifest.get("identity")).get("config")).get("task.format") == "prompts"
+        plain = manifest["identity"]["config"].get("task.format") == "prompts"
         program = "fengine " if plain else "fengine eval "
         found.append(["the command of the run", program + shlex.join(map(str, sessions[0]["argv"]))])
     found.append(["the same run again, into a new folder", f"fengine rerun {where}"])
     found.append(["under other schedules: are the bits the same?", f"fengine verify {where}"])
     return [[what, cut(command, 4000)] for what, command in found]
-
-
-def _sessions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    found = manifest.get("sessions")
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-
-
-def _session(one: dict[str, Any]) -> dict[str, Any]:
-    wanted = ("started", "ended", "how", "host", "pid")
-    return {key: cut(told(one[key]), 200) for key in wanted if one.get(key) is not None}
 
 
 def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
@@ -116,3 +108,71 @@ def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:
     except StorageError as error:
         notes.append(str(error))
         return None
+
+
+# -- plain values ------------------------------------------------------------------------------------------------------
+
+
+def script_json(value: Any) -> str:
+    """JSON for a `<script type="application/json">`, which encodes to UTF-8 whatever texts it holds. Pure.
+
+    Errors: ValueError for NaN and infinities.
+    """
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", _json(value))
+
+
+def size(value: Any) -> int:
+    """Bytes of `script_json`, which it does not make. Pure."""
+    text = _json(value)
+    raw = text.encode("utf-8", "surrogatepass")
+    return len(raw) + 5 * sum(map(raw.count, (b"<", b">", b"&", b"\x7f"))) + 3 * len(_WIDE.findall(text))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def cut(text: str, most: int | None) -> str:
+    """At most `most` characters, with a word about the rest. Pure."""
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def number(value: Any, digits: int = 4) -> float | None:
+    """Rounded; None for what is no finite number. Pure."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        return None
+    found = round(value, digits)
+    return int(found) if abs(found) < EXACT and found == int(found) else found
+
+
+def told(value: Any) -> str:
+    """Any JSON value as a text for readers. Pure."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def scalar(value: Any) -> float | int | bool | str | None:
+    """A score as it is, where JavaScript can hold it, else as a text. Pure."""
+    if isinstance(value, (bool, str)) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if isinstance(value, int) and abs(value) < EXACT else told(value)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """The value, if it is an object; else an empty one. Pure."""
+    return value if isinstance(value, dict) else {}
+
+
+def plain(value: Any, deep: int = 6) -> Any:
+    """A JSON value of a file that anybody may have written, with bounds. Pure."""
+    if isinstance(value, dict) and deep:
+        return {cut(str(k), 100): plain(v, deep - 1) for k, v in list(value.items())[:200]}
+    if isinstance(value, list) and deep:
+        return [plain(v, deep - 1) for v in value[:200]]
+    found = value if isinstance(value, (dict, list)) else scalar(value)
+    return found if isinstance(found, (bool, int, float)) or found is None else cut(told(found), 1000)

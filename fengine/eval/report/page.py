@@ -8,22 +8,20 @@ used: no command line is to wait for them that needs none.
 
 import base64
 import hashlib
-import io
-import json
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import fengine
 from fengine.errors import FengineError, StorageError
 from fengine.eval.report import facts, pictures, rows, schedule, sweep
-from fengine.eval.report.plain import cut, mapping, number, plain, script_json, size, told
+from fengine.eval.report.facts import cut, number, plain, script_json, size, told
 from fengine.eval.runs.compare import RowDifference, compare, edges
 from fengine.eval.runs.folder import read_object
+from fengine.eval.runs.manifest import now
 from fengine.eval.runs.provenance import local_directory
-from fengine.eval.runs.record import TIMINGS
-from fengine.eval.runs.records import Records, causes, pairs_of, runs_of
+from fengine.eval.runs.records import Records, causes, pairs_of, runs_of, timings
 
 ROWS, SCHEDULE, PAIRS, PIECES, PICTURES = 0.68, 0.22, 0.85, 0.06, 0.1  # parts of a page's bytes
 MISSING = 50  # points without a run that are told
@@ -32,7 +30,7 @@ MISSING = 50  # points without a run that are told
 def report_data(places: Sequence[Path], *, most_rows: int = 1000, megabytes: float = 5.0) -> dict[str, Any]:
     """The data of a page about a run, about a sweep, or about two runs. Errors: StorageError, ResumeMismatchError."""
     budget = int(megabytes * 1e6)
-    found: dict[str, Any] = {"page": 1, "fengine": fengine.__version__, "made": _now()}
+    found: dict[str, Any] = {"page": 1, "fengine": fengine.__version__, "made": now()}
     if len(places) == 2:
         return found | _two(places[0], places[1], budget)
     runs = runs_of(places[0])
@@ -44,14 +42,17 @@ def report_data(places: Sequence[Path], *, most_rows: int = 1000, megabytes: flo
 def _one(folder: Path, most_rows: int, budget: int) -> dict[str, Any]:
     with Records(folder) as records:
         seen = rows.row_kinds(records)
-        about = facts.overview(records, seen)
+        about = facts.overview(records, seen.counts(), seen.score)
         kept = rows.chosen(seen.kinds, most_rows)
-        share = PICTURES if mapping(records.identity.get("config")).get("task.images") else 0.0  # of the rows' bytes
+        share = PICTURES if records.identity["config"].get("task.images") else 0.0  # of the rows' bytes
         found = rows.items(records, seen, kept, int(budget * (ROWS - share)))
         ids, in_force = rows.token_ids(found), records.manifest.get("in_force")
         vocab, missing = texts(records.identity, in_force, ids, int(budget * PIECES))
         pictures.add_thumbnails(found, records, int(budget * share))
-        seconds = _seconds(folder / TIMINGS, set(kept)) if records.finished else {}
+        told = timings(folder) if records.finished else ()  # how long rows took
+        places = set(kept)
+        told = (one for one in told if type(one.get("row")) is int and one["row"] in places)
+        seconds = {one["row"]: number(one.get("seconds")) for one in told}
         for one in found:
             one |= {"sec": seconds[one["n"]]} if one["n"] in seconds else {}
         about["rows_here"] = {"items": found, "why": rows.why(seen.kinds, kept), "tokens": missing, "vocab": vocab}
@@ -69,7 +70,8 @@ def _two(a: Path, b: Path, budget: int) -> dict[str, Any]:
                 f"{path} is a sweep; a difference is of two runs: give one of its points, such as {those[0]}"
             )
     with Records(a) as mine, Records(b) as its:
-        about = [facts.overview(records, rows.row_kinds(records)) for records in (mine, its)]
+        kinds = [(records, rows.row_kinds(records)) for records in (mine, its)]
+        about = [facts.overview(records, seen.counts(), seen.score) for records, seen in kinds]
         found = compared(mine, its, int(budget * PAIRS))
         shown = [one for first in found["firsts"] for one in first["pair"] or ()]
         ids, in_force = rows.token_ids(shown), mine.manifest.get("in_force")
@@ -90,35 +92,15 @@ def _names(folder: Path, there: set[str]) -> tuple[dict[str, str], list[str]]:
     """The folder's own words for its points by their folders, where its sweep.json tells them; and a line for each
     point that has no run here: refused, failed before it began, or not come to."""
     names, missing = {}, []
-    try:
+    with suppress(FengineError, TypeError, KeyError, AttributeError):
         for one in (read_object(folder / "sweep.json") or {}).get("points", []):
             name = cut(str(one["point"]), 200)
             if one.get("folder") in there:
                 names[one["folder"]] = name
             else:
-                problem = one.get("problem")
-                missing.append(f"{name} has no run here: {cut(told(problem or one.get('status', 'not begun')), 400)}")
-    except (FengineError, TypeError, KeyError, AttributeError):
-        return names, missing[:MISSING]
+                problem = one.get("problem") or one.get("status", "not begun")
+                missing.append(f"{name} has no run here: {cut(told(problem), 400)}")
     return names, missing[:MISSING]
-
-
-def _seconds(path: Path, wanted: set[int]) -> dict[int, float | None]:
-    """How long rows took, as far as the file tells."""
-    found: dict[int, float | None] = {}
-    try:
-        with path.open("rb") if path.is_file() else io.BytesIO() as lines:
-            for line in lines:
-                line_of = json.loads(line)
-                if line_of["row"] in wanted:
-                    found[line_of["row"]] = number(line_of["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return found
-    return found
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 # -- two runs ----------------------------------------------------------------------------------------------------------
@@ -153,16 +135,11 @@ def compared(a: Records, b: Records, budget: int) -> dict[str, Any]:
 
 def _first(one: RowDifference, pair: list[dict[str, Any]] | None) -> dict[str, Any]:
     """`token`, `logprob`: [answer, place] of the first that differs; `sides`: both runs at whichever comes first."""
-    at = {
-        name: [d.sample, d.token] if d else None
-        for name, d in (("token", one.first_token), ("logprob", one.first_logprob))
-    }
+    token, logprob = ([d.sample, d.token] if d else None for d in (one.first_token, one.first_logprob))
     both = () if one.first is None else (one.first.a, one.first.b)
     sides = [{"token": s.token, "logprob": number(s.logprob, 12), "bits": s.bits} for s in both]
-    other = [cut(name, 100) for name in one.other]
-    return {"id": cut(one.id, 200), **at, "sides": sides or None, "other": other, "pair": pair} | {
-        "largest": number(one.largest[0], 9)
-    }
+    found = {"id": cut(one.id, 200), "token": token, "logprob": logprob, "sides": sides or None, "pair": pair}
+    return found | {"other": [cut(name, 100) for name in one.other], "largest": number(one.largest[0], 9)}
 
 
 def _pair(a: dict[str, Any], b: dict[str, Any], allowance: int) -> list[dict[str, Any]] | None:
@@ -210,11 +187,9 @@ def texts(
     none, why not."""
     from fengine.tokenizer.tokenizer import Tokenizer
 
-    config, model = mapping(identity.get("config")), mapping(identity.get("model"))
+    config, model = identity["config"], identity.get("model") or {}
     path = str(config.get("model.tokenizer_path") or config.get("model.path") or "")
-    files = model.get("tokenizer_files") or model.get("files")
-    if files is None and isinstance(in_force, dict):
-        files = in_force.get("model_files")
+    files = model.get("tokenizer_files") or model.get("files") or (in_force or {}).get("model_files")
     directory = _directory(path, config.get("model.revision"))
     if directory is None:
         return {}, f"the tokenizer of {path!r} is not on this machine, so that tokens are shown by their ids"

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from fengine.errors import FengineError
-from fengine.eval.report.plain import mapping
+from fengine.eval.report.facts import mapping
 from fengine.eval.runs.record import record_of
 from fengine.eval.runs.records import Records
+from fengine.eval.tasks.columns import digest_of, read_image
 from fengine.eval.tasks.drawn import png
-from fengine.eval.tasks.pictures import digest_of, read_image
 from fengine.multimodal.decoder import Decoder
 
 SIDE = 128  # pixels of a longer one are left out

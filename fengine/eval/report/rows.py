@@ -9,21 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fengine.eval.report.plain import cut, number, scalar, size, told
+from fengine.eval.report.facts import cut, number, scalar, size, told
 from fengine.eval.runs.record import record_of
 from fengine.eval.runs.records import Records
 
 FAILED, WRONG, RIGHT, SCORED = range(4)
 KINDS = ("failed", "wrong", "right", "scored")
-PRIMARY = (
-    "exact_match",
-    "prefix_match",
-    "contains_match",
-    "number_match",
-    "regex_match",
-    "json_match",
-    "acc",
-)  # scores that say right or wrong, the first that is there
+# Scores that say right or wrong, the first that is there.
+PRIMARY = (*(f"{match}_match" for match in "exact prefix contains number regex json".split()), "acc")
 CAPS = [int(4 * 1.2**i) for i in range(100)]  # tokens of an answer that are kept of a row that is too large
 CHARS = 6  # characters of a text for each of them
 MAX_LINE = 64 << 20  # a longer line is not parsed
@@ -228,11 +221,9 @@ def _token(value: Any) -> int:
 def _finish(reason: Any) -> str:
     if not isinstance(reason, dict):
         return ""
-    more = reason.get("matched", reason.get("length"))
-    kind = told(reason.get("type", ""))
-    return cut(
-        kind if more is None else f"{kind} ({'token ' if isinstance(more, int) and kind == 'stop' else ''}{more})", ID
-    )
+    kind, more = told(reason.get("type", "")), reason.get("matched", reason.get("length"))
+    word = "token " if isinstance(more, int) and kind == "stop" else ""
+    return cut(kind if more is None else f"{kind} ({word}{more})", ID)
 
 
 def _score(value: Any, most: int | None) -> Any:

@@ -6,7 +6,7 @@ place in a session's `requests`.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ STEP_BYTES, SEGMENT_BYTES, HOLD_BYTES, SPAN_BYTES = 60, 22, 26, 90  # about, in 
 _ROW = re.compile(r"(\d+)@(\d+)\+(\d+)")
 _PAGES = re.compile(r"(\d+):(\d+):(\d+):([\d,-]*)")
 PHASES = ("queue", "prefill", "decode")
+Run = tuple[int, int]  # pages that are neighbours: the first, and how many
 
 
 @dataclass
@@ -40,8 +41,36 @@ class TraceSession:
     open: dict[int, list[int]] = field(default_factory=dict)  # place -> places of its holds that go on
 
     def as_dict(self) -> dict[str, Any]:
-        told = {"number": self.number, "steps": self.steps, "pool": self.pool, "requests": self.requests}
-        return told | {"holds": self.holds, "spans": self.spans, "dropped": self.dropped}
+        told = ("number", "steps", "pool", "requests", "holds", "spans", "dropped")
+        return {name: getattr(self, name) for name in told}
+
+    def since(self, start: float) -> int:
+        """Microseconds from the first event. Modifies: origin, by the first."""
+        self.origin = start if self.origin is None else self.origin
+        return round(start - self.origin)
+
+    def place(self, number: int) -> int:
+        """Of a request. Modifies: places and requests, if it is new."""
+        if number not in self.places:
+            self.places[number] = len(self.requests)
+            self.requests.append({"n": number, "seg": [], "pre": []})
+        return self.places[number]
+
+    def release(self, place: int, now: int) -> None:
+        for hold in self.open.pop(place, ()):
+            self.holds[hold][3] = max(now, self.holds[hold][2] + 1)
+
+    def segment(self, now: int, row: Sequence[int], decodes: bool) -> bool:
+        """Whether the request got a new segment, rather than a longer one."""
+        number, start, count = row
+        request = self.requests[self.place(number)]
+        last: list[int] = request["seg"][-1] if request["seg"] else [PREFILL, 0, 0]
+        if decodes and last[0] == DECODE and last[2] >= now - 2 and now - 1 not in request["pre"]:
+            last[2] = now
+            last[4] += count
+            return False
+        request["seg"].append([DECODE if decodes else PREFILL, now, now, start, count])
+        return True
 
 
 def timeline(path: Path, budget: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -55,18 +84,15 @@ def timeline(path: Path, budget: int) -> tuple[list[dict[str, Any]], list[str]]:
         return [], [f"trace.json cannot be read: {error.strerror or error}"]
     sessions = [session for session in reader.sessions.values() if session.steps["n"] or session.spans]
     steps, dropped = sum(len(s.steps["n"]) for s in sessions), sum(s.dropped for s in sessions)
-    notes = []
-    if reader.damaged:
-        notes.append(f"trace.json is damaged: {reader.damaged:,} of its events are left out")
-    if dropped:
-        notes.append(
-            f"the first {steps:,} of {steps + dropped:,} steps are drawn; trace.json has all (ui.perfetto.dev)"
-        )
-    if not sessions and not reader.damaged:
-        notes.append("trace.json has no event that can be drawn")
-    elif not steps:
-        notes.append("the trace tells of requests only; a run with trace=steps also shows steps and pages")
-    return [session.as_dict() for session in sessions], notes
+    first = f"the first {steps:,} of {steps + dropped:,} steps are drawn; trace.json has all (ui.perfetto.dev)"
+    notes = {
+        f"trace.json is damaged: {reader.damaged:,} of its events are left out": reader.damaged,
+        first: dropped,
+        "trace.json has no event that can be drawn": not sessions and not reader.damaged,
+        "the trace tells of requests only; a run with trace=steps also shows steps and pages": not steps
+        and (sessions or reader.damaged),
+    }
+    return [session.as_dict() for session in sessions], [note for note, holds in notes.items() if holds]
 
 
 class _Reader:
@@ -89,7 +115,7 @@ class _Reader:
                 self.damaged += 1
         for session in self.sessions.values():
             for place in list(session.open):
-                _release(session, place, len(session.steps["n"]))
+                session.release(place, len(session.steps["n"]))
 
     def step(self, session: TraceSession, event: dict[str, Any], args: dict[str, Any]) -> None:
         steps = session.steps
@@ -99,46 +125,38 @@ class _Reader:
             return
         start, took = float(event["ts"]), float(event["dur"])
         values = [int(args[key]) for key in ("step", "tokens", "running", "waiting", "held", "cached", "pool")]
-        rows = [(int(n), int(first), int(count)) for n, first, count in _ROW.findall(args["rows"])]
-        decodes = set(map(int, args["decode"].split()))
-        released, preempted = (list(map(int, args[key].split())) for key in ("released", "preempted"))
-        new = [
-            (int(n), int(first), int(hits), _expanded(runs, values[-1]))
-            for n, first, hits, runs in _PAGES.findall(args["pages"])
-        ]
-        kind, now = STEP_KINDS[event["name"]], len(steps["n"])  # all that can be wrong has been read
-        session.origin = start if session.origin is None else session.origin
-        numbers = (values[0], round(start - session.origin), round(took), kind, values[1], len(rows), *values[2:6])
+        rows = [tuple(map(int, row)) for row in _ROW.findall(args["rows"])]
+        decodes, released, preempted = (
+            list(map(int, args[key].split())) for key in ("decode", "released", "preempted")
+        )
+        new = [(*map(int, some[:3]), _runs(some[3], values[-1])) for some in _PAGES.findall(args["pages"])]
+        kind, now, before = STEP_KINDS[event["name"]], len(steps["n"]), len(session.holds)
+        # all that can be wrong has been read
+        numbers = (values[0], session.since(start), round(took), kind, values[1], len(rows), *values[2:6])
         for name, value in zip(steps, numbers, strict=True):
             steps[name].append(value)
         session.pool = max(session.pool, values[6])
-        before = len(session.holds)
-        self._pages(session, now, released, preempted, new)
-        segments = sum(_segment(session, now, row, row[0] in decodes) for row in rows)
+        for number in released:
+            session.release(session.places.get(number, -1), now)
+        for number in preempted:
+            session.requests[session.place(number)]["pre"].append(now)
+        for number, first, hits, runs in new:
+            self._hold(session, now, session.place(number), first, hits, runs)
+        segments = sum(session.segment(now, row, row[0] in decodes) for row in rows)
         self.left -= STEP_BYTES + SEGMENT_BYTES * segments + HOLD_BYTES * (len(session.holds) - before)
         self.full = self.left < 0
 
-    def _pages(
-        self,
-        session: TraceSession,
-        now: int,
-        released: list[int],
-        preempted: list[int],
-        new: list[tuple[int, int, int, Any]],
-    ) -> None:
-        for number in released:
-            if number in session.places:
-                _release(session, session.places[number], now)
-        for number in preempted:
-            session.requests[_place(session, number)]["pre"].append(now)
-        for number, first, hits, pages in new:
-            place = _place(session, number)
-            if first == 0:
-                _release(session, place, now)
-            for hit, some in ((1, pages[:hits]), (0, pages[hits:])):
-                for page, count in _runs(some):
+    def _hold(self, session: TraceSession, now: int, place: int, first: int, hits: int, runs: list[Run]) -> None:
+        """New pages of a request, from page `first` of its table on, of which the first `hits` are prefix hits."""
+        if first == 0:
+            session.release(place, now)
+        for page, count in runs:
+            hit = min(hits, count)
+            hits -= hit
+            for start, some, of in ((page, hit, 1), (page + hit, count - hit, 0)):
+                if some:
                     session.open.setdefault(place, []).append(len(session.holds))
-                    session.holds.append([page, count, now, now + 1, place, hit])
+                    session.holds.append([start, some, now, now + 1, place, of])
 
     def span(self, session: TraceSession, event: dict[str, Any], args: dict[str, Any]) -> None:
         name, start, took = event["name"], float(event["ts"]), float(event["dur"])
@@ -150,64 +168,20 @@ class _Reader:
             session.requests[session.places[number]].update(row=row, id=row_id)
         if self.left < SPAN_BYTES or len(session.spans) >= MAX_SPANS:
             return
-        session.origin = start if session.origin is None else session.origin
-        last = session.spans[-1] if session.spans else None
+        begun, last = session.since(start), session.spans[-1] if session.spans else None
         if last is None or last["row"] != row or last["line"] != line or name in last:
             last = {"row": row, "id": row_id, "line": line}
             session.spans.append(last)
             self.left -= SPAN_BYTES
-        last[name] = [round(start - session.origin), round(took)]
+        last[name] = [begun, round(took)]
 
 
-def _place(session: TraceSession, number: int) -> int:
-    """Modifies: session, if the request is new."""
-    if number not in session.places:
-        session.places[number] = len(session.requests)
-        session.requests.append({"n": number, "seg": [], "pre": []})
-    return session.places[number]
-
-
-def _segment(session: TraceSession, now: int, row: tuple[int, int, int], decodes: bool) -> bool:
-    """Whether the request got a new segment, rather than a longer one."""
-    number, start, count = row
-    request = session.requests[_place(session, number)]
-    segments = request["seg"]
-    if (
-        decodes
-        and segments
-        and segments[-1][0] == DECODE
-        and segments[-1][2] >= now - 2
-        and now - 1 not in request["pre"]
-    ):
-        segments[-1][2] = now
-        segments[-1][4] += count
-        return False
-    segments.append([DECODE if decodes else PREFILL, now, now, start, count])
-    return True
-
-
-def _release(session: TraceSession, place: int, now: int) -> None:
-    for hold in session.open.pop(place, ()):
-        session.holds[hold][3] = max(now, session.holds[hold][2] + 1)
-
-
-def _expanded(runs: str, pool: int) -> list[int]:
-    """ "17-19,40" → 17, 18, 19, 40. Pure. Errors: ValueError for pages that a pool of this size has not."""
-    pages: list[int] = []
-    for run in filter(None, runs.split(",")):
+def _runs(text: str, pool: int) -> list[Run]:
+    """ "17-19,40" → (17, 3), (40, 1). Pure. Errors: ValueError for pages that a pool of this size has not."""
+    found = []
+    for run in filter(None, text.split(",")):
         a, _, b = run.partition("-")
-        if int(b or a) > min(pool, MAX_POOL):
+        if int(b or a) > min(pool, MAX_POOL) or int(b or a) < int(a):
             raise ValueError(run)
-        pages.extend(range(int(a), int(b or a) + 1))
-    return pages
-
-
-def _runs(pages: list[int]) -> list[tuple[int, int]]:
-    """(first, count) of runs of neighbours, in their order. Pure."""
-    found: list[tuple[int, int]] = []
-    for page in pages:
-        if found and sum(found[-1]) == page:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((page, 1))
+        found.append((int(a), int(b or a) - int(a) + 1))
     return found

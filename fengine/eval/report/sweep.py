@@ -9,8 +9,7 @@ from typing import Any
 
 from fengine.errors import FengineError
 from fengine.eval.cli.view import place
-from fengine.eval.report.facts import figures
-from fengine.eval.report.plain import cut, mapping, number, scalar, told
+from fengine.eval.report.facts import cut, figures, number, scalar, told
 from fengine.eval.report.rows import RowKinds, row_kinds
 from fengine.eval.runs.folder import read_object
 from fengine.eval.runs.index import id_key
@@ -102,7 +101,7 @@ def _overview(point: SweptRun, keys: Sequence[str], names: dict[str, str]) -> di
         "name": cut(names.get(point.folder.name) or label or point.folder.name, 200),
         "folder": point.folder.name,
         "task": _task_name(point),
-        "input": cut(told(mapping(point.identity.get("input")).get("sha256", "")), 100),
+        "input": cut(told((point.identity.get("input") or {}).get("sha256", "")), 100),
         "values": values,
         "problem": point.problem,
         "finished": point.finished,
@@ -143,7 +142,7 @@ def _unseeded(values: list[list[Any]]) -> list[list[Any]]:
 
 
 def _task_name(point: SweptRun) -> str:
-    return cut(told(mapping(point.identity.get("task")).get("name", "?")), 200)
+    return cut(told((point.identity.get("task") or {}).get("name", "?")), 200)
 
 
 def _word(key: str) -> str:

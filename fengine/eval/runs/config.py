@@ -177,38 +177,41 @@ def is_prompt(text: str) -> bool:
 
 def check_run(config: RunConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
-    problems = _check_shared(config)
-    if config.out is not None and not config.out.strip():
-        problems.append("out must name a file; leave it out for output.jsonl in the run's own directory")
-    if not (config.prompts is None or isinstance(config.prompts, (str, list))):
-        problems.append(f"prompts must be a list or a file's name, got {config.prompts!r:.80}")
-    if config.prompts in ("", []):
-        problems.append("prompts is empty; leave it out to run the built-in prompts")
-    if config.chat.enabled and config.engine.model.skip_tokenizer_init:
-        problems.append("chat=true needs a tokenizer: set model.skip_tokenizer_init=false")
-    return problems
+    prompts, bare = config.prompts, config.engine.model.skip_tokenizer_init
+    return _check_shared(config) + _held({
+        "out must name a file; leave it out for output.jsonl in the run's own directory": _blank(config.out),
+        f"prompts must be a list or a file's name, got {prompts!r:.80}": not isinstance(prompts, str | list | None),
+        "prompts is empty; leave it out to run the built-in prompts": prompts in ("", []),
+        "chat=true needs a tokenizer: set model.skip_tokenizer_init=false": config.chat.enabled and bare,
+    })  # fmt: skip
 
 
 def check(config: EvalConfig) -> list[str]:
     """Every problem that can be seen without loading anything, one line each. Pure."""
-    problems = _check_shared(config) + task_config.check(config.task)
-    if not 0 <= config.journal.sync_seconds < float("inf"):
-        problems.append(f"journal.sync_seconds must be at least 0, got {config.journal.sync_seconds}")
-    if config.journal.sync_rows < 1:
-        problems.append(f"journal.sync_rows must be at least 1, got {config.journal.sync_rows}")
+    seconds, rows = config.journal.sync_seconds, config.journal.sync_rows
+    model, top = config.engine.model, config.top_logprobs
+    problems = _held({
+        f"journal.sync_seconds must be at least 0, got {seconds}": not 0 <= seconds < float("inf"),
+        f"journal.sync_rows must be at least 1, got {rows}": rows < 1,
+        f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {top}": not 0 <= top <= MAX_TOP_LOGPROBS,
+        "out must name a folder; leave it out for a new one below runs/": _blank(config.out),
+        "an evaluation needs texts: set model.skip_tokenizer_init=false":
+            model.skip_tokenizer_init and config.task.format is not Format.prompts,
+        "an evaluation needs a model that generates: set model.is_embedding=false": model.is_embedding,
+    })  # fmt: skip
     try:
         parse_shard(config.run.shard)
     except ConfigError as error:
         problems.append(str(error))
-    if not 0 <= config.top_logprobs <= MAX_TOP_LOGPROBS:
-        problems.append(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {config.top_logprobs}")
-    if config.out is not None and not config.out.strip():
-        problems.append("out must name a folder; leave it out for a new one below runs/")
-    if config.engine.model.skip_tokenizer_init and config.task.format is not Format.prompts:
-        problems.append("an evaluation needs texts: set model.skip_tokenizer_init=false")
-    if config.engine.model.is_embedding:
-        problems.append("an evaluation needs a model that generates: set model.is_embedding=false")
-    return problems
+    return _check_shared(config) + task_config.check(config.task) + problems
+
+
+def _held(problems: dict[str, bool]) -> list[str]:
+    return [problem for problem, holds in problems.items() if holds]
+
+
+def _blank(text: str | None) -> bool:
+    return text is not None and not text.strip()
 
 
 def _check_shared(config: RunConfig | EvalConfig) -> list[str]:

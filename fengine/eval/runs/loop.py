@@ -159,7 +159,9 @@ class Loop:
             if isinstance(row, BadRow):
                 line = line_of(record := error_record(row))
             else:
-                seen = self._watcher(index, row) if self.stride and index % self.stride == 0 else None
+                seen = None
+                if self.stride and index % self.stride == 0:
+                    seen = partial(self._watch, index, prompt_of(row.data) or f"row {row.id}")
                 record, line = await self.answer(row, metas, seen)
         except FATAL as error:
             self.fatal = self.fatal or error
@@ -170,14 +172,9 @@ class Loop:
             self.growing.pop(index, None)
         self.finished.append(_Done(index, row, record, line, metas, started, time.perf_counter() - clock))
 
-    def _watcher(self, index: int, row: Row) -> Callable[[str], None]:
-        """What takes a row's text while it grows."""
-        prompt = prompt_of(row.data) or f"row {row.id}"
-
-        def seen(text: str) -> None:
-            self.growing[index] = Shown(index + 1, prompt, text)
-
-        return seen
+    def _watch(self, index: int, prompt: str, text: str) -> None:
+        """Takes a row's text while it grows."""
+        self.growing[index] = Shown(index + 1, prompt, text)
 
     def _drain(self) -> None:
         """Journals the rows that have finished, together; then counts and shows them. Errors: StorageError."""
@@ -189,7 +186,9 @@ class Loop:
             for one, offset in zip(done, self.keep(done), strict=True):
                 self.job.table.put(one.index, "error" not in one.record, offset)
                 self.job.trace.row(one.index, one.row.id, one.metas)
-                self._count(one)
+                if (error := one.record.get("error")) is not None:
+                    self.reasons.add(re.sub(r"^row '[^']*': ", "", f"{error['type']}: {error['message']}"))
+                self.meter.count(one.metas, error is not None)
                 self.in_order.put(one.index)
                 del self.open[one.index]
             self.in_order.advance()
@@ -203,11 +202,6 @@ class Loop:
             head = ROW_HEAD % (one.index, ok, keys[one.index], session, one.started, one.seconds, *tokens)
             lines.append(framed(head, one.line))
         return self.job.journal.extend(lines)
-
-    def _count(self, done: _Done) -> None:
-        if (error := done.record.get("error")) is not None:
-            self.reasons.add(re.sub(r"^row '[^']*': ", "", f"{error['type']}: {error['message']}"))
-        self.meter.count(done.metas, error is not None)
 
     async def _tick(self) -> None:
         """Progress, gauges and overdue syncs until cancelled."""
@@ -226,19 +220,19 @@ class Loop:
     def _terminating(self) -> Iterator[None]:
         """Inside, SIGTERM ends the run as Ctrl-C does. Nothing is done off the main thread."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        on = threading.current_thread() is threading.main_thread() and task is not None
+        if task is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
         def end() -> None:
             self.terminated = True
-            task.cancel()  # type: ignore[union-attr]
+            task.cancel()
 
-        if on:
-            loop.add_signal_handler(signal.SIGTERM, end)
+        loop.add_signal_handler(signal.SIGTERM, end)
         try:
             yield
         finally:
-            if on:
-                loop.remove_signal_handler(signal.SIGTERM)
+            loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _changed(index: int) -> InputFileError:

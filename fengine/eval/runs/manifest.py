@@ -10,6 +10,7 @@ import os
 import platform
 import uuid
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,10 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def session(argv: Iterable[str], started: str) -> dict[str, Any]:
     """One process that worked on a run."""
     told = {"pid": os.getpid(), "host": platform.node(), "argv": list(argv), "cwd": os.getcwd()}
@@ -168,13 +173,13 @@ def recorded(manifest: dict[str, Any], folder: Path) -> dict[str, Any]:
     found = manifest.get("identity")
     if manifest.get("fengine_manifest") != SCHEMA or not isinstance(found, dict):
         raise ResumeMismatchError(f"{folder}/manifest.json is of another version of fengine; choose another out=DIR")
-    wrong = [name for name in ("in_force", "origin", "result") if not isinstance(manifest.get(name), dict | None)]
-    wrong += ["in_force"] * ("in_force" not in manifest)
+    parts = {"in_force": manifest.get("in_force", 0), "model": found.get("model")}
+    parts |= {name: manifest.get(name) for name in ("origin", "result")}
+    wrong = {name: value for name, value in parts.items() if not isinstance(value, dict | None)}
+    wrong |= {name: found.get(name) for name in ("config", "task", "input") if not isinstance(found.get(name), dict)}
     sessions = manifest.get("sessions")
     if not isinstance(sessions, list) or not all(isinstance(one, dict) for one in sessions):
-        wrong.append("sessions")
-    if wrong:
-        raise StorageError(
-            f"{folder}/manifest.json is damaged: {wrong[0]} is {manifest.get(wrong[0])!r:.40}; restore it"
-        )
+        wrong["sessions"] = sessions
+    for name, value in wrong.items():
+        raise StorageError(f"{folder}/manifest.json is damaged: {name} is {value!r:.40}; restore it")
     return found

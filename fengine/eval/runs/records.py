@@ -7,9 +7,10 @@ Memory is 24 bytes a row; nothing is written.
 
 import hashlib
 import io
+import json
 from array import array
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +23,7 @@ from fengine.eval.runs.index import RowTable, id_key, read_table
 from fengine.eval.runs.journal import MAX_LINE, read_at
 from fengine.eval.runs.manifest import differences, recorded
 from fengine.eval.runs.provenance import canonical
-from fengine.eval.runs.record import Record, id_of, record_of
+from fengine.eval.runs.record import TIMINGS, Record, id_of, record_of
 
 MAX_ROWS = 1 << 32
 
@@ -49,23 +50,23 @@ def runs_of(path: Path) -> list[Path]:
     return sorted(runs, key=lambda run: (not run.name.isdigit(), int(run.name) if run.name.isdigit() else 0, run.name))
 
 
+def timings(folder: Path) -> Iterator[dict[str, Any]]:
+    """The objects of timings.jsonl, as far as it can be read; none without the file."""
+    with suppress(OSError, ValueError), (folder / TIMINGS).open("rb") as lines:
+        yield from (one for one in map(json.loads, lines) if isinstance(one, dict))
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Errors: StorageError; ResumeMismatchError if it is of another version of fengine."""
     manifest = read_object(folder / MANIFEST)
     if manifest is None:
         raise StorageError(f"{folder / MANIFEST} does not exist")
     identity = recorded(manifest, folder)
-    config, given = identity.get("config"), identity.get("input")
-    rows = given.get("rows") if isinstance(given, dict) else None
-    problem = None
-    if not isinstance(config, dict) or canonical(config) != identity.get("config_sha256"):
-        problem = "its config is not that of its config_sha256"
-    elif not isinstance(identity.get("model"), dict | None):
-        problem = f"model is {identity['model']!r:.40}, no object"
-    elif type(rows) is not int or not 0 <= rows <= MAX_ROWS:
-        problem = f"input.rows is {rows!r:.40}"
-    if problem:
-        raise StorageError(f"{folder / MANIFEST} is damaged: {problem}")
+    rows = identity["input"].get("rows")
+    if canonical(identity["config"]) != identity.get("config_sha256"):
+        raise StorageError(f"{folder / MANIFEST} is damaged: its config is not that of its config_sha256")
+    if type(rows) is not int or not 0 <= rows <= MAX_ROWS:
+        raise StorageError(f"{folder / MANIFEST} is damaged: input.rows is {rows!r:.40}")
     return manifest
 
 
@@ -80,15 +81,13 @@ class Records(AbstractContextManager["Records"]):
         """Errors: StorageError if it is no run's folder or has no records; ResumeMismatchError."""
         self.folder, self.manifest = folder, read_manifest(folder)
         self.identity: dict[str, Any] = self.manifest["identity"]
+        self.result: dict[str, Any] = self.manifest.get("result") or {}
         self.rows: int = self.identity["input"]["rows"]
-        if (self.identity.get("config") or {}).get("task.format") == "batch":
+        if self.identity["config"].get("task.format") == "batch":
             raise ConfigError(f"{folder} is of a batch, whose responses are in its OUT.jsonl; there is no more to read")
         self.notes: list[str] = []
         self.vouched = self.damaged = False
-        self.keys, self._places = (
-            array("Q"),
-            array("q"),
-        )  # a place is an offset in outputs.jsonl, ~offset in the journal
+        self.keys, self._places = array("Q"), array("q")  # an offset in outputs.jsonl, or ~offset in the journal
         self._files: dict[str, BinaryIO] = {}
         try:
             for name in (OUTPUTS, JOURNAL):
@@ -102,7 +101,7 @@ class Records(AbstractContextManager["Records"]):
     @property
     def finished(self) -> bool:
         """Whether the run has come to its end."""
-        return isinstance(self.manifest.get("result"), dict) and len(self) == self.rows
+        return bool(self.result) and len(self) == self.rows
 
     def __len__(self) -> int:
         return len(self._places)
@@ -135,8 +134,7 @@ class Records(AbstractContextManager["Records"]):
     # -- finding the lines ---------------------------------------------------------------------------------------------
 
     def _find_records(self) -> None:
-        result = self.manifest.get("result")
-        wanted = result.get("outputs_sha256") if isinstance(result, dict) else None
+        wanted = self.result.get("outputs_sha256")
         table, good = self._read_journal(), {}
         if OUTPUTS in self._files:
             digest, contradicted = self._index_outputs(table)
@@ -169,8 +167,7 @@ class Records(AbstractContextManager["Records"]):
     def _index_outputs(self, table: RowTable) -> tuple[str, list[int]]:
         """Takes every line of outputs.jsonl for a record. The file's SHA-256; the rows that the journal contradicts."""
         digest, offset, contradicted = hashlib.sha256(), 0, []
-        result = self.manifest.get("result")
-        journaled = result.get("journal_bytes", 0) if isinstance(result, dict) else 0  # behind it there are later rows
+        journaled = self.result.get("journal_bytes", 0)  # behind it there are later rows
         journal = self._files.get(JOURNAL, io.BytesIO())
         for number, line in enumerate(_lines(self._files[OUTPUTS])):
             digest.update(line)
@@ -240,9 +237,8 @@ class Records(AbstractContextManager["Records"]):
 
     def _note_contradicted(self, rows: list[int]) -> None:
         if rows:
-            self._note_damage(
-                f"{OUTPUTS} and {JOURNAL} hold different records of row {_some([f'{n:,}' for n in rows])}"
-            )
+            which = _some([f"{number:,}" for number in rows])
+            self._note_damage(f"{OUTPUTS} and {JOURNAL} hold different records of row {which}")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

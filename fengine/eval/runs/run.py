@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from fengine.eval.runs.index import RowIndex, RowTable, index_rows, reopen
 from fengine.eval.runs.journal import Journal, read_at
 from fengine.eval.runs.loop import INTERRUPTED as CUT_OFF
 from fengine.eval.runs.loop import Job, Loop
+from fengine.eval.runs.manifest import now
 from fengine.eval.runs.output import Export
 from fengine.eval.runs.record import finish, is_finished, read_metrics
 from fengine.eval.runs.sweep import figure
@@ -244,7 +244,3 @@ def _complete(work: Callable[[], Any]) -> Any:
 
 def _told(rows: int, failed: int) -> str:
     return count(rows, "row") + (f", {failed:,} failed" if failed else "")
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -9,8 +9,7 @@ from typing import Any
 
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
-from fengine.eval.tasks.columns import column, filled, grouped, problem, refuse_bare
-from fengine.eval.tasks.pictures import images_of, with_digests
+from fengine.eval.tasks.columns import column, filled, grouped, images_of, problem, refuse_bare, with_digests
 from fengine.eval.tasks.sources import RESULT_COLUMNS, data_path, read_rows
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, check
@@ -49,11 +48,6 @@ class _Task:
     def version(self) -> str:
         return self.config.version
 
-    @property
-    def data(self) -> Path | None:
-        """The file of the rows; None for a dataset of Hugging Face."""
-        return data_path(self.config, self.base)
-
     def rows(self) -> Iterator[Row | BadRow]:
         """Errors: those of `rows.read_rows`."""
         rows, images = read_rows(self.config, self.base), self.config.images
@@ -62,7 +56,8 @@ class _Task:
     @property
     def _folder(self) -> Path:
         """What paths of images are under."""
-        return self.base if self.data is None else self.data.parent
+        data = data_path(self.config, self.base)
+        return self.base if data is None else data.parent
 
     def images_of(self, row: Row) -> tuple[str, ...]:
         """Of the row. Pure."""
@@ -164,9 +159,8 @@ class GenerateTask(_Task):
             refuse_bare(row)
         if config.match is not Match.none:
             self._references(row)
-        return [
-            Ask(self.prompt_of(row), {**sampling, **asked}, "generate", images=self.images_of(row))
-        ] * config.samples
+        one = Ask(self.prompt_of(row), {**sampling, **asked}, "generate", images=self.images_of(row))
+        return [one] * config.samples
 
     def score(self, row: Row, answers: list[Answer]) -> Scores:
         each = [self._score_one(row, answer.text) for answer in answers]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fengine.errors import InputFileError
-from fengine.eval.tasks import drawn, tables
+from fengine.eval.tasks import columns, drawn
 from fengine.eval.tasks.scoring import parse_json
 from fengine.eval.tasks.task import BadRow, Row
 from fengine.eval.tasks.task_config import Format, TaskConfig
@@ -24,22 +24,14 @@ from fengine.server.openai_body import OpenAIRequest, read_body
 MAX_LINE_BYTES = 16 << 20
 MAX_ID_CHARS = 512
 # Names that the records of a run of prompts give to results.
-RESULT_COLUMNS = (
-    *("text", "output_ids", "finish_reason", "error", "sampling_seed", "prompt_tokens", "output_token_logprobs"),
-)
-SUFFIXES = {
-    ".jsonl": Format.jsonl,
-    ".ndjson": Format.jsonl,
-    ".parquet": Format.parquet,
-}
+RESULT_COLUMNS = "text output_ids finish_reason error sampling_seed prompt_tokens output_token_logprobs".split()
+SUFFIXES = {".jsonl": Format.jsonl, ".ndjson": Format.jsonl, ".parquet": Format.parquet}
 REMEDIES = {  # for what is often tried
     ".json": "write one object a line: jq -c '.[]' FILE.json > FILE.jsonl",
     ".csv": "write one object a line, as pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True) does",
     "-": "rows are read twice and hashed, so that they must lie in a file: cat > rows.jsonl",
 }
 MAGIC = {b"\x1f\x8b": "gzip", b"PAR1": "parquet", b"PK\x03\x04": "zip", b"(\xb5/\xfd": "zstandard", b"BZh": "bzip2"}
-
-
 Parsed = tuple[int, dict[str, Any] | str]  # line; columns, or what is wrong
 
 
@@ -62,13 +54,13 @@ def read_rows(config: TaskConfig, base: Path) -> Iterator[Row | BadRow]:
         return _rows(map(_inline, range(len(config.prompts)), config.prompts), "row", config)
     assert config.data is not None
     if config.format is Format.hf:
-        return _rows(_numbered(tables.read_dataset(config.data, config.subset, config.split)), "row", config)
+        return _rows(_numbered(columns.read_dataset(config.data, config.subset, config.split)), "row", config)
     if config.format is Format.drawn:
         return _rows(_numbered(drawn.rows(int(config.data))), "row", config)
     path = base / Path(config.data).expanduser()
     form = _format(path, config.format)
     if form is Format.parquet:
-        return _rows(_numbered(tables.read_parquet(path)), "row", config)
+        return _rows(_numbered(columns.read_parquet(path)), "row", config)
     plain = form is Format.prompts
     lines = _lines(_open(path, plain), path)
     if plain and (first := next(lines, None)) is None:
@@ -109,11 +101,8 @@ def _open(path: Path, plain: bool) -> BinaryIO:
     try:
         if not path.is_file():
             problem = "is not a file" if path.exists() else "does not exist"
-            where = (
-                f"check the path (relative to {Path.cwd()})"
-                if plain
-                else ("a relative path is relative to the YAML that names it")
-            )
+            where = "a relative path is relative to the YAML that names it"
+            where = f"check the path (relative to {Path.cwd()})" if plain else where
             raise InputFileError(f"{name} {problem}; {where}")
         file = path.open("rb")
         start = file.read(64)
@@ -134,7 +123,7 @@ def _open(path: Path, plain: bool) -> BinaryIO:
 def _lines(file: BinaryIO, path: Path) -> Iterator[Line]:
     """Reads at most MAX_LINE_BYTES of a line; closes `file`. Errors: InputFileError (unreadable, changed)."""
     with file:
-        before, number, offset = _mark(file), 0, 0
+        before, number, offset = os.fstat(file.fileno()), 0, 0
         while True:
             try:
                 line = file.readline(MAX_LINE_BYTES + 5)  # room for BOM and line end
@@ -154,14 +143,9 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[Line]:
             elif data.strip():
                 yield Line(number, offset + mark, data)
             offset += size
-        if _mark(file) != before:
+        after = os.fstat(file.fileno())
+        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise InputFileError(f"task.data={path} was changed while it was read; run again when it is complete")
-
-
-def _mark(file: BinaryIO) -> tuple[int, int]:
-    """What differs after a write."""
-    state = os.fstat(file.fileno())
-    return state.st_size, state.st_mtime_ns
 
 
 # -- lines to rows -----------------------------------------------------------------------------------------------------

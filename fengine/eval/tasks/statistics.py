@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from fengine.eval.tasks.task import Metric, Scores
+from fengine.eval.tasks.task import Metric, Scores, finite
 
 RESAMPLES = 1000
 SEED = 20260101
@@ -128,11 +128,10 @@ def perplexities(scores: Iterable[Scores]) -> dict[str, Metric]:
     for row in scores:
         blocks.add([float(row[name]) for name in ("loglikelihood", "words", "bytes")])
     if blocks.n == 0:
-        return {name: Metric(NAN, NAN, 0) for name in PERPLEXITIES}
+        return dict.fromkeys(PERPLEXITIES, Metric(NAN, NAN, 0))
     values, errors = _perplexities(blocks.totals()), bootstrap(blocks, _perplexities)
-    return {
-        name: Metric(value, error, blocks.n) for name, value, error in zip(PERPLEXITIES, values, errors, strict=True)
-    }
+    figures = [Metric(value, error, blocks.n) for value, error in zip(values, errors, strict=True)]
+    return dict(zip(PERPLEXITIES, figures, strict=True))
 
 
 PERPLEXITIES = ("word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -167,10 +166,7 @@ class Delta:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON has no nan: None in its place. Pure."""
-        return {
-            name: value if not isinstance(value, float) or math.isfinite(value) else None
-            for name, value in vars(self).items()
-        }
+        return finite(vars(self))
 
 
 def paired(rows: Iterable[tuple[Scores, Scores]]) -> dict[str, Delta]:
@@ -188,8 +184,7 @@ def paired(rows: Iterable[tuple[Scores, Scores]]) -> dict[str, Delta]:
                 columns.setdefault(name, array("d")).append(other - value)
     deltas = {name: _delta(mean(values), values) for name, values in columns.items()}
     if blocks.n:
-        errors = bootstrap(blocks, _perplexity_deltas)
-        values = _perplexity_deltas(blocks.totals())
+        errors, values = bootstrap(blocks, _perplexity_deltas), _perplexity_deltas(blocks.totals())
         for name, value, error in zip(PERPLEXITIES, values, errors, strict=True):
             deltas[name] = _delta(Metric(value, error, blocks.n), None)
     return deltas
@@ -203,9 +198,7 @@ def _perplexity_deltas(sums: Sequence[float]) -> list[float]:
 
 
 def _delta(metric: Metric, differences: Sequence[float] | None) -> Delta:
-    margin = CONFIDENT * metric.stderr
-    low, high = metric.value - margin, metric.value + margin
-    if differences is None:
-        return Delta(metric.value, metric.stderr, low, high, metric.n)
-    up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return Delta(metric.value, metric.stderr, low, high, metric.n, up, down)
+    margin, ways = CONFIDENT * metric.stderr, ()
+    if differences is not None:
+        ways = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return Delta(metric.value, metric.stderr, metric.value - margin, metric.value + margin, metric.n, *ways)

@@ -76,11 +76,12 @@ class Metric:
 
     def as_dict(self) -> dict[str, float | int | None]:
         """JSON has no nan: None in its place. Pure."""
-        return {
-            "value": self.value if math.isfinite(self.value) else None,
-            "stderr": self.stderr if math.isfinite(self.stderr) else None,
-            "n": self.n,
-        }
+        return finite(vars(self))
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """With None for floats that JSON has not. Pure."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 class Task(Protocol):
