@@ -3,7 +3,7 @@
 In the decoder the tokens of an image see each other: each has the image's last as its last key.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from einops import rearrange, reduce
 from torch import Tensor
@@ -14,10 +14,9 @@ from fengine.models.family import Piece, Vision
 from fengine.models.fields import READ
 from fengine.models.kv_state import Params
 from fengine.models.reader import ConfigReader
-from fengine.models.sources import Source
 from fengine.models.spec import Config, ModelSpec, VisionSpec
 from fengine.models.vision_family import WHOLE, VisionFamily, renamed, with_vision
-from fengine.models.vision_layers import project, vector
+from fengine.models.vision_layers import laid, project, vector
 from fengine.models.vision_tower import FIELDS as VISION_FIELDS
 from fengine.models.vision_tower import PREFIXES, SIGLIP, features, square, weights
 from fengine.models.weights import Weight
@@ -31,20 +30,6 @@ TEXT = {  # what transformers' Gemma3TextConfig assumes, and the hub's checkpoin
     "num_attention_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
     "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
-
-
-class Transposed(NamedTuple):
-    """A matrix that stands with its inputs as rows."""
-
-    def ours(self, tensor: Tensor) -> Tensor:
-        """Pure."""
-        return tensor.T
-
-    theirs = ours
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Pure."""
-        return shape[::-1]
 
 
 def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
@@ -64,7 +49,8 @@ def all_weights(spec: ModelSpec) -> list[Weight]:
     """Pure."""
     vision = spec.vision
     assert vision is not None
-    matrix = Source("projector.mm_input_projection_weight", (vision.width, spec.hidden_size), Transposed())
+    stored = vision.width, spec.hidden_size
+    matrix = laid("projector.mm_input_projection_weight", stored, *stored[::-1], turned=True)
     return [
         *weights(vision),
         vector("norm_D", "projector.mm_soft_emb_norm", vision.width, norm=True),

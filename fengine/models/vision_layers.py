@@ -20,45 +20,34 @@ PAGE = 64  # slots of the pages that attention reads an image's keys from
 TILE = 64  # columns of a matrix come in such tiles
 
 
-class Flat(NamedTuple):
-    """A convolution's kernel as the matrix of its patches, with columns of zeros up to a whole number of tiles."""
+class Laid(NamedTuple):
+    """A tensor of a checkpoint in another shape, `turned` with rows and columns exchanged; dimension `tiled` has zeros
+    behind it up to a whole number of tiles, where they change no sum."""
 
-    kernel: tuple[int, ...]
-
-    def ours(self, tensor: Tensor) -> Tensor:
-        """[out, columns]. Pure."""
-        return tiled(tensor.flatten(1))
-
-    def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
-        return tensor[:, : prod(self.kernel)].unflatten(1, self.kernel)
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a tensor of `shape` becomes. Pure."""
-        return shape[0], -(-prod(shape[1:]) // TILE) * TILE
-
-
-class Padded(NamedTuple):
-    """Rows, or the columns of a matrix, with zeros behind them up to a whole number of tiles: of an MLP's inner side,
-    where they change no sum."""
-
-    count: int
-    columns: bool
+    stored: tuple[int, ...]
+    size: tuple[int, ...]  # without the zeros
+    tiled: int | None = None
+    turned: bool = False
 
     def ours(self, tensor: Tensor) -> Tensor:
         """Pure."""
-        return (
-            tiled(tensor) if self.columns else tiled(tensor.view(self.count, -1).T).T.reshape(self.shape(tensor.shape))
-        )
+        found = (tensor.T if self.turned else tensor).reshape(self.size)
+        behind = [whole - count for count, whole in zip(self.size, self.shape(()), strict=True)]
+        return pad(found, [x for count in reversed(behind) for x in (0, count)])
 
     def theirs(self, tensor: Tensor) -> Tensor:
         """The inverse of `ours`. Pure."""
-        return tensor[:, : self.count] if self.columns else tensor[: self.count]
+        found = tensor[tuple(map(slice, self.size))]
+        return found.T if self.turned else found.reshape(self.stored)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a tensor of `shape` becomes. Pure."""
-        whole = -(-self.count // TILE) * TILE
-        return (shape[0], whole) if self.columns else (whole, *shape[1:])
+        """Of ours. Pure."""
+        return tuple(-(-n // TILE) * TILE if i == self.tiled else n for i, n in enumerate(self.size))
+
+
+def laid(name: str, stored: tuple[int, ...], *size: int, tiled: int | None = None, turned: bool = False) -> Source:
+    """A tensor of the checkpoint that is `Laid`. Pure."""
+    return Source(name, stored, Laid(stored, size, tiled, turned))
 
 
 def tiled(x_IK: Tensor) -> Tensor:
@@ -77,17 +66,17 @@ def matrix(
 ) -> list[Weight]:  # fmt: skip
     """The joined matrices of linear layers with `rows` outputs each, and their biases under the key "b…". `inner`:
     which side is the inner one of an MLP, "rows" or "columns". Pure."""
-    order = Padded(columns if inner == "columns" else rows, inner == "columns") if inner else None
-    path, parts = ("vision", *above), [Source(f"{name}.weight", (rows, columns), order) for name in names]
-    found = [Weight((*path, f"w{key}"), tuple(parts), "CD")]
-    biases = tuple(Source(f"{name}.bias", (rows,), order if inner == "rows" else None) for name in names)
+    path, side = ("vision", *above), {"rows": 0, "columns": 1}.get(inner)
+    parts = tuple(laid(f"{name}.weight", (rows, columns), rows, columns, tiled=side) for name in names)
+    found = [Weight((*path, f"w{key}"), parts, "CD")]
+    biases = tuple(laid(f"{name}.bias", (rows,), rows, tiled=side) for name in names)
     return found + ([Weight((*path, f"b{key}_C"), biases, "C", fill="small")] if bias else [])
 
 
 def patch_matrix(name: str, vision: VisionSpec, frames: tuple[int, ...] = (), bias: bool = False) -> list[Weight]:
     """The matrix of patches. Pure."""
     kernel = (vision.channels, *frames, vision.patch, vision.patch)
-    source = Source(f"{name}.weight", (vision.width, *kernel), Flat(kernel))
+    source = laid(f"{name}.weight", (vision.width, *kernel), vision.width, prod(kernel), tiled=1)
     found = [Weight(("vision", "wpatch"), (source,), "DI")]
     return found + ([vector("bpatch_C", f"{name}.bias", vision.width)] if bias else [])
 

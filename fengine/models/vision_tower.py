@@ -3,7 +3,7 @@
 patches -> linear, a class token but for SigLIP, positions, with CLIP a norm -> layers -> given out
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -12,10 +12,9 @@ from torch import Tensor
 from fengine.models.fields import COMMON, READ, TRAINING, Fields
 from fengine.models.kv_state import Params
 from fengine.models.reader import GELU_ALL, ConfigReader
-from fengine.models.sources import Source
 from fengine.models.spec import VisionSpec
 from fengine.models.vision_family import tower
-from fengine.models.vision_layers import act, attend, matrix, patch_matrix, project, tiled, vector
+from fengine.models.vision_layers import act, attend, laid, matrix, patch_matrix, project, tiled, vector
 from fengine.models.weights import Weight
 from fengine.ops import layer_norm
 
@@ -38,24 +37,6 @@ PREFIXES = {
 }  # fmt: skip
 
 
-class First(NamedTuple):
-    """A tensor with dimensions of one in front, which ours has not."""
-
-    count: int
-
-    def ours(self, tensor: Tensor) -> Tensor:
-        """Pure."""
-        return tensor.flatten(0, self.count)
-
-    def theirs(self, tensor: Tensor) -> Tensor:
-        """The inverse of `ours`. Pure."""
-        return tensor[(None,) * self.count]
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a tensor of `shape` becomes. Pure."""
-        return shape[self.count :]
-
-
 def square(read: ConfigReader, token: int, merge: int = 1, **facts: Any) -> VisionSpec:
     """The facts of a tower for images of `image_size`, whose patches become tokens `merge` by `merge`. Problems are
     collected by `read`."""
@@ -71,12 +52,10 @@ def weights(
 ) -> list[Weight]:  # fmt: skip
     """SigLIP's, unless `clip` or `intern`. Pure."""
     width, prefix, found = vision.width, "vision.embeddings", list[Weight]()
-    table = Source(f"{prefix}.position_embedding.weight", ((vision.image_size // vision.patch) ** 2, width))
+    rows, ones = (vision.image_size // vision.patch) ** 2 + (clip or intern), (1,) * intern
+    table = laid(f"{prefix}.position_embedding.weight", (*ones, rows, width), rows, width)
     if clip or intern:
-        one, rows = Source(f"{prefix}.class_embedding", (width,)), table.shape[0] + 1
-        if intern:
-            one, table = one._replace(shape=(1, 1, width), order=First(2)), table._replace(order=First(1))
-        table = table._replace(shape=(1, rows, width) if intern else (rows, width))
+        one = laid(f"{prefix}.class_embedding", (*ones, *ones, width), width)
         found.append(Weight(("vision", "class_D"), (one,), "D", fill="small"))
     if clip:
         found.append(vector("first_norm_D", "vision.pre_layrnorm", width, norm=True, bias=True))
