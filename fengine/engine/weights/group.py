@@ -58,22 +58,21 @@ def check_arguments(
     """Errors: InvalidRequestError, UnsupportedFeatureError."""
     if backend not in tuple(BACKENDS):
         raise UnsupportedFeatureError(f"backend {backend!r} is not supported; use {' or '.join(BACKENDS)}.")
-    if backend == "nccl" and not device.startswith("cuda"):
-        raise InvalidRequestError(f"backend 'nccl' needs weights on a CUDA device, they are on {device}; use 'gloo'.")
-    if not all(isinstance(text, str) and text for text in (address, name)):
-        raise InvalidRequestError("master_address and group_name must be strings that are not empty.")
-    if type(port) is not int or not 0 < port < 65536:
-        raise InvalidRequestError(f"master_port must be from 1 to 65535, got {port!r:.80}.")
-    if type(world_size) is not int or type(rank) is not int or not 1 <= rank < world_size:
-        raise InvalidRequestError(
-            f"rank_offset must be from 1 to world_size - 1 (rank 0 is the trainer's), got rank_offset={rank!r:.80} and "
-            f"world_size={world_size!r:.80}."
-        )
+    whole = type(world_size) is int and type(rank) is int
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout <= LONGEST:
-        raise InvalidRequestError(
-            f"timeout must be a number of seconds above 0, at most {LONGEST}, got {timeout!r:.80}."
-        )
+    wrong = {
+        f"backend 'nccl' needs weights on a CUDA device, they are on {device}; use 'gloo'.":
+            backend == "nccl" and not device.startswith("cuda"),
+        "master_address and group_name must be strings that are not empty.":
+            not all(isinstance(text, str) and text for text in (address, name)),
+        f"master_port must be from 1 to 65535, got {port!r:.80}.": type(port) is not int or not 0 < port < 65536,
+        f"rank_offset must be from 1 to world_size - 1 (rank 0 is the trainer's), got rank_offset={rank!r:.80} and "
+        f"world_size={world_size!r:.80}.": not whole or not 1 <= rank < world_size,
+        f"timeout must be a number of seconds above 0, at most {LONGEST}, got {timeout!r:.80}.":
+            not number or not 0 < timeout <= LONGEST,
+    }  # fmt: skip
+    for message in (message for message, found in wrong.items() if found):
+        raise InvalidRequestError(message)
 
 
 def join(
@@ -111,11 +110,15 @@ def buffers(
     for shape in shapes:
         if not isinstance(shape, (list, tuple)) or not all(type(size) is int and size > 0 for size in shape):
             raise InvalidRequestError(f"shapes has {shape!r:.80}; a shape is a list of whole numbers above 0.")
+    if flat and len(set(kinds)) > 1:
+        raise InvalidRequestError(f"a flattened bucket has one dtype, got {sorted(map(str, set(kinds)))}.")
     try:
-        if flat:
-            return _bucket(shapes, kinds, device)
-        tensors = [torch.empty(tuple(s), dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)]
-        return tensors, tensors
+        if not flat:
+            tensors = [torch.empty(tuple(s), dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)]
+            return tensors, tensors
+        counts = [math.prod(shape) for shape in shapes]
+        bucket = torch.empty(sum(counts), dtype=kinds[0] if kinds else torch.float32, device=device)
+        return [bucket], [part.view(tuple(s)) for part, s in zip(bucket.split(counts), shapes, strict=True)]
     except (RuntimeError, TypeError, OverflowError) as error:  # more than there is memory, or than torch can count
         reason = str(error).partition("\n")[0]
         raise InvalidRequestError(f"no tensors of these shapes can be made: {reason}") from None
@@ -128,47 +131,32 @@ def _dtype(name: Any) -> torch.dtype:
     return found
 
 
-def _bucket(shapes: Any, dtypes: list[torch.dtype], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    if len(set(dtypes)) > 1:
-        raise InvalidRequestError(f"a flattened bucket has one dtype, got {sorted(map(str, set(dtypes)))}.")
-    counts = [math.prod(shape) for shape in shapes]
-    bucket = torch.empty(sum(counts), dtype=dtypes[0] if dtypes else torch.float32, device=device)
-    return [bucket], [part.view(tuple(shape)) for part, shape in zip(bucket.split(counts), shapes, strict=True)]
-
-
 class Groups:
     """The groups of one engine, by name; they receive on its `device`. Thread-safe: callers' threads only."""
 
     def __init__(self, device: str) -> None:
-        self._device = device
-        self._groups: dict[str, UpdateGroup] = {}
-        self._joining: set[str] = set()
-        self._closed = False
+        self._device, self._closed = device, False
+        self._groups: dict[str, UpdateGroup | None] = {}  # None: it is being joined
         self._lock = threading.Lock()  # never held while anybody waits for other ranks
 
     def join(self, address: Any, port: Any, rank: Any, world_size: Any, name: Any, backend: Any, timeout: Any) -> None:
         """Waits, up to `timeout` seconds, until every rank is there. Errors: InvalidRequestError, GroupError."""
         check_arguments(address, port, rank, world_size, name, backend, self._device, timeout)
         with self._lock:
-            if name in self._groups or name in self._joining:
+            if name in self._groups:
                 raise GroupError(f"group {name!r} exists: destroy it first, or choose another name")
-            self._joining.add(name)
+            self._groups[name] = None
+        group = None
         try:
-            wait = timedelta(seconds=timeout)
-            group = join(address, port, rank, world_size, name, backend, self._device, wait)
+            group = join(address, port, rank, world_size, name, backend, self._device, timedelta(seconds=timeout))
         finally:
             with self._lock:
-                self._joining.discard(name)
-        with self._lock:
-            if not self._closed:
                 self._groups[name] = group
-                return
-        group.close()
-        raise GroupError(f"the engine was shut down while it joined group {name!r}")
-
-    def device(self, name: Any) -> torch.device:
-        """Where a group receives. Errors: GroupError if there is no such group."""
-        return self._find(name).device
+                if group is None or self._closed:
+                    del self._groups[name]
+        if group is not None and self._closed:
+            group.close()
+            raise GroupError(f"the engine was shut down while it joined group {name!r}")
 
     def _find(self, name: Any) -> UpdateGroup:
         group = self._groups.get(name) if isinstance(name, str) else None
@@ -176,11 +164,14 @@ class Groups:
             raise GroupError(f"there is no group {name!r:.80}: call init_weights_update_group first")
         return group
 
+    def device(self, name: Any) -> torch.device:
+        """Where a group receives. Errors: GroupError if there is no such group."""
+        return self._find(name).device
+
     def receive(self, name: str, tensors: Sequence[Tensor]) -> None:
         """As UpdateGroup.receive. A group that failed is gone: its ranks are out of step. Errors: GroupError."""
-        group = self._find(name)
         try:
-            group.receive(tensors)
+            self._find(name).receive(tensors)
         except GroupError:
             with suppress(GroupError):  # somebody may have left it meanwhile
                 self.leave(name)
@@ -198,5 +189,5 @@ class Groups:
         with self._lock:
             self._closed = True
         for name in list(self._groups):
-            with suppress(GroupError):  # another thread leaves it
+            with suppress(GroupError):  # another thread leaves it, or one that joins it will
                 self.leave(name)

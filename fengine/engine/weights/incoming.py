@@ -49,24 +49,26 @@ class Change(NamedTuple):
         return self._replace(tensor=self.tensor.cpu() if self.tensor.is_cuda else self.tensor.clone())
 
 
+SERIALIZED = (str, bytes, bytearray)
+
+
 def pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
     """(name, tensor) pairs from a list of them or a dict. Errors: InvalidRequestError, UnsupportedFeatureError."""
     items = list(named_tensors.items()) if isinstance(named_tensors, dict) else named_tensors
-    if isinstance(items, (str, bytes, bytearray)) or (
-        isinstance(items, (list, tuple)) and any(isinstance(item, (str, bytes, bytearray)) for item in items)
-    ):
+    listed = items if isinstance(items, (list, tuple)) else [items]
+    if any(isinstance(item, SERIALIZED) for item in listed):
         raise UnsupportedFeatureError(
             "named_tensors holds serialized tensors: those are pickles, which are never opened. Pass (name, tensor) "
             "pairs; everything runs in one process."
         )
-    if not isinstance(items, (list, tuple)) or not all(isinstance(i, (list, tuple)) and len(i) == 2 for i in items):
+    if listed is not items or not all(isinstance(item, (list, tuple)) and len(item) == 2 for item in listed):
         raise InvalidRequestError(f"named_tensors must be a list of (name, tensor) or a dict, got {items!r:.200}.")
-    for name, value in items:
-        if isinstance(value, (str, bytes, bytearray)):
+    for name, value in listed:
+        if isinstance(value, SERIALIZED):
             raise UnsupportedFeatureError(f"the tensor of {name!r:.80} is serialized: pickles are never opened.")
         if not isinstance(name, str):
             raise InvalidRequestError(f"the name of a tensor must be a string, got {name!r:.80}.")
-    return [(name, value) for name, value in items]
+    return [(name, value) for name, value in listed]
 
 
 def unflattened(buckets: Any) -> list[tuple[str, Tensor]]:
@@ -77,7 +79,7 @@ def unflattened(buckets: Any) -> list[tuple[str, Tensor]]:
     """
     found: list[tuple[str, Tensor]] = []
     for bucket in buckets if isinstance(buckets, (list, tuple)) else [buckets]:
-        if isinstance(bucket, (str, bytes, bytearray)):
+        if isinstance(bucket, SERIALIZED):
             raise UnsupportedFeatureError(
                 "a flattened bucket that is serialized is a pickle, which is never opened. Pass its flattened_tensor "
                 "and metadata; everything runs in one process."
@@ -175,9 +177,8 @@ def _split_fused(
 
 def _unreadable(tensor: Any) -> str | None:
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        return f"must be a torch.Tensor, got {type(tensor).__name__}" + (
-            " (give full_tensor())" if hasattr(tensor, "full_tensor") else ""
-        )
+        hint = " (give full_tensor())" if hasattr(tensor, "full_tensor") else ""
+        return f"must be a torch.Tensor, got {type(tensor).__name__}{hint}"
     if tensor.is_nested:
         return "must be one dense tensor, got a nested one (give its parts by their names)"
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -192,9 +193,8 @@ def _fault(tensor: Any, place: Place) -> str | None:
         return why
     if tensor.dtype not in FLOATS:
         return f"dtype {tensor.dtype} is not supported; use float32, bfloat16 or float16"
-    if tuple(tensor.shape) != place.shape:
-        return f"expected shape {list(place.shape)}, got {list(tensor.shape)}"
-    return None
+    differs = tuple(tensor.shape) != place.shape
+    return f"expected shape {list(place.shape)}, got {list(tensor.shape)}" if differs else None
 
 
 def finite(tensor: Tensor) -> bool:
@@ -211,13 +211,13 @@ def settle_head(spec: ModelSpec, changes: list[Change], live: Callable[[], Tenso
 
     Errors: InvalidRequestError, and those of `live`.
     """
-    head = next((change for change in changes if spec.tie_embeddings and change.name == HEAD), None)
-    if head is None:
+    heads = [change.tensor for change in changes if spec.tie_embeddings and change.name == HEAD]
+    if not heads:
         return changes
-    others = [change for change in changes if change is not head]
+    others = [change for change in changes if change.name != HEAD]
     embedding = next((change.tensor for change in others if change.name == EMBEDDING), None)
     embedding = live() if embedding is None else embedding
-    if embedding is None or not torch.equal(head.tensor.cpu(), embedding.cpu()):
+    if embedding is None or not torch.equal(heads[0].cpu(), embedding.cpu()):
         raise InvalidRequestError(
             f"the weights were refused and nothing was changed: this model ties its embeddings, but {HEAD!r} "
             f"differs from {EMBEDDING!r}; give both, equal, or the embedding alone."
