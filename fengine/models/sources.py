@@ -1,5 +1,6 @@
 """Where a leaf's tensors stand in a checkpoint, and how: rows of heads or experts in another order than ours."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -67,6 +68,10 @@ class ExpertOrder(NamedTuple):
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What a tensor of `shape` becomes. Pure."""
         return shape[:1] + shape[:0:-1]
+
+    def stored(self, rows: Sequence[slice]) -> slice:
+        """Where our rows, as many of gate as of up, stand along the last axis of the checkpoint. Pure."""
+        return slice(rows[0].start * len(rows), rows[0].stop * len(rows))
 
 
 class Order(Protocol):

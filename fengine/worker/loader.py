@@ -27,7 +27,7 @@ from fengine.errors import (
 from fengine.models.kv_state import Params
 from fengine.models.quantization import read_quantization
 from fengine.models.rope import rope_tables
-from fengine.models.sources import Source
+from fengine.models.sources import ExpertOrder, Source
 from fengine.models.spec import Config, ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD, Weight, head_weight
 from fengine.ops import linear, quantized, w8a8
@@ -209,6 +209,12 @@ def _load(
             if scheme is None and source.order is None and own:  # no more than the rank's rows is read
                 parts = [read(source.name, rows, weight.axis) for rows in own]
                 return [torch.cat(parts, weight.axis)] if weight.axis else [*parts]
+            if own and isinstance(source.order, ExpertOrder) and (scheme is None or scheme.layout == "mxfp4"):
+                at = source.order.stored(own)  # one slice, too
+                if scheme is None:
+                    return [source.ours(read(source.name, at, len(source.shape) - 1))]
+                source = source._replace(shape=(*source.shape[:2], at.stop - at.start))
+                return [in_our_order(source, read_codes(source, scheme, lambda name: read(name, at, 1), entries))]
             if scheme is None or scheme.layout == "load":
                 part = encoded_by(source.ours(read(source.name)), scheme, device)
             else:

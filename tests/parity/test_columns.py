@@ -18,6 +18,7 @@ from fengine.models.spec import ModelSpec
 from fengine.models.weights import Weight, head_weight
 from fengine.ops import columns, peers
 from fengine.ops.columns import Group
+from fengine.worker import safetensors_file
 from fengine.worker.loader import load_params, read_config, spec_from_config
 from fengine.worker.process_group import group_of
 
@@ -107,6 +108,35 @@ def test_every_family_has_the_bits_of_one_device(family: str, tmp_path: Path) ->
     for size in (2, 4):
         for logits in on_ranks(size, tmp_path, lambda group: logits_of(directory, spec, group, spec.part(group.size))):
             assert logits.shape == want.shape and torch.equal(logits, want)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "granitemoe", "gpt_oss"])
+def test_a_rank_reads_no_more_than_its_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But of norms, routers and embeddings, which all of them hold."""
+    directory = tiny_checkpoints.write(tmp_path / "model", family, **CASES[family])
+    spec, own, counts = spec_from_config(read_config(directory)), safetensors_file.read_tensor, dict[str, list[int]]()
+
+    def counted(file: Any, entry: Any, *rows: Any) -> Tensor:
+        tensor = own(file, entry, *rows)
+        counts.setdefault(entry.name, []).append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(safetensors_file, "read_tensor", counted)
+    load_params(directory, spec)
+    whole = {name: sum(read) for name, read in counts.items()}
+    counts.clear()
+    load_params(directory, spec, group=Group("", 1, 4))
+    every = (
+        "norm.weight",
+        "embed_tokens.weight",
+        "mlp.gate.weight",
+        "router.weight",
+        "router.bias",
+        "router.layer.weight",
+    )
+    read = {name for name, found in counts.items() if sum(found) == whole[name]}
+    assert read and all(name.endswith(every) for name in read), read
+    assert all(4 * sum(counts[name]) == whole[name] for name in counts.keys() - read if "lm_head" not in name)
 
 
 def test_negative_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
