@@ -6,7 +6,8 @@ A field that is null is as good as absent, as in OpenAI's API. Values that the e
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from fengine.core.sampling_params import GRAMMARS, PARAMETERS
@@ -43,16 +44,11 @@ def whole(doc: str, least: int, most: int, default: int | None = None) -> Field:
     return Field({"type": "integer", "minimum": least, "maximum": most, "description": doc}, default)
 
 
-def text(doc: str, default: str | None = None) -> Field:
-    return Field({"type": "string", "description": doc}, default)
+def typed(kind: str, doc: str) -> Field:
+    return Field({"type": kind, "description": doc})
 
 
-def array(doc: str) -> Field:
-    return Field({"type": "array", "description": doc})
-
-
-def record(doc: str) -> Field:
-    return Field({"type": "object", "description": doc})
+text, array, record = (partial(typed, kind) for kind in ("string", "array", "object"))
 
 
 def one_of(doc: str, *values: str, default: str | None = None) -> Field:
@@ -96,24 +92,20 @@ def sampling_fields() -> dict[str, Field]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def check_names(body: Mapping[str, Any], known: Iterable[str], refused: Mapping[str, str]) -> None:
-    """Errors: ApiError for a field that is not known, or that is `refused`, with the reason."""
-    known = set(known)
+def take(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Each known field's value or default. Pure.
+
+    Errors: ApiError for a value, for a field that is not known, or that is `refused`, with the reason.
+    """
+    refused = refused or {}
     for name, value in body.items():
-        if value is None or name in known or name in NO_EFFECT:
+        if value is None or name in known or name in NO_EFFECT or value is False and name in refused:
             continue
         if name in refused:
-            if value is False:
-                continue
             raise unsupported(name, f"{name} is not built: {refused[name]}. Leave it out.")
-        near = difflib.get_close_matches(name[:80], sorted(known | refused.keys() | NO_EFFECT), n=1)
+        near = difflib.get_close_matches(name[:80], sorted(known.keys() | refused.keys() | NO_EFFECT), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ApiError(400, f"unknown field {name!r:.80}.{hint}", name[:80], "unknown_parameter")
-
-
-def take(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Each known field's value or default. Pure. Errors: ApiError."""
-    check_names(body, known, refused or {})
     return {name: _value(name, field, body.get(name)) for name, field in known.items()}
 
 

@@ -95,27 +95,19 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
             data.append({"object": "embedding", "index": index, "embedding": value})
         return {**_head("embd-", model), "data": data, "usage": _usage(outputs)}
 
-    return Plan(
-        EncodeReqInput(prompts, dimensions=given["dimensions"]),
-        count,
-        answer,
-        words=WORDS if given["messages"] is None else {},
-    )
+    words = WORDS if given["messages"] is None else {}
+    return Plan(EncodeReqInput(prompts, dimensions=given["dimensions"]), count, answer, words=words)
 
 
 def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     """SGLang's `/encode`: the outputs as `Engine.encode` gives them. Errors: ApiError."""
     given = {name: value for name, value in take(body, ENCODE).items() if name != "model"}
-    name = "text" if given["text"] is not None else "input_ids"
-    several = isinstance(given[name], list) and (not given[name] or not isinstance(given[name][0], (int, dict)))
-    count = len(given[name]) if several else 1
-
-    def answer(outputs: list[Output]) -> Any:
-        return outputs if several else outputs[0]
-
     if given["text"] is None:
         given |= {"text": given["input_ids"], "input_ids": None}
-    return Plan(EncodeReqInput(**given), max(count, 1), answer)
+    text = given["text"]
+    several = isinstance(text, list) and (not text or not isinstance(text[0], (int, dict)))
+    count = max(len(text), 1) if several else 1
+    return Plan(EncodeReqInput(**given), count, lambda outputs: outputs if several else outputs[0])
 
 
 def score(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
@@ -177,7 +169,8 @@ def _label(vector: list[float], activation: bool) -> float:
 def _cosine(a: list[float], b: list[float]) -> float:
     """Pure."""
     dot, first, second = (math.fsum(map(mul, x, y)) for x, y in ((a, b), (a, a), (b, b)))
-    return dot / (math.sqrt(first) * math.sqrt(second)) if first and second else 0.0
+    norms = math.sqrt(first) * math.sqrt(second)
+    return dot / norms if norms else 0.0
 
 
 def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> Plan:
