@@ -3,8 +3,6 @@
 Everything from outside enters through one inbox of commands, so no lock guards scheduler or state.
 """
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,19 +15,16 @@ from fengine.engine.request_state import RequestState
 from fengine.engine.steering import Steering
 from fengine.engine.stepper import Runner, Stepper
 from fengine.engine.threads import REAL, Threads
+from fengine.engine.watchdog import Watchdog
 from fengine.errors import (
     EngineBusyError,
     EngineClosedError,
     EngineDeadError,
-    FengineError,
     MemoryReleasedError,
     UnsupportedFeatureError,
 )
 from fengine.models.kv_state import KVState
 from fengine.worker.input_batch import InputBatch
-
-GRACE = 30.0  # seconds that a closing engine waits for its loop: a logit processor may never return
-GLANCE = 0.25  # seconds between two looks at the threads
 
 Handler = Callable[..., Any]  # of what is attached to a command, and its arguments; runs in the loop's thread
 
@@ -58,14 +53,10 @@ class EngineCore:
             "ping": lambda: None,
             **Steering(self.stepper, self.requests.abort).handlers(),
         }
-        self.ended: queue.SimpleQueue[threading.Thread] = system.queue()  # threads that have reached their end
-        self.threads = [
-            system.thread(target=self._guard, args=(self._run,), name="fengine-steps", daemon=True),
-            system.thread(target=self._guard, args=(self.requests.run,), name="fengine-text", daemon=True),
-            system.thread(target=self._watch, name="fengine-watch", daemon=True),
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.watchdog = Watchdog(system, self.inbox, self.requests, self._run)
+        self.threads = self.watchdog.threads
+        self.close, self.check_threads = self.watchdog.close, self.watchdog.check
+        self.watchdog.start()
 
     # -- any thread ----------------------------------------------------------------------------------------------------
 
@@ -115,12 +106,6 @@ class EngineCore:
         """Errors: EngineClosedError in a forked child."""
         self.inbox.check_process()
 
-    def check_threads(self) -> None:
-        """Errors: EngineDeadError if a thread has ended; EngineClosedError."""
-        self.inbox.check()
-        if not all(thread.is_alive() for thread in self.threads):
-            raise EngineDeadError("a thread of the engine has ended")
-
     def stats(self) -> dict[str, Any]:
         """Counters since the start and gauges of this moment, as plain numbers; what is refused, and why."""
         self.inbox.check_process()
@@ -133,62 +118,6 @@ class EngineCore:
             "paused": stepper.paused,
             "refusals": dict(self.refusals),
         }
-
-    def close(self) -> None:
-        """Stops the threads; every unfinished request ends with EngineClosedError. Idempotent.
-
-        When it returns, the device's memory is free, unless the loop has not ended within GRACE: then whoever waits is
-        answered all the same. One of the threads itself cannot wait: they then end by themselves.
-        """
-        self.inbox.close(EngineClosedError("the engine was shut down; create a new Engine"))
-        if self.owns_thread():
-            return
-        deadline = self.system.now() + GRACE
-        for thread in self.threads:
-            thread.join(max(deadline - self.system.now(), 0.1))
-        self._fail(self._reason())
-
-    # -- the ends of threads -------------------------------------------------------------------------------------------
-
-    def _guard(self, body: Callable[[], None]) -> None:
-        """A thread's body; whatever ends it early, the reason is told, and the watching thread wakes."""
-        try:
-            body()
-        except BaseException as error:  # also what another thread has thrown in
-            name = "loop" if self.system.current() is self.threads[0] else "text thread"
-            dead = EngineDeadError(f"the engine's {name} failed: {type(error).__name__}: {error}")
-            dead.__cause__ = error
-            self.inbox.close(dead)
-        finally:
-            self.ended.put(self.system.current())
-
-    def _watch(self) -> None:
-        """Answers everybody when a thread has ended for whatever reason: also one that could not tell."""
-        loop, text = self.threads[:2]
-        while loop.is_alive() and text.is_alive() and not isinstance(self.inbox.end, EngineDeadError):
-            with suppress(queue.Empty):
-                self.ended.get(timeout=GLANCE).join()
-        if text.is_alive():
-            loop.join(2 * GLANCE)  # it may wait for ever for words of a rank that is dead
-        self.inbox.close(EngineDeadError("the engine's loop failed: its thread has ended"))
-        if not loop.is_alive():
-            self.requests.end(self._reason())
-        self.requests.steps.put(None)
-        if not loop.is_alive():
-            text.join(GRACE if isinstance(self.inbox.end, EngineClosedError) else 2 * GLANCE)
-        self._fail(self._reason())
-
-    def _fail(self, error: FengineError) -> None:
-        """Answers everybody who still waits."""
-        self.requests.fail(error)
-        self.inbox.fail(error)
-
-    def _reason(self) -> FengineError:
-        """Why requests that are open now end."""
-        end = self.inbox.end
-        if isinstance(end, EngineDeadError):
-            return end
-        return EngineClosedError("the engine was shut down while the request was running")
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from test_lifecycle import run
 
 from fengine.api.engine import Engine
 from fengine.core.scheduler_output import StepOutput
-from fengine.engine import engine_core
+from fengine.engine import watchdog
 from fengine.errors import EngineBusyError, EngineClosedError, EngineDeadError, FengineError
 
 LONG = {"max_new_tokens": 200, "ignore_eos": True}
@@ -79,7 +79,7 @@ def test_an_exception_thrown_into_a_thread_answers_everybody(which: int, error: 
 @pytest.mark.parametrize("which", [0, 1], ids=["loop", "text"])
 def test_a_thread_that_cannot_even_tell_of_its_end(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its guard fails, too: what watches the threads answers."""
-    monkeypatch.setattr(engine_core.EngineCore, "_guard", lambda core, body: body())
+    monkeypatch.setattr(watchdog.Watchdog, "_guard", lambda watchdog, body: body())
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with checksum_engine() as engine:
         core = engine._parts.core
@@ -196,7 +196,7 @@ def declare_dead(engine: Engine) -> None:
 def test_a_processor_that_never_returns_does_not_hold_up_the_end(
     end: Callable[[Engine], None], error: type[FengineError], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_core, "GRACE", 0.5)
+    monkeypatch.setattr(watchdog, "GRACE", 0.5)
     with checksum_engine() as engine:
         inside, leave = threading.Event(), threading.Event()
 
