@@ -152,12 +152,13 @@ def traced() -> dict[str, Any]:
         engine.generate("Once upon a time", asked)
         sys.setprofile(None)
         threading.setprofile(None)
-    sizes = {str(Path(name).relative_to(ROOT)): len(Path(name).read_text().splitlines()) for name in trace.files}
+        files, types = sorted(trace.files), list(trace.types)  # what ends the engine is no part of the call
+    sizes = {str(Path(name).relative_to(ROOT)): len(Path(name).read_text().splitlines()) for name in files}
     return {
         "traced files": len(sizes),
         "traced lines": sum(sizes.values()),
         "traced": dict(sorted(sizes.items())),
-        "types": list(trace.types),
+        "types": types,
     }
 
 

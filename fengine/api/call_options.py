@@ -5,8 +5,7 @@ from typing import Any
 
 from fengine.api.generate_input import GenerateReqInput
 from fengine.api.server_args import ServerArgs
-from fengine.core.parameters import Parameter, Range
-from fengine.core.sampling_params import SamplingParams
+from fengine.core.sampling_params import Parameter, Range, SamplingParams
 from fengine.core.scalars import check_ids
 from fengine.errors import InvalidRequestError
 

@@ -91,7 +91,16 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
         raise InvalidRequestError(f"a call may have at most {MAX_REQUESTS} results, got {count} prompts × n={samples}.")
     if samples > 1:
         checks.refuse_lists(given)
-    columns = {name: spread(name) for name in PER_PROMPT if name in given}
+    columns = {"sampling_params": sampling, "text" if text else "input_ids": values}
+    columns |= {name: spread(name) for name in PER_PROMPT if name in given}
+    columns |= _rare(given, count, samples, single)
+    rows = zip(*columns.values(), strict=True)
+    return [GenerateReqInput(**dict(zip(columns, row, strict=True))) for row in rows], single and samples == 1
+
+
+def _rare(given: dict[str, Any], count: int, samples: int, single: bool) -> dict[str, list[Any]]:
+    """Columns that are not simply one value or a list; request ids, one for each sample."""
+    columns: dict[str, list[Any]] = {}
     if "token_ids_logprob" in given:
         columns["token_ids_logprob"] = checks.id_lists(given["token_ids_logprob"], count)
     if "session_params" in given or "session_id" in given:
@@ -104,9 +113,7 @@ def split_batch(req: GenerateReqInput, preferred: Mapping[str, Any]) -> tuple[li
         columns["rid"] = [(rid,) for rid in rids]
     else:  # several samples of a prompt get new ones, as in SGLang
         columns["rid"] = [tuple(uuid.uuid4().hex for _ in range(samples)) for _ in range(count)]
-    columns |= {"sampling_params": sampling, "text" if text else "input_ids": values}
-    rows = zip(*columns.values(), strict=True)
-    return [GenerateReqInput(**dict(zip(columns, row, strict=True))) for row in rows], single and samples == 1
+    return columns
 
 
 def _prompts(text: Any, ids: Any) -> tuple[list[Any], bool, bool]:

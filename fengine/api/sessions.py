@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fengine.core.parameters import Parameter, Range
+from fengine.core.sampling_params import Parameter, Range
 from fengine.core.scalars import flag, integer
 from fengine.engine.request_state import RequestState
 from fengine.engine.threads import REAL, Threads

@@ -1,19 +1,86 @@
-"""`SamplingParams`: all that a request may ask for; `PARAMETERS`: the table of what callers name. No torch."""
+"""`SamplingParams`: all that a request may ask for; `PARAMETERS`: the table of what callers name. No torch.
 
-from dataclasses import dataclass, fields, replace
+Each parameter is declared once, beside its field. HTTP fields, the reader of OpenAI bodies, harness mappings, the Hydra
+schema and the documentation derive from the table.
+"""
+
+import math
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fengine.core.parameter_kinds import refuse
-from fengine.core.parameters import Parameter, Range, declare
-from fengine.core.scalars import told
+from fengine.core.parameter_kinds import CHECKS, refuse
+from fengine.core.scalars import flag, integer, number, told
 from fengine.errors import InvalidRequestError
 
+SCALARS = {"number": number, "integer": integer, "flag": flag}
 TOP_K_ALL = 1 << 30  # stored form of "top_k off", as SGLang does
 MAX_TEMPERATURE = 1e30  # still a finite float32; above it every token is equally likely anyway
 MAX_SAMPLES = 4096  # n of one prompt
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what generation_config.json may give
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")  # at most one of them
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers low .. high; with `low_open` without low. `also` is one more, `words` replaces the derived text."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    also: int | None = None
+    words: str | None = None
+
+    def __contains__(self, value: float) -> bool:
+        inside = self.low < value if self.low_open else self.low <= value
+        return (inside and value <= self.high and not math.isinf(value)) or value == self.also
+
+    def __str__(self) -> str:
+        if self.words is not None:
+            return self.words
+        if self.high == math.inf:
+            return f"at least {self.low}"
+        return f"in {'(' if self.low_open else '['}{self.low}, {self.high}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One row of the table.
+
+    `kind` names its check in SCALARS or CHECKS. `default` is written as a caller writes it. `stage` is the part of a
+    request that heeds it. `openai` is the field of OpenAI's body, or vLLM's; `null`: None is a value of its own.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    stage: str
+    doc: str
+    range: Range | None = None
+    openai: str | None = None
+    null: bool = False
+
+    def checked(self, value: Any, vocab_size: int | None = None) -> Any:
+        """The value in its normal form, a copy. Errors: InvalidRequestError and its kinds."""
+        if value is None and self.null:
+            return None
+        if self.kind not in SCALARS:
+            return CHECKS[self.kind](self.name, value, vocab_size)
+        found = SCALARS[self.kind](self.name, value)
+        if self.range is not None and found not in self.range:
+            raise InvalidRequestError(f"{self.name} must be {self.range}, got {told(found)}.")
+        return found
+
+
+def declare(
+    default: Any, kind: str, stage: str, doc: str, range: Range | None = None, *, openai: str | None = None,
+    null: bool = False, written: Any = None,
+) -> Any:  # fmt: skip
+    """A field of `SamplingParams` with its row of the table. `written`: the default in a caller's words."""
+    row = Parameter("", kind, default if written is None else written, stage, doc, range, openai, null)
+    return field(default=default, metadata={"parameter": row})
+
+
 PENALTY = Range(-2, 2)
 
 
@@ -166,19 +233,21 @@ class SamplingParams:
             for name, row in PARAMETERS.items()
             if name in values and (values[name] is not None or row.null)
         }
-        most, least = found.get("max_new_tokens", 128), found.get("min_new_tokens", 0)
-        if least < 0 or (most is not None and least > most):
-            raise InvalidRequestError(
-                f"min_new_tokens must be in [0, max_new_tokens({told(most)})], got {told(least)}."
-            )
-        if sum(found.get(name) is not None for name in GRAMMARS) > 1:
-            raise InvalidRequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
+        _check_together(found)
         return cls(**found | _normal(found))
 
 
 PARAMETERS: dict[str, Parameter] = {
     f.name: replace(f.metadata["parameter"], name=f.name) for f in fields(SamplingParams) if f.metadata
 }
+
+
+def _check_together(found: dict[str, Any]) -> None:
+    most, least = found.get("max_new_tokens", 128), found.get("min_new_tokens", 0)
+    if least < 0 or (most is not None and least > most):
+        raise InvalidRequestError(f"min_new_tokens must be in [0, max_new_tokens({told(most)})], got {told(least)}.")
+    if sum(found.get(name) is not None for name in GRAMMARS) > 1:
+        raise InvalidRequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
 
 
 def _normal(found: dict[str, Any]) -> dict[str, Any]:

@@ -48,13 +48,12 @@ from fengine.worker.device import (
     refuse_default_device,
     refuse_unbuilt_shape,
 )
-from fengine.worker.forward import make_forward, make_unembed
 from fengine.worker.images import ImageInputs, image_rows, letters_of
 from fengine.worker.input_batch import InputBatch
 from fengine.worker.kv_pool import PoolSize, new_pool, pool_bytes, pool_size, windows_of
 from fengine.worker.logits import logits_stages
 from fengine.worker.process_group import check_parts, group_of, least, process_group, ranked_rows
-from fengine.worker.step import CpuRunner, sample_rows
+from fengine.worker.step import CpuRunner, make_forward, make_unembed, sample_rows
 from fengine.worker.step_input import LogitsStage
 
 

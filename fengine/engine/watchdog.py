@@ -1,4 +1,4 @@
-"""`Watchdog`: an engine's threads, from their start to their ends. Whatever ends one, everybody who waits is answered."""
+"""`Watchdog`: an engine's threads, from their start to their ends: whatever ends one, everybody who waits is told."""
 
 import queue
 import threading

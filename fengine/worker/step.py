@@ -18,9 +18,11 @@ from torch import Tensor
 from fengine.core.scheduler_output import Scores, StepOutput
 from fengine.models import lookup
 from fengine.models.kv_state import KVState, Params, Tensors
+from fengine.models.layers import decoder
 from fengine.models.spec import ModelSpec
 from fengine.ops import edges
 from fengine.ops.sampling import draw
+from fengine.worker.compiled import compiled_layers
 from fengine.worker.fields import Arrays
 from fengine.worker.logits.logprobs import Likeliest, put, score, score_prompts, scores_of, to_host
 from fengine.worker.step_input import LogitsStage, StepInput
@@ -44,6 +46,22 @@ def batch_of(tensors: Tensors, last_token_R: Tensor) -> Tensors:
     those that the step before has drawn. Pure."""
     token_T = edges.feed(tensors["token_T"], last_token_R, tensors["feed_index_T"], tensors["feed_from_T"])
     return {**tensors, "token_T": token_T}
+
+
+def make_forward(spec: ModelSpec, *, compiled: bool = False) -> ForwardFn:
+    """The forward pass with `spec` closed over; its layers under torch.compile if asked.
+
+    It modifies the storage of the KV state, which is dead after the call; the returned state is the only live one.
+    """
+    model = lookup(spec.architecture)
+    forward = decoder(compiled_layers(model.layer)) if compiled and model.layer is not None else model.forward
+    return lambda params, kv, batch: forward(params, spec, kv, batch)
+
+
+def make_unembed(spec: ModelSpec) -> UnembedFn:
+    """From hidden states to logits, with `spec` closed over. Pure."""
+    unembed = lookup(spec.architecture).unembed
+    return lambda params, hidden_RD: unembed(params, spec, hidden_RD)
 
 
 def sample(logits_RV: Tensor, tensors: Tensors, stages: Sequence[LogitsStage] = (), top: int | None = None) -> Sampled:

@@ -25,10 +25,9 @@ from fengine.models.kv_pages import init_kv, row_batch
 from fengine.models.kv_state import KVState
 from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 from fengine.worker.device import device_of, refuse_unbuilt_shape
-from fengine.worker.forward import make_forward
 from fengine.worker.kv_pool import PoolSize, kv_bytes_per_token, new_pool, pool_bytes, pool_size
 from fengine.worker.loader import load_params, read_config, spec_from_config
-from fengine.worker.step import CpuRunner, ForwardFn
+from fengine.worker.step import CpuRunner, ForwardFn, make_forward
 
 CPU = Hardware("cpu")
 SHAPE = {

@@ -98,7 +98,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _uncompiled(spec: Any, *, compiled: bool = False) -> Any:
-    from fengine.worker.forward import make_forward
+    from fengine.worker.step import make_forward
 
     return make_forward(spec)
 
