@@ -1,4 +1,4 @@
-"""No kernel touches memory that is not its own, nor races with itself: NVIDIA's compute-sanitizer over the GPU tests."""
+"""No kernel touches memory that is not its own, nor races with itself: compute-sanitizer over the GPU tests."""
 
 import os
 import shutil
