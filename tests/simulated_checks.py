@@ -61,6 +61,8 @@ class Checks:
         self._check_blocked()
         if any(a.arrival < b.arrival for a in victims for b in [*rows.prompting, *rows.decoding]):
             raise InvariantError("a request is preempted though a later one runs on")
+        if victims and draining:
+            raise InvariantError("a request is preempted though pages come back with the step in flight")
         if output is None:
             if not flying and not ran and waiting and not draining and not self.rows.num_running:
                 raise InvariantError(f"nothing runs, and nobody of {[r.rid for r in waiting]} is admitted")
