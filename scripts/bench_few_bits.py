@@ -5,7 +5,7 @@
 
 GPU: every schedule below is compared bit for bit with the decoded matrix under linear.py's reference, then timed by
 replays of a CUDA graph over matrices that together exceed the cache; beside it the bfloat16 product and the scratch
-path. int4 and fp4 take the kernel of quantized_hopper.py, the others that of quantized_kernels.py. CPU: an engine of
+path. int4 and fp4 take the kernel of quantized_hopper.py, the others that of quantized_launch.py. CPU: an engine of
 random weights in each form, in turns. Ends with status 1 if bits differ.
 """
 

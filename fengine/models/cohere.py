@@ -14,12 +14,7 @@ from fengine.models.kv_state import Params, Tensors
 from fengine.models.reader import ConfigReader, decoder_spec, every, sliding_window, windowed
 from fengine.models.rope import NONE
 from fengine.models.spec import Config, ModelSpec
-from fengine.models.weights import (
-    LayerWeights,
-    Weight,
-    attention_weights,
-    mlp_weights,
-)
+from fengine.models.weights import LayerWeights, Weight, attention_weights, mlp_weights
 
 OWN = ("attention_bias", "logit_scale", "layer_norm_eps", "use_qk_norm")
 WINDOWS = ("sliding_window", "sliding_window_pattern", "layer_types")

@@ -12,15 +12,7 @@ from fengine.ops.ahead import launcher
 from fengine.ops.attention_kernels import rows_kernel, tiles_kernel
 from fengine.ops.fp8_kernels import whole_kernel
 from fengine.ops.proof import proved, same_bits
-from fengine.ops.registration import (
-    EARLY,
-    MIDDLE,
-    dependent_launch,
-    multiprocessors,
-    plain,
-    shared_memory,
-    triton,
-)
+from fengine.ops.registration import EARLY, MIDDLE, dependent_launch, multiprocessors, plain, shared_memory, triton
 
 CHUNK = 1024  # keys: part of the tree
 MERGE_AHEAD = 4  # chunk results loaded together by the merge

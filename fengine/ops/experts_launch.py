@@ -238,9 +238,15 @@ def launch(
         return x.new_empty((0, width))
     weights = Weights(gate_up, down, gate_up_bias, down_bias, correction, gate_up_scale, down_scale, group)
     call = Call(x, logits, weights, Routing(top_k, renormalise, sigmoid, scale), shared, gate, limit)
-    few_bits = gate_up_scale is not None and down_scale is not None and quantized_hopper.serves(x.device)
-    hopper = gate_up is not None and down is not None and experts_hopper.usable(x, gate_up, down)
-    candidates = schedules(*call.sizes, x.dtype, hopper, group if few_bits else 0)
-    if gate_up is None or down is None:  # what lies between the halves is in the order of pairs
-        candidates = [s for s in candidates if isinstance(s, Schedule) and s.kind == "grouped"]
-    return run(call, next((s for s in candidates if is_proved(call, s)), REFERENCE))
+    return run(call, next((s for s in _candidates(call) if is_proved(call, s)), REFERENCE))
+
+
+def _candidates(call: Call) -> list[Schedule | FewBits]:
+    """Schedules of a call, fastest first. Pure."""
+    w, x = call.weights, call.x_TD
+    few_bits = w.gate_up_scale is not None and w.down_scale is not None and quantized_hopper.serves(x.device)
+    hopper = w.gate_up is not None and w.down is not None and experts_hopper.usable(x, w.gate_up, w.down)
+    found = schedules(*call.sizes, x.dtype, hopper, w.group if few_bits else 0)
+    if w.gate_up is None or w.down is None:  # what lies between the halves is in the order of pairs
+        return [s for s in found if isinstance(s, Schedule) and s.kind == "grouped"]
+    return found

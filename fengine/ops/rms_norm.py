@@ -8,18 +8,14 @@ before it is added, with the bits that `rms_norm` gives. Without a weight the su
 Reduction tree: one row is one program, whose block is the next power of two of D and whose number of warps follows from
 D alone, so the sum over a row has one fixed thread layout for every T.
 """
-# pyright: reportInvalidTypeForm=false
 
 import torch
 from torch import Tensor
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops.ahead import launcher
 from fengine.ops.cpu import KIND, contiguous, maybe, readable, schedule
-from fengine.ops.proof import proved, same_bits
-from fengine.ops.registration import begin, dependent_launch, plain, register, row_warps, tl, triton, wait, wide
-
-Pair = tuple[Tensor, Tensor]
+from fengine.ops.norm_kernels import Pair, add_launch, launch, rows_launch
+from fengine.ops.registration import register, wide
 
 
 def reference(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
@@ -39,106 +35,6 @@ def add_reference(
     delta_TD = delta_TD if post_D is None else reference(delta_TD, post_D, eps, shift)
     residual_TD = (wide(residual_TD) + wide(delta_TD)).to(residual_TD.dtype)
     return residual_TD if weight_D is None else reference(residual_TD, weight_D, eps, shift), residual_TD
-
-
-@triton.jit
-def normed(x, weight, D, eps, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
-    """A row (float32) under the norm, rounded to DTYPE."""
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    if SHIFT == 0:
-        y = y.to(DTYPE).to(tl.float32)
-    else:
-        weight += SHIFT
-    return (weight * y).to(DTYPE)
-
-
-@triton.jit
-def rms_norm_kernel(
-    x_ptr, delta_ptr, index_ptr, weight_ptr, post_ptr, y_ptr, sum_ptr, D, eps, ADD: tl.constexpr, INDEX: tl.constexpr,
-    POST: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One row of x; ADD: of x + delta, POST: of x + normed delta; INDEX: row index[i] of x. All but x also go to
-    `sum`. NORM: the sum, or x, is normed."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64) * D
-    col = tl.arange(0, BLOCK)
-    if NORM:
-        weight = tl.load(weight_ptr + col, mask=col < D, other=0.0).to(tl.float32)
-    if POST:
-        post = tl.load(post_ptr + col, mask=col < D, other=0.0).to(tl.float32)
-    wait(PDL)
-    if INDEX:
-        x_ptr += tl.load(index_ptr + tl.program_id(0)).to(tl.int64) * D - row
-    x = tl.load(x_ptr + row + col, mask=col < D, other=0.0).to(tl.float32)
-    if INDEX:
-        tl.store(sum_ptr + row + col, x.to(sum_ptr.dtype.element_ty), mask=col < D)
-    if ADD:
-        delta = tl.load(delta_ptr + row + col, mask=col < D, other=0.0).to(tl.float32)
-        if POST:
-            delta = normed(delta, post, D, eps, SHIFT, delta_ptr.dtype.element_ty).to(tl.float32)
-        x = (x + delta).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row + col, x, mask=col < D)
-        x = x.to(tl.float32)
-    if NORM:
-        tl.store(y_ptr + row + col, normed(x, weight, D, eps, SHIFT, y_ptr.dtype.element_ty), mask=col < D)
-
-
-def _run(
-    x_TD: Tensor, delta_TD: Tensor | None, index_T: Tensor | None, weight_D: Tensor | None, eps: float,
-    shift: float, post_D: Tensor | None = None,
-) -> Pair:  # fmt: skip
-    x_TD = plain(x_TD)
-    tokens, width = x_TD.shape if index_T is None else (len(index_T), x_TD.shape[1])
-    y_TD = x_TD.new_empty((0 if weight_D is None else tokens, width))
-    sum_TD = x_TD if delta_TD is None and index_T is None else x_TD.new_empty((tokens, width))
-    block = triton.next_power_of_2(width)
-    if tokens:
-        launcher(rms_norm_kernel, (tokens,))(
-            x_TD, _plain(delta_TD), index_T, _plain(weight_D), _plain(post_D), y_TD, sum_TD, width, eps,
-            delta_TD is not None, index_T is not None, post_D is not None, weight_D is not None, block, shift,
-            num_warps=row_warps(block), **dependent_launch(x_TD.device.index),
-        )  # fmt: skip
-    return y_TD, sum_TD
-
-
-def _plain(x: Tensor | None) -> Tensor | None:
-    return None if x is None else plain(x)
-
-
-def launch(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    return _run(x_TD, None, None, weight_D, eps, shift)[0]
-
-
-def add_launch(
-    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, shift: float = 0.0,
-    post_D: Tensor | None = None,
-) -> Pair:  # fmt: skip
-    """Two norms in one kernel where that was proved equal to one after the other."""
-    if post_D is not None and not _is_proved(delta_TD, residual_TD, weight_D, eps, shift, post_D):
-        delta_TD, post_D = launch(delta_TD, post_D, eps, shift), None
-    return _run(residual_TD, delta_TD, None, weight_D, eps, shift, post_D)
-
-
-def _is_proved(
-    delta_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, eps: float, shift: float, post_D: Tensor
-) -> bool:
-    """Not in float32, where no rounding keeps a product apart from the sum behind it."""
-    if delta_TD.dtype == torch.float32:
-        return False
-
-    def compare() -> bool:
-        generator = torch.Generator(delta_TD.device).manual_seed(1)
-        shape = (2, 32, delta_TD.shape[1])
-        a_TD, b_TD = torch.randn(shape, device=delta_TD.device, generator=generator).to(delta_TD.dtype)
-        want = _run(b_TD, launch(a_TD, post_D, eps, shift), None, weight_D, eps, shift)
-        return same_bits(torch.cat(want), lambda: torch.cat(_run(b_TD, a_TD, None, weight_D, eps, shift, post_D)))
-
-    key = f"post norm {delta_TD.dtype} {residual_TD.dtype} {delta_TD.shape[1]} {weight_D is None} {eps} {shift}"
-    return proved(delta_TD.device, key, compare)
-
-
-def rows_launch(table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
-    return _run(table_VD, None, index_T, weight_D, eps, shift)
 
 
 def on_cpu(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:

@@ -44,15 +44,7 @@ from fengine.worker.quantized_weights import (
     scheme_of,
     whole,
 )
-from fengine.worker.safetensors_file import (
-    DTYPES,
-    INDEX,
-    SINGLE,
-    listing,
-    read_json,
-    reading,
-    refuse_other_formats,
-)
+from fengine.worker.safetensors_file import DTYPES, INDEX, SINGLE, listing, read_json, reading, refuse_other_formats
 
 
 class Placement(NamedTuple):
@@ -87,9 +79,9 @@ def read_config(directory: Path, overrides: str = "") -> Config:
 def refuse_quantization_file(path: Path) -> None:
     """ModelOpt writes one beside config.json. Errors: UnsupportedFormatError if it names a quantization."""
     told = read_json(path).get("quantization") if path.exists() else None
-    named = {key: value for key, value in told.items() if key.endswith("quant_algo") and value} if told else {}
-    for key, value in named.items():
-        raise UnsupportedFormatError(f"{path} names {key} {value!r}: quantized weights are not supported.")
+    for key, value in (told or {}).items():
+        if key.endswith("quant_algo") and value:
+            raise UnsupportedFormatError(f"{path} names {key} {value!r}: quantized weights are not supported.")
 
 
 def spec_from_config(config: Config) -> ModelSpec:
@@ -123,9 +115,8 @@ def load_params(
     seed: int = 0,
     group: Group | None = None,
 ) -> Params:
-    """Fused and packed parameters (see `models.weights`) plus rotary tables up to `context_length`.
-
-    With a group those of its rank.
+    """Fused and packed parameters (see `models.weights`), of a group its rank's, and rotary tables up to
+    `context_length`.
 
     Matrices keep their stored dtype unless `dtype` says otherwise. `load_format=dummy` needs config.json only and gives
     random weights that are a function of (seed, leaf, device). Errors: ModelLoadError and its kinds, ConfigError,
@@ -230,8 +221,8 @@ def _load(
 
 def _own_slices(weight: Weight, group: Group | None) -> list[list[slice]]:
     """Of each source, what the rank has of it; empty: all. Pure."""
-    cut = group is not None and weight.shard
-    return weight.rows(group.rank, group.size) if group is not None and cut else [[] for _ in weight.sources]
+    cut = group if weight.shard else None
+    return [[] for _ in weight.sources] if cut is None else weight.rows(cut.rank, cut.size)
 
 
 def place(weight: Weight, stored: Sequence[Tensor | Codes], placement: Placement) -> Leaf:
@@ -274,8 +265,8 @@ def _own(leaf: Tensor) -> Tensor:
     return leaf if leaf.untyped_storage().resizable() else leaf.clone()
 
 
-def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) -> Leaf:
-    """A random leaf: every matrix keeps the variance of its input, norms are one, biases small.
+def _drawn(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) -> Tensor:
+    """Random numbers: every matrix keeps the variance of its input, norms are one, biases small.
 
     What writes to the residual stream is scaled by 1/sqrt(2L), so that the stream grows to order one over all layers
     and neither a token's own embedding nor its context is drowned (Radford et al. 2019, GPT-2, section 2.3).
@@ -288,9 +279,17 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     std = 0.02 if weight.fill == "small" else shape[-1] ** -0.5
     if weight.fill == "residual":
         std /= (2 * spec.num_layers) ** 0.5
-    tensor = torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
+    return torch.empty(shape, dtype=dtype, device=placement.device).normal_(0.0, std, generator=generator)
+
+
+def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) -> Leaf:
+    """A random leaf, in few bits where the spec says so; of a group the rank's part."""
+    stored = tensor = _drawn(weight, spec, placement, seed)
+    if weight.fill == "one":
+        return tensor
     scheme = spec.quantization and weight.matrix and spec.quantization.of(module_of(weight.sources[0]))
-    stored = tensor if weight.path == ("embed",) else encoded_by(tensor, scheme or None, placement.device)
+    if weight.path != ("embed",):
+        stored = encoded_by(tensor, scheme or None, placement.device)
     group = placement.group if weight.shard else None
     if isinstance(stored, Tensor) and group is None:
         return linear.pack(stored) if weight.matrix else stored
