@@ -1,6 +1,7 @@
 """The one reader of OpenAI's bodies, for the server and for batch files: fields to the engine's words. No torch."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,8 @@ SHARED: dict[str, Field] = {
     "return_hidden_states": flag("The last hidden state of a choice, where the engine gives any."),
     "prompt_logprobs": whole("Likeliest tokens at each position of the prompt.", 0, MAX_LOGPROBS),
     **TRUNCATION,
-    "bad_words": fields.array("Words that are never drawn; each must be one token."),
+    "bad_words": fields.array("Words that are never drawn."),
+    "allowed_token_ids": fields.array("The only ids that are drawn."),
     **fields.sampling_fields(),
     **fields.GRAMMAR_FIELDS,
     **fields.CALL,
@@ -53,7 +55,6 @@ OF_CHATS: Fields = SHARED | CHAT | {
 }  # fmt: skip
 REFUSED = {
     "use_beam_search": "beam search",
-    "allowed_token_ids": "a list of allowed ids; a regex, a choice or logit_bias says what may be drawn",
     "prompt_embeds": "embeddings in place of tokens",
 }
 REFUSED_COMPLETIONS = REFUSED | {"suffix": "text behind the completion"}
@@ -91,6 +92,27 @@ class OpenAIRequest:
     def chat_options(self) -> ChatOptions:
         assert self.chat is not None, "a body of chat completions"
         return self.chat
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawLimits:
+    """A logit processor: draws no id but the `allowed` ones (None: any), and none that ends one of the `barred` lists
+    of ids, whose others have been drawn just before."""
+
+    allowed: list[int] | None
+    barred: Sequence[list[int]]
+
+    def __call__(self, logits: Any, params: Sequence[Mapping[str, Any]]) -> Any:
+        """`logits` [1, V], which it writes to."""
+        if self.allowed is not None:
+            kept = logits[:, self.allowed].clone()
+            logits.fill_(-math.inf)
+            logits[:, self.allowed] = kept
+        drawn = params[0]["__req__"].output_ids
+        for ids in self.barred:
+            if drawn[max(0, len(drawn) - len(ids) + 1) :] == ids[:-1]:
+                logits[:, ids[-1]] = -math.inf
+        return logits
 
 
 def read_completion(body: Mapping[str, Any], max_samples: int) -> OpenAIRequest:
@@ -151,6 +173,9 @@ def _given(body: Mapping[str, Any], known: Fields, refused: Mapping[str, str], m
     given["bad_words"] = words = given["bad_words"] or ()
     if not all(isinstance(word, str) and word for word in words):
         raise invalid("bad_words", f"bad_words must be a list of texts, none empty, got {words!r:.80}.")
+    ids = given["allowed_token_ids"]
+    if ids is not None and not (ids and all(type(id) is int and id >= 0 for id in ids)):
+        raise invalid("allowed_token_ids", f"allowed_token_ids must be token ids, and not empty, got {ids!r:.80}.")
     if given["stream"] and given["prompt_logprobs"] is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not told in streams; leave stream out.")
     return given | {"truncation": Truncation.of(given)}

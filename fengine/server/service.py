@@ -24,7 +24,7 @@ from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of, invalid, unsupported
 from fengine.server.metrics import Meter
-from fengine.server.openai_body import OpenAIRequest
+from fengine.server.openai_body import DrawLimits, OpenAIRequest
 from fengine.server.output_parser import template_facts
 from fengine.worker.generation_config import read_sampling_defaults
 
@@ -150,27 +150,37 @@ class Service:
     # -- what plans are made of ----------------------------------------------------------------------------------------
 
     def request_of(self, body: Body, arguments: dict[str, Any], request: OpenAIRequest) -> GenerateReqInput:
-        """The call's arguments, with the server's sampling defaults, the body's adapter and its bad words.
+        """The call's arguments, with the server's sampling defaults, the body's adapter and limits of what is drawn.
 
         Errors: ApiError.
         """
-        sampling, words = self.sampling_defaults | arguments["sampling_params"], request.given["bad_words"]
-        bias = sampling.get("logit_bias", {})
-        if words and isinstance(bias, dict):  # another is the engine's to refuse
-            sampling["logit_bias"] = bias | self._barred(words)
+        sampling, given = self.sampling_defaults | arguments["sampling_params"], request.given
+        barred, bias = self._barred(given["bad_words"]), sampling.get("logit_bias", {})
+        if barred and isinstance(bias, dict):  # another is the engine's to refuse
+            sampling["logit_bias"] = bias | {str(ids[0]): -MAX_BIAS for ids in barred if len(ids) == 1}
+        limits = DrawLimits(given["allowed_token_ids"], [ids for ids in barred if len(ids) > 1])
+        if limits.allowed is not None or limits.barred:
+            name = "bad_words" if limits.allowed is None else "allowed_token_ids"
+            self._check_limits(name, limits, arguments.get("custom_logit_processor"))
+            arguments |= {"custom_logit_processor": limits}
         arguments |= {"sampling_params": sampling, "lora_path": self.lora_path(body, arguments.get("lora_path"))}
-        return GenerateReqInput(**arguments, stream=request.given["stream"])
+        return GenerateReqInput(**arguments, stream=given["stream"])
 
-    def _barred(self, words: Sequence[str]) -> dict[str, float]:
-        """A bias that bans each word, with and without a space before it. Errors: ApiError."""
-        found = set[int]()
-        for text in (text for word in words for text in (word, f" {word.lstrip()}")):
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            if len(ids) != 1:
-                raise unsupported("bad_words", f"bad_words: {text!r:.80} is {len(ids)} tokens of this model; only "
-                                  "words that are one token can be banned.")  # fmt: skip
-            found.update(ids)
-        return {str(token): -MAX_BIAS for token in sorted(found)}
+    def _barred(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of each word, with and without a space before it."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    def _check_limits(self, name: str, limits: DrawLimits, processor: Any) -> None:
+        """Errors: ApiError for what a processor of the server's own cannot do here."""
+        if not self.engine.server_args.enable_custom_logit_processor:
+            told = "needs a server with --enable-custom-logit-processor; only bad_words of one token each do not."
+            raise unsupported(name, f"{name} {told}")
+        if processor is not None:
+            raise invalid(name, f"{name} and custom_logit_processor are two processors; give one.")
+        size = self.engine._parts.spec.vocab_size
+        if wrong := [id for id in limits.allowed or () if id >= size]:
+            raise invalid(name, f"{name} contains out-of-vocab token id {wrong[0]}: ids are in [0, {size - 1}].")
 
     def head(self, body: Body) -> dict[str, Any]:
         """What OpenAI's answers tell of the model. Errors: ApiError."""

@@ -30,6 +30,8 @@ engine, server, untouched = serving.engine, serving.server, serving.untouched  #
 
 def test_a_failing_engine_is_told() -> None:
     with Engine(model_path="box", enable_torch_compile=False) as engine, live(engine) as server:
+        refused = server.ask("POST", "/v1/completions", {**GOOD, "allowed_token_ids": [5]})
+        assert (refused.status, refused.error["param"]) == (400, "allowed_token_ids")  # processors are off
         engine.pause_generation("in_place")
         links = [server.connect() for _ in range(2)]
         for link, data in zip(links, (POST, STREAMED), strict=True):

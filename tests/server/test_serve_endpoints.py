@@ -33,8 +33,9 @@ KEY = {"Authorization": "Bearer admin"}
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     adapter = tiny_adapters.random_adapter(tmp_path_factory.mktemp("sql"), BOX, 2)
     with Engine(
-        model_path="box", enable_torch_compile=False, enable_return_hidden_states=True, lora_paths={"sql": str(adapter)}
-    ) as engine:
+        model_path="box", enable_torch_compile=False, enable_return_hidden_states=True,
+        enable_custom_logit_processor=True, lora_paths={"sql": str(adapter)},
+    ) as engine:  # fmt: skip
         yield engine
 
 
@@ -424,13 +425,23 @@ def test_words_that_are_never_drawn(engine: Engine, server: Live) -> None:
     text = post(server, "/v1/completions", body)["choices"][0]["text"]
     assert "," in text
     ids = [engine.tokenizer.encode(word, add_special_tokens=False) for word in (",", " ,")]
-    answer = server.ask("POST", "/v1/completions", {**body, "bad_words": [","]})
-    if max(map(len, ids)) == 1:
-        assert "," not in answer.json["choices"][0]["text"]
-    else:
-        assert (answer.status, answer.error["param"]) == (400, "bad_words")
+    assert "," not in post(server, "/v1/completions", {**body, "bad_words": [","]})["choices"][0]["text"]
+    first, second = text.split()[:2]  # several tokens: what is drawn is as before up to the last of them
+    other = post(server, "/v1/completions", {**body, "bad_words": [f"{first} {second}"]})["choices"][0]["text"]
+    assert f"{first} {second}" not in other and other != text and other.split()[0] == first
     bias = {str(id): -1e30 for row in ids if len(row) == 1 for id in row}
     assert "," not in post(server, "/v1/completions", {**body, "logit_bias": bias})["choices"][0]["text"]
+
+
+def test_only_ids_that_are_allowed_are_drawn(engine: Engine, server: Live) -> None:
+    allowed = engine.tokenizer.encode(" Paris Rome", add_special_tokens=False)
+    body = {"prompt": PROMPT, "temperature": 1, "seed": 3, "n": 2, "max_tokens": 8, "return_token_ids": True}
+    choices = post(server, "/v1/completions", {**body, "allowed_token_ids": allowed})["choices"]
+    drawn = [set(choice["token_ids"]) for choice in choices]
+    assert all(len(choice["token_ids"]) == 8 for choice in choices) and set.union(*drawn) <= set(allowed)
+    (only,) = {engine.tokenizer.encode(" Paris", add_special_tokens=False)[-1]}
+    chat = {"messages": CHAT, "max_tokens": 3, "allowed_token_ids": [only], "return_token_ids": True}
+    assert post(server, "/v1/chat/completions", chat)["choices"][0]["token_ids"] == [only] * 3
 
 
 def test_custom_roles_where_the_template_writes_them(server: Live) -> None:
@@ -444,7 +455,10 @@ def test_custom_roles_where_the_template_writes_them(server: Live) -> None:
 
 
 REFUSED = [
-    ("/v1/completions", {"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
+    ("/v1/completions", {"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ("/v1/completions", {"allowed_token_ids": [1 << 30]}, "allowed_token_ids"),
+    ("/v1/completions", {"allowed_token_ids": [1], "custom_logit_processor": "a"}, "allowed_token_ids"),
     ("/v1/completions", {"use_beam_search": True}, "use_beam_search"),
     ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
     ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
