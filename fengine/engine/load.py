@@ -94,7 +94,7 @@ def refuse_with_images(config: EngineConfig, spec: ModelSpec) -> None:
     """What is not built beside images. Errors: UnsupportedFeatureError."""
     asked = {
         "lora": config.lora.on, "quantized weights": spec.quantization,
-        "speculation.draft_model": config.speculation.draft_model, "scheduler.record": config.scheduler.record,
+        "scheduler.record": config.scheduler.record,
     }  # fmt: skip
     if names := [name for name, on in asked.items() if on]:
         raise UnsupportedFeatureError(f"{', '.join(names)} with a model that takes images: not built; leave it out.")

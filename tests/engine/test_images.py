@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import eagle_heads
 import pytest
 import tiny_vision
 import torch
@@ -96,6 +97,32 @@ def test_bits_are_the_requests_own(engine: Engine, checkpoint: Path, layout: str
         assert [bits(output) for output in drawn(other, prompts, images)] == alone
         assert [bits(output) for output in drawn(other, prompts[::-1], images[::-1])] == alone[::-1]
         assert layout != "preempted" or other.stats()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])
+def test_drafts_beside_images_change_no_bit(algorithm: str, tmp_path: Path) -> None:
+    """A draft sees placeholders where images stand: it may guess worse, and the model says what is right."""
+    model = tiny_vision.write(tmp_path / "model", text_config={"num_hidden_layers": 4})
+    draft = str(tmp_path / "draft")
+    if algorithm == "EAGLE3":
+        eagle_heads.write(Path(draft), tiny_vision.TEXT)
+    else:
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_vision.TEXT)).save_pretrained(draft)
+    found, pictures = [], [picture(1, 48, 48), picture(2)]
+    guessing = {
+        "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": draft,
+        "speculative_adaptive": False,
+    }
+    for options in ({}, guessing):
+        with Engine(model_path=str(model), **(OPTIONS | options)) as engine:
+            sampling = GREEDY | {"max_new_tokens": 20, "temperature": 0.5, "sampling_seed": 3}
+            drawn = engine.generate(
+                None, sampling, [ONE, TWO, [5, 6, 7]], image_data=[pictures[0], pictures, None], return_logprob=True
+            )  # fmt: skip
+            found.append([bits(output) for output in drawn])
+            assert not options or engine.stats()["draft_tokens"] > 0
+    assert found[0] == found[1]
 
 
 def test_the_same_picture_behind_the_same_text_is_a_prefix_hit(engine: Engine) -> None:
