@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fengine.models.rope import rope_table
 from fengine.models.spec import RopeSpec
-from fengine.ops import activations, attention, attention_launch, linear, rms_norm, rope, sampling
+from fengine.ops import activations, attention, attention_launch, linear, norm_kernels, rms_norm, rope, sampling
 
 BF16 = torch.bfloat16
 LINEARS = {  # name: (N, K)
@@ -251,6 +251,11 @@ def row_bits() -> dict[str, int]:
             added = rms_norm.add_rms_norm(delta[rows], x[rows], weight, 1e-5)
             return [rms_norm.rms_norm(x[rows], weight, 1e-5), *added, activations.silu_mul(x[rows])]
 
+        post = random(width)
+        for shift in (0.0, 1.0):  # one kernel against three, whether or not it is proved here
+            want = rms_norm.add_rms_norm(rms_norm.rms_norm(delta, post, 1e-5, shift), x, weight, 1e-5, shift)
+            got = norm_kernels.run(x, delta, None, weight, 1e-5, shift, post)
+            found[f"norm, sum, norm {width} {shift}"] = sum(differing(a, b) for a, b in zip(got, want, strict=True))
         whole = outputs(slice(None))
         found[f"norms and silu_mul {width}"] = sum(
             differing(a, w[r : r + 1])
@@ -380,6 +385,13 @@ def small_op_times(budget: Budget) -> dict[str, list[float]]:
             ("silu_mul", activations.silu_mul, silu_times_up, (gate_up,)),
         ):
             found[f"{name} T={m}"] = [microseconds(ours, [sets] * 20), microseconds(theirs, [sets] * 20)]
+        found[f"norm, sum, norm in one kernel, in two T={m}"] = [
+            microseconds(rms_norm.add_rms_norm, [(x, y, weight, 1e-5, 1.0, weight)] * 20),
+            microseconds(
+                lambda x, y: rms_norm.add_rms_norm(rms_norm.rms_norm(x, weight, 1e-5, 1.0), y, weight, 1e-5, 1.0),
+                [(x, y)] * 20,
+            ),
+        ]
         arguments = (qkv, table, index, index, pages[0], pages[1], 32)
         found[f"rope_kv_write T={m}"] = [
             microseconds(rope.rope_kv_write, [arguments] * 20), microseconds(torch.clone, [(qkv,)] * 20)

@@ -53,10 +53,11 @@ def rms_norm_kernel(
         tl.store(y_ptr + row + col, normed(x, weight, D, eps, SHIFT, y_ptr.dtype.element_ty), mask=col < D)
 
 
-def _run(
+def run(
     x_TD: Tensor, delta_TD: Tensor | None, index_T: Tensor | None, weight_D: Tensor | None, eps: float,
     shift: float, post_D: Tensor | None = None,
 ) -> Pair:  # fmt: skip
+    """(normed, sum) as `rms_norm_kernel` says. Pure."""
     x_TD = plain(x_TD)
     tokens, width = x_TD.shape if index_T is None else (len(index_T), x_TD.shape[1])
     y_TD = x_TD.new_empty((0 if weight_D is None else tokens, width))
@@ -76,7 +77,7 @@ def _plain(x: Tensor | None) -> Tensor | None:
 
 
 def launch(x_TD: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-    return _run(x_TD, None, None, weight_D, eps, shift)[0]
+    return run(x_TD, None, None, weight_D, eps, shift)[0]
 
 
 def add_launch(
@@ -86,7 +87,7 @@ def add_launch(
     """Two norms in one kernel where that was proved equal to one after the other."""
     if post_D is not None and not _is_proved(delta_TD, residual_TD, weight_D, eps, shift, post_D):
         delta_TD, post_D = launch(delta_TD, post_D, eps, shift), None
-    return _run(residual_TD, delta_TD, None, weight_D, eps, shift, post_D)
+    return run(residual_TD, delta_TD, None, weight_D, eps, shift, post_D)
 
 
 def _is_proved(
@@ -100,15 +101,15 @@ def _is_proved(
         generator = torch.Generator(delta_TD.device).manual_seed(1)
         shape = (2, 32, delta_TD.shape[1])
         a_TD, b_TD = torch.randn(shape, device=delta_TD.device, generator=generator).to(delta_TD.dtype)
-        want = _run(b_TD, launch(a_TD, post_D, eps, shift), None, weight_D, eps, shift)
-        return same_bits(torch.cat(want), lambda: torch.cat(_run(b_TD, a_TD, None, weight_D, eps, shift, post_D)))
+        want = run(b_TD, launch(a_TD, post_D, eps, shift), None, weight_D, eps, shift)
+        return same_bits(torch.cat(want), lambda: torch.cat(run(b_TD, a_TD, None, weight_D, eps, shift, post_D)))
 
     key = f"post norm {delta_TD.dtype} {residual_TD.dtype} {delta_TD.shape[1]} {weight_D is None} {eps} {shift}"
     return proved(delta_TD.device, key, compare)
 
 
 def rows_launch(table_VD: Tensor, index_T: Tensor, weight_D: Tensor, eps: float, shift: float = 0.0) -> Pair:
-    return _run(table_VD, None, index_T, weight_D, eps, shift)
+    return run(table_VD, None, index_T, weight_D, eps, shift)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def test_kernels_are_grouped_by_op() -> None:
     assert rows[0] == {"name": "linear, ours", "count": 2, "us": 7, "us_per_step": 3.5, "us_each": 3.5, "share": 0.7}
     names = {"rows_kernel": "attention, few tokens a row", "rms_norm_kernel": "norm", "what": "other"}
     names |= {"triton_poi_fused_index_select_0": "compiled glue", "rope_kv_write_kernel": "rope and KV write"}
-    names |= {"row_kernel": "draw", "level_kernel": "draw", "silu_mul_kernel": "silu"}
+    names |= {"row_kernel": "draw", "level_kernel": "draw", "activate_kernel": "activation"}
     assert {name: profile_gpu.op_of(name) for name in names} == names
     ops = Path(fengine.__file__).parent / "ops"
     kernels = {name for path in ops.glob("*.py") for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)}
