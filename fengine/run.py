@@ -15,7 +15,6 @@ from fengine.eval.cli import command
 from fengine.eval.cli.command import FAILED, INTERRUPTED, OK, TERMINATED, USAGE, ended
 from fengine.eval.cli.schema import keys_of
 from fengine.eval.commands import (
-    batch,
     bench,
     chat,
     diff,
@@ -35,12 +34,13 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "eval": evaluate.main,
     "serve": serve.main,
     "lm-eval": lm_eval.main,
+    "batch": partial(command.run, evaluate.BATCH, evaluate.batch),
     "env": partial(command.run, inform.ENV, inform.env),
     "models": partial(command.run, inform.MODELS, inform.models),
     "replay": partial(command.run, inform.REPLAY, inform.replay_steps),
     "report": partial(command.run, inform.REPORT, inform.report),
     **{name: partial(command.run, module.USAGE, module.work) for name, module in {
-        "batch": batch, "bench": bench, "chat": chat, "diff": diff, "merge": merge, "rerun": rerun, "verify": verify,
+        "bench": bench, "chat": chat, "diff": diff, "merge": merge, "rerun": rerun, "verify": verify,
     }.items()},
 }  # fmt: skip
 

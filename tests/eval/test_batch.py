@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="the extra serve")
 from fengine import run
 from fengine.api.engine import Engine
 from fengine.errors import ConfigError
-from fengine.eval.commands.batch import arguments
+from fengine.eval.commands.evaluate import batch_arguments
 from fengine.eval.runs.manifest import row_seed
 
 HI = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -122,4 +122,4 @@ def test_it_goes_on_where_it_ended() -> None:
 def test_wrong_words(words: list[str], said: str) -> None:
     written()
     with pytest.raises(ConfigError, match=said):
-        arguments(words)
+        batch_arguments(words)

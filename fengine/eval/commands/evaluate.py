@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fengine.errors import FengineError
+from fengine.errors import ConfigError, FengineError
 from fengine.eval.cli import view
 from fengine.eval.cli.command import INTERRUPTED, OK, TERMINATED, composed
-from fengine.eval.cli.compose import jobs
+from fengine.eval.cli.command import parse as parse_words
+from fengine.eval.cli.compose import jobs, parse, points
 from fengine.eval.cli.engines import EngineCache, model_directory
 from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
@@ -30,13 +31,34 @@ from fengine.eval.runs import manifest
 from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingConfig, View, evaluation_of
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
-from fengine.eval.runs.output import Export
+from fengine.eval.runs.output import BatchExport, Export
 from fengine.eval.runs.provenance import has_chat_template, local_directory
 from fengine.eval.runs.run import Ended, open_run, run_point
 from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
 from fengine.eval.tasks.task import Task
-from fengine.eval.tasks.task_config import Match, TaskConfig
+from fengine.eval.tasks.task_config import Format, Match, TaskConfig
 
+BATCH = """
+Usage:  fengine batch IN.jsonl OUT.jsonl [group=option] [key=value] ...
+
+Answers a file of requests as `fengine serve` would, in OpenAI's batch format: a line of IN.jsonl is
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], "max_tokens": 64}}
+
+and OUT.jsonl has for each {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, in the order
+of the input. url: completions, chat/completions, responses, messages, embeddings, score, rerank, /generate, /encode.
+Every field of the server's bodies holds but stream. Whatever model a body names, it is answered by this one. A request
+without a seed draws by `seed` and its custom_id, so that answers depend neither on order nor on batch.
+
+The record is OUT.jsonl.run: killed or interrupted, the same command goes on; requests that failed are tried again.
+
+    fengine batch in.jsonl out.jsonl model=qwen3-0.6b
+    fengine batch -i in.jsonl -o out.jsonl --model Qwen/Qwen3-0.6B         (vLLM's words)
+
+Exit codes:  0 ok   1 some requests failed   2 usage, configuration or input   130 interrupted   143 terminated
+"""
+LONG = {"-i": "in", "--input-file": "in", "-o": "out", "--output-file": "out", "--model": "model.path"}
+OWN = ("prompts", "out", "chat", "return_logprob", "adapter")  # keys of RUN that mean nothing here
 OUTPUT = "output.jsonl"  # of a run of prompts, in its own directory
 # What a run of prompts has that names none: SGLang's examples of the offline engine, and what the model in the box can.
 TEXTS = (
@@ -153,6 +175,49 @@ def run_prompts(point: Point, engines: EngineCache, screen: view.QuietView, argv
         rows = builtin_rows(has_chat_template(local_directory(model.path) or model_directory(model)))
     own = replace(point, config=evaluation_of(config, rows))
     return run_point(own, engines, screen, argv, Path.cwd(), export)
+
+
+# -- batches: OpenAI's format in and out, journaled; vLLM's run-batch files as they are --------------------------------
+
+
+def batch_arguments(words: Sequence[str]) -> list[str]:
+    """The words of a run of prompts: the two files, and what configures it. Errors: ConfigError."""
+    given, rest, left = {}, [], iter(words)
+    for word in left:
+        name, sign, value = word.partition("=")
+        if name in LONG:
+            given[LONG[name]] = value if sign else next(left, "")
+        else:
+            rest.append(word)
+    found = parse_words(rest, overrides=True)
+    files = [*filter(None, (given.get("in"), given.get("out"))), *found.places]
+    if len(files) != 2:
+        raise ConfigError(f"fengine batch takes IN.jsonl and OUT.jsonl, got {len(files)} files; --help tells more")
+    if not Path(files[0]).is_file():
+        raise ConfigError(f"{files[0]}: there is no such file of requests")
+    for word in found.overrides:
+        key = word.partition("=")[0].lstrip("+")
+        if key.partition(".")[0] == "sampling" or key in OWN:
+            raise ConfigError(f"{word:.200}: each request of a batch says this in its body")
+    model = [f"model.path={quoted(given['model.path'])}"] if "model.path" in given else []
+    return [f"prompts={quoted(files[0])}", f"out={quoted(files[1])}", *model, *found.overrides]
+
+
+def batch(argv: Sequence[str]) -> int:
+    """Runs `fengine batch` and returns the exit code. Errors: FengineError."""
+    given = parse(batch_arguments(argv), RUN)
+    (point,) = points(given, RUN)
+    return go(given, RUN, [in_place(point)], partial(run_batch, argv=["batch", *argv]), argv)
+
+
+def run_batch(point: Point, engines: EngineCache, screen: view.QuietView, argv: Sequence[str]) -> Ended:
+    """One file of requests. Errors: FengineError."""
+    config: RunConfig = point.config
+    assert config.out is not None and isinstance(config.prompts, str), "the command gives both"
+    found = evaluation_of(config, ())
+    task = replace(found.task, name="batch", format=Format.batch)
+    export = BatchExport(config.out, inputs=config.prompts)
+    return run_point(replace(point, config=replace(found, task=task)), engines, screen, argv, Path.cwd(), export)
 
 
 # -- from Python -------------------------------------------------------------------------------------------------------

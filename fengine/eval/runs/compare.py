@@ -118,8 +118,7 @@ def _compare_answer(found: RowDifference, sample: int, a: Record, b: Record) -> 
 
 
 def _divergence(row: str, sample: int, token: int, a: Record, b: Record) -> Divergence:
-    at = next((i for i, (x, y) in enumerate(zip(a["text"], b["text"], strict=False)) if x != y), None)
-    at = min(len(a["text"]), len(b["text"])) if at is None else at
+    at = common(a["text"], b["text"])
     return Divergence(row, sample, token, _side(a, token, at), _side(b, token, at))
 
 

@@ -123,8 +123,8 @@ def id_of(line: bytes) -> str:
     return "" if record is None else record["id"]
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids both begin with. Pure."""
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many ids, or characters, both begin with. Pure."""
     if one == other:
         return len(one)
     return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
