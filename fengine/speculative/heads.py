@@ -85,10 +85,9 @@ class EagleHead:
 
 def check_pair(directory: Path, config: Config, spec: ModelSpec, target: ModelSpec) -> None:
     """Errors: ConfigError if it is the draft of another model."""
-    told = {"vocab_size": spec.vocab_size, "hidden_size": config.get("target_hidden_size") or spec.hidden_size}
-    wrong = [
-        f"{name} {value}, not {found}" for name, value in told.items() if value != (found := getattr(target, name))
-    ]
+    wrong = [f"vocab_size {spec.vocab_size}, not {target.vocab_size}"] * (spec.vocab_size != target.vocab_size)
+    if (size := config.get("target_hidden_size") or spec.hidden_size) != target.hidden_size:
+        wrong.append(f"hidden_size {size}, not {target.hidden_size}")
     if spec.hidden_size != target.hidden_size:
         wrong.append(f"hidden_size {spec.hidden_size}, which is not that of the target's embedding")
     layers = eagle3.feature_layers(config, target)

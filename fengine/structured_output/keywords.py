@@ -179,8 +179,8 @@ def _check_annotation(key: str, at: str) -> None:
     if key in ANNOTATIONS or key.startswith("_") or (key.startswith("x-") and key not in _NEVER):
         return
     if near := key if key in _NEVER else _near(key[:80]):
-        told = f"supported are {', '.join(sorted(KEYWORDS))}" if near == key else f"did you mean {near!r}?"
-        raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; {told}")
+        hint = f"supported are {', '.join(sorted(KEYWORDS))}" if near == key else f"did you mean {near!r}?"
+        raise GrammarError(f"json_schema: the keyword {key!r:.80} at {at} is not supported; {hint}")
     logger.info("json_schema: %r at %s is no keyword of JSON Schema, and is ignored.", key[:80], at)
 
 

@@ -223,11 +223,11 @@ def encode_chat(
     marked, marked_extra = special.mark(checked, marks), special.mark(extra, marks)
     if special.in_keys([checked, extra]):
         raise InvalidRequestError("a key in messages or tools holds special-token text; rename it.")
-    told = left_open(checked, text) if continue_final_message else text
+    shown = left_open(checked, text) if continue_final_message else text
     if marked == checked and marked_extra == extra:
-        return tokenizer.ids_of([told], add_special_tokens=False)[0]
+        return tokenizer.ids_of([shown], add_special_tokens=False)[0]
     found = marks.remove(_render(tokenizer, marked, marked_extra, add_generation_prompt))
-    ids = special.encode(told, found[1]) if found is not None and found[0] == text else None
+    ids = special.encode(shown, found[1]) if found is not None and found[0] == text else None
     if ids is None:
         raise InvalidRequestError(
             "a message's content holds special-token text, and this model's chat template or tokenizer changes it "

@@ -54,8 +54,8 @@ class Tokenizer:
         files = read_files(Path(path))
         backend, special = load_pipeline(files)
         ids = {name: backend.token_to_id(token) for name, token in special.items()}
-        told = files.model.get("max_position_embeddings")
-        context = context_length or (told if isinstance(told, int) and told > 0 else DEFAULT_CONTEXT)
+        declared = files.model.get("max_position_embeddings")
+        context = context_length or (declared if isinstance(declared, int) and declared > 0 else DEFAULT_CONTEXT)
         tokenizer = cls(
             backend=backend,
             special_tokens=special,
