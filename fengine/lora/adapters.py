@@ -1,7 +1,7 @@
 """`Adapters`: the LoRA adapters of an engine by name; loaded, unloaded and reloaded in the callers' threads.
 
 A loaded adapter is a checked image in CPU memory; the scheduler has it copied to one of the device's slots when a
-request needs it (`core/lora_slots.py`). Requests refer to the load itself, so an adapter that is unloaded, or loaded anew
+request needs it (`core/lora_slots.py`). Requests refer to the load itself, so one that is unloaded, or loaded anew
 under its name, goes on for those that came before. Beyond `max_loaded` the one that was asked for longest ago loses its
 image; it is read again when it is asked for, if its files are what they were.
 """

@@ -118,12 +118,9 @@ def collect(
     problems: list[str] = []
     names: dict[tuple[str, str], str] = {}
     for name in shapes:
-        found = TENSOR.fullmatch(name)
-        module, side = (found["module"], found["side"]) if found else ("", "")
-        module = f"model.{module}" if module.startswith("layers.") else module
+        module, side = _place(name)
         if module not in modules:
-            why = next((f"is {what}, which is not supported" for part, what in MEANINGS.items() if part in name), "")
-            problems.append(f"tensor {name!r} {why or 'is not part of a LoRA adapter for this model'}")
+            problems.append(f"tensor {name!r} {_why_unknown(name)}")
         elif (module, side) in names:
             problems.append(f"tensors {name!r} and {names[module, side]!r} are the same")
         else:
@@ -148,6 +145,18 @@ def collect(
         updates[module] = Update(a, b, config.scale_of(module))
         rest()
     return updates
+
+
+def _place(name: str) -> tuple[str, str]:
+    """(module, "A" or "B") of a tensor; a module that is none if the name does not say."""
+    found = TENSOR.fullmatch(name)
+    module, side = (found["module"], found["side"]) if found else ("", "")
+    return (f"model.{module}" if module.startswith("layers.") else module), side
+
+
+def _why_unknown(name: str) -> str:
+    what = next((what for part, what in MEANINGS.items() if part in name), "")
+    return f"is {what}, which is not supported" if what else "is not part of a LoRA adapter for this model"
 
 
 def _mismatches(

@@ -107,13 +107,10 @@ def _rules(text: str) -> dict[str, Expression]:
             if value in rules:
                 raise GrammarError(f"ebnf defines the rule {value!r:.80} twice")
             name, open_ = value, [[[]]]
-        elif not name or (value == ")" and len(open_) < 2) or (kind == "repeat" and not open_[-1][-1]):
-            wanted = "something to repeat" if kind == "repeat" else "a rule (name ::= …)"
-            raise GrammarError(f"{where} expected {wanted}, got {value!r:.80}")
-        elif value == "(":
+            continue
+        _check_place(kind, value, open_, where)
+        if value == "(":
             open_.append([[]])
-            if len(open_) > MAX_DEPTH:
-                raise GrammarError(f"{where} more than {MAX_DEPTH} parentheses inside one another")
         elif value == "|":
             open_[-1].append([])
         elif value == ")":
@@ -124,6 +121,15 @@ def _rules(text: str) -> dict[str, Expression]:
         else:
             open_[-1][-1].append(_one(kind, value, where))
     return rules
+
+
+def _check_place(kind: str, value: str, open_: list[list[list[Expression]]], where: str) -> None:
+    """Errors: GrammarError for a token that cannot stand there. Pure."""
+    if not open_ or (value == ")" and len(open_) < 2) or (kind == "repeat" and not open_[-1][-1]):
+        wanted = "something to repeat" if kind == "repeat" else "a rule (name ::= …)"
+        raise GrammarError(f"{where} expected {wanted}, got {value!r:.80}")
+    if value == "(" and len(open_) > MAX_DEPTH:
+        raise GrammarError(f"{where} more than {MAX_DEPTH} parentheses inside one another")
 
 
 def _either(options: list[list[Expression]]) -> Expression:

@@ -73,16 +73,21 @@ class Logic:
             return True
         if not isinstance(a, dict) or not isinstance(b, dict) or depth > MAX_DEPTH:
             return False
-        for one, other in ((a, b), (b, a)):  # `other` excludes all options of `one`, or a schema that holds with it
-            for key, enough in (("anyOf", all), ("oneOf", all), ("allOf", any)):
-                if key in one and enough(self.disjoint(part, other, depth + 1) for part in one[key]):
-                    return True
+        if self._parts_disjoint(a, b, depth) or self._parts_disjoint(b, a, depth):
+            return True
         kinds, mine, theirs = _kinds(a) & _kinds(b), _listed(a), _listed(b)
         if not kinds or (
             mine is not None and theirs is not None and not {*map(text_of, mine)} & {*map(text_of, theirs)}
         ):
             return True
         return kinds == {"object"} and self._objects_disjoint(a, b, depth)
+
+    def _parts_disjoint(self, one: Node, other: Node, depth: int) -> bool:
+        """Whether `other` excludes all options of `one`, or a schema that holds with it."""
+        return any(
+            key in one and enough(self.disjoint(part, other, depth + 1) for part in one[key])
+            for key, enough in (("anyOf", all), ("oneOf", all), ("allOf", any))
+        )
 
     def _objects_disjoint(self, a: Node, b: Node, depth: int) -> bool:
         """A property that both need has no common value, or one needs a property that the other bars."""

@@ -143,8 +143,18 @@ def _taken(rows: Sequence[MaskRow], drawn: Sequence[int]) -> list[Cursor]:
 
 
 def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> Filled:
-    """What the matchers allow, with the ends of the rows whose text may end, alone, and without what is barred.
-    Modifies: mask_MW; the cursors of rows that are stuck."""
+    """What the matchers allow, with the ends of each row. Modifies: mask_MW; the cursors of rows that are stuck."""
+    drawable_M = _with_ends(rows, mask_MW, complete_M)
+    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
+        if not drawable and row.cursor.error is None:
+            row.cursor.fail(_why_stuck(row, complete))
+    errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
+    return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
+
+
+def _with_ends(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]) -> list[bool]:
+    """Allows the ends of the rows whose text may end, alone, and bars what is barred; whether a row allows anything.
+    Modifies: mask_MW."""
     _change(mask_MW, [(i, row.cursor.early if row.least else row.cursor.ends) for i, row in enumerate(rows)], False)
     goes_on_M: list[bool] = np.any(mask_MW, axis=1).tolist()
     ending = [
@@ -155,12 +165,7 @@ def _filled(rows: Sequence[MaskRow], mask_MW: np.ndarray, complete_M: list[bool]
     barred = [(i, row.cursor.barred) for i, row in enumerate(rows) if len(row.cursor.barred.word)]
     _change(mask_MW, ending, True)
     _change(mask_MW, barred, False)
-    drawable_M: list[bool] = np.any(mask_MW, axis=1).tolist() if ending or barred else goes_on_M
-    for row, drawable, complete in zip(rows, drawable_M, complete_M, strict=True):
-        if not drawable and row.cursor.error is None:
-            row.cursor.fail(_why_stuck(row, complete))
-    errors = {row.row: row.cursor.error for row in rows if row.cursor.error is not None}
-    return Filled(np.array([row.row for row in rows], np.int32), mask_MW, errors)
+    return np.any(mask_MW, axis=1).tolist() if ending or barred else goes_on_M
 
 
 def _why_stuck(row: MaskRow, complete: bool) -> str:

@@ -125,24 +125,30 @@ class _Writer:
         if kind == "regex":
             return f"/{explicit(value['pattern'], 'structural_tag: pattern')}/"
         if kind in ("sequence", "or"):
-            count = len(value["elements"])
-            parts = [
-                self.format(part, f"{at}.elements[{i}]", depth + 1, last=last and (kind == "or" or i == count - 1))
-                for i, part in enumerate(value["elements"])
-            ]
-            return f"({(' | ' if kind == 'or' else ' ').join(map(self.rule, parts))})"
+            return self.elements(kind, value["elements"], at, depth, last)
         if kind == "tag":
-            content, end = value["content"], value["end"]
-            inside = self.upto(end) if end and content == {"type": "any_text"} else (
-                f"{self.format(content, f'{at}.content', depth + 1, last=False)} {_literal(end)}"
-            )  # fmt: skip
-            return f"{_literal(value['begin'].removeprefix(after))} {inside}"
+            return self.tag(value, at, depth, after)
         if not last:
             raise GrammarError(f"structural_tag: {kind} at {at} must be the last, for any text may end it")
         return "TEXT" if kind == "any_text" else self.tags(kind, value, at, depth)
 
-    def tags(self, kind: str, value: Any, at: str, depth: int) -> str:
-        """Free text, in which each trigger begins a tag; or a list of tags."""
+    def elements(self, kind: str, values: list[Any], at: str, depth: int, last: bool) -> str:
+        parts = []
+        for i, part in enumerate(values):
+            ends = last and (kind == "or" or i == len(values) - 1)
+            parts.append(self.rule(self.format(part, f"{at}.elements[{i}]", depth + 1, last=ends)))
+        return f"({(' | ' if kind == 'or' else ' ').join(parts)})"
+
+    def tag(self, tag: dict[str, Any], at: str, depth: int, after: str) -> str:
+        content, end = tag["content"], tag["end"]
+        if end and content == {"type": "any_text"}:
+            inside = self.upto(end)
+        else:
+            inside = f"{self.format(content, f'{at}.content', depth + 1, last=False)} {_literal(end)}"
+        return f"{_literal(tag['begin'].removeprefix(after))} {inside}"
+
+    def pieces(self, value: Any, at: str, depth: int) -> dict[str, list[str]]:
+        """The tags by their triggers: what stands behind each."""
         triggers = sorted(set(value.get("triggers", ("",))), key=len)
         pieces: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for i, tag in enumerate(value["tags"]):
@@ -155,6 +161,11 @@ class _Writer:
                 raise GrammarError(f"structural_tag: {where} begins with {begin!r:.80}, which no trigger does")
             tag = {**tag, "type": "tag"}
             pieces[trigger].append(self.rule(self.format(tag, where, depth, last=False, after=trigger)))
+        return pieces
+
+    def tags(self, kind: str, value: Any, at: str, depth: int) -> str:
+        """Free text, in which each trigger begins a tag; or a list of tags."""
+        pieces = self.pieces(value, at, depth)
         least, once = value.get("at_least_one", False), value.get("stop_after_first", False)
         if kind == "tags_with_separator":
             one = self.rule(" | ".join(pieces[""]))
@@ -163,7 +174,7 @@ class _Writer:
         for trigger, tags in pieces.items():
             if not tags:
                 raise GrammarError(f"structural_tag: no tag begins with the trigger {trigger!r:.80}")
-            if any(trigger in longer for longer in triggers if longer != trigger):
+            if any(trigger in longer for longer in pieces if longer != trigger):
                 raise GrammarError(
                     f"structural_tag: the trigger {trigger!r:.80} stands inside another one; leave the longer out"
                 )

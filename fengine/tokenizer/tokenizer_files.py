@@ -70,12 +70,12 @@ def _tokens(config: dict[str, Any], where: str) -> dict[str, str]:
     found = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, (str, dict))}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     found |= more if isinstance(more, dict) else {f"{i}": value for i, value in enumerate(more)}
-    texts: dict[str, Any] = {
-        key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()
-    }
-    for key, text in texts.items():
+    texts: dict[str, str] = {}
+    for key, value in found.items():
+        text = value.get("content") if isinstance(value, dict) else value
         if not isinstance(text, str):
             raise ModelLoadError(f'{where}: {key} must be a string or an object with a string "content".')
+        texts[key] = text
     listed = config.get("added_tokens_decoder", {})
     if not isinstance(listed, dict) or not all(i.isdecimal() and isinstance(t, dict) for i, t in listed.items()):
         raise ModelLoadError(f"{where}: added_tokens_decoder must be an object of tokens by id.")

@@ -91,9 +91,10 @@ def read_pooling(directory: Path, config: dict[str, Any]) -> Pooling:
     prompt = _prompt(directory / "config_sentence_transformers.json")
     if prompt and pool == "mean" and not with_prompt:
         raise UnsupportedFeatureError("the Pooling module leaves out the prompt (include_prompt false): not built.")
-    dense: list[Dense] = []
+    dense, size = [], config.get("hidden_size")
     for _, folder in folders[2 : len(folders) - normalize]:
-        dense.append(_dense(folder, len(dense[-1].bias_O) if dense else config.get("hidden_size")))
+        dense.append(_dense(folder, size))
+        size = len(dense[-1].bias_O)
     limits = _text_limits(directory / "sentence_bert_config.json")
     return Pooling(pool, normalize, tuple(sizes), prompt, *limits, tuple(dense))
 
@@ -111,15 +112,16 @@ def _read(path: Path, where: str = "", kind: type = dict) -> Any:
     if not isinstance(value, kind) or not all(isinstance(one, dict) for one in objects):
         raise ModelLoadError(f"{path} must be {'a list of objects' if kind is list else 'an object'}.")
     where = where or path.name
-    bad = [
-        f"{key} = {item!r:.80}"
-        for one in objects for key, item in one.items()
-        if key not in KEYS[where].split() and not key.startswith("pooling_mode_")
-        and item not in (None, False, 0, "", [], {}) and USUAL.get(key) != item
-    ]  # fmt: skip
+    bad = [f"{k} = {v!r:.80}" for one in objects for k, v in one.items() if not _is_known(k, v, KEYS[where].split())]
     if bad:
         raise UnsupportedFeatureError(f"{where} has keys that may change the result: {', '.join(bad)}: not built.")
     return value
+
+
+def _is_known(key: str, value: Any, known: list[str]) -> bool:
+    """Whether a key is read, has no effect, is off, or says what is built anyway."""
+    is_read = key in known or key.startswith("pooling_mode_")
+    return is_read or value in (None, False, 0, "", [], {}) or USUAL.get(key) == value
 
 
 def _modules(directory: Path) -> list[tuple[str, Path]]:
