@@ -502,7 +502,7 @@ def test_built_in_rows(name: str) -> None:
 
 def test_every_yaml_is_here() -> None:
     names = {path.stem for path in (ROOT / "conf" / "task").glob("*.yaml")}
-    assert names == {*BUILT_IN, "jsonl", "openai"}
+    assert names == {*BUILT_IN, "pictures", "jsonl", "openai"}
     for name in ("jsonl", "openai"):
         assert check(built_in(name, data="x.jsonl").config) == []  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="task.data must name the rows"):
