@@ -106,6 +106,9 @@ def captured(compute: Callable[[], Tensor]) -> Tensor:
     return result.clone()  # its memory ends with the graph
 
 
+SWITCHES = ("CUBLAS", "TRITON_F", "TRITON_DEFAULT")  # of the environment that change what libraries or Triton compute
+
+
 def environment(device: int) -> dict[str, str]:
     """What the result of a comparison may depend on, besides its key."""
     found = {
@@ -114,7 +117,7 @@ def environment(device: int) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "machine": platform.machine(),
-        "switches": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("CUBLAS", "TRITON_F"))),
+        "switches": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(SWITCHES)),
     }
     for package in ("triton", "nvidia-cublas", "nvidia-cublas-cu12"):
         try:
