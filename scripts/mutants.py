@@ -58,7 +58,7 @@ COMPARE = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 OPERATE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add}
-BUDGET = 25.0  # seconds that the tests of one mutant take in all, without it; the longest are left out
+BUDGET = 10.0  # seconds that the tests of one mutant take in all, without it; the longest are left out
 OFTEN = 64  # calls of a function in one test, beyond which its lines are seldom looked at
 HANGS = 6  # seconds of processor time, beyond ten times what a test takes without a mutant
 

@@ -166,7 +166,9 @@ class Checks:
 
     def _check_drafts(self, output: SchedulerOutput, planned: list[Request]) -> None:
         """Drafts take what is left: neither pages that are due to others, nor the last token."""
-        rows, paged = self.rows, False
+        rows, paged, speculation = self.rows, False, self.scheduler.speculation
+        if output.drafts and (speculation is None or len(output.rows) >= speculation.full):
+            raise InvariantError(f"a batch of {len(output.rows)} rows has drafts")
         for index, draft in output.drafts:
             request, start = planned[index], output.starts[index]
             if len(draft) > self.most_drafts or output.counts[index] != len(draft) + 1:
