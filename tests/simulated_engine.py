@@ -417,6 +417,7 @@ class World:
         bound = 60 + 25 * sum(len(job.ids) + job.new + 2 for job in self.jobs.values()) * (1 + self.device.weights)
         if self.core.stepper.steps > bound:
             raise Violation(f"{self.core.stepper.steps} steps, more than {bound}: somebody starves")
+        self._check_drafts()
         for event, states, loop in self.calls:
             for state in states:
                 job = self.jobs[state.request.rid]
@@ -432,6 +433,17 @@ class World:
                 broken = BROKEN if self._is_broken(event) else TOKENIZER
                 if wrong := judge(self.solo, state, job, self.labels, broken, excused):
                     raise Violation(f"{state.request.rid}: {wrong}")
+
+    def _check_drafts(self) -> None:
+        """What requests tell of their drafts adds up to what the scheduler counts."""
+        counters, records = self.scheduler.counters(), [
+            state.request.drafting for _, states, _ in self.calls for state in states if state.request.drafting
+        ]  # fmt: skip
+        told = sum(record.proposed for record in records), sum(record.correct for record in records)
+        if told != (counters["drafts"], counters["correct_drafts"]):
+            raise Violation(f"of {counters['drafts']} drafts {counters['correct_drafts']} were right, {told} are told")
+        if any(sum(k * n for k, n in enumerate(record.histogram)) != record.correct for record in records):
+            raise Violation("the histogram of drafts is not that of its tries")
 
     def _check_times(self, state: RequestState) -> None:
         first, finish = self.first.get(state.request), state.request.finish
