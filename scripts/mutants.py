@@ -11,7 +11,7 @@ quickest first, simulated schedules before, up to the first failure. What runs t
 
 A mutant that no test sees is printed with its line: either the line is not needed, or an oracle is missing, or `reason`
 in the JSON file tells why neither is; reasons stay when the file is written again. What is raised is not mutated, nor
-left out where it is an InvariantError: only a fault meets those. A planted fault whose `old` text is not found once is
+left out where it is an InvariantError, nor is `strict=True`: only a fault meets those. A planted fault whose `old` text is not found once is
 left out by name.
 """
 
@@ -114,6 +114,7 @@ def mutants_of(path: Path) -> Iterator[tuple[ast.Module, ast.AST, str, ast.AST]]
     """(module, node, what, new node) of the statements in functions, not of what is raised."""
     tree = ast.parse(path.read_text())
     told = {id(node) for raised in ast.walk(tree) if isinstance(raised, ast.Raise) for node in ast.walk(raised)}
+    told |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"}
     for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
         for statement in function.body:
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -287,6 +287,10 @@ def watch(world: World, event: Event) -> None:
 
     def tell(record: Any) -> None:
         told.append(record)
+        prompts = {state.request.rid: state.request.prompt_len for _, states, _ in world.calls for state in states}
+        for rid, start, decodes in zip(record.rids, record.starts, record.decodes, strict=True):
+            if decodes and start < prompts.get(rid, 0):
+                raise Violation(f"a prompt's chunk of {rid} is said to decode")
         if len(told) == 3:
             raise ValueError("as planned")
 
@@ -296,6 +300,8 @@ def watch(world: World, event: Event) -> None:
     if world.core.stepper.steps > before + 2 and not told:
         raise Violation("a watcher is not told of steps that have landed")
     fault = world.core.call("unwatch_steps", key=str(event.name))
+    if isinstance(fault, Violation):
+        raise fault
     if (fault is not None) != (len(told) == 3) or len(told) > 3:
         raise Violation(f"a watcher that fails was told {len(told)} times")
 

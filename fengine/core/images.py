@@ -122,7 +122,6 @@ class ImageRows:
         for key in images:
             if key in self._entries:
                 self._entries[key].users += 1
-                self._entries.move_to_end(key)
         for key, image in images.items():
             if key not in self._entries:
                 self._entries[key] = _Entry(self._take(image.tokens), 1)
