@@ -11,8 +11,8 @@ quickest first, simulated schedules before, up to the first failure. What runs t
 
 A mutant that no test sees is printed with its line: either the line is not needed, or an oracle is missing, or `reason`
 in the JSON file tells why neither is; reasons stay when the file is written again. What is raised is not mutated, nor
-left out where it is an InvariantError, nor is `strict=True`: only a fault meets those. A planted fault whose `old` text is not found once is
-left out by name.
+left out where it is an InvariantError, nor is `strict=True`: only a fault meets those. A planted fault whose `old` text
+is not found once is left out by name.
 """
 
 import argparse
