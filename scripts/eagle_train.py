@@ -29,7 +29,8 @@ from fengine.models import lookup
 from fengine.models.kv_pages import init_kv, row_batch
 from fengine.ops.linear import unpacked
 from fengine.worker.hub import resolve_model
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import read_config
 
 PAGE = 16
 

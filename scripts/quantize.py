@@ -22,8 +22,8 @@ from fengine import models
 from fengine.ops import quantized
 from fengine.worker.checkpoint_checks import check_entries, read_entries
 from fengine.worker.hub import resolve_model
-from fengine.worker.loader import read_config, spec_from_config
-from fengine.worker.safetensors_file import INDEX, SINGLE, reading
+from fengine.worker.loader import spec_from_config
+from fengine.worker.safetensors_file import INDEX, SINGLE, read_config, reading
 
 SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)  # of the scale that holds a group's largest value
 KEPT = ("wrouter", "wshared_gate")

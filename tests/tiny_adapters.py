@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fengine.lora.layout import Module, all_sites
 from fengine.models.spec import ModelSpec
-from fengine.worker.loader import read_config, spec_from_config
+from fengine.worker.loader import spec_from_config
+from fengine.worker.safetensors_file import read_config
 
 CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_alpha": 16, "lora_dropout": 0.05}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -14,8 +14,9 @@ from fengine.ops.columns import Group
 from fengine.worker.device import device_of
 from fengine.worker.generation_config import read_generation_config
 from fengine.worker.hub import resolve_model
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.pooling import Pooling, read_pooling
+from fengine.worker.safetensors_file import read_config
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fengine.speculative.pace import Pace
 from fengine.worker.device import device_of
 from fengine.worker.hub import resolve_model
 from fengine.worker.kv_pool import kv_bytes_per_token
-from fengine.worker.loader import read_config
+from fengine.worker.safetensors_file import read_config
 
 logger = logging.getLogger("fengine")
 LONG_COPY = 4  # tokens: what follows a shorter one a model knows better

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from fengine.core.sampling_params import RECOMMENDED, SamplingParams
 from fengine.errors import FengineError, ModelLoadError, UnsupportedFeatureError
 from fengine.models.spec import Config
-from fengine.worker.loader import read_config
-from fengine.worker.safetensors_file import read_json
+from fengine.worker.safetensors_file import read_config, read_json
 
 LENGTH = "a request says itself how much it wants"
 SPEED = "how the same result is computed"

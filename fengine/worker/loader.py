@@ -5,7 +5,6 @@ is the weights plus one fused matrix.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -19,7 +18,6 @@ from fengine import models
 from fengine.config import Dtype, LoadFormat
 from fengine.errors import (
     ConfigError,
-    ModelLoadError,
     OutOfMemoryError,
     UnsupportedArchitectureError,
     UnsupportedFormatError,
@@ -44,7 +42,7 @@ from fengine.worker.quantized_weights import (
     scheme_of,
     whole,
 )
-from fengine.worker.safetensors_file import DTYPES, INDEX, SINGLE, listing, read_json, reading, refuse_other_formats
+from fengine.worker.safetensors_file import DTYPES, read_config, reading
 
 
 class Placement(NamedTuple):
@@ -57,31 +55,6 @@ class Placement(NamedTuple):
     def of(self, weight: Weight) -> torch.dtype:
         """Of a leaf. Pure."""
         return torch.float32 if weight.wide or (self.device.type == "cpu" and not weight.matrix) else self.matrix
-
-
-def read_config(directory: Path, overrides: str = "") -> Config:
-    """`config.json`, parsed strictly, with the values of the JSON object `overrides` over its own.
-
-    Errors: ModelLoadError; UnsupportedFormatError with only other weights.
-    """
-    if not directory.is_dir():
-        kind = "is not a directory" if directory.exists() else "does not exist"
-        raise ModelLoadError(f"model directory {directory} {kind}.")
-    if not (directory / "config.json").is_symlink() and not (directory / "config.json").exists():
-        refuse_other_formats(directory)
-        raise ModelLoadError(
-            f"{directory} holds {listing(directory)}; a model directory needs config.json and {SINGLE} (or {INDEX})."
-        )
-    refuse_quantization_file(directory / "hf_quant_config.json")
-    return read_json(directory / "config.json") | json.loads(overrides or "{}")
-
-
-def refuse_quantization_file(path: Path) -> None:
-    """ModelOpt writes one beside config.json. Errors: UnsupportedFormatError if it names a quantization."""
-    told = read_json(path).get("quantization") if path.exists() else None
-    for key, value in (told or {}).items():
-        if key.endswith("quant_algo") and value:
-            raise UnsupportedFormatError(f"{path} names {key} {value!r}: quantized weights are not supported.")
 
 
 def spec_from_config(config: Config) -> ModelSpec:
@@ -293,12 +266,17 @@ def _random(weight: Weight, spec: ModelSpec, placement: Placement, seed: int) ->
     group = placement.group if weight.shard else None
     if isinstance(stored, Tensor) and group is None:
         return linear.pack(stored) if weight.matrix else stored
-    parts, ends = [stored], list(accumulate(source.plain.shape[0] for source in weight.sources))
-    if len(ends) > 1:
-        stored = stored.flatten(0, 1) if isinstance(stored, Tensor) and weight.stack else stored
-        parts = rows_of(stored, [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)])
-    own = zip(parts, _own_slices(weight, group), strict=True)
+    own = zip(_of_sources(weight, stored), _own_slices(weight, group), strict=True)
     return place(weight, [one for part, rows in own for one in _own_part(weight, part, rows)], placement)
+
+
+def _of_sources(weight: Weight, stored: Tensor | Codes) -> list[Tensor | Codes]:
+    """A whole leaf as the parts that its sources are. Pure."""
+    ends = list(accumulate(source.plain.shape[0] for source in weight.sources))
+    if len(ends) == 1:
+        return [stored]
+    stored = stored.flatten(0, 1) if isinstance(stored, Tensor) and weight.stack else stored
+    return rows_of(stored, [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)])
 
 
 def _own_part(weight: Weight, part: Tensor | Codes, own: Sequence[slice]) -> list[Tensor | Codes]:

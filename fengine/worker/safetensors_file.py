@@ -79,6 +79,31 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     return value
 
 
+def read_config(directory: Path, overrides: str = "") -> dict[str, Any]:
+    """`config.json`, parsed strictly, with the values of the JSON object `overrides` over its own.
+
+    Errors: ModelLoadError; UnsupportedFormatError with only other weights.
+    """
+    if not directory.is_dir():
+        kind = "is not a directory" if directory.exists() else "does not exist"
+        raise ModelLoadError(f"model directory {directory} {kind}.")
+    if not (directory / "config.json").is_symlink() and not (directory / "config.json").exists():
+        refuse_other_formats(directory)
+        raise ModelLoadError(
+            f"{directory} holds {listing(directory)}; a model directory needs config.json and {SINGLE} (or {INDEX})."
+        )
+    refuse_quantization_file(directory / "hf_quant_config.json")
+    return read_json(directory / "config.json") | json.loads(overrides or "{}")
+
+
+def refuse_quantization_file(path: Path) -> None:
+    """ModelOpt writes one beside config.json. Errors: UnsupportedFormatError if it names a quantization."""
+    told = read_json(path).get("quantization") if path.exists() else None
+    for key, value in (told or {}).items():
+        if key.endswith("quant_algo") and value:
+            raise UnsupportedFormatError(f"{path} names {key} {value!r}: quantized weights are not supported.")
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 

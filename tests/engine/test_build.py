@@ -26,7 +26,8 @@ from fengine.models.kv_state import KVState
 from fengine.models.spec import LayerKind, ModelSpec, RopeSpec
 from fengine.worker.device import device_of, refuse_unbuilt_shape
 from fengine.worker.kv_pool import PoolSize, kv_bytes_per_token, new_pool, pool_bytes, pool_size
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import read_config
 from fengine.worker.step import CpuRunner, ForwardFn, make_forward
 
 CPU = Hardware("cpu")

@@ -37,8 +37,9 @@ from fengine.errors import (
 )
 from fengine.worker import hub
 from fengine.worker.hub import BOX
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.pooling import Pooling, check_dimensions, finish_vector, read_pooling
+from fengine.worker.safetensors_file import read_config
 
 BODIES = {"llama": LlamaModel, "qwen2": Qwen2Model, "qwen3": Qwen3Model}
 CLASSIFIERS = {

@@ -19,7 +19,8 @@ from fengine.worker.compiled import layer_kinds
 from fengine.worker.cuda_graphs import Buckets, decode_sizes
 from fengine.worker.cuda_runner import CudaRunner
 from fengine.worker.fields import ADAPTERS, INPUTS, StaticBuffers, blank, layout, pack
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import read_config
 from fengine.worker.step import batch_of, make_forward, on_cpu
 from fengine.worker.warm_up import warm_step
 

@@ -19,8 +19,9 @@ from fengine.models.weights import Weight, head_weight
 from fengine.ops import columns, peers
 from fengine.ops.columns import Group
 from fengine.worker import safetensors_file
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
 from fengine.worker.process_group import group_of
+from fengine.worker.safetensors_file import read_config
 
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}

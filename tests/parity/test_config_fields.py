@@ -14,7 +14,8 @@ from torch import Tensor
 from fengine import models
 from fengine.errors import ContextLengthError, FengineError
 from fengine.models.kv_pages import init_kv, row_batch
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import read_config
 
 PROMPT = [5, 99, 17, 3, 64, 64, 120, 8, 31, 77, 12, 6, 50, 101, 9, 42, 13, 88, 23, 7, 119, 2, 60, 71]
 EXTRA: dict[

@@ -18,7 +18,8 @@ from fengine.models.kv_pages import init_kv
 from fengine.models.kv_state import BATCH
 from fengine.models.spec import ModelSpec
 from fengine.worker.hub import BOX
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import read_config
 
 TOLERANCE = 1e-4
 VOCAB = 311

@@ -34,8 +34,8 @@ from fengine.models.spec import RopeSpec
 from fengine.ops import linear
 from fengine.worker.generation_config import GenerationConfig, read_generation_config
 from fengine.worker.hub import BOX, resolve_model
-from fengine.worker.loader import load_params, read_config, spec_from_config
-from fengine.worker.safetensors_file import INDEX, SINGLE, read_header
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import INDEX, SINGLE, read_config, read_header
 
 
 @pytest.fixture

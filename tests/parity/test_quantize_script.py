@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from fengine import Engine
 from fengine.worker.hub import BOX
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import read_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 quantize: Any = importlib.import_module("quantize")

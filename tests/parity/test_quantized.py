@@ -33,7 +33,8 @@ from fengine.models.spec import ModelSpec
 from fengine.ops import fragments, linear, quantized_hopper, w8a8
 from fengine.ops.quantized import Quantized, encoded
 from fengine.ops.w8a8 import W8A8
-from fengine.worker.loader import load_params, read_config, spec_from_config
+from fengine.worker.loader import load_params, spec_from_config
+from fengine.worker.safetensors_file import read_config
 
 KEPT = ("lm_head", "embed_tokens", ".gate")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": False, "lm_head": False,

@@ -15,8 +15,8 @@ from fengine.errors import CorruptCheckpointError, InvalidRequestError, ModelLoa
 from fengine.models.spec import ModelSpec
 from fengine.models.weights import EMBEDDING, HEAD
 from fengine.worker.checkpoint_checks import HARMLESS, check_entries, check_tied, listed, read_entries
-from fengine.worker.loader import read_config, spec_from_config
-from fengine.worker.safetensors_file import DTYPES, reading
+from fengine.worker.loader import spec_from_config
+from fengine.worker.safetensors_file import DTYPES, read_config, reading
 
 FLOATS = tuple(DTYPES.values())
 

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from fengine.engine.weights.live import LiveWeights
 from fengine.engine.weights.updates import WeightUpdates
 from fengine.errors import InvalidRequestError, StorageError
-from fengine.worker.loader import read_config
-from fengine.worker.safetensors_file import INDEX
+from fengine.worker.safetensors_file import INDEX, read_config
 
 SHARD_BYTES = 5 << 30
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"  # SGLang's
