@@ -99,6 +99,20 @@ def test_decoding_rows_wait_for_one_budget_at_most() -> None:
     assert world.images.num_encoded == 64
 
 
+def test_an_image_that_is_computed_at_once_takes_the_pages_of_later_requests() -> None:
+    """The earliest running request always gets on, also where one step needs several pages for it."""
+    world = World(capacity=40, budget=100, pages=20, cached=False)
+    world.add(request("first", [image(1, 14, bidirectional=True)]))
+    world.add(request("later", [], words=5, new=40))
+    output = world.step()
+    assert output is not None and list(output.counts) == [3, 5]  # up to the image
+    pool = world.scheduler.pool
+    assert pool.allocate(pool.num_available - 2)  # two are left, and two are the later request's
+    output = world.step()
+    assert output is not None and list(zip(output.rows, output.counts, strict=True)) == [(0, 15)]  # and a word
+    assert world.requests["later"].num_preempted == 1
+
+
 def test_what_could_never_fit_is_refused() -> None:
     world = World(capacity=7, budget=100)
     with pytest.raises(CapacityError, match="images of 8 tokens, but 7 embeddings"):
