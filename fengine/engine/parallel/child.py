@@ -38,18 +38,6 @@ def no_adapter(name: str, number: int) -> Any:
 NOTHING = Handles({}, lambda kind, text: None, no_adapter)
 
 
-def lines(sock: socket.socket) -> Iterator[bytes]:
-    """What comes, line by line, until the other side closes. Errors: OSError, also of a time limit."""
-    parts: list[bytes] = []
-    while data := sock.recv(1 << 20):
-        *whole, rest = data.split(b"\n")
-        if whole:
-            yield b"".join([*parts, whole[0]])
-            yield from whole[1:]
-            parts = []
-        parts.append(rest)
-
-
 class Child:
     """Thread-safe. `hear` and `ended` are called in a thread of their own; `ended` at most once, with the reason."""
 
@@ -83,7 +71,7 @@ class Child:
 
     def _listen(self) -> None:
         try:
-            for line in lines(self.sock):
+            for line in self.sock.makefile("rb"):
                 self.sock.settimeout(SILENCE)
                 self._hear(json.loads(line))
             end = "closed its socket"
@@ -127,8 +115,8 @@ class Link:
             self.sock.sendall(line)
 
     def _listen(self) -> None:
-        with suppress(OSError):
-            for line in lines(self.sock):
+        with suppress(OSError, ValueError):  # the last line may be half of one
+            for line in self.sock.makefile("rb"):
                 self.told.put(json.loads(line))
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -65,13 +65,12 @@ class Ranks:
         self.params: Params = {}
         self._sums: dict[int, dict[int, int]] = {}  # of each step, by rank
         self._news = threading.Condition()
-        self._told: dict[int, set[str]] = {}  # what each rank has said so far
+        self._loaded: set[int] = set()  # ranks that have their weights
         self._ranks: dict[int, Child] = {}
         for rank in range(1, self.size):
             model = replace(config.model, device=devices[rank], skip_tokenizer_init=True)
             named = [name, rank, self.folder.name, sockets[rank]]
             start = {"config": to_plain(replace(config, model=model), NOTHING), "group": named}
-            self._told[rank] = set()
             hear, ended = partial(self._hear, rank), partial(self._ended, rank)
             self._ranks[rank] = Child(start, torch.get_num_threads() // self.size, hear, ended, sockets[rank])
             peers.close(sockets[rank])
@@ -85,7 +84,8 @@ class Ranks:
                 self._fail(f"rank {rank} of {self.size} failed: {told['error']}")
             if "sum" in told:
                 self._sums.setdefault(told["step"], {})[rank] = told["sum"]
-            self._told[rank].update(told)
+            if "loaded" in told:
+                self._loaded.add(rank)
             self._news.notify_all()
 
     def _fail(self, reason: str) -> None:
@@ -107,17 +107,13 @@ class Ranks:
         """Of the other ranks."""
         return [child.process.pid for child in self._ranks.values()]
 
-    def wait(self, what: str) -> None:
-        """Until every rank has told it. Errors: EngineDeadError if one has ended."""
+    def join(self) -> None:
+        """Joins the group when every rank has its weights. Errors: EngineDeadError if a rank has failed."""
         with self._news:
-            self._news.wait_for(lambda: self.fault or all(what in told for told in self._told.values()))
+            self._news.wait_for(lambda: self.fault or len(self._loaded) == self.size - 1)
         if self.fault is not None:
             self.close()
             raise EngineDeadError(str(self.fault))
-
-    def join(self) -> None:
-        """Joins the group when every rank has its weights. Errors: EngineDeadError if a rank has failed."""
-        self.wait("loaded")
         self._send("join")
         self._held.enter_context(process_group(self.group, self.device))
 
