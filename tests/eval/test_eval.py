@@ -458,7 +458,7 @@ def test_a_named_pipe_is_never_waited_for(
 ) -> None:
     words = ["eval", "task=jsonl", "task.data=rows.jsonl", "view=quiet", "out=p"]
     assert run.main(words) == run.OK
-    for name in ("manifest.json", "journal.log", "outputs.jsonl", "metrics.json", "trace.json"):
+    for name in ("manifest.json", "journal.log", "outputs.jsonl", "metrics.json", "trace.json", "timings.jsonl"):
         kept = Path("p", name).read_bytes()
         Path("p", name).unlink()
         os.mkfifo(Path("p", name))

@@ -52,7 +52,8 @@ def runs_of(path: Path) -> list[Path]:
 
 def timings(folder: Path) -> Iterator[dict[str, Any]]:
     """The objects of timings.jsonl, as far as it can be read; none without the file."""
-    with suppress(OSError, ValueError), (folder / TIMINGS).open("rb") as lines:
+    path = folder / TIMINGS
+    with suppress(OSError, ValueError), path.open("rb") if path.is_file() else io.BytesIO() as lines:
         yield from (one for one in map(json.loads, lines) if isinstance(one, dict))
 
 
