@@ -74,7 +74,7 @@ class Checks:
         if sorted(output.preempted) != sorted(request.rid for request in victims):
             raise InvariantError(f"told to be preempted: {output.preempted}, not {[r.rid for r in victims]}")
         self._check_budget(output)
-        self._check_progress(ran, sits, planned, draining or bool(victims), sum(output.counts))
+        self._check_progress(ran, sits, planned, bool(victims), sum(output.counts))
         self._check_admitted(output, planned, waiting, ran)
         self._check_drafts(output, planned)
         return output
@@ -132,7 +132,7 @@ class Checks:
         if sits & set(planned):
             raise InvariantError("a row is planned before it knows the token that it waits for")
         for request in idle:
-            if not lacks and not (full and request in self.rows.prompting):
+            if not lacks and not request.images and not (full and request in self.rows.prompting):
                 raise InvariantError(f"{request.rid!r} sits out for no reason")
 
     def _check_admitted(

@@ -61,7 +61,7 @@ class NgramIndex:
         None if the last `least` tokens are new. Pure.
         """
         known, best = len(ids), None
-        end = self._before[known] if known >= self.least else 0
+        end = self._before[known]
         for _ in range(CANDIDATES):
             if not end:
                 break
