@@ -1,6 +1,6 @@
 """What plugs into every engine of this package: tokenizer, LoRA adapters, speculation."""
 
-from fengine.engine.build import Features
+from fengine.engine.workers import Features
 from fengine.lora.adapters import open_adapters
 from fengine.multimodal.images import open_images
 from fengine.speculative.proposers import speculation_of

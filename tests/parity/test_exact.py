@@ -94,7 +94,7 @@ def alone(llm: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> Resu
 
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch.compile, for the many engines of this file; one test compiles."""
-    monkeypatch.setattr("fengine.engine.build.make_forward", _uncompiled)
+    monkeypatch.setattr("fengine.engine.workers.make_forward", _uncompiled)
 
 
 def _uncompiled(spec: Any, *, compiled: bool = False) -> Any:

@@ -35,6 +35,7 @@ from fengine.engine.weights.incoming import Origin
 from fengine.errors import EngineDeadError
 from fengine.models.kv_state import KVState, Params
 from fengine.ops import peers
+from fengine.ops.columns import Group
 from fengine.worker.images import ImageInputs
 from fengine.worker.process_group import checksum, device_of_rank, group_of, process_group, release, swap
 from fengine.worker.step import Result
@@ -107,7 +108,7 @@ class Ranks:
         """Of the other ranks."""
         return [child.process.pid for child in self._ranks.values()]
 
-    def join(self) -> None:
+    def join(self) -> Group:
         """Joins the group when every rank has its weights. Errors: EngineDeadError if a rank has failed."""
         with self._news:
             self._news.wait_for(lambda: self.fault or len(self._loaded) == self.size - 1)
@@ -116,6 +117,7 @@ class Ranks:
             raise EngineDeadError(str(self.fault))
         self._send("join")
         self._held.enter_context(process_group(self.group, self.device))
+        return self.group
 
     def attach(self, core: EngineCore) -> None:
         """Has the loop tell of its steps."""

@@ -1,0 +1,173 @@
+"""`Worker`: what computes steps, of an engine or a rank of one, compiled and warm; `Features`: what plugs into it."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fengine.config import Algorithm, EngineConfig, LoraConfig, Numerics
+from fengine.core.speculation import Speculation
+from fengine.engine.load import Loaded
+from fengine.errors import ConfigError, OutOfMemoryError
+from fengine.models.kv_pages import init_kv
+from fengine.models.kv_state import KVState, Params
+from fengine.models.spec import ModelSpec
+from fengine.ops.columns import Group
+from fengine.worker.cuda_runner import CudaRunner
+from fengine.worker.cuda_start import prepare
+from fengine.worker.device import (
+    device_of,
+    refuse_unbuilt_shape,
+)
+from fengine.worker.images import ImageInputs, letters_of
+from fengine.worker.input_batch import InputBatch
+from fengine.worker.kv_pool import PoolSize, new_pool, pool_size, windows_of
+from fengine.worker.logits import logits_stages
+from fengine.worker.process_group import least, ranked_rows
+from fengine.worker.step import CpuRunner, make_forward, make_unembed, sample_rows
+from fengine.worker.step_input import LogitsStage
+
+
+class AdapterSlots(Protocol):
+    """LoRA adapters, as far as a step needs them."""
+
+    @property
+    def slots(self) -> int: ...
+
+    def write(self, slot: int, number: int) -> None:
+        """Copies a load to a slot of the device."""
+        ...
+
+
+@dataclass(frozen=True)
+class Features:
+    """What plugs into an engine, made by packages that stand above it."""
+
+    tokenizer: Callable[[Path], Any]  # of a directory
+    adapters: Callable[[LoraConfig, ModelSpec, Params, str, Group | None], AdapterSlots | None]  # modifies the params
+    speculation: Callable[[EngineConfig, ModelSpec, Params], Speculation | None]  # loads the draft, if there is one
+    images: Callable[[EngineConfig, Path, ModelSpec, Any], Any]  # what reads a call's images; may be None
+
+
+def _from_compiler(error: Exception) -> bool:
+    return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
+
+
+class Worker(NamedTuple):
+    """What computes steps: of an engine, or of a rank of one."""
+
+    runner: CpuRunner | CudaRunner
+    input_batch: InputBatch
+    adapters: AdapterSlots | None
+    kv: KVState
+    kv_dtype: torch.dtype
+    size: PoolSize
+    compile_seconds: float
+
+
+def make_worker(
+    config: EngineConfig, loaded: Loaded, features: Features, group: Group | None, kv_bytes: int = 0
+) -> Worker:  # fmt: skip
+    """Compiled and warm; a token of the pool takes `kv_bytes` beside its keys and values. Errors: as `build`."""
+    spec, page_size = loaded.spec, config.cache.page_size or 16
+    refuse_unbuilt_shape(spec, device_of(config), activation_dtype(loaded.params))
+    adapters = features.adapters(config.lora, spec, loaded.params, str(loaded.model_dir), group)
+    slots = 0 if adapters is None else adapters.slots
+    rows = config.scheduler.max_running_requests or 1
+    images = ImageInputs(config, spec, loaded.params, loaded.context_length, rows, group) if spec.vision else None
+    edits = group is None or group.rank == 0  # whose logits are edited
+    stages = logits_stages(rows, spec.vocab_size, torch.device(device_of(config))) if edits else ()
+    runner = make_runner(config, loaded, stages, slots, group)
+    before = time.perf_counter()
+    kv_dtype = torch.float32 if device_of(config) == "cpu" else activation_dtype(loaded.params)
+    same = int if group is None else partial(least, group=group)
+    size, kv = ready(config, loaded, runner, kv_dtype, same, kv_bytes)
+    seconds = time.perf_counter() - before
+    write = None if adapters is None else adapters.write
+    width = -(-loaded.context_length // page_size)
+    input_batch = InputBatch(rows, width, page_size, stages, slots, write, images, runner.grouped)
+    return Worker(runner, input_batch, adapters, kv, kv_dtype, size, seconds)
+
+
+def pool_of(config: EngineConfig, spec: ModelSpec, worker: Worker) -> Callable[[], KVState]:
+    """What makes another KV state of the size and shape of the worker's."""
+    part, page_size = spec.part(config.parallel.tp_size), config.cache.page_size or 16
+    return partial(new_pool, part, worker.size, page_size, worker.kv_dtype, device_of(config))
+
+
+def make_runner(
+    config: EngineConfig, loaded: Loaded, stages: tuple[LogitsStage, ...], slots: int, group: Group | None
+) -> CpuRunner | CudaRunner:  # fmt: skip
+    """What runs steps on the configured device. `slots`: of LoRA adapters."""
+    sampler = sample_rows if group is None else ranked_rows(group)
+    rows, tokens = config.scheduler.max_running_requests or 1, config.scheduler.max_step_tokens or 1
+    stepped = replace(loaded.spec.part(config.parallel.tp_size), exact=config.numerics is Numerics.exact)
+    forward, unembed = make_forward(stepped, compiled=bool(config.compile.enabled)), make_unembed(stepped)
+    windows = windows_of(config, stepped, loaded.context_length)
+    grouped = windows is not None and not windows.alone
+    if device_of(config) == "cpu":
+        return CpuRunner(loaded.params, forward, unembed, slots, sampler, letters_of(loaded.spec), grouped)
+    return CudaRunner(
+        loaded.params, forward, unembed, stages, tokens=tokens, vocab=loaded.spec.vocab_size,
+        rows=max(rows, 0 if config.speculation.algorithm is Algorithm.none else config.speculation.step_tokens or 0),
+        width=-(-loaded.context_length // (config.cache.page_size or 16)), graphs=config.compile.cuda_graph,
+        prefill_graphs=config.compile.prefill_graphs, graph_rows=config.compile.graph_rows,
+        device=device_of(config), adapter_slots=slots, sampler=sampler, images=letters_of(loaded.spec),
+        grouped=grouped,
+    )  # fmt: skip
+
+
+def ready(
+    config: EngineConfig,
+    loaded: Loaded,
+    runner: CpuRunner | CudaRunner,
+    kv_dtype: torch.dtype,
+    least: Callable[[int], int] = int,
+    kv_bytes: int = 0,
+) -> tuple[PoolSize, KVState]:
+    """Compiles and captures, and makes the KV pool: its size, and itself. Errors: as `build`."""
+    rows, page_size, device = (
+        config.scheduler.max_running_requests or 1,
+        config.cache.page_size or 16,
+        device_of(config),
+    )
+    spec, activations = loaded.spec.part(config.parallel.tp_size), 0
+    with _faults_of_start(config):
+        if isinstance(runner, CudaRunner):
+            small = init_kv(spec, 1, page_size, kv_dtype, device)
+            eager = make_forward(replace(spec, exact=config.numerics is Numerics.exact))
+            activations = prepare(runner, small, eager)
+        size = pool_size(config, spec, kv_dtype, rows, loaded.context_length, activations, kv_bytes, least)
+        return size, runner.warm_up(new_pool(spec, size, page_size, kv_dtype, device), page_size)
+
+
+@contextmanager
+def _faults_of_start(config: EngineConfig) -> Iterator[None]:
+    """Errors: OutOfMemoryError, ConfigError for what torch raises in their place."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        rows, tokens = config.scheduler.max_running_requests, config.scheduler.max_step_tokens
+        raise OutOfMemoryError(
+            f"no memory beside weights and KV pool for a step of {tokens} tokens and {rows} rows, or for CUDA graphs: "
+            f"{str(error)[:300]}\nLower scheduler.max_step_tokens, scheduler.max_running_requests, "
+            "cache.mem_fraction_static or cache.max_total_tokens."
+        ) from error
+    except Exception as error:
+        if not _from_compiler(error):
+            raise
+        raise ConfigError(
+            f"torch.compile failed: {str(error)[:2000]}\nIt needs a C++ compiler (apt install g++, or set CXX) and an "
+            f"undamaged cache (delete {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}); compile.enabled=false does without"
+        ) from error
+
+
+def activation_dtype(params: Params) -> torch.dtype:
+    """Activations, and on CUDA the KV pages, have the dtype of the norm weights."""
+    return params["final_norm_D"].dtype
