@@ -19,6 +19,7 @@ from fengine.core.request import Drafting, Request, SamplingParams
 from fengine.core.speculation import Ask, Proposer, drafting_of
 from fengine.core.step_trace import StepRecord
 from fengine.errors import ConfigError, UnsupportedFeatureError
+from fengine.speculative import ngram
 from fengine.speculative.ngram import CANDIDATES, PATIENCE, REST, NgramIndex, Trust, follow, ngram_proposer
 from fengine.worker.input_batch import InputBatch
 
@@ -437,3 +438,13 @@ def test_steps_never_outgrow_the_budget() -> None:
 
 def test_a_new_record_is_empty() -> None:
     assert drafting_of(request_of([1])) == Drafting()
+
+
+def test_a_long_prompt_is_indexed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is proposed before all of it is; what is proposed then is what an index made at once finds."""
+    monkeypatch.setattr(ngram, "CATCH_UP", 8)
+    request = Request("r", 40, [1, 2, 3, 4, 5] * 8, SamplingParams(), 0, 20, frozenset())
+    request.drafting = Drafting()
+    propose = ngram_proposer(1, 4)
+    found = [propose([ask(request, 4)])[0] for _ in range(5)]
+    assert found[:4] == [[]] * 4 and found[4] == [1, 2, 3, 4][: len(found[4])] != []
