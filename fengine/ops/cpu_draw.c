@@ -269,7 +269,7 @@ API int fengine_draw(const float *logits, const float *temperature, const int32_
     return failed;
 }
 
-/* -- logprobs of given ids, the likeliest ids, edits and masks: rules in logprobs.py, edit_logits.py, bitmask.py -------- */
+/* -- logprobs of given ids, the likeliest ids, edits and masks: rules in logprobs.py, edit_logits.py ------------------- */
 
 typedef struct {
     const float *logits, *temperature;

@@ -49,7 +49,7 @@ class _Task:
         return self.config.version
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """Errors: those of `rows.read_rows`."""
+        """Errors: those of `sources.read_rows`."""
         rows, images = read_rows(self.config, self.base), self.config.images
         return rows if images is None else (with_digests(row, images, self._folder) for row in rows)
 

@@ -20,7 +20,7 @@ class MaskRow(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Masks as `ops/bitmask.py` takes them; rows in `errors` have nothing to draw."""
+    """Masks as `ops/edit_logits.py` takes them; rows in `errors` have nothing to draw."""
 
     row_M: np.ndarray  # int32
     mask_MW: np.ndarray  # int32
