@@ -104,14 +104,7 @@ def buffers(
 
     Errors: InvalidRequestError.
     """
-    if not all(isinstance(values, (list, tuple)) and len(values) == count for values in (dtypes, shapes)):
-        raise InvalidRequestError(f"names, dtypes and shapes must be lists of equal length; there are {count} names.")
-    kinds = [_dtype(name) for name in dtypes]
-    for shape in shapes:
-        if not isinstance(shape, (list, tuple)) or not all(type(size) is int and size > 0 for size in shape):
-            raise InvalidRequestError(f"shapes has {shape!r:.80}; a shape is a list of whole numbers above 0.")
-    if flat and len(set(kinds)) > 1:
-        raise InvalidRequestError(f"a flattened bucket has one dtype, got {sorted(map(str, set(kinds)))}.")
+    kinds = _checked(dtypes, shapes, count, flat)
     try:
         if not flat:
             tensors = [torch.empty(tuple(s), dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)]
@@ -122,6 +115,19 @@ def buffers(
     except (RuntimeError, TypeError, OverflowError) as error:  # more than there is memory, or than torch can count
         reason = str(error).partition("\n")[0]
         raise InvalidRequestError(f"no tensors of these shapes can be made: {reason}") from None
+
+
+def _checked(dtypes: Any, shapes: Any, count: int, flat: bool) -> list[torch.dtype]:
+    """The dtypes of `count` tensors. Errors: InvalidRequestError."""
+    if not all(isinstance(values, (list, tuple)) and len(values) == count for values in (dtypes, shapes)):
+        raise InvalidRequestError(f"names, dtypes and shapes must be lists of equal length; there are {count} names.")
+    kinds = [_dtype(name) for name in dtypes]
+    for shape in shapes:
+        if not isinstance(shape, (list, tuple)) or not all(type(size) is int and size > 0 for size in shape):
+            raise InvalidRequestError(f"shapes has {shape!r:.80}; a shape is a list of whole numbers above 0.")
+    if flat and len(set(kinds)) > 1:
+        raise InvalidRequestError(f"a flattened bucket has one dtype, got {sorted(map(str, set(kinds)))}.")
+    return kinds
 
 
 def _dtype(name: Any) -> torch.dtype:

@@ -199,7 +199,11 @@ def texts(
         tokenizer = Tokenizer.from_directory(directory)
     except (OSError, FengineError) as error:
         return {}, f"the tokenizer of {path!r} cannot be read, so that tokens are shown by their ids: {error}"
-    table = tokenizer.decoding.tables[False]
+    return _pieces(tokenizer.decoding.tables[False], ids, budget), None
+
+
+def _pieces(table: Any, ids: Iterable[int], budget: int) -> dict[str, str]:
+    """Of the first ids, in all of about `budget` bytes. Pure."""
     found: dict[str, str] = {}
     for i in ids:
         if type(i) is int and 0 <= i < 2**32:
@@ -207,7 +211,7 @@ def texts(
             budget -= size(piece) + len(str(i)) + 4
             if budget < 0:
                 break
-    return found, None
+    return found
 
 
 def shown(piece: bytes | str | int | None) -> str:

@@ -217,12 +217,8 @@ def shown(entry: Entry) -> Shown:
     if "error" in record:
         error = record["error"]
         return Shown(number, prompt or f"row {record['id']}", error=f"{error['type']}: {error['message']}")
-    if not record["answers"]:  # a server's response
-        body = record.get("response", {}).get("body") or {}
-        choice = (body.get("choices") or [{}])[0]
-        text = choice.get("text") or (choice.get("message") or {}).get("content")
-        found = text if isinstance(text, str) else json.dumps(body, ensure_ascii=False)[:200]
-        return Shown(number, f"row {record['id']}", found)
+    if not record["answers"]:
+        return Shown(number, f"row {record['id']}", _response_text(record))
     first = record["answers"][0]
     if isinstance(first["prompt"], str):
         prompt = first["prompt"]
@@ -231,6 +227,14 @@ def shown(entry: Entry) -> Shown:
     tokens = f"{entry.head[6]:,} → {count(entry.head[7], 'token')}, {first['finish_reason']['type']}"
     ids = str(first["output_ids"]) if len(first["output_ids"]) > 1 else ""  # of a run without a tokenizer
     return Shown(number, prompt, first["text"] or ids, note or tokens)
+
+
+def _response_text(record: dict[str, Any]) -> str:
+    """What to show of a server's response: its first choice's text, else the response cut short. Pure."""
+    body = record.get("response", {}).get("body") or {}
+    choice = (body.get("choices") or [{}])[0]
+    text = choice.get("text") or (choice.get("message") or {}).get("content")
+    return text if isinstance(text, str) else json.dumps(body, ensure_ascii=False)[:200]
 
 
 def prompt_of(data: dict[str, Any]) -> str:

@@ -174,6 +174,11 @@ def _table(points: Sequence[PointStatus]) -> str:
         counts = ["" if value is None else f"{value:,}" for value in (one.rows, one.failed)]
         figures = [figure(one.metrics.get(name)) if one.metrics else "" for name in names]
         lines.append([one.point, one.status, *counts, *figures, one.folder or ""])
+    return _aligned(lines)
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    """A table in Markdown, its first line the names of the columns. Pure."""
     cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])

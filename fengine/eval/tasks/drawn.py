@@ -102,6 +102,25 @@ def _objects(random: Random) -> tuple[list[Thing], list[Question]]:
     return things, about_objects(things)
 
 
+def _about(
+    thing: Thing, by_colour: Counter[str], by_shape: Counter[str], by_both: Counter[tuple[str, str]]
+) -> list[Question]:
+    """Questions about an object by its place, and by what no other object has. Pure."""
+    shape, colour = f"A {thing.shape}.", f"{thing.colour.capitalize()}."
+    found = [
+        Question("what", f"What is in the {thing.place}?", f"{named(thing)}."),
+        Question("shape", f"What shape is in the {thing.place}?", shape),
+        Question("colour", f"What colour is in the {thing.place}?", colour),
+    ]
+    if by_colour[thing.colour] == 1:
+        found.append(Question("shape", f"What shape is the {thing.colour} object?", shape))
+    if by_shape[thing.shape] == 1:
+        found.append(Question("colour", f"What colour is the {thing.shape}?", colour))
+    if by_both[thing.colour, thing.shape] == 1:
+        found.append(Question("position", f"Where is the {thing.colour} {thing.shape}?", f"In the {thing.place}."))
+    return found
+
+
 def about_objects(things: list[Thing]) -> list[Question]:
     """All questions about objects in reading order. Pure."""
     by_colour, by_shape = (Counter(getattr(thing, part) for thing in things) for part in ("colour", "shape"))
@@ -111,20 +130,11 @@ def about_objects(things: list[Thing]) -> list[Question]:
     found += [Question("count", f"How many {s}{'es' * (s == 'cross') or 's'} are there?", f"{by_shape[s]}.")
               for s in SHAPES]  # fmt: skip
     for place in PLACES:
-        if (thing := at.get(place)) is None:
+        thing = at.get(place)
+        if thing is None:
             found.append(Question("what", f"What is in the {place}?", "Nothing."))
-            continue
-        found += [
-            Question("what", f"What is in the {place}?", f"{named(thing)}."),
-            Question("shape", f"What shape is in the {place}?", f"A {thing.shape}."),
-            Question("colour", f"What colour is in the {place}?", f"{thing.colour.capitalize()}."),
-        ]
-        if by_colour[thing.colour] == 1:
-            found.append(Question("shape", f"What shape is the {thing.colour} object?", f"A {thing.shape}."))
-        if by_shape[thing.shape] == 1:
-            found.append(Question("colour", f"What colour is the {thing.shape}?", f"{thing.colour.capitalize()}."))
-        if by_both[thing.colour, thing.shape] == 1:
-            found.append(Question("position", f"Where is the {thing.colour} {thing.shape}?", f"In the {place}."))
+        else:
+            found += _about(thing, by_colour, by_shape, by_both)
     found += [Question("exists", f"Is there {named(Thing(s, c, 0, 0, 0)).lower()}?", "Yes." if by_both[c, s] else "No.")
               for c in COLOURS for s in SHAPES]  # fmt: skip
     names = [named(thing).lower() for thing in things]

@@ -91,30 +91,41 @@ class TaskConfig:
 
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
-    generates, inline = config.kind is TaskKind.generate, config.prompts is not None
-    no_reference = not generates or config.match is not Match.none
-    requests = config.kind is TaskKind.choice and config.format is Format.openai
-    problems = {
-        "task.images is for kind=generate": config.images is not None and not generates,
-        "task.format=drawn takes a seed, task.data=0, and how many rows: task.limit=100": config.format is Format.drawn
-        and not (config.limit and (config.data or "").isdecimal()),
-        "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
-        "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
-        "task.target must name the reference's column, or set task.match=none": config.target is None and no_reference,
-        f"task.samples is for kind=generate; kind={config.kind.value} draws nothing": config.samples != 1
-        and not generates,
-        "task.vote is for several samples that are compared: set task.samples and task.match": config.vote
-        and (config.samples < 2 or config.match is Match.none),
-        "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": requests,
-        **_shots(config),
-        **_bounds(config),
-    }
+    problems = {**_data(config), **_kind(config), **_shots(config), **_bounds(config)}
     found = [problem for problem, holds in problems.items() if holds]
     try:
         Extractor(config.extract or "")
     except FengineError as error:
         found.append(f"task.extract: {error}")
     return found
+
+
+def _data(config: TaskConfig) -> dict[str, bool]:
+    """Problem -> whether it is one, of where rows come from. Pure."""
+    drawn, inline = config.format is Format.drawn, config.prompts is not None
+    return {
+        "task.format=drawn takes a seed, task.data=0, and how many rows: task.limit=100": drawn
+        and not (config.limit and (config.data or "").isdecimal()),
+        "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
+        "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
+        "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": config.kind
+        is TaskKind.choice
+        and config.format is Format.openai,
+    }
+
+
+def _kind(config: TaskConfig) -> dict[str, bool]:
+    """Problem -> whether it is one, of what is computed and compared. Pure."""
+    generates, compared = config.kind is TaskKind.generate, config.match is not Match.none
+    return {
+        "task.images is for kind=generate": config.images is not None and not generates,
+        "task.target must name the reference's column, or set task.match=none": config.target is None
+        and (compared or not generates),
+        f"task.samples is for kind=generate; kind={config.kind.value} draws nothing": config.samples != 1
+        and not generates,
+        "task.vote is for several samples that are compared: set task.samples and task.match": config.vote
+        and (config.samples < 2 or not compared),
+    }
 
 
 def _shots(config: TaskConfig) -> dict[str, bool]:
