@@ -160,7 +160,7 @@ def use_graphs(parts: Parts, monkeypatch: Any) -> CudaRunner:
 
     def swap() -> None:
         core.stepper.kv = KVHandle(runner.warm_up(core.stepper.kv.take(), page_size))
-        core.stepper.runner = parts.memory.runner = runner
+        core.stepper.runner = parts.memory.device.runner = runner
 
     in_loop(core, swap)
     return runner

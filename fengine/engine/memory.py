@@ -82,7 +82,9 @@ class DeviceMemory:
         """Whether it holds its values again. Errors: OutOfMemoryError."""
         if tag == "kv_cache":
             self.swap_kv(lambda kv: self.new_kv())
-        return tag != "weights" or self._resume_weights()
+        holds = tag != "weights" or self._resume_weights()
+        trim()  # what was read from disk
+        return holds
 
     def _resume_weights(self) -> bool:
         """Storage for every parameter, and its values: kept ones, or those of a checkpoint that is unchanged."""
@@ -112,7 +114,6 @@ class DeviceMemory:
             except Exception:
                 self.drop_graphs()
                 raise
-        trim()  # what was read from disk
 
 
 class Memory:

@@ -15,7 +15,7 @@ from tiny_checkpoints import write
 from fengine import Engine
 from fengine.config import Algorithm, SpeculationConfig
 from fengine.core.window_pages import WindowPages
-from fengine.engine import build
+from fengine.engine import workers
 from fengine.models.kv_state import KVState
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ def poisoned(path: Path, windows: bool, monkeypatch: pytest.MonkeyPatch, **optio
     """Before each step whatever lies in window pages that nobody has becomes NaN. Not `windows`: nothing goes back."""
     with monkeypatch.context() as patch:
         if not windows:
-            patch.setattr(build, "windows_of", lambda *arguments: None)
+            patch.setattr(workers, "windows_of", lambda *arguments: None)
             patch.setattr("fengine.worker.kv_pool.windows_of", lambda *arguments: None)
         with Engine(model_path=str(path), skip_tokenizer_init=True, device="cpu", page_size=8, **options) as engine:
             stepper = engine._parts.core.stepper
