@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,20 +15,20 @@ from fengine.server.errors import ApiError, api_error_of
 DONE = b"data: [DONE]\n\n"
 
 
-class Writer:
+class Writer(ABC):
     """How one call's outputs are told; a stream's state is kept between its pieces. Modifies: itself, in a stream."""
 
+    @abstractmethod
     def whole(self, outputs: list[Output]) -> Any:
         """The answer, as JSON's values."""
-        raise NotImplementedError
 
     def first(self) -> bytes:
         """What a stream begins with, before there is any token."""
         return b""
 
+    @abstractmethod
     def piece(self, index: int, output: Output) -> bytes:
         """The events of what is new in one output; none if that shows nothing yet."""
-        raise NotImplementedError
 
     def last(self, outputs: list[Output]) -> bytes:
         """What a stream ends with. `outputs`: the last of each, {} for one that was cut off."""

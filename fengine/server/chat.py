@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -199,17 +200,17 @@ class BlockWriter(Writer):
         self.chat, self.found = chat, list[Block]()
         self._open = False  # the last one
 
+    @abstractmethod
     def answer(self, output: Output) -> dict[str, Any]:
         """The whole answer, once all blocks are found."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, did: Did, block: Block, said: str) -> bytes:
         """The events of one step of a block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ending(self, output: Output) -> bytes:
         """The events behind the last block."""
-        raise NotImplementedError
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
         for _ in self._steps(outputs[0]):

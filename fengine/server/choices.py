@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from abc import abstractmethod
 from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -93,17 +94,17 @@ class ChoiceWriter(Writer):
 
     # What kinds of choices differ in.
 
+    @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         """The choice of a complete output."""
-        raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """What a choice's stream starts with, before there is any token."""
         return None
 
+    @abstractmethod
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         """The choice of what is new; None if that shows nothing yet."""
-        raise NotImplementedError
 
     def beside(self, outputs: list[Output]) -> dict[str, Any]:
         """What stands beside the choices: of complete outputs, or with none in the first chunk."""
