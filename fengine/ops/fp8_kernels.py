@@ -37,7 +37,7 @@ TO_BF16 = tl.constexpr(_assembler())
 
 @triton.jit
 def from_e4m3(code, DTYPE: tl.constexpr):
-    """Codes (uint8) as numbers of DTYPE, on a device bfloat16: exact but for NaN.
+    """Codes (uint8) as numbers of DTYPE, but on a device as bfloat16: exact but for NaN.
 
     In assembler that the compiler does not look into: where an operand of mma.sync was loaded as bytes, it would give
     each instruction other columns, and sums other bits.
@@ -45,7 +45,7 @@ def from_e4m3(code, DTYPE: tl.constexpr):
     if INTERPRETED:
         x = code.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     else:
-        x = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [code], dtype=DTYPE, is_pure=False, pack=4)
+        x = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=False, pack=4)
     return x
 
 

@@ -50,7 +50,8 @@ def quantized_rows(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     x_TGC = pad(x_TK.float(), (0, -k % group)).unflatten(1, (-1, group))
     top_TG = x_TGC.abs().amax(-1)
     top_TG = torch.where(top_TG < 2.0**-100, LARGEST, top_TG)
-    q_TGC = (x_TGC * (LARGEST / top_TG)[..., None]).to(torch.float8_e4m3fn).float()
+    inverse_TG = top_TG.new_tensor(LARGEST) / top_TG  # a number over a tensor is its reciprocal's product in torch
+    q_TGC = (x_TGC * inverse_TG[..., None]).to(torch.float8_e4m3fn).float()
     return q_TGC.flatten(1)[:, :k], top_TG / LARGEST
 
 

@@ -32,7 +32,8 @@ def made(n: int, k: int, group: int) -> Codes:
 
 
 def rows(m: int, k: int) -> Tensor:
-    x = torch.randn(m, k) * torch.exp2(torch.randn(m, 1) * 6)
+    """In bfloat16's numbers, of which many lie in the middle of two of e4m3."""
+    x = (torch.randn(m, k) * torch.exp2(torch.randn(m, 1) * 6)).bfloat16().float()
     x[-1] = 0
     return x
 
