@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from bench_gpu import dummy_engine, write
+from bench_gpu import dummy_engine, options, write
 from floors import floor, shape
 from measure import Budget, add_budget, need_gpu
 from workloads import Work, suite
@@ -34,7 +34,7 @@ OPS = (  # the first that matches a kernel's name
     ("draw", r"^(block|level|candidate|row|gather)_kernel"),
     ("linear, ours", r"^(linear|hopper)_kernel"),
     ("linear, few bits", r"^(decode|product|few_bits|unpack|w8a8|quantize)_kernel"),
-    ("exchange between ranks", r"nccl"),
+    ("exchange between ranks", r"nccl|^exchange_kernel"),
     ("linear, cuBLAS", r"nvjet|cublas|gemm|gemv|cutlass|splitk|xmma"),
     ("q, k, v with rope and KV write", r"^qkv_kernel"),
     ("attention, few tokens a row", r"^rows_kernel"),
@@ -217,7 +217,7 @@ def profile_model(model: str, args: argparse.Namespace, budget: Budget) -> dict[
     config = shape(model)
     works = suite(model, config["vocab_size"])
     names = list(works) if args.workload == ["all"] else args.workload or FIRST
-    with dummy_engine(model, numerics=args.numerics) as engine:
+    with dummy_engine(model, **options(args.numerics)) as engine:
         rows: dict[str, Any] = {"numerics": args.numerics, "engine": engine.stats()}
         for name in names:
             if not budget.allows(f"{model} {name}", 3 * floor(config, works[name]).total + 3):
@@ -256,7 +256,7 @@ def main() -> None:
     p.add_argument("--workload", action="append", help=f"of workloads.py, or all; default {' '.join(FIRST)}")
     p.add_argument("--requests", type=int, help="at most so many requests of each workload")
     p.add_argument("--window", type=float, help="seconds recorded")
-    p.add_argument("--numerics", default="exact", choices=("exact", "fast"))
+    p.add_argument("--numerics", default="exact", help="one of those of bench_gpu.py, such as exact+tp2")
     add_budget(p)
     args = p.parse_args()
     need_gpu(p)

@@ -37,7 +37,7 @@ def inbox_bytes(size: int) -> int:
 
 
 @triton.jit(do_not_specialize=["n", "rank", "off"])
-def gather_kernel(
+def exchange_kernel(
     x_ptr, out_ptr, peer_ptr, used_ptr, stop_ptr, n, w, width, rank, off, SIZE: tl.constexpr, CHUNK: tl.constexpr,
     SLOT: tl.constexpr, TAGGED: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def exchange(x_TN: Tensor, width: int, rank: int, peer_P: Tensor, used_C: Tensor
         slot = SMALL if tagged else LARGE
         chunk = SMALL // 2 if n <= CHANNELS * SMALL // 2 else slot  # a wave of shorter programs is faster
         grid = (min(triton.cdiv(n, chunk), CHANNELS),)
-        launcher(gather_kernel, grid)(
+        launcher(exchange_kernel, grid)(
             words(x_TN.contiguous()), words(out_TN), peer_P, used_C, stop, n, w, width // scale, rank,
             CHANNELS * 2 * size * SMALL * 8, size, chunk, slot, tagged, CHANNELS, num_warps=4 if tagged else 8,
             num_stages=1, **dependent_launch(x_TN.device.index),
