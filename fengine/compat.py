@@ -33,6 +33,9 @@ MOVED = {  # the longest name that fits counts; what lies below it is looked for
     "fengine.srt.reasoning_parser": "fengine.server.parsers",
     "fengine.srt.sampling": "fengine.core",
     "fengine.srt.utils": "fengine.utils",
+    "fengine.test": "fengine.utils",  # what SGLang's documentation imports before it starts engines
+    "fengine.test.doc_patch": "fengine.utils",
+    "fengine.test.test_utils": "fengine.utils",
     "fengine.srt.utils.hf_transformers_utils": "fengine.tokenizer.hf_tokenizer",
     "fengine.srt.hf_transformers_utils": "fengine.tokenizer.hf_tokenizer",
 }

@@ -16,6 +16,7 @@ from fengine.errors import ConfigError, EngineDeadError
 __all__ = [
     "async_stream_and_merge",
     "execute_shell_command",
+    "is_in_ci",
     "kill_process_tree",
     "launch_server_cmd",
     "print_highlight",
@@ -27,6 +28,11 @@ __all__ = [
 __path__: list[str] = []  # SGLang's is a package: compat.py finds the modules below it
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 10
+
+
+def is_in_ci() -> bool:
+    """Whether FENGINE_IS_IN_CI or SGLANG_IS_IN_CI is "true" or "1"."""
+    return any(os.environ.get(name, "").lower() in ("true", "1") for name in ("FENGINE_IS_IN_CI", "SGLANG_IS_IN_CI"))
 
 
 def trim_overlap(existing: str, new: str) -> str:

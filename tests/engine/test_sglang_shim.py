@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fengine
 import fengine.api.server_args
-import fengine.test.doc_patch
-import fengine.test.test_utils
 import fengine.utils
 from fengine.api import io_struct
 from fengine.api.engine import Engine
@@ -46,15 +44,15 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for name in vars(fengine)["__all__"]:
         setattr(shim, name, getattr(fengine, name))
     shim.Engine = start  # type: ignore[attr-defined]
-    shim.test = fengine.test  # type: ignore[attr-defined]
+    shim.test = fengine.utils  # type: ignore[attr-defined]
     modules = {
         "sglang": shim,
         "sglang.utils": fengine.utils,
         "sglang.srt": ModuleType("sglang.srt"),
         "sglang.srt.server_args": fengine.api.server_args,
-        "sglang.test": fengine.test,
-        "sglang.test.doc_patch": fengine.test.doc_patch,
-        "sglang.test.test_utils": fengine.test.test_utils,
+        "sglang.test": fengine.utils,
+        "sglang.test.doc_patch": fengine.utils,
+        "sglang.test.test_utils": fengine.utils,
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

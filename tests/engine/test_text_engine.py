@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fengine as sgl
 from fengine.core.request import Request, SamplingParams
 from fengine.engine.request_state import RequestState
-from fengine.test.test_utils import is_in_ci
 from fengine.tokenizer.detokenizer import Detokenizer
-from fengine.utils import async_stream_and_merge, stream_and_merge
+from fengine.utils import async_stream_and_merge, is_in_ci, stream_and_merge
 from fengine.worker.hub import BOX
 
 PROMPTS = [

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fengine.test.test_utils import is_in_ci
-from fengine.utils import async_stream_and_merge, stream_and_merge, trim_overlap
+from fengine.utils import async_stream_and_merge, is_in_ci, stream_and_merge, trim_overlap
 
 
 def overlap_oracle(existing, new):

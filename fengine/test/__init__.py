@@ -1,1 +1,0 @@
-"""Modules that SGLang's documentation imports from `sglang.test`. fengine's own tests lie in `tests/`."""
