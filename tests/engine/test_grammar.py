@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 import fengine
@@ -18,6 +17,8 @@ from fengine.core.request import SamplingParams
 from fengine.errors import EngineClosedError, GrammarError, InvalidRequestError, LogitProcessorError
 from fengine.structured_output.backend import COMPILERS
 from fengine.tokenizer.trial import LIMITS, Limits, Trials
+
+jsonschema = pytest.importorskip("jsonschema")
 
 DATA = Path(fengine.__file__).parents[1] / "conf" / "task" / "data" / "json_filling.jsonl"
 ROWS = [json.loads(line) for line in DATA.read_text().splitlines()[:12]]

@@ -8,7 +8,6 @@ import sys
 import time
 from typing import Any
 
-import jsonschema
 import pytest
 import tokenizer_cases
 from grammar_walks import END, TOKENS, accepts, allowed, compiled, cursor_of, masks, walk
@@ -22,6 +21,8 @@ from fengine.structured_output.schema import Whitespace
 from fengine.tokenizer.stop_regex import StopRegex
 from fengine.tokenizer.token_texts import token_texts
 from fengine.tokenizer.tokenizer import Tokenizer
+
+jsonschema = pytest.importorskip("jsonschema")
 
 # -- regular expressions -----------------------------------------------------------------------------------------------
 

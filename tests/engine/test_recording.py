@@ -5,6 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("greenlet")
+pytest.importorskip("hydra")
+
 import simulated_engine
 from simulated_plan import plan_of
 from simulated_run import violation

@@ -4,6 +4,9 @@ import random
 from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("greenlet")
+
 from simulated_plan import Event, Job, Plan, Settings, plan_of
 from simulated_run import shrunk, violation, world_of
 from simulated_threads import Deadlock, Machine

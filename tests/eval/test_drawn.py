@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("hydra")
+
 from eval_fakes import FakeEngine
 from PIL import Image
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("hydra")
+
 from fengine import models
 from fengine.eval.cli.guard import conf_dir
 from fengine.eval.commands.inform import presets_of

@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("hydra")
+
 import tiny_vision
 from tiny_vision import picture
 

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hydra")
+
 from checksum import checksum_engine
 from eval_fakes import FakeEngine, records, write_rows
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hydra")
+
 from checksum import checksum_engine
 from test_report import HOSTILE, big_run, cli, made  # noqa: F401  (fixtures)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("hydra")
+
 from fengine.errors import ConfigError, InputFileError, UnsupportedFeatureError
 from fengine.eval.cli.compose import parse
 from fengine.eval.runs.config import EVAL

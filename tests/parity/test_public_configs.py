@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from fengine.errors import UnsupportedArchitectureError
 from fengine.worker.loader import spec_from_config
+
+OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
 LINES = (Path(__file__).parent / "public_configs.jsonl").read_text().splitlines()
 ROWS: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, LINES)}

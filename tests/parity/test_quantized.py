@@ -198,9 +198,10 @@ def test_a_zero_bias_of_a_layer_without_one_is_left_out(tmp_path: Path) -> None:
         load(few)
 
 
-def mxfp4(tmp_path: Path) -> tuple[Path, Path]:
+def mxfp4(tmp_path: Path, **config: Any) -> tuple[Path, Path]:
     """gpt-oss: blocks [E, N, K/32, 16] of what its bfloat16 checkpoint, the second, holds as [E, K, N]."""
-    plain = tiny_checkpoints.write(tmp_path / "plain", "gpt_oss", dtype=torch.bfloat16, intermediate_size=64)
+    config = {"intermediate_size": 64} | config
+    plain = tiny_checkpoints.write(tmp_path / "plain", "gpt_oss", dtype=torch.bfloat16, **config)
     dense, maker = load_file(plain / "model.safetensors"), Maker(0, torch.bfloat16)
     few = dict(dense)
     for name in [name for name in dense if name.endswith(("gate_up_proj", "down_proj"))]:
