@@ -1,4 +1,5 @@
-"""Where the time of a workload goes on one GPU: share of the floor, kernel time against wall, a table per op.
+"""Where the time of a workload goes on one GPU: share of the floor, kernel time against wall, tables per op and of the
+critical path.
 
     python scripts/profile_gpu.py --model llama-3.1-8b --workload latency_b1 --workload throughput_mixed
 
@@ -99,6 +100,22 @@ def table(kernels: list[Kernel], label: Callable[[str], str], steps: float) -> l
     ]
 
 
+def critical(kernels: list[Kernel], steps: float) -> list[dict[str, Any]]:
+    """Count and µs per step by which kernels end behind all before them, per kernel and the one that ended before it,
+    longest first: durations count twice what overlaps, these add up to the window. Pure."""
+    rows: dict[str, list[int]] = {}
+    last = None
+    for kernel in sorted(kernels, key=lambda k: k.end):
+        if last is not None:
+            rows.setdefault(f"{kernel.name[:40]} < {last.name[:40]}", []).append(kernel.end - last.end)
+        last = kernel
+    return [
+        {"name": name, "count": len(times), "us_each": sum(times) / 1e3 / len(times),
+         "us_per_step": sum(times) / 1e3 / steps if steps else None}
+        for name, times in sorted(rows.items(), key=lambda item: -sum(item[1]))
+    ]  # fmt: skip
+
+
 def time_of_step(history: list[Progress], step: float) -> float:
     """When a run reached `step`, in ns, between its samples. Pure."""
     i = min(max(bisect_left([p.steps for p in history], step), 1), len(history) - 1)
@@ -190,6 +207,7 @@ def window_of(engine: Engine, work: Work, history: list[Progress], wall: float, 
         "kernel_time_over_unprofiled_wall": used / unprofiled if unprofiled else None,
         "ops": table(inside, op_of, steps),
         "kernels": table(inside, lambda name: name[:120], steps)[:25],
+        "critical": critical(inside, steps)[:40],
     }
 
 
@@ -247,6 +265,9 @@ def show(model: str, name: str, row: dict[str, Any]) -> None:
         for r in w[kind][:limit]:
             print(f"  {r['name'][:44]:>44} {r['count']:>7} {r['count'] / w['steps']:>8.1f} {r['us_each']:>9.2f} "
                   f"{r['us_per_step']:>10.1f} {100 * r['share']:>5.1f}%")  # fmt: skip
+    print(f"  {'ends behind the one before < that one':>84} {'count':>7} {'µs each':>9} {'µs/step':>10}")
+    for r in w["critical"][:20]:
+        print(f"  {r['name']:>84} {r['count']:>7} {r['us_each']:>9.2f} {r['us_per_step']:>10.1f}")
 
 
 def main() -> None:

@@ -45,6 +45,14 @@ def test_busy_time_counts_overlapping_kernels_once() -> None:
     assert profile_gpu.busy([]) == 0
 
 
+def test_the_critical_path_adds_up_to_the_window() -> None:
+    kernels = [Kernel("a", 0, 2000), Kernel("b", 500, 5000), Kernel("a", 600, 5500), Kernel("b", 5400, 9500)]
+    rows = profile_gpu.critical(kernels[::-1], 2)
+    assert rows[0] == {"name": "b < a", "count": 2, "us_each": 3.5, "us_per_step": 3.5}
+    assert rows[1] == {"name": "a < b", "count": 1, "us_each": 0.5, "us_per_step": 0.25}
+    assert profile_gpu.critical(kernels[:1], 2) == []
+
+
 def test_kernels_are_grouped_by_op() -> None:
     kernels = [
         Kernel("linear_kernel", 0, 3000),
