@@ -14,8 +14,9 @@ from random import Random
 from box_chat import chat, plain_turn
 from box_prose import Segments, ask, document
 from box_skills import Sample, render_chat, training_sample
+from box_tools import END, training_segments
 
-BOS, EOS, END = "<|begin_of_text|>", "<|end_of_text|>", "<|end|>"
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 # share of documents (not of tokens: a story is ten times as long as a sum)
 SHARES = {
@@ -32,6 +33,7 @@ SHARES = {
     "choice_capitals": 5,
     "choice_arithmetic": 8,
     "choice_find": 5,
+    "tools": 24,
 }
 
 
@@ -83,6 +85,8 @@ def documents(seed: int) -> Iterator[tuple[str, Segments]]:
             segments = chat_segments(chat(rng))
         elif kind == "plain_turn":
             segments = ask(rng, *plain_turn(rng), forms=False)
+        elif kind == "tools":
+            segments = training_segments(rng)
         else:
             segments = skill_segments(kind, rng)
         # one city ends with a dot of its own

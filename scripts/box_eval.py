@@ -3,20 +3,24 @@
     python scripts/box_eval.py --model fengine/models/box --results scripts/results/box_eval.json
 
 `box_skills.held_out(skill, count, seed)` gives the same cases to any other program; the prompts go through
-`tokenizer(prompt)` as they are.
+`tokenizer(prompt)` as they are.  `box_tools.held_out(kind, count, seed)` gives chats with tools, of which each call and
+each answer to a result is a case.
 """
 
 import argparse
 import json
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import box_tools
 import torch
 import transformers
 from box_skills import SKILLS, arithmetic_held, correct, held_out, render_chat
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TARGETS = {"capitals": 0.95, "arithmetic": 0.95, "sort": 0.90, "copy": 0.98, "json": 0.90}
+TARGETS = {"capitals": 0.95, "arithmetic": 0.95, "sort": 0.90, "copy": 0.98, "json": 0.90, "tools": 0.95}
 PROMPTS = [
     "Hello, my name is",
     "The president of the United States is",
@@ -98,6 +102,44 @@ def score(writer: Writer, count: int, seed: int) -> dict[str, dict]:
     return table
 
 
+def turns_of(case: box_tools.Case) -> Iterator[tuple[str, str]]:
+    """(the chat up to an assistant's turn, the turn) for each of them."""
+    before = ""
+    for text, trained in box_tools.segments(case):
+        if trained:
+            yield before, text.removesuffix(box_tools.END)
+        before += text
+
+
+def calls_of(text: str) -> list | None:
+    """The calls in a turn; None where one cannot be read, or where there is something beside them."""
+    found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL)
+    try:
+        calls = [json.loads(one) for one in found]
+    except ValueError:
+        return None
+    rest = re.sub(r"<tool_call>\n(.*?)\n</tool_call>", "", text, flags=re.DOTALL)
+    return calls if not rest.strip() else None
+
+
+def tool_scores(writer: Writer, count: int, seed: int) -> dict[str, dict]:
+    """For each kind of chats with tools the shares of calls and of answers that are as they should be."""
+    table = {}
+    for kind, unseen in [(kind, False) for kind in box_tools.KINDS] + [("any", True), ("chain", True)]:
+        cases = [turn for case in box_tools.held_out(kind, count, seed, unseen) for turn in turns_of(case)]
+        done = [text for text, _ in writer.complete([prompt for prompt, _ in cases], 200)]
+        told = {"calls": list[bool](), "answers": list[bool]()}
+        misses = []
+        for (prompt, want), got in zip(cases, done, strict=True):
+            called = "<tool_call>" in want
+            right = calls_of(got) == calls_of(want) if called else got.strip() == want.strip()
+            told["calls" if called else "answers"].append(right)
+            misses += [] if right else [[prompt, want, got]]
+        shares = {k: round(sum(v) / len(v), 4) for k, v in told.items() if v}
+        table[f"{kind}_unseen_names" if unseen else kind] = {**shares, "cases": len(cases), "misses": misses[:5]}
+    return table
+
+
 def samples(writer: Writer) -> dict[str, dict[str, list[str]]]:
     """Completions of the usual prompts, greedy and sampled."""
     chats = []
@@ -132,6 +174,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--count", type=int, default=500, help="cases per skill")
+    parser.add_argument("--tool-count", type=int, default=300, help="chats per kind with tools")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     args = parser.parse_args()
@@ -147,7 +190,13 @@ def main() -> None:
     for name in args.dtypes:
         writer = Writer(args.model, args.device, getattr(torch, name))
         result[name] = score(writer, args.count, args.seed)
-        print(name, {k: (v["score"], v.get("plain"), v.get("chat")) for k, v in result[name].items()}, flush=True)
+        print(f"{name:24} score   plain   chat")
+        for skill, row in result[name].items():
+            print(f"{skill:24} {row['score']:<7} {row.get('plain', '')!s:<7} {row.get('chat', '')}", flush=True)
+        result[f"{name}_tools"] = tool_scores(writer, args.tool_count, args.seed)
+        print(f"{name + ', tools':24} calls   answers")
+        for kind, row in result[f"{name}_tools"].items():
+            print(f"{kind:24} {row.get('calls', '')!s:<7} {row.get('answers', '')}", flush=True)
         if "ends_within_100_tokens" not in result:
             result["ends_within_100_tokens"], result["samples"] = ends(writer), samples(writer)
         result["seconds"] = round(time.time() - begin, 1)
@@ -162,6 +211,9 @@ def main() -> None:
     for skill, row in result[args.dtypes[0]].items():
         for miss in row["misses"][:3]:
             print(skill, miss)
+    for kind, row in result[f"{args.dtypes[0]}_tools"].items():
+        for miss in row["misses"][:3]:
+            print(kind, *miss, sep="\n  ")
 
 
 if __name__ == "__main__":

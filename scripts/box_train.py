@@ -1,6 +1,7 @@
 """Train the tokenizer and the model in the box, from the generated corpus to a checkpoint folder.
 
     python scripts/box_train.py --out fengine/models/box --results scripts/results/box_train.json
+    python scripts/box_train.py --start fengine/models/box --out /tmp/box          # goes on from the shipped weights
     python scripts/box_train.py --device cpu --steps 200 --tokens 2000000 --batch-tokens 4096 --out /tmp/box   # tiny
 
 The run is seeded.  `--minutes` bounds its wall time: the learning rate follows whichever of steps and time is further
@@ -20,20 +21,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from box_corpus import BOS, END, EOS, documents, text_of
+from box_corpus import BOS, EOS, documents, text_of
 from box_model import Box, Shape
-from safetensors.torch import save_file
+from box_tools import CHAT_TEMPLATE, END
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 PAD = "<|pad|>"
 SPECIAL = [BOS, EOS, "<|user|>", "<|assistant|>", "<|system|>", END, PAD]
 # words with their leading blank, single digits, runs of punctuation with their leading blank, blanks and line ends
 SPLIT = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] | trim + '<|end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
 CLASS = 4096  # a packed cell is token + CLASS * weight class
 WEIGHTS = (0.0, 0.1, 1.0)  # padding, text to read, text to write
 OPEN_DOCUMENTS = 64
@@ -188,7 +185,10 @@ def train(args: argparse.Namespace, corpus: dict[int, torch.Tensor], shape: Shap
     """Run the loop until `--steps` or `deadline`; returns the loss curve and the counts."""
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    model = Box(shape).to(args.device)
+    model = Box(shape)
+    if args.start:
+        model.load_state_dict({k: w.float() for k, w in load_file(args.start / "model.safetensors").items()})
+    model = model.to(args.device)
     decay = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() <= 1]
     fused = args.device == "cuda"
@@ -242,6 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--results", type=Path, help="where to write the record of the run")
+    parser.add_argument("--start", type=Path, help="checkpoint folder to go on from, with its tokenizer and weights")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)
@@ -261,11 +262,14 @@ def main() -> None:
     args.compile = args.device == "cuda" if args.compile is None else args.compile
     shape = Shape(**{field: getattr(args, field) for field in Shape._fields})
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(args.seed, shape.vocab, 60_000)
+    if args.start:
+        tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(args.seed, shape.vocab, 60_000)
     save_tokenizer(tokenizer, args.out, shape.positions)
     print(f"tokenizer: {tokenizer.get_vocab_size()} entries, {time.time() - begin:.1f} s", flush=True)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    lengths = {256: 0.5, shape.positions: 0.5}
+    lengths = {256: 0.4, 512: 0.3, shape.positions: 0.3}
     corpus = make_corpus(str(args.out / "tokenizer.json"), args.seed, args.tokens, lengths, args.workers)
     corpus_seconds = time.time() - begin
     cells = sum(rows.numel() for rows in corpus.values())
