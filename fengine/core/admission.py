@@ -9,7 +9,7 @@ waits as long as there are higher ones.
 from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import nsmallest
-from itertools import islice
+from itertools import islice, takewhile
 
 from fengine.config import Policy
 from fengine.core.images import Encode, ImageRows, uncut
@@ -54,9 +54,13 @@ class WaitingQueue:
         self._ranked += request.priority != 0
 
     def put_back(self, request: Request) -> None:
-        """A preempted request goes to the front. Victims are the latest that run, so the front stays in order."""
+        """A preempted request goes to the front, in order of arrival. Victims are the latest that run: before them come
+        only those that wait for the slot of an adapter."""
+        waiting = self._requests.values()
+        earlier = list(takewhile(lambda r: r.num_preempted > 0 and r.arrival < request.arrival, waiting))
         self.add(request)
-        self._requests.move_to_end(request.rid, last=False)
+        for first in (request, *reversed(earlier)):
+            self._requests.move_to_end(first.rid, last=False)
 
     def remove(self, request: Request) -> None:
         """The request has ended."""
@@ -114,12 +118,15 @@ class Admission:
         After LPM_PATIENCE admissions in front of the oldest new request nobody goes before one that does not fit: the
         slot that becomes idle next is for it.
         """
+        passed = False  # somebody who does not fit
         for request in self.waiting.candidates(self.rows.num_free):
             ready = not request.images or (self.images is not None and self.images.ready(request.rid))
-            if ready and (request.adapter is None or self.rows.adapters.fits(request.adapter)):
-                yield request
-            elif self.waiting.overtaken >= LPM_PATIENCE:
+            fits = ready and (request.adapter is None or self.rows.adapters.fits(request.adapter))
+            passed = passed or not fits
+            if passed and self.waiting.overtaken >= LPM_PATIENCE:
                 return
+            if fits:
+                yield request
 
     def _start(self, output: SchedulerOutput, request: Request, left: int) -> int:
         """Admits a request with its first chunk. Returns the tokens of the chunk, 0 if there are too few pages, or too

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from simulation import Case, Job, Run, entry, make_request, make_scheduler, random_case, simulate, solo
 
 from fengine.config import Policy
+from fengine.core import admission
 from fengine.core.admission import LPM_PATIENCE, LPM_WINDOW
 from fengine.core.kv_pages import PagePool
 from fengine.core.prefix_cache import PrefixCache
-from fengine.core.request import Request, Status
+from fengine.core.request import Adapter, Request, Status
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
 from fengine.errors import CapacityError, InvalidRequestError, InvariantError
@@ -377,6 +378,31 @@ def test_lpm_starves_nobody() -> None:
     scheduler, _ = lpm_case(LPM_PATIENCE + LPM_WINDOW + 20)
     position = order_of_admission(scheduler).index("r1")
     assert 3 < position <= LPM_PATIENCE
+
+
+def waiting_for_slots(count: int) -> tuple[Scheduler, list[Request]]:
+    """One slot for adapters, which r0 has; r1 wants it, too; nobody else wants one."""
+    pool = PagePool(100)
+    scheduler = Scheduler(pool, None, page_size=4, max_running_requests=8, max_step_tokens=64, adapter_slots=1)
+    requests = [make_request(Case(jobs(*[(4, 8)] * count)), i) for i in range(count)]
+    requests[0].adapter, requests[1].adapter = Adapter("a", 0, None), Adapter("b", 1, None)
+    for request in requests:
+        scheduler.add(request)
+    return scheduler, requests
+
+
+def test_who_was_preempted_and_waits_for_a_slot_keeps_its_place() -> None:
+    scheduler, requests = waiting_for_slots(4)
+    land(scheduler, planned(scheduler))
+    requests[1].num_preempted = 1  # as if the slot had been taken from it
+    scheduler.retract()
+    assert [request.rid for request in scheduler._waiting.requests()] == ["r0", "r1", "r2", "r3"]
+
+
+def test_in_one_step_no_more_overtake_who_waits_for_a_slot_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "LPM_PATIENCE", 2)
+    scheduler, _ = waiting_for_slots(7)
+    assert [request.rid for request in planned(scheduler).requests] == ["r0", "r2", "r3"]
 
 
 def test_a_large_request_is_not_overtaken_for_ever_by_small_ones() -> None:
