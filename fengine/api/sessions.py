@@ -251,8 +251,8 @@ class Sessions:
             self._abort(states)
 
     def _take_out(self, turn: Turn) -> None:
-        session = self._sessions.get(turn.session_id)
-        if session is not None and session.turns.get(turn.rid) is turn:
+        session = self._sessions[turn.session_id]
+        if session.turns.get(turn.rid) is turn:
             del session.turns[turn.rid]
             if turn.running:
                 session.running.remove(turn)

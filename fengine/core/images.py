@@ -176,10 +176,7 @@ class ImageRows:
         for key in self._holders.pop(rid, ()):
             entry = self._entries[key]
             entry.users -= 1
-            if not entry.users and not entry.encoded:
-                self._free += self._entries.pop(key).rows
-            else:
-                self._entries.move_to_end(key)
+            self._entries.move_to_end(key, last=entry.encoded)
 
     def forget(self) -> None:
         """Every embedding: the weights have changed, and nothing runs."""

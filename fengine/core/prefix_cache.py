@@ -45,16 +45,14 @@ Reached = tuple[_Node, int, bool]
 
 
 class PrefixCache:
-    """Deterministic. Modifies: itself, and the holders of pages in `pool`. Counters never go back."""
+    """Deterministic. Modifies: itself, and the holders of pages in `pool`."""
 
-    __slots__ = ("pool", "page_size", "num_pages", "lookups", "hit_tokens", "_root", "_clock", "_heap")
+    __slots__ = ("pool", "page_size", "num_pages", "_root", "_clock", "_heap")
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self.pool = pool
         self.page_size = page_size
         self.num_pages = 0
-        self.lookups = 0
-        self.hit_tokens = 0
         self._root = _Node((), 0, None)
         self._clock = 0  # counts uses
         self._heap: list[tuple[int, int, _Node]] = []  # (used, tie-breaker, node)
@@ -68,9 +66,7 @@ class PrefixCache:
         """The pages of the longest cached prefix within `limit` tokens; the caller becomes a holder of them."""
         nodes = self._longest(token_ids, limit, salts)
         pages = [node.page for node in nodes]
-        self.lookups += 1
         if pages:
-            self.hit_tokens += len(pages) * self.page_size
             self._touch(nodes[-1])
             self.pool.retain(pages)
         return pages

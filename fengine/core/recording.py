@@ -272,7 +272,7 @@ def _request(told: dict[str, Any], adapters: dict[int, Adapter]) -> Request:
     asked = dict(told["asked"])
     lockstep, whole = asked.pop("lockstep"), asked.pop("whole")
     params = SamplingParams(**asked, processor=len if lockstep else None)
-    if whole and params.bare:
+    if whole:
         params = replace(params, logit_bias=((0, 0.0),))
     request = Request(told["rid"], len(told["ids"]), list(told["ids"]), params, 0, told["new"], frozenset(told["stop"]))
     request.cache_salt, request.priority = told["salt"], told["priority"]

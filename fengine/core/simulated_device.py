@@ -18,7 +18,7 @@ from fengine.errors import FengineError, InvariantError
 
 def content_of(key: bytes, index: int, weights: int) -> int:
     """What an image has at its placeholder number `index`. Pure."""
-    return hash((int.from_bytes(key[:8], "little"), index, weights))
+    return hash((int.from_bytes(key, "little"), index, weights))
 
 
 Draw = Callable[[Request, list[int], int], tuple[int, float]]  # of (row, its tokens, their hash): token, logprob

@@ -47,8 +47,6 @@ class OutputProcessor:
     def admit(self, state: RequestState, version: str, refusal: FengineError | None) -> None:
         """Queues a request that has entered, or has its caller told why not."""
         request = state.request
-        if self.states.get(request.rid) is not state:
-            return
         if state.live:
             self.live[request.rid] = state
         request.versions = ((version, 0),)
@@ -166,7 +164,7 @@ class OutputProcessor:
             state.tell()
         except Exception as error:  # nobody can be told any more, or just now not: then the end is told, and is none
             if not done:
-                self._fail(state, error, "its caller could not be told", notify=False)
+                self._fail(state, error, "its caller could not be told")
         if done:
             self.untold.pop(state, None)
 
@@ -183,16 +181,12 @@ class OutputProcessor:
                 try:
                     state.output = self._read(state, request.num_output, request.finish)
                 except Exception as error:
-                    self._fail(state, error, notify=False)
+                    self._fail(state, error)
         self._tell(state)
 
-    def _fail(
-        self, state: RequestState, error: Exception, what: str = "detokenizing failed", notify: bool = True
-    ) -> None:
-        """A detokenizer or a caller that fails ends its own request only."""
+    def _fail(self, state: RequestState, error: Exception, what: str = "detokenizing failed") -> None:
+        """A detokenizer or a caller that fails ends its own request only; its caller is told when it has ended."""
         failed = EngineDeadError(f"request {state.request.rid!r}: {what}: {error}")
         failed.__cause__ = error
         state.error = failed
         self.abort_later([state])
-        if notify:
-            self._tell(state)

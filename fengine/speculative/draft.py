@@ -77,7 +77,7 @@ class DraftModel:
         """`most` guesses for each of at most `rows` rows. `price` of a guess: see `Pace`. Errors: ConfigError."""
         self.head, self.spec, self.kv_dtype, self.page_size = head, head.spec, kv_dtype, page_size
         self.most, self.price, self.rows, self.graphs = most, price, rows, graphs
-        self.pages = 0  # of the target; behind them lie those of row slots
+        self.pages: int  # of the target; behind them lie those of row slots
         self.chain: Chain
         self.batch: InputBatch
         if most >= page_size:
@@ -106,7 +106,7 @@ class DraftModel:
             drafting.memo.learn(ask, self.head.behind)
             pace = drafting.memo.pace
             size = min(pace.size, ask.most, self.spec.max_position - known)
-            ready = ask.tried and ask.skip == 0 and known > self.head.behind and known >= pace.resume_at
+            ready = ask.tried and ask.skip == 0 and known >= pace.resume_at
             if ready and size >= ask.least:
                 sizes[i] = size
         if not sizes:
@@ -162,7 +162,7 @@ class DraftModel:
         for row, ask in zip(table, asks, strict=True):
             pages = ask.request.pages[: len(row)]
             row[: len(pages)] = pages
-            row[len(pages) :] = self.pages + (ask.request.row or 0)
+            row[len(pages) :] = self.pages + ask.request.slot
         return table
 
     def _guide(self, asks: list[Ask]) -> Guide:

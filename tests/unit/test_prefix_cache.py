@@ -47,7 +47,6 @@ def test_matches_whole_pages_within_the_limit(page_size: int) -> None:
         assert hit == pages[: limit // page_size] and cache.match_length(tokens, limit) == len(hit) * page_size
         assert all(pool.num_holders(page) == 2 for page in hit) and cache.pool.num_idle == len(pages) - len(hit)
         pool.release(hit)
-    assert cache.lookups == len(tokens) + 2 and cache.hit_tokens > 0
     assert cache.match([99, *tokens[1:]], len(tokens)) == []
     assert cache.match([*tokens[:-page_size], 99], 10**9) == pages[: (len(tokens) - page_size) // page_size]
 

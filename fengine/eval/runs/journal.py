@@ -216,7 +216,6 @@ class Journal(AbstractContextManager["Journal"]):
         """Takes a part of a line back. Where that fails too it stays as a torn tail, which the next run cuts off."""
         try:
             os.ftruncate(self._file, size)
-            os.lseek(self._file, size, os.SEEK_SET)
         except OSError:
             return
 
