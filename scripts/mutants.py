@@ -10,9 +10,9 @@ comparison, an operator, a constant, a condition or a statement changed), and th
 quickest first, simulated schedules before, up to the first failure. What runs too long counts as seen.
 
 A mutant that no test sees is printed with its line: either the line is not needed, or an oracle is missing, or `reason`
-in the JSON file tells why neither is; reasons stay when the file is written again. What is raised is not mutated, nor
-left out where it is an InvariantError, nor is `strict=True`: only a fault meets those. A planted fault whose `old` text
-is not found once is left out by name.
+in the JSON file tells why neither is; reasons stay when the file is written again. What is raised or asserted is not
+mutated, nor left out where it is an InvariantError, nor is `strict=True`: only a fault meets those. A planted fault
+whose `old` text is not found once is left out by name.
 """
 
 import argparse
@@ -113,7 +113,8 @@ class Replace(ast.NodeTransformer):
 def mutants_of(path: Path) -> Iterator[tuple[ast.Module, ast.AST, str, ast.AST]]:
     """(module, node, what, new node) of the statements in functions, not of what is raised."""
     tree = ast.parse(path.read_text())
-    told = {id(node) for raised in ast.walk(tree) if isinstance(raised, ast.Raise) for node in ast.walk(raised)}
+    guards = (node for node in ast.walk(tree) if isinstance(node, (ast.Raise, ast.Assert)))
+    told = {id(node) for guard in guards for node in ast.walk(guard)}
     told |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"}
     for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
         for statement in function.body:
@@ -129,7 +130,7 @@ def planted(path: Path, tree: ast.Module, node: Any, what: str, new: ast.AST) ->
     changed = Replace(node, new).visit(tree)
     code = compile(ast.fix_missing_locations(changed), str(path), "exec")
     Replace(new, node).visit(tree)
-    last = node.test.end_lineno if isinstance(node, (ast.If, ast.While)) else node.end_lineno
+    last: Any = node.test.end_lineno if isinstance(node, (ast.If, ast.While)) else node.end_lineno
     return Mutant(str(path.relative_to(PACKAGE)), node.lineno, what, frozenset(range(node.lineno, last + 1)), code)
 
 

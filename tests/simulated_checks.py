@@ -1,40 +1,26 @@
 """What must hold of every step that a scheduler plans, seen from outside: order, budgets, pages, progress."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
-from books import nodes_of
+from simulated_references import checked
 
 from fengine.config import Policy
-from fengine.core.prefix_cache import PrefixCache, Salts
 from fengine.core.request import Request
 from fengine.core.running import is_lockstep, prefix_limit
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput
-from fengine.errors import InvariantError
+from fengine.core.speculation import FEW, Ask
+from fengine.errors import CapacityError, InvariantError, QueueFullError
 
 
-class CheckedCache(PrefixCache):
-    """Evicts the pages that were used longest ago, and finds what it has said that it would."""
+class Asked(NamedTuple):
+    """What a request's record of drafts said before a step."""
 
-    def match(self, token_ids: Sequence[int], limit: int, salts: Salts | None = None) -> list[int]:
-        length, used = self.match_length(token_ids, limit, salts), self._clock
-        pages = super().match(token_ids, limit, salts)
-        if len(pages) * self.page_size != length or (pages and self._clock == used):
-            raise InvariantError(f"{len(pages)} pages are hit, or are not noted to be used, where {length} tokens are")
-        return pages
-
-    def evict(self, count: int) -> int:
-        leaves = {node: node.used for node in nodes_of(self) if not node.children}
-        idle, nodes = self.pool.num_idle, self.num_pages
-        evicted = super().evict(count)
-        if evicted != min(count, idle) or self.num_pages != nodes - evicted:
-            raise InvariantError(f"{evicted} pages are evicted of {idle} idle ones, asked for {count}")
-        gone = max((used for node, used in leaves.items() if node.parent is None), default=0)
-        if any(node.parent is not None and self.pool.num_holders(node.page) == 1 and used < gone
-               for node, used in leaves.items()):  # fmt: skip
-            raise InvariantError("a page was evicted that was used later than one that stays")
-        return evicted
+    rest_until: int
+    try_from: int
+    gain: float
 
 
 class Checks:
@@ -43,19 +29,52 @@ class Checks:
     def __init__(self, scheduler: Scheduler, most_drafts: int, step_tokens: int) -> None:
         """`most_drafts` of a row, which fill a step up to `step_tokens`."""
         self.scheduler, self.most_drafts, self.step_tokens = scheduler, most_drafts, step_tokens
+        self.queue = checked(scheduler, len(scheduler._rows.adapters._slots))
         self.rows, self.admission, self.waiting = scheduler._rows, scheduler._admission, scheduler._waiting
-        self._schedule = scheduler.schedule
+        self._schedule, self._add, self.computed, self.hits = scheduler.schedule, scheduler.add, 0, 0
+        self.asks: list[Ask] = []
+        self.proposals: list[list[int]] = []
+        self.records: dict[Request, Asked] = {}
+        if scheduler.speculation is not None:
+            self._propose = scheduler.speculation.propose
+            scheduler.speculation = replace(scheduler.speculation, propose=self.propose)
         self.seen: set[Request] = set()  # who waited when the last step was planned
         self.cached: dict[Request, int] = {}  # prompt tokens found in the prefix cache at the first admission
 
+    def add(self, request: Request) -> None:
+        """In place of the scheduler's: refuses what it must, and nothing else. Errors: as those, InvariantError."""
+        rows, most, images = self.rows, self.waiting.most, self.scheduler.images
+        full = most is not None and len(self.waiting.requests()) >= most + rows.num_free
+        tokens = request.prompt_len + request.max_new_tokens
+        large = -(-tokens // rows.page_size) > rows.pool.capacity
+        large = large or (images is not None and images.need(request.images) > images.capacity)
+        refused: type | None = None
+        try:
+            self._add(request)
+        except (QueueFullError, CapacityError) as error:
+            refused = type(error)
+            raise
+        finally:
+            if refused is not (QueueFullError if full else CapacityError if large else None):
+                raise InvariantError(f"{request.rid!r} is answered with {refused}; full {full}, too large {large}")
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        """In place of the proposer: remembers."""
+        self.asks, self.proposals = list(asks), [list(proposal) for proposal in self._propose(asks)]
+        return self.proposals
+
     def schedule(self) -> SchedulerOutput | None:
         """In place of the scheduler's. Errors: InvariantError."""
+        self.asks, self.proposals = [], []
+        known = [request for request in self.scheduler._requests.values() if request.drafting is not None]
+        self.records = {r: Asked(d.rest_until, d.try_from, d.gain) for r in known if (d := r.drafting) is not None}
         rows, waiting = self.rows, self.waiting.requests()
         self._check_blocked()
         self.seen = set(waiting)
         ran = [*rows.prompting, *rows.decoding]
         sits = {r for r in rows.decoding if r.num_pending and is_lockstep(r)}
         flying, draining = bool(self.scheduler._in_flight), bool(rows.draining)
+        waits = flying and self._pays(rows.decoding)
         output = self._schedule()
         victims = [request for request in ran if request.row is None]
         self._check_blocked()
@@ -66,7 +85,6 @@ class Checks:
         if output is None:
             if not flying and not ran and waiting and not draining and not self.rows.num_running:
                 raise InvariantError(f"nothing runs, and nobody of {[r.rid for r in waiting]} is admitted")
-            waits = flying and self.scheduler.speculation is not None and self.scheduler.speculation.waits
             if not waits and not draining and not victims and set(ran) - sits:
                 raise InvariantError(f"{[r.rid for r in ran]} run, and nothing is planned")
             return None
@@ -77,16 +95,20 @@ class Checks:
         self._check_progress(ran, sits, planned, bool(victims), sum(output.counts))
         self._check_admitted(output, planned, waiting, ran)
         self._check_drafts(output, planned)
+        self._check_asks(output, planned)
+        self.computed += sum(output.counts)
+        if self.scheduler.counters()["computed_tokens"] != self.computed:
+            raise InvariantError(f"{self.computed} tokens are planned, counted otherwise")
         return output
 
     def _check_blocked(self) -> None:
-        """Nobody is said to find too few pages who would find enough: of those who go in order of arrival."""
-        waiting = self.waiting.requests()
-        if not self.admission.blocked or self.waiting.policy is Policy.lpm or any(r.priority for r in waiting):
+        """Nobody is said to find too few pages who would find enough: of those whose place does not change."""
+        ranked = self.waiting.policy is Policy.fcfs or any(request.priority for request in self.waiting.requests())
+        if not self.admission.blocked or not self.rows.num_free or not ranked:
             return
         if self.rows.pool.windowed and self.scheduler.speculation:
             return  # drafts may have left windows behind: their update makes it known
-        head = next((request for request in waiting[: self.rows.num_free] if self._could_start(request)), None)
+        head = next(filter(self._could_start, self.queue.expected(self.rows.num_free)), None)
         if head is not None and head in self.seen and self._fits(head):
             raise InvariantError(f"{head.rid!r} waits for pages though there are enough")
 
@@ -141,12 +163,12 @@ class Checks:
         """Who was admitted was next; what was cached of it is told as at its first admission."""
         starts = dict(zip(planned, output.starts, strict=True))
         new = [request for request in waiting if request.row is not None]
-        left = [request for request in waiting if request.row is None and self._could_start(request)]
-        by_hit = self.waiting.policy is Policy.lpm and not any(request.priority for request in waiting)
+        if new and not self.rows.pool.windowed and self._spare() < -1:
+            raise InvariantError(f"{new[-1].rid!r} is admitted, and others lack {-self._spare()} pages")
+        self.hits += sum(starts[request] for request in new)
+        if self.scheduler.counters()["hit_tokens"] != self.hits:
+            raise InvariantError(f"{self.hits} tokens were hit, counted otherwise")
         for request in new:
-            before = [other for other in left if self._rank(other, by_hit) < self._rank(request, by_hit)]
-            if before:
-                raise InvariantError(f"{request.rid!r} goes before {before[0].rid!r}")
             if not request.num_preempted:
                 self.cached[request] = starts[request]
             if request.num_cached not in (0, self.cached.get(request, 0)) or (
@@ -157,12 +179,6 @@ class Checks:
     def _could_start(self, request: Request) -> bool:
         ready = request.adapter is None or self.rows.adapters.fits(request.adapter)
         return ready and (not request.images or self.scheduler.images.ready(request.rid))  # type: ignore[union-attr]
-
-    @staticmethod
-    def _rank(request: Request, by_hit: bool) -> tuple[Any, ...]:
-        if request.num_preempted:
-            return (0, 0, request.arrival)
-        return (1, 0, 0) if by_hit else (1, -request.priority, request.arrival)
 
     def _check_drafts(self, output: SchedulerOutput, planned: list[Request]) -> None:
         """Drafts take what is left: neither pages that are due to others, nor the last token."""
@@ -178,3 +194,37 @@ class Checks:
             paged = paged or len(request.pages) > -(-request.num_computed // rows.page_size)
         if paged and self._spare() < 0:
             raise InvariantError("drafts have pages that are due to others")
+
+    def _pays(self, rows: Sequence[Request]) -> bool:
+        """Whether decoding rows wait for their tokens, as a model that proposes can bring more than that costs."""
+        speculation = self.scheduler.speculation
+        if speculation is None or not speculation.waits or not 0 < len(rows) < speculation.full:
+            return False
+        told = [(self.records[r], r.num_computed) for r in rows if r in self.records]
+        gain = sum(record.gain for record, known in told if known >= record.try_from)
+        return gain > (0 if len(rows) == 1 else len(rows) * speculation.toll)
+
+    def _check_asks(self, output: SchedulerOutput, planned: list[Request]) -> None:
+        """Every row that decodes is asked for, and nobody else; drafts fill what is left of the step, in fair parts."""
+        speculation, drafts = self.scheduler.speculation, dict(output.drafts)
+        if speculation is None:
+            return
+        left = self.step_tokens - sum(output.counts) + sum(map(len, drafts.values()))
+        tried, expected = self._pays(self.rows.decoding), {}
+        if left > 0 and len(planned) < speculation.full and (tried or speculation.mixed or not speculation.waits):
+            least = 1 if len(planned) == 1 or speculation.waits else min(FEW, self.most_drafts)
+            for i, (request, start) in enumerate(zip(planned, output.starts, strict=True)):
+                alone = output.counts[i] - len(drafts.get(i, ())) == 1 and output.samples[i]
+                room = min(request.full - 2 - start, self.most_drafts)
+                if (record := self.records.get(request)) and start >= max(record.rest_until, request.prompt_len):
+                    expected |= {i: room} if alone and room >= least else {}
+        if {ask.row: ask.most for ask in self.asks} != expected or any(ask.tried != tried for ask in self.asks):
+            raise InvariantError(f"{[ask[3:] for ask in self.asks]} are asked for, not {expected}, tried {tried}")
+        wanting = sum(map(bool, self.proposals))
+        for ask, proposal in zip(self.asks, self.proposals, strict=True):
+            if proposal:
+                length = next((k for k, t in enumerate(proposal) if not 0 <= t < speculation.vocab_size), len(proposal))
+                most, given = min(length, ask.most, -(-left // wanting)), len(drafts.get(ask.row, ()))
+                if given > most or (given < most and not self.rows.pool.windowed and self._spare() > 0):
+                    raise InvariantError(f"{ask.request.rid!r} has {given} drafts, not {most}")
+                left, wanting = left - given, wanting - 1

@@ -194,7 +194,7 @@ def above_of(parents: dict[str, str | None], rid: str) -> Iterator[str]:
         rid = above
 
 
-def check_gone(world: World, sid: str, job: Job, rids: list[str]) -> None:
+def check_gone(world: World, sid: str | None, job: Job, rids: list[str]) -> None:
     for rid in rids:
         try:
             world.sessions.prepare({"id": sid, "rid": rid}, list(job.ids), "new", None)
@@ -271,6 +271,8 @@ def memory(world: World, event: Event) -> None:
 
 def adapter(world: World, event: Event) -> None:
     """Loads it, anew if it is there: requests that run keep the one that they began with."""
+    if world.adapters[event.what].pinned:
+        return
     world.loads += 1
     world.adapters[event.what] = Adapter(event.what, world.loads, None)
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 from books import check_scheduler
-from simulated_checks import CheckedCache, Checks
+from simulated_checks import Checks
 from simulated_oracle import Solo, judge
 from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, image_need, need
+from simulated_references import CheckedCache, CheckedImages
 from simulated_threads import Machine, SimulatedThread
 
 from fengine.api.outputs import complete
@@ -22,7 +23,8 @@ from fengine.api.request_log import RequestLog
 from fengine.api.server_args import ServerArgs
 from fengine.api.sessions import Sessions, Turn
 from fengine.api.streams import OutputCollector
-from fengine.core.images import Image, ImageRows, ImageSpan
+from fengine.core import admission
+from fengine.core.images import Image, ImageSpan
 from fengine.core.kv_pages import PagePool
 from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.core.scheduler import Scheduler
@@ -107,7 +109,7 @@ class World:
         )
         self.jobs: dict[str, Job] = {}
         self.calls: list[tuple[Event, list[RequestState], Any]] = []  # and the event loop of the caller, if it has one
-        self.adapters = {name: Adapter(name, i, None) for i, name in enumerate("ABC")}
+        self.adapters = {name: Adapter(name, i, None, s.pinned and name == "A") for i, name in enumerate("ABC")}
         self.loads = len(self.adapters)
         self.labels = {"default": 0}
         self.resumed = self.resuming = 0  # how often somebody let the engine go on, and how many are about to
@@ -125,10 +127,13 @@ class World:
         return self.fault is not None and self.fault[0] == "stuck"
 
     def run(self) -> None:
+        before = admission.LPM_PATIENCE, admission.LPM_WINDOW
+        admission.LPM_PATIENCE, admission.LPM_WINDOW = self.settings.patience, self.settings.window
         try:
             self.machine.run(self._main, PATIENCE)
         finally:
             self.machine.end(self.threads)
+            admission.LPM_PATIENCE, admission.LPM_WINDOW = before
 
     def _main(self) -> None:
         self._build()
@@ -153,9 +158,10 @@ class World:
             pool, CheckedCache(pool, s.page_size) if s.cached else None, page_size=s.page_size,
             max_running_requests=s.rows, max_step_tokens=s.budget, policy=s.policy, adapter_slots=s.adapter_slots,
             speculation=self._speculation(), max_queued=s.max_queued,
-            images=ImageRows(s.image_rows, s.patches) if s.image_rows else None,
+            images=CheckedImages(s.image_rows, s.patches) if s.image_rows else None,
         )  # fmt: skip
-        self.scheduler.schedule = Checks(self.scheduler, 6, max(s.budget, 4)).schedule  # type: ignore[method-assign]
+        checks = Checks(self.scheduler, 6, max(s.budget, 4))
+        self.scheduler.add, self.scheduler.schedule = checks.add, checks.schedule  # type: ignore[method-assign]
         self.device = SimulatedDevice(
             s.page_size, s.num_pages, self.scheduler._requests.__getitem__, self._draw, s.windows
         )
@@ -385,8 +391,8 @@ class World:
         `pages` were cached before."""
         cache = self.scheduler.cache
         bad = [r for r in finished if "non-finite" in str(r.finish and r.finish.get("message"))]
-        for request in bad if cache is not None and len(finished) == 1 else ():  # another one may have put it back
-            if cache.match_length(request.token_ids, self.settings.page_size, request.salts):
+        for request in bad if len(finished) == 1 else ():  # another one may have put it back
+            if cache is not None and cache.match_length(request.token_ids, self.settings.page_size, request.salts):
                 raise Violation(f"a page of {request.rid} can be hit, whose numbers are not finite")
         if not bad and self.scheduler.counters()["cached_pages"] < pages:
             raise Violation("an end makes the cache forget")

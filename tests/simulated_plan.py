@@ -11,6 +11,7 @@ PIECES = (b"a", b"b", b"ab", b" ", "é".encode()[:1], "é".encode()[1:], b"ba", 
 EOS, BAD = 8, 11  # the id that ends a text, and one that a broken tokenizer does not know
 STOPS = ("ab", "b.", "a b", "é", "cc", "bab")
 GUESSES = (None, None, None, None, "right", "mixed", "wrong", "ngram", "model", "both")
+PRIORITIES = (0, 0, 0, 0, 1, -1)
 PROCESSORS = (None, None, None, None, None, "plain", "raises", "asks")
 
 
@@ -79,6 +80,9 @@ class Settings:
     windows: Windows | None = None
     image_rows: int = 0  # of a model that takes images
     patches: int = 1  # of images that are encoded before one step
+    patience: int = 32  # LPM_PATIENCE
+    window: int = 32  # LPM_WINDOW
+    pinned: bool = False  # the adapter A keeps its slot
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,16 @@ def plan_of(seed: int, size: int = 1) -> Plan:
         page_size=page, rows=rng.choice([1, 2, 4, 6, 6]), budget=rng.choice([1, 3, 6, 24, 24]),
         policy=rng.choice(list(Policy)), cached=rng.random() < 0.8, overlap=rng.random() < 0.7,
         guess=rng.choice(GUESSES), adapter_slots=rng.choice([0, 0, 1, 2]),
-        max_queued=rng.choice([None, None, None, 2]), interval=rng.choice([1, 1, 3]),
+        max_queued=rng.choice([None, None, None, 0, 2]), interval=rng.choice([1, 1, 3]),
         incremental=rng.random() < 0.3, eager=rng.choice([0.02, 0.2, 0.6, 1.0]),
         image_rows=rng.choice([0, 0, 1]), patches=rng.choice([1, 4, 100]),
+        patience=rng.choice([32, 1, 3]), window=rng.choice([32, 2, 5]),
     )  # fmt: skip
+    settings = replace(settings, pinned=settings.adapter_slots == 2 and rng.random() < 0.5)
+    ranks = rng.choice([PRIORITIES[:1], PRIORITIES[:5], PRIORITIES[3:]])
     span = rng.choice([0.0, 0.005, 0.02, 0.1]) * size  # seconds in which things begin
     stems = [tuple(rng.randrange(len(PIECES)) for _ in range(rng.randrange(1, 14))) for _ in range(2)]
-    events = [client(rng, name, settings, stems, span) for name in range(size * rng.choice([1, 3, 4, 6]))]
+    events = [client(rng, name, settings, stems, ranks, span) for name in range(size * rng.choice([1, 3, 4, 6, 9]))]
     for _ in range(size * rng.choice([0, 0, 1, 2, 4])):
         events.append(steering(rng, len(events), span))
     if rng.random() < 0.15:
@@ -145,9 +152,11 @@ def image_need(job: Job) -> int:
     return sum({picture.key: picture.tokens for picture in job.pictures}.values())
 
 
-def client(rng: random.Random, name: int, settings: Settings, stems: list[tuple[int, ...]], span: float) -> Event:
+def client(
+    rng: random.Random, name: int, settings: Settings, stems: list[tuple[int, ...]], ranks: tuple[int, ...], span: float
+) -> Event:
     kind = rng.choice(CLIENTS)
-    jobs = tuple(job_of(rng, settings, stems) for _ in range(rng.choice([1, 1, 2, 3])))
+    jobs = tuple(job_of(rng, settings, stems, ranks) for _ in range(rng.choice([1, 1, 2, 3])))
     if kind == "chat":
         jobs = tuple(replace(job, salt=None, pictures=()) for job in jobs)
     pace = rng.choice([0.0, 0.0, 0.002, 0.02])
@@ -155,7 +164,7 @@ def client(rng: random.Random, name: int, settings: Settings, stems: list[tuple[
     return Event(name, rng.random() * span, kind, jobs, pace, leave, rng.randrange(1 << 16))
 
 
-def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]]) -> Job:
+def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]], ranks: tuple[int, ...]) -> Job:
     stem = rng.choice(stems)
     ids = stem[: rng.randrange(1, len(stem) + 1)] + tuple(rng.randrange(12) for _ in range(rng.randrange(0, 4)))
     new = rng.choice([0, 1, 2, rng.randrange(3, 24), rng.randrange(10, 32), rng.randrange(20, 32)])
@@ -175,7 +184,7 @@ def job_of(rng: random.Random, settings: Settings, stems: list[tuple[int, ...]])
         scored=rng.randrange(len(ids)) if 0.6 < odd < 0.7 else None,
         adapter=rng.choice([None, "A", "B", "C"]) if settings.adapter_slots else None,
         salt=rng.choice([None, None, None, "s"]),
-        priority=rng.choice([0, 0, 0, 1, -1]) if odd > 0.7 else 0,
+        priority=rng.choice(ranks),
         pictures=pictures,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The recorded steps of an engine are scheduled again as they were, and tell no texts."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from simulated_run import violation
 
 from fengine import Engine
 from fengine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from fengine.core.admission import LPM_PATIENCE, LPM_WINDOW
 from fengine.core.kv_pages import PagePool
 from fengine.core.recording import RecordedScheduler, Replay, replay
 from fengine.errors import InputFileError, InvariantError
@@ -25,7 +27,9 @@ SEEDS = [seed for seed in range(1000) if not plan_of(seed).settings.image_rows] 
 
 def record(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     monkeypatch.setattr(simulated_engine, "Scheduler", partial(RecordedScheduler, path))
-    assert violation(plan_of(seed)) is None
+    plan = plan_of(seed)
+    usual = replace(plan.settings, patience=LPM_PATIENCE, window=LPM_WINDOW)  # a recording does not tell of others
+    assert violation(replace(plan, settings=usual)) is None
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
