@@ -45,6 +45,12 @@ def text(count: int = 40, **more: Any) -> dict[str, Any]:
     return {"input_ids": prompts(), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0} | more
 
 
+def long() -> dict[str, Any]:
+    """Rows of several thousand tokens, between short ones."""
+    ids = [[(7 * i + 13 * j + j * j // 7) % 500 + 3 for j in range(n)] for i, n in enumerate((3000, 40, 1700, 2500))]
+    return text(40, input_ids=ids, sampling_params=text()["sampling_params"][:4])
+
+
 def sampled(**params: Any) -> dict[str, Any]:
     work = text()
     work["sampling_params"] = [given | params for given in work["sampling_params"]]
@@ -262,6 +268,35 @@ QUANTIZED = {
 }  # fmt: skip
 
 
+ODD = ("llama-gqa4-rope3-sharded", "llama-gqa7-rope3-biases-old", "qwen2-gqa7-tied", "qwen3-gqa4-tied", "phi3-longrope",
+       "mistral-no-window-yarn", "mistral-window-of-2", "granite-scales", "glm4-half", "gemma2-mixed", "gemma3-capped",
+       "cohere2-biases", "olmo3-two-ropes", "starcoder2-biases", "hunyuan_v1_dense-alpha", "gpt_oss-sinks",
+       "gpt_oss-clamped", "qwen3_moe-renormalised", "glm4_moe-norms", "qwen3-gqa2-biases")  # fmt: skip
+LONG = {"max_position_embeddings": 8192}
+WIDE = {"head_dim": 128, "vocab_size": 50000, "hidden_size": 512, "intermediate_size": 1536, "num_key_value_heads": 1}
+OPENED = {"max_total_tokens": 16384, "chunked_prefill_size": 4096}
+LENGTHS = {"chunks of 700": {"chunked_prefill_size": 700}, **EAGER}
+
+
+def lengthy(found: dict[str, Case]) -> None:
+    """Rows that many programs share, wide heads, and vocabularies of many blocks."""
+    kinds = {"llama": WIDE, "gpt_oss": SINKS, "gemma2": GEMMA, "mistral": {"sliding_window": 1000, "head_dim": 128}}
+    for family, config in kinds.items():
+        given = {"family": family, **config, **LONG}
+        found[f"long, {family}"] = Case("plain", given, OPENED, long, LENGTHS)
+        found[f"long, kv fp8, {family}"] = Case("plain", given, OPENED | FEW, long, LENGTHS)
+    drawn = {"temperature": 0.9, "top_k": 50, "top_p": 0.9}
+    wide = {"family": "llama", **WIDE}
+    found["wide, draws"] = Case("plain", wide, {}, lambda: sampled(**drawn))
+    found["wide, top-20 logprobs"] = Case("plain", wide, {}, lambda: text(top_logprobs_num=20))
+    found["wide, penalties"] = Case("plain", wide, {}, lambda: sampled(repetition_penalty=1.2, frequency_penalty=0.3))
+    for kind in AT_LOAD:
+        found[f"wide, {kind}"] = Case("plain", wide, {"quantization": kind})
+    for name in ("awq", "gptq-asym", "packed-4", "micro", "fp8-blocks"):
+        sizes = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 128}
+        found[f"wide, {name}"] = Case("quantized", {"case": name, **sizes}, {}, text, EAGER | DENSE)
+
+
 def all_cases() -> dict[str, Case]:
     llama = {"family": "llama"}
     found = {
@@ -279,16 +314,24 @@ def all_cases() -> dict[str, Case]:
     }  # fmt: skip
     for name, config in QUANTIZED.items():
         found[f"quantized, {name}"] = Case("quantized", {"case": name, **config}, {}, text, EAGER | DENSE)
+    for name in ("float-dynamic", "float-static", "fp8-blocks"):
+        found[f"w8a8_fp8, {name}"] = Case("quantized", {"case": name}, {"quantization": "w8a8_fp8"})
+    lengthy(found)
     for kind in AT_LOAD:
         found[f"{kind} at load, llama"] = Case("plain", llama, {"quantization": kind})
         found[f"{kind} at load, qwen3_moe"] = Case("plain", {"family": "qwen3_moe", **EXPERTS}, {"quantization": kind})
     loras = {"lora_paths": "{adapters}", "max_lora_rank": 16}
     for family, config in {"llama": {}, "qwen2": {"head_dim": None}, "qwen3_moe": EXPERTS}.items():
         found[f"lora, {family}"] = Case("with_adapters", {"family": family, **config}, loras, adapted)
+    found["lora, kv fp8"] = Case("with_adapters", llama, loras | FEW, adapted)
+    found["lora, guessed"] = Case("with_adapters", llama, loras, adapted, {"n-grams": GUESSED["n-grams"]})
     pictures = {"dtype": "bfloat16", "max_total_tokens": 2048}
     for family in ("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "internvl", "gemma3"):
         own = {"chunks of 7": {"chunked_prefill_size": 7, "max_running_requests": 3}}
         found[f"images, {family}"] = Case("pictured", {"family": family}, pictures, images, own | EAGER)
+    found["images, kv fp8"] = Case("pictured", {"family": "llava"}, pictures | FEW, images, EAGER)
+    found["images, guessed"] = Case("pictured", {"family": "qwen2_5_vl"}, pictures, images,
+                                    {"n-grams": GUESSED["n-grams"]})  # fmt: skip
     for name in ("bert", "xlm-r", "modernbert", "embeddinggemma"):
         kind = "Model" if name == "embeddinggemma" else "ForSequenceClassification"
         found[f"encoder, {name}"] = Case(
@@ -321,10 +364,16 @@ def all_cases() -> dict[str, Case]:
         "memory and weights, experts": Case("two", {"family": "qwen3_moe", **EXPERTS}, check="memory"),
         "stops, the box": Case("box", {}, {"skip_tokenizer_init": False}, stops),
     }  # fmt: skip
+    for dtype in ("float16", "float32"):
+        found[f"{dtype}, llama"] = Case("plain", llama, {"dtype": dtype})
+        found[f"{dtype}, qwen3_moe"] = Case("plain", {"family": "qwen3_moe", **EXPERTS}, {"dtype": dtype})
+    found["preempted, kv fp8"] = Case("plain", llama, FEW, text, found["preempted"].layouts)
     if importlib.util.find_spec("llguidance"):
         found["grammars, the box"] = Case("box", {}, {"skip_tokenizer_init": False}, grammar)
     for family, config in FAMILIES.items():
         found[f"family {family}"] = Case("plain", {"family": family, **config}, {}, text, CHUNKS, near=True)
+    for name in ODD:
+        found[f"odd, {name}"] = Case("config_of_test", {"case": name}, {}, text, EAGER)
     return found
 
 

@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_gpu
+import check_device
 import profile_gpu
 from floors import cached_prefixes, floor, shape
 from measure import Budget
@@ -148,3 +150,25 @@ def test_engines_are_named_by_numerics_and_page_size() -> None:
     for wrong in ("exact+", "exact+page", "exact+graph"):
         with pytest.raises(SystemExit):
             bench_gpu.options(wrong)
+
+
+def test_a_case_on_a_device_tells_what_differs_and_how_an_error_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    cases: dict[str, Any] = {
+        "good": check_device.Case("plain", {"family": "llama"}, near=True),
+        "differs": check_device.Case("plain", {"family": "llama"}, layouts={"in FP8": {"kv_cache_dtype": "fp8_e4m3"}}),
+        "fails": check_device.Case("plain", {"family": "llama", "num_key_value_heads": 3}),
+        "proves nothing": check_device.Case("plain", {"family": "llama"}, layouts={"preempted": {}}),
+    }
+    monkeypatch.setattr(check_device, "CASES", cases)
+    found = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["check_device.py", "--device", "cpu", "--jobs", "2", "--json", str(found)])
+    with pytest.raises(SystemExit) as end:
+        check_device.main()
+    assert end.value.code == 1 and "1 of 4 ok" in capsys.readouterr().out
+    rows = {row["case"]: row for row in json.loads(found.read_text())["rows"]}
+    assert [name for name in cases if rows[name]["ok"]] == ["good"]
+    assert re.fullmatch(r"\d of 8 rows differ, first row \d .*", rows["differs"]["found"]["in FP8"])
+    assert rows["fails"]["error"] and "Traceback" in rows["fails"]["trace"]
+    assert rows["proves nothing"]["found"]["preempted"] == "proves nothing: no preemptions"
