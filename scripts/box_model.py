@@ -46,7 +46,9 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(s.hidden, s.kv_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.heads * s.head_dim, s.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         s, (batch, length, _) = self.shape, x.shape
         q, k, v = (
             p(x).view(batch, length, -1, s.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
@@ -54,7 +56,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         repeat = s.heads // s.kv_heads
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -77,8 +79,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(s.hidden, s.eps)
         self.mlp = Inner(s)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

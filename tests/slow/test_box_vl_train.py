@@ -18,7 +18,24 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained") / "model"
-    small = ["--steps", "3", "--alone", "0.4", "--batch", "2", "--width", "64", "--inner", "64", "--layers", "2"]
+    small = [
+        "--steps",
+        "3",
+        "--workers",
+        "1",
+        "--held-out",
+        "2",
+        "--alone",
+        "0.4",
+        "--batch",
+        "2",
+        "--width",
+        "64",
+        "--inner",
+        "64",
+        "--layers",
+        "2",
+    ]
     command = [sys.executable, str(ROOT / "scripts" / "box_vl_train.py"), "--out", str(out), *small]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -6,7 +6,7 @@ A picture has 64 × 64 pixels and shows objects in some of nine places, one digi
 import base64
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from random import Random
 from typing import Any, NamedTuple
@@ -27,6 +27,16 @@ DIGITS = (  # rows of five pixels as numbers, from the top
     "14 17 19 21 25 17 14", "4 12 4 4 4 4 14", "14 17 1 2 4 8 31", "31 2 4 2 1 17 14", "2 6 10 18 31 2 2",
     "31 16 30 1 1 17 14", "6 8 16 30 17 17 14", "31 1 2 4 8 8 8", "14 17 17 14 17 17 14", "14 17 17 15 1 2 12",
 )  # fmt: skip
+
+COVERED: dict[str, Callable[..., np.ndarray]] = {  # from the middle: x, y, and how far they are; size; the middle's y
+    "circle": lambda x, y, wide, long, r, _: np.hypot(x, y) <= r,
+    "square": lambda x, y, wide, long, r, _: np.maximum(wide, long) <= 0.86 * r,
+    "triangle": lambda x, y, wide, long, r, _: (y <= 0.8 * r) & (wide <= 0.55 * (y + r)),
+    "diamond": lambda x, y, wide, long, r, _: wide + long <= 1.1 * r,
+    "cross": lambda x, y, wide, long, r, _: (np.minimum(wide, long) <= 0.32 * r) & (np.maximum(wide, long) <= r),
+    "ring": lambda x, y, wide, long, r, _: (np.hypot(x, y) <= r) & (np.hypot(x, y) >= 0.55 * r),
+    "bar": lambda x, y, wide, long, r, top: (wide <= r) & (y >= 0) & (y + top < SIDE - 3),
+}
 
 
 class Thing(NamedTuple):
@@ -72,23 +82,13 @@ def picture(random: Random) -> Picture:
 
 def mask(thing: Thing) -> np.ndarray:
     """Which pixels it covers, bool [64, 64]. Pure."""
-    y, x = np.mgrid[:SIDE, :SIDE] + 0.5
-    x, y, r = x - thing.x, y - thing.y, thing.size
-    far, wide, long = np.hypot(x, y), np.abs(x), np.abs(y)
+    x, y, r = np.arange(SIDE) + 0.5 - thing.x, np.arange(SIDE)[:, None] + 0.5 - thing.y, thing.size
     if thing.shape.isdigit():
         rows = np.array([int(row) for row in DIGITS[int(thing.shape)].split()])
         column, row = np.floor(x / r + 2.5).astype(int), np.floor(y / r + 3.5).astype(int)
         inside = (column >= 0) & (column < 5) & (row >= 0) & (row < 7)
         return inside & (rows[row.clip(0, 6)] >> (4 - column.clip(0, 4)) & 1 == 1)
-    return {
-        "circle": far <= r,
-        "square": np.maximum(wide, long) <= 0.86 * r,
-        "triangle": (y <= 0.8 * r) & (wide <= 0.55 * (y + r)),
-        "diamond": wide + long <= 1.1 * r,
-        "cross": (np.minimum(wide, long) <= 0.32 * r) & (np.maximum(wide, long) <= r),
-        "ring": (far <= r) & (far >= 0.55 * r),
-        "bar": (wide <= r) & (y >= 0) & (y + thing.y < SIDE - 3),
-    }[thing.shape]
+    return COVERED[thing.shape](x, y, np.abs(x), np.abs(y), r, thing.y)
 
 
 def _objects(random: Random) -> tuple[list[Thing], list[Question]]:
