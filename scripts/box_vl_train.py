@@ -109,12 +109,12 @@ class Batch(NamedTuple):
     classes uint8 [3, B, tokens]. Of each answer's token: its place in the flat batch, and the number of its question;
     of each question its kind."""
 
-    pixels: np.ndarray
-    rows: np.ndarray
-    middle: np.ndarray
-    at: np.ndarray
-    question: np.ndarray
-    kinds: np.ndarray
+    pixels: np.ndarray | torch.Tensor
+    rows: np.ndarray | torch.Tensor
+    middle: np.ndarray | torch.Tensor
+    at: np.ndarray | torch.Tensor
+    question: np.ndarray | torch.Tensor
+    kinds: np.ndarray | torch.Tensor
 
 
 class Batches:
@@ -196,17 +196,22 @@ def feed(args: argparse.Namespace) -> Iterator[Batch]:
 
     def collect() -> None:
         while True:
-            for out in drawn:
-                ready.put(out.get())
+            for out in drawn:  # copies from pinned memory do not wait for the device
+                parts = map(torch.from_numpy, out.get())
+                ready.put(Batch(*(part.pin_memory() if args.device == "cuda" else part for part in parts)))
 
     threading.Thread(target=collect, daemon=True).start()
     while True:
         yield ready.get()
 
 
+def put(part: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(part).to(device, non_blocking=True)
+
+
 def seen(model: BoxVL, batch: Batch, noise: float) -> torch.Tensor:
     """The embeddings of its pictures, which get up to so much noise."""
-    pixels = torch.from_numpy(batch.pixels).to(model.cos.device).permute(0, 3, 1, 2) / 127.5 - 1
+    pixels = put(batch.pixels, model.cos.device).permute(0, 3, 1, 2) / 127.5 - 1
     if noise:
         pixels = pixels + noise * torch.rand_like(pixels[:, :1, :1, :1]) * torch.randn_like(pixels)
     return model.see(pixels.contiguous())
@@ -217,8 +222,8 @@ def answers(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each token of an answer: the negative log-probability, and whether it is the likeliest; its question."""
     device = seen.device
-    ids, block, place = torch.from_numpy(batch.rows).to(device).long()
-    at, question = (torch.from_numpy(part).to(device) for part in (batch.at, batch.question))
+    ids, block, place = put(batch.rows, device).long()
+    at, question = (put(part, device) for part in (batch.at, batch.question))
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=device).tril()
     shown = ((block[:, :, None] == block[:, None]) | (block[:, None] == 0)) & causal
     kind = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
@@ -231,7 +236,7 @@ def answers(
 
 def heads_loss(heads: nn.Linear, seen: torch.Tensor, batch: Batch) -> torch.Tensor:
     guesses = heads(seen).float().split([len(known) for known in CLASSES.values()], -1)
-    middle = torch.from_numpy(batch.middle).to(seen.device).long()
+    middle = put(batch.middle, seen.device).long()
     return sum(functional.cross_entropy(g.flatten(0, 1), c.flatten()) for g, c in zip(guesses, middle, strict=True))
 
 
