@@ -24,7 +24,7 @@ SHARES = {
     "chat": 21,
     "plain_turn": 5,
     "capitals": 6,
-    "arithmetic": 12,
+    "arithmetic": 15,
     "sort": 6,
     "copy": 9,
     "json": 5,

@@ -92,6 +92,9 @@ def segments(case: Case, forced: bool = False) -> list[tuple[str, bool]]:
         role = message["role"]
         if role == "assistant":
             text = said(message)
+            if message.get("given"):
+                head += f"<|assistant|>\n{text}{END}\n"
+                continue
             if forced and (calls := message.get("tool_calls")):
                 text = json.dumps([call["function"] for call in calls], ensure_ascii=False)[1:]
                 head, forced = head + "<|assistant|>\n[", False
@@ -264,7 +267,7 @@ def weather(rng: Random) -> Step:
          "Is it warm in {}?", "How warm is it in {} today?", "Tell me the weather in {}.", "Will it rain in {}?",
          "What is the temperature in {}?", "What is the weather like in {} today?", "Check the weather in {}."]
     ).format(city)  # fmt: skip
-    if rng.random() < 0.2:
+    if rng.random() < 0.3:
         unit = rng.choice(["celsius", "fahrenheit"])
         asked = f"{asked[:-1]} in {unit.capitalize() if rng.random() < 0.6 else unit}{asked[-1]}"
         arguments = {"unit": unit}
@@ -480,15 +483,33 @@ def unseen_name(name: str) -> bool:
     return held(f"tool-name:{name}")
 
 
+def _varied(rng: Random, name: str) -> str:
+    """Names that nobody has seen, so that they are copied."""
+    roll, other = rng.random(), invented(rng).lower()
+    if roll < 0.3:
+        return rng.choice([f"{other}_{name}", f"{name}_{other}", f"{name}{rng.randint(1, 99)}", f"{name}_tool"])
+    if roll < 0.5:
+        return rng.choice([f"my_{name}", f"{name}_v{rng.randint(1, 9)}", f"do_{name}", f"{name}-{other}"])
+    if roll < 0.7:
+        return "".join(part.capitalize() for part in name.split("_"))
+    return rng.choice([other, f"{other}_{invented(rng).lower()}", f"tool_{rng.randint(0, 99)}", other.upper()])
+
+
 def make_tool(rng: Random, key: str, unseen: bool) -> Tool:
     ability = ABILITIES[key]
     names = [name for name in ability.names.split() if unseen_name(name) == unseen] or ability.names.split()
     name = names[0] if names[0] == ability.names.split()[0] and rng.random() < 0.25 else rng.choice(names)
+    plain = name
+    if not unseen and rng.random() < 0.3:
+        name = _varied(rng, name)
+        name = plain if unseen_name(name) else name
     words: dict[str, str] = {}
     pair = iter(rng.choice(_PAIRS).split(","))
     for own, (pool, _, _) in ability.parameters.items():
         free = [word for word in pool.split() if word not in words.values()]
         words[own] = (free[0] if rng.random() < 0.4 else rng.choice(free)) if free else next(pair)
+        if not unseen and own not in ("a", "b", "unit") and rng.random() < 0.08:
+            words[own] = f"{words[own]}_{invented(rng).lower()}"
     described, titled, integer = rng.random() < 0.6, rng.random() < 0.1, rng.choice(["integer", "number"])
     properties: dict[str, Any] = {}
     for own, (_, kind, says) in ability.parameters.items():
@@ -515,7 +536,7 @@ def make_tool(rng: Random, key: str, unseen: bool) -> Tool:
     if not properties and rng.random() < 0.5:
         parameters = {"type": "object", "properties": {}}
     spec: dict[str, Any] = {"name": name, "description": rng.choice(ability.says.split("|")), "parameters": parameters}
-    if rng.random() < 0.12:
+    if rng.random() < 0.12 and plain.lower() in name.lower():
         del spec["description"]
     if rng.random() < 0.1:
         spec["strict"] = rng.random() < 0.5
@@ -556,7 +577,8 @@ def draw_tools(rng: Random, needed: list[str], banned: set[str], unseen: bool) -
 def _step(rng: Random, key: str, hold: bool) -> Step:
     while True:
         step = ABILITIES[key].step(rng)
-        if not step.arguments or held(f"tool:{key}:{json.dumps(step.arguments, sort_keys=True)}") == hold:
+        content = step.asked if key == "capital" else json.dumps(step.arguments, sort_keys=True)  # all countries occur
+        if not step.arguments or held(f"tool:{key}:{content}") == hold:
             return step
 
 
@@ -630,11 +652,31 @@ def parallel(rng: Random, hold: bool, unseen: bool) -> Case:
         asked = rng.choice(["What is the weather in {} and {}?", "What is the weather in {} and in {}?",
                             "Is it warmer in {} or in {}?"]).format(*(s.arguments["city"] for s in steps))  # fmt: skip
     answer = f"{one.answer}{'' if one.answer[-1] in '.?!' else '.'} {two.answer}"
+    if not hold and rng.random() < 0.2:  # where only the first call was taken, the second is made next
+        messages = _rounds(tools, asked, [[step] for step in steps], answer)
+        messages[1]["given"] = True
+        return _case(rng, "parallel", tools, messages, hold)
     return _case(rng, "parallel", tools, _rounds(tools, asked, [steps], answer), hold)
 
 
 def chain(rng: Random, hold: bool, unseen: bool) -> Case:
     """The second call needs the first one's result."""
+    if rng.random() < 0.2:
+        first = _step(rng, "capital", hold)
+        city, country = first.answer.split(" is the capital of ")[0], first.arguments["country"]
+        key = rng.choice(["count_letters", "reverse", "upper"])
+        word = "word" if key == "count_letters" else "text"
+        told = str(len(city)) if key == "count_letters" else CHANGES[key][0](city)
+        answer = f"{city} has {told} letters." if key == "count_letters" else told
+        second = Step(key, "", {word: city}, _shown(rng, told, "value"), answer)
+        forms = {
+            "count_letters": ["How many letters does the capital of {} have?", "Count the letters of {}'s capital."],
+            "reverse": ["Reverse the capital of {}.", "Write the capital of {} backwards."],
+            "upper": ["Write the capital of {} in capital letters.", "Write the capital of {} in upper case."],
+        }
+        tools = draw_tools(rng, ["capital", key], set(), unseen)
+        asked = rng.choice(forms[key]).format(country)
+        return _case(rng, "chain", tools, _rounds(tools, asked, [[first], [second]], answer), hold)
     if rng.random() < 0.5:
         first = _step(rng, "capital", hold)
         city = first.answer.split(" is the capital of ")[0]

@@ -269,7 +269,7 @@ def main() -> None:
     save_tokenizer(tokenizer, args.out, shape.positions)
     print(f"tokenizer: {tokenizer.get_vocab_size()} entries, {time.time() - begin:.1f} s", flush=True)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    lengths = {256: 0.4, 512: 0.3, shape.positions: 0.3}
+    lengths = {256: 0.4, shape.positions: 0.6}
     corpus = make_corpus(str(args.out / "tokenizer.json"), args.seed, args.tokens, lengths, args.workers)
     corpus_seconds = time.time() - begin
     cells = sum(rows.numel() for rows in corpus.values())
