@@ -1,11 +1,13 @@
 """Every feature on a device, on small random checkpoints: `python scripts/check_device.py --json FILE`.
 
 Each case of `device_cases.py` has a process of its own, several at once. Its requests run together, alone, over a warm
-cache, and under each of its layouts: tokens, logprobs and all else that is answered must have the same bits. Families
-and encoders are also compared with transformers in float32, within --tolerance. `--device cpu` runs the same.
+cache, and under each of its layouts: tokens, logprobs and all else that is answered must have the same bits. Families,
+images and encoders are also compared with transformers, within --tolerance, both in float32: in bfloat16 a router may
+choose other experts. `--device cpu` runs the same.
 """
 
 import argparse
+import importlib
 import json
 import math
 import multiprocessing
@@ -17,18 +19,24 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import device_cases
+import device_work
 import torch
-import transformers
-from device_cases import BASE, CASES, Case, prepared
+from device_cases import BASE, CASES, Case
+from device_work import prepared
 from measure import environment
 
 from fengine import Engine
 
 ANSWERED = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs",
             "output_token_ids_logprobs", "hidden_states", "finish_reason")  # fmt: skip
-EVIDENCE = {"preempted": "preemptions"}  # a layout proves nothing unless this was counted
+GUESSES = ("n-grams", "a draft", "EAGLE-3")
+EVIDENCE = {
+    "preempted": "preemptions",
+    **dict.fromkeys(GUESSES, "correct_draft_tokens"),
+}  # a layout proves nothing unless this was counted
 Answer = dict[str, Any]
+NEAR = "worst |difference| to transformers"
+WHOLE = {"dtype": "float32", "disable_cuda_graph": True}
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -92,7 +100,9 @@ def bits(case: Case, paths: dict[str, Any], device: str, told: dict[str, Any]) -
             if name in EVIDENCE and not stats[EVIDENCE[name]]:
                 told[name] = f"proves nothing: no {EVIDENCE[name]}"
     if case.near:
-        told["worst |difference| to transformers"] = round(worst(paths["model"], device, work, want), 4)
+        with Engine(**options(case, paths, device, WHOLE)) as engine:
+            found = answers(engine, work)
+        told[NEAR] = round(worst(paths["model"], device, work, found, case.given["family"]), 5)
 
 
 def options(case: Case, paths: dict[str, Any], device: str, layout: dict[str, Any]) -> dict[str, Any]:
@@ -101,14 +111,13 @@ def options(case: Case, paths: dict[str, Any], device: str, layout: dict[str, An
     return {k: paths.get(v.strip("{}"), v) if isinstance(v, str) else v for k, v in given.items()}
 
 
-def worst(path: str, device: str, work: dict[str, Any], found: list[Answer]) -> float:
-    """The largest distance of a prompt's logprobs from transformers' in float32."""
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model, gap = loaded.to(device).eval(), 0.0
-    for prompt, answer in zip(work["input_ids"], found, strict=True):
+def worst(path: str, device: str, work: dict[str, Any], found: list[Answer], family: str) -> float:
+    """The largest distance of a prompt's logprobs from transformers', both in float32."""
+    reference, gap = (device_work.sees if "image_data" in work else device_work.reads)(path, device, family), 0.0
+    for i, (prompt, answer) in enumerate(zip(work["input_ids"], found, strict=True)):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt], device=device)).logits[0].float()
-        want = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]].tolist()
+            logprobs = reference(prompt, work["image_data"][i] if "image_data" in work else None)
+        want = logprobs[range(len(prompt) - 1), prompt[1:]].tolist()
         got = [entry[0] for entry in answer["input_token_logprobs"][1:]]
         gap = max([gap, *(abs(a - b) for a, b in zip(want, got, strict=True))])
     return gap
@@ -127,10 +136,9 @@ def encoded(case: Case, paths: dict[str, Any], device: str, told: dict[str, Any]
     for name, layout in case.layouts.items():
         with Engine(**options(case, paths, device, layout)) as engine:
             told[name] = verdict(want, [output["embedding"] for output in engine.encode(rows)])
-    with torch.no_grad():
-        truth = [reference(row) for row in rows]
-    gaps = [abs(a - b) for row, other in zip(want, truth, strict=True) for a, b in zip(row, other, strict=True)]
-    told["worst |difference| to transformers"] = round(max(gaps), 4)
+    with Engine(**options(case, paths, device, WHOLE)) as engine, torch.no_grad():
+        pairs = zip((output["embedding"] for output in engine.encode(rows)), map(reference, rows), strict=True)
+        told[NEAR] = round(max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True)), 5)
 
 
 def conversation(case: Case, paths: dict[str, Any], device: str, told: dict[str, Any]) -> None:
@@ -188,7 +196,7 @@ def work_of(name: str, device: str, folder: Path) -> None:
     result: dict[str, Any] = {"found": told}
     case = CASES[name]
     try:
-        paths = getattr(device_cases, case.write)(folder, **case.given)
+        paths = getattr(device_work, case.write)(folder, **case.given)
         globals()[case.check](case, paths, device, told)
     except Exception as error:  # one case's failure is a row of the table
         last = (str(error).strip() or "no message").splitlines()[-1]
@@ -210,7 +218,7 @@ def row_of(name: str, folder: Path, seconds: float, code: int | None, tolerance:
 
 def line(row: dict[str, Any], tolerance: float) -> str:
     far = {k: v for k, v in row["found"].items() if not passed({k: v}, tolerance)}
-    near = row["found"].get("worst |difference| to transformers")
+    near = row["found"].get(NEAR)
     said = "ok" + ("" if near is None else f", {near} to transformers")
     if not row["ok"]:
         said = "; ".join([*(f"{k}: {v}" for k, v in far.items()), *([row["error"]] if "error" in row else [])])
@@ -218,6 +226,7 @@ def line(row: dict[str, Any], tolerance: float) -> str:
 
 
 def run(names: list[str], device: str, jobs: int, limit: float, tolerance: float) -> list[dict[str, Any]]:
+    importlib.import_module("tiny_checkpoints")  # and transformers, once for all processes
     fork, begin, rows = multiprocessing.get_context("fork"), time.monotonic(), []
     waiting, running = list(names), {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
@@ -253,7 +262,7 @@ def main() -> None:
     parser.add_argument("--skip", action="append", default=[], help="cases whose names do not contain this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--limit", type=float, default=180, help="seconds for all of it")
-    parser.add_argument("--tolerance", type=float, default=0.5, help="of logprobs in bfloat16 to float32")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="of logprobs in float32")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     names = [n for n in CASES if not given.only or any(part in n for part in given.only)]
