@@ -8,11 +8,21 @@ from fengine.compat import find_moved, install_as_sglang, moved_names
 
 __version__ = "0.1.0"
 # pyright: reportUnsupportedDunderAll=false
-__all__ = ["Engine", "EngineConfig", "SamplingParams", "ServerArgs", "__version__", "evaluate", "install_as_sglang"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "Runtime",
+    "SamplingParams",
+    "ServerArgs",
+    "__version__",
+    "evaluate",
+    "install_as_sglang",
+]
 
 _HOME = {
     "Engine": "fengine.api.engine",
     "EngineConfig": "fengine.config",
+    "Runtime": "fengine.server.runtime",
     "SamplingParams": "fengine.core.sampling_params",
     "ServerArgs": "fengine.api.server_args",
     "evaluate": "fengine.eval.commands.evaluate",

@@ -124,10 +124,15 @@ def hf_config(parts: Parts) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def get_load(engine: HasContext) -> list[dict[str, int]]:
+def get_load(engine: HasContext) -> list[dict[str, Any]]:
     """SGLang's load of each data-parallel rank: requests, those that wait, and tokens in the pages that they hold."""
     parts = engine._parts
     stats = parts.stats(parts.core.call("get_stats"))
     tokens = stats["pages_used"] * (parts.config.cache.page_size or 16)
-    requests = stats["running"] + stats["waiting"]
-    return [{"dp_rank": 0, "num_reqs": requests, "num_waiting_reqs": stats["waiting"], "num_tokens": tokens}]
+    requests, usage = stats["running"] + stats["waiting"], stats["pages_used"] / max(1, stats["pages_total"])
+    return [{
+        "dp_rank": 0, "num_reqs": requests, "num_waiting_reqs": stats["waiting"], "num_tokens": tokens,
+        "num_running_reqs": stats["running"], "num_total_reqs": requests, "num_used_tokens": tokens,
+        "max_total_num_tokens": parts.pool_tokens, "token_usage": usage,
+        "max_running_requests": parts.config.scheduler.max_running_requests,
+    }]  # fmt: skip

@@ -27,14 +27,13 @@ from fengine.server.service import Call, ClientGone, Service
 
 CLOSED_BY_CLIENT = 499  # nginx's word in logs and counters; no client reads it
 KEY_VARIABLE, ADMIN_VARIABLE = "FENGINE_API_KEY", "FENGINE_ADMIN_KEY"
-FLAT = frozenset({"/v1/score", "/v1/rerank"})  # whose errors SGLang's clients read without an "error" around them
 BY_BOTH = frozenset({"/flush_cache", "/ping"})  # asked with GET or POST, as SGLang's and SageMaker's
 BY_PAGES = ("origin", "sec-fetch-site")  # headers of what a web page sends, which needs no permission without a body
 LONG = 1 << 16  # bytes of a body that would hold up the other answers while it is parsed
 
 
 def make_app(engine: Engine, config: ServerConfig | None = None) -> FastAPI:
-    """An ASGI app over an engine, for any ASGI server. Errors: ConfigError if the engine has no tokenizer.
+    """An ASGI app over an engine, for any ASGI server.
 
     Shutting the engine down stays its owner's business.
     """
@@ -156,10 +155,10 @@ async def _refuse(request: Request, error: Exception) -> Response:
         said = {404: f"there is no {request.url.path!r:.200} here.", 405: f"this path takes {allowed} only."}
         error = ApiError(error.status_code, said.get(error.status_code, str(error.detail)), headers=error.headers)
     refusal = api_error_of(error)
-    body, path = refusal.body(), request.url.path
-    if path.startswith("/v1/messages"):
+    body = refusal.body()
+    if request.url.path.startswith("/v1/messages"):
         body = messages.error_body(refusal)
-    elif path in FLAT:
+    else:  # SGLang's clients read the same without an "error" around it
         kind = "BadRequestError" if refusal.status == 400 else "InternalServerError"
         body |= body["error"] | {"object": "error", "type": kind, "code": refusal.status}
     return JSONResponse(body, refusal.status, headers=dict(refusal.headers))

@@ -16,7 +16,7 @@ from fengine.server.chat_body import ChatOptions
 from fengine.server.choices import ChoiceWriter, finite, hidden_states, token_bytes
 from fengine.server.errors import invalid, unsupported
 from fengine.server.openai_body import OpenAIRequest
-from fengine.server.output_parser import OutputParser, TemplateFacts
+from fengine.server.output_parser import OutputParser, TemplateFacts, ThoughtTokens
 from fengine.server.tool_calls import Format, ToolCall, forced_schema, strict_tag
 from fengine.tokenizer.tokenizer import Tokenizer
 
@@ -35,16 +35,22 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     ids = request.given["truncation"].cut(ids, context) if request.given["truncation"] else ids
     constrained = bool(chat.forced) or any(name in sampling for name in GRAMMARS)
     form = _form_read(chat, facts, constrained)
-    thinks = facts.thinks and chat.separate_reasoning and not constrained
-    opened = thinks and facts.opened(tokenizer, ids)
+    may_think = facts.thinks and not constrained
+    opened = may_think and facts.opened(tokenizer, ids)
 
     def new_parser() -> OutputParser:
-        return OutputParser(form, thinks=thinks, opened=opened, forced=bool(chat.forced))
+        apart = chat.separate_reasoning
+        return OutputParser(form, thinks=may_think and apart, opened=opened and apart, forced=bool(chat.forced))
 
     sampling = _held(chat, facts, form, constrained) | sampling
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
     arguments |= {"image_data": images} if images else {}
-    return ChatWriter(request, arguments, tokenizer, head, ids, new_parser)
+    writer = ChatWriter(request, arguments, tokenizer, head, ids, new_parser)
+    if facts.channels is not None:
+        writer.thoughts = None
+    elif may_think:
+        writer.thoughts = [ThoughtTokens(tokenizer, opened) for _ in writer.parsers]
+    return writer
 
 
 def _form_read(chat: ChatOptions, facts: TemplateFacts, constrained: bool) -> Format | None:
@@ -95,6 +101,7 @@ class ChatWriter(ChoiceWriter):
         self.chat, self.ids = request.chat_options, ids
         self.parsers = [new_parser() for _ in range(self.given["n"])]
         self.called = [0] * self.given["n"]  # calls of a choice so far
+        self.thoughts: list[ThoughtTokens] | None = []  # of each choice that may think; None: channels, not counted
         last = self.chat.messages[-1]
         echoes = self.given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
         self.echo = last["content"] if echoes else ""
@@ -103,18 +110,18 @@ class ChatWriter(ChoiceWriter):
         parts = self.parts(index, output, streamed=False)
         content = parts.pop("content", None if parts.keys() & {"tool_calls", "function_call"} else "")
         content = self.echo + (content or "") if self.echo else content
-        message = {"role": "assistant", "content": content, "refusal": None, **parts}
+        message = {"role": "assistant", "content": content, "refusal": None, "reasoning_content": None, **parts}
         choice = self._choice(index, output, {"message": message}, whole=True) | hidden_states(output)
         asked = self.given["return_prompt_token_ids"] or self.given["return_token_ids"]
         return choice | ({"prompt_token_ids": self.ids} if asked else {})
 
     def opening(self, index: int) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": self.echo}
+        delta = {"role": "assistant", "content": self.echo, "reasoning_content": None}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
         new = self.parts(index, output, streamed=True)
-        said = {"delta": new or {"content": ""}}  # SGLang's clients look for a content
+        said = {"delta": {"reasoning_content": None, **(new or {"content": ""})}}  # where SGLang's clients look
         choice = self._choice(index, output, said, whole=False)
         if choice["finish_reason"]:
             choice["delta"] |= hidden_states(output)
@@ -128,9 +135,19 @@ class ChatWriter(ChoiceWriter):
             return {} if ids is None else {"prompt_token_ids": ids}
         return {"prompt_logprobs": self.prompt_logprobs(outputs[0]), "prompt_token_ids": ids}
 
+    def usage(self, outputs: list[Output]) -> dict[str, Any]:
+        """With the tokens of thoughts, in SGLang's place and in OpenAI's, where they can be counted."""
+        counts = [None] if self.thoughts is None else [thought.count for thought in self.thoughts]
+        if None in counts:
+            return super().usage(outputs)
+        count = {"reasoning_tokens": sum(one or 0 for one in counts)}
+        return super().usage(outputs) | count | {"completion_tokens_details": count}
+
     def parts(self, index: int, output: Output, streamed: bool) -> dict[str, Any]:
         """What is new: content, reasoning_content and calls, as far as there is any."""
         found = self.parsers[index].feed(output["text"], last=finish_reason(output) is not None)
+        if self.thoughts:
+            self.thoughts[index].feed(output["output_ids"])
         content = found.content + "".join(call.text for call in found.calls if call.problem)
         named = {"reasoning_content": found.reasoning, "content": content}
         if not self.chat.separate_reasoning:

@@ -110,11 +110,14 @@ class ChoiceWriter(Writer):
         """What stands beside the choices: of complete outputs, or with none in the first chunk."""
         return {}
 
+    def usage(self, outputs: list[Output]) -> dict[str, Any]:
+        return usage_of(outputs, self.given["n"])
+
     # `Writer`'s.
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
         choices = [self.choice(i, output) for i, output in enumerate(outputs)]
-        return self.around(choices, usage_of(outputs, self.given["n"])) | self.beside(outputs)
+        return self.around(choices, self.usage(outputs)) | self.beside(outputs)
 
     def first(self) -> bytes:
         found = [choice for index in range(len(self._drawn)) if (choice := self.opening(index)) is not None]
@@ -129,7 +132,7 @@ class ChoiceWriter(Writer):
         """With the usage, if it was asked for and all choices have ended."""
         if not (self._usage and all(outputs)):
             return DONE
-        return event(self.around([], usage_of(outputs, self.given["n"]))) + DONE
+        return event(self.around([], self.usage(outputs))) + DONE
 
     def _event(self, choice: dict[str, Any], beside: Mapping[str, Any] | None = None) -> bytes:
         if not (beside or self._continuous):  # most are such, and there are many
@@ -180,7 +183,10 @@ class ChoiceWriter(Writer):
 
 
 class CompletionWriter(ChoiceWriter):
-    """Answers to /v1/completions. `echoes`: the prompts' texts, None: no echo. Modifies: itself, in a stream."""
+    """Answers to /v1/completions. `echoes`: the prompts' texts, None: no echo. Modifies: itself, in a stream.
+
+    The text of a prompt of ids leaves special tokens out where that of outputs does.
+    """
 
     names = ("cmpl-", "text_completion", "text_completion")
 
@@ -190,7 +196,7 @@ class CompletionWriter(ChoiceWriter):
     ) -> None:  # fmt: skip
         super().__init__(request, arguments, tokenizer, head, prompts)
         self.echoes = echoes
-        self.skip_special = request.arguments["sampling_params"].get("skip_special_tokens") is not False
+        self.skip_special = skips_special(request)
         self.begun, self.offsets = set[int](), defaultdict[int, Offsets](Offsets)  # of choices
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
@@ -244,6 +250,8 @@ class CompletionWriter(ChoiceWriter):
 
     def _prompt_widths(self, echo: str, ids: list[int]) -> list[bytes]:
         """What the prompt's tokens add; one that the tokenizer put in front stands in no text."""
+        if "text" not in self.request.arguments:
+            return [self._width(token) for token in ids]
         pieces = [token_bytes(self.tokenizer, token) for token in ids]
         if ids and ids[0] == self.tokenizer.bos_id and not echo.startswith(pieces[0].decode("utf-8", "replace")):
             pieces[0] = b""
@@ -261,14 +269,22 @@ def completion_writer(
         kind = "input_ids" if texts is None else "text"
         ids = prompt_ids(tokenizer, kind, arguments[kind], add_special, cut, context)
         arguments |= {"text": None, "input_ids": ids}
-    echoes = _echoes(arguments, texts if cut is None else None, tokenizer) if given["echo"] else None
+    skip = texts is None and skips_special(request)
+    echoes = _echoes(arguments, texts if cut is None else None, tokenizer, skip) if given["echo"] else None
     return CompletionWriter(request, arguments, tokenizer, head, ids, echoes)
 
 
-def _echoes(arguments: dict[str, Any], texts: str | list[str] | None, tokenizer: Tokenizer) -> list[str]:
+def skips_special(request: OpenAIRequest) -> bool:
+    """Whether texts leave special tokens out. Pure."""
+    return request.arguments["sampling_params"].get("skip_special_tokens") is not False
+
+
+def _echoes(
+    arguments: dict[str, Any], texts: str | list[str] | None, tokenizer: Tokenizer, skip_special: bool
+) -> list[str]:
     """The text of each prompt. Pure."""
     if texts is not None:
         return [texts] if isinstance(texts, str) else texts
     rows, limit = arguments["input_ids"], range(2**32)  # others are refused by the engine
     rows = rows if isinstance(rows[0], list) else [rows]
-    return [tokenizer.decode([token for token in row if token in limit], skip_special_tokens=False) for row in rows]
+    return [tokenizer.decode([token for token in row if token in limit], skip_special) for row in rows]

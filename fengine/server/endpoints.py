@@ -106,7 +106,8 @@ def _of_engine(read: Callable[[Body, Engine, str], Plan]) -> Callable[[Service, 
 
 
 def _one_token(service: Service, body: Body) -> Plan:
-    ids = [service.tokenizer.bos_id or 0]
+    tokenizer = service.engine._parts.tokenizer
+    ids = [0 if tokenizer is None else tokenizer.bos_id or 0]
     if service.engine._parts.spec.generates:
         return Plan(GenerateReqInput(None, {"max_new_tokens": 1, "temperature": 0.0}, ids), 1, lambda _: _OK)
     return Plan(EncodeReqInput(ids), 1, lambda _: _OK)
@@ -198,11 +199,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/rerank", "/v2/rerank"), "Documents, the best first; Jina's and vLLM's answer.", pooled.RERANK, _RERANK),
     Endpoint(("/invocations",), "One of those above, by what the body has.", {}, _invocations),
     Endpoint(("/tokenize", "/v1/tokenize"), "Ids of a text, several or a chat.", native.TOKENIZE,
-             call=lambda service, body: native.tokenize(body, service.engine)),
+             call=lambda service, body: native.tokenize(body, service.engine, service.tokenizer)),
     Endpoint(("/detokenize", "/v1/detokenize"), "The text of ids.", native.DETOKENIZE,
-             call=lambda service, body: native.detokenize(body, service.engine)),
+             call=lambda service, body: native.detokenize(body, service.tokenizer)),
     Endpoint(("/tokenizer_info",), "Special tokens and chat template.",
-             call=lambda service, _: native.tokenizer_info(service.engine)),
+             call=lambda service, _: native.tokenizer_info(service.tokenizer, service.context)),
     Endpoint(("/health_generate",), "One token through the whole engine.", plan=_one_token),
     Endpoint(("/get_model_info", "/model_info"), "What kind of model runs.", call=_method("get_model_info", {})),
     Endpoint(("/server_info", "/get_server_info"), "Every setting as resolved, and counters.",
@@ -210,6 +211,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/v1/models",), "The model and its adapters.",
              call=lambda service, _: {"object": "list", "data": list(service.cards().values())}),
     Endpoint(("/get_load",), "SGLang's load of each rank.", call=_method("get_load", {})),
+    Endpoint(("/v1/loads",), "The same, of SGLang's newer form.",
+             call=lambda service, _: {"loads": service.engine.get_load()}),
     Endpoint(("/load",), "vLLM's: samples that run or wait.", call=lambda service, _: {"server_load": service.rows}),
     Endpoint(("/version",), "The version.", call=lambda *_: {"version": __version__}),
     Endpoint(("/abort_request",), "Ends a request, or all.", _ABORT, call=_abort, access=Access.STEER),

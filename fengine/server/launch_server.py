@@ -49,7 +49,8 @@ def launch_server(server_args: ServerArgs) -> int:
     """
     config = config_of(server_args)
     log_to_stderr(config.log)
-    with listen(config) as bound, Engine(server_args=replace(server_args, sampling_defaults=None)) as engine:
+    done = {name: HARMLESS[SERVERS][name] for name in DONE}  # a key, or a port, is no word to an engine, nor to a log
+    with listen(config) as bound, Engine(server_args=replace(server_args, sampling_defaults=None, **done)) as engine:
         stopped_by = serve(engine, config, bound)
     return 0 if stopped_by is None else 128 + stopped_by
 

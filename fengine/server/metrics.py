@@ -5,11 +5,12 @@ https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 import asyncio
+import json
 import logging
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -44,16 +45,46 @@ HISTOGRAMS = {  # name: (buckets, help)
     "time_to_first_token_seconds": (SECONDS, "From arrival to the first token."),
     "time_per_output_token_seconds": (SECONDS, "Mean time between the tokens of a request, behind the first."),
     "request_queue_time_seconds": (SECONDS, "From arrival to the first step."),
+    "request_prefill_time_seconds": (SECONDS, "From the first step to the first token."),
+    "request_decode_time_seconds": (SECONDS, "From the first token to the end."),
     "e2e_request_latency_seconds": (SECONDS, "From arrival to the end."),
     "request_prompt_tokens": (TOKENS, "Tokens of a prompt."),
     "request_generation_tokens": (TOKENS, "Tokens drawn for a request."),
 }
 
 
-class Meter:
-    """Counts requests as they end. Used in the event loop's thread only."""
+ALIASES = {  # what dashboards of SGLang and vLLM call the same; SINGLE's, HISTOGRAMS' and those of reasons
+    "num_requests_running": ("sglang:num_running_reqs", "vllm:num_requests_running"),
+    "num_requests_waiting": ("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
+    "kv_cache_usage_perc": ("sglang:token_usage", "vllm:kv_cache_usage_perc"),
+    "prefix_cache_hit_tokens_total": ("sglang:cached_tokens_total", "vllm:prefix_cache_hits_total"),
+    "generation_tokens_total": ("sglang:generation_tokens_total", "vllm:generation_tokens_total"),
+    "prompt_tokens_total": (
+        "sglang:prompt_tokens_total",
+        "vllm:prompt_tokens_total",
+        "vllm:prefix_cache_queries_total",
+    ),
+    "num_preemptions_total": ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total"),
+    "spec_decode_num_draft_tokens_total": ("vllm:spec_decode_num_draft_tokens_total",),
+    "spec_decode_num_accepted_tokens_total": ("vllm:spec_decode_num_accepted_tokens_total",),
+    "time_to_first_token_seconds": ("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+    "time_per_output_token_seconds": ("sglang:time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
+    "request_queue_time_seconds": ("sglang:queue_time_seconds", "vllm:request_queue_time_seconds"),
+    "request_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
+    "request_decode_time_seconds": ("vllm:request_decode_time_seconds",),
+    "e2e_request_latency_seconds": ("sglang:e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+    "request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "request_generation_tokens": ("vllm:request_generation_tokens",),
+    "request_success_total": ("sglang:num_requests_total", "vllm:request_success_total"),
+}
 
-    def __init__(self) -> None:
+
+class Meter:
+    """Counts requests as they end. `model` is a label of the names that others have. Used in the event loop's thread
+    only."""
+
+    def __init__(self, model: str = "") -> None:
+        self.label = "model_name=" + json.dumps(model, ensure_ascii=False)
         self.counts = {
             name: [0] * (len(bounds) + 1) for name, (bounds, _) in HISTOGRAMS.items()
         }  # of each bucket alone
@@ -73,20 +104,32 @@ class Meter:
         self._add("request_generation_tokens", drawn)
         if state.started is not None:
             self._add("request_queue_time_seconds", state.started - state.submitted)
+            if state.first_token is not None:
+                self._add("request_prefill_time_seconds", state.first_token - state.started)
         if state.first_token is not None:
             self._add("time_to_first_token_seconds", state.first_token - state.submitted)
         if state.finished is not None:
             self._add("e2e_request_latency_seconds", state.finished - state.submitted)
-            if state.first_token is not None and drawn > 1:
-                self._add("time_per_output_token_seconds", (state.finished - state.first_token) / (drawn - 1))
+            if state.first_token is not None:
+                decoding = state.finished - state.first_token
+                self._add("request_decode_time_seconds", decoding)
+                if drawn > 1:
+                    self._add("time_per_output_token_seconds", decoding / (drawn - 1))
+
+    def _labelled(self, sample: str) -> str:
+        """A sample with the model's label, too. Pure."""
+        name, brace, rest = sample.partition("{")
+        head, space, value = sample.rpartition(" ")
+        return f"{name}{{{self.label},{rest}" if brace else f"{head}{{{self.label}}}{space}{value}"
 
     def page(self, stats: Mapping[str, Any], up: bool, rows: int) -> str:
         """The whole page. `stats` are `Engine.stats()`, `rows` those that are open at the server. Pure."""
         lines: list[str] = []
 
-        def family(name: str, kind: str, help_: str, samples: Iterable[str]) -> None:
-            lines.extend([f"# HELP fengine:{name} {help_}", f"# TYPE fengine:{name} {kind}"])
-            lines.extend(f"fengine:{name}{sample}" for sample in samples)
+        def family(name: str, kind: str, help_: str, samples: list[str]) -> None:
+            for other in (f"fengine:{name}", *ALIASES.get(name, ())):
+                lines.extend([f"# HELP {other} {help_}", f"# TYPE {other} {kind}"])
+                lines.extend(other + (sample if other[0] == "f" else self._labelled(sample)) for sample in samples)
 
         more = {"up": int(up), "rows": rows, "usage": stats["pages_used"] / max(1, stats["pages_total"])}
         values = {**stats, **more, "prompt_tokens": self.sums["request_prompt_tokens"]}

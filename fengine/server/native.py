@@ -40,6 +40,8 @@ def generate(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
     given = take(body, GENERATE)
     with_texts, _ = given.pop("return_text_in_logprobs"), given.pop("model")
     request = GenerateReqInput(**{name: value for name, value in given.items() if value is not None})
+    if with_texts and engine._parts.tokenizer is None:
+        raise invalid("return_text_in_logprobs", "return_text_in_logprobs needs a server with a tokenizer.")
     prompts = request.input_ids if request.text is None else request.text
     several = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
     params = request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
@@ -79,10 +81,10 @@ class GenerateWriter(Writer):
         return finite(logprob), token, said
 
 
-def tokenize(body: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+def tokenize(body: Mapping[str, Any], engine: Engine, tokenizer: Tokenizer) -> dict[str, Any]:
     """{"count", "max_model_len", "tokens", "token_strs"} of a text, several or a chat. Errors: ApiError; those of
     `Engine.chat_ids`."""
-    given, tokenizer, several = take(body, TOKENIZE), engine.tokenizer, isinstance(body.get("prompt"), list)
+    given, several = take(body, TOKENIZE), isinstance(body.get("prompt"), list)
     special = given["add_special_tokens"]
     if given["messages"] is not None:
         chat, several = chat_options(given, has_grammar=False), False
@@ -98,10 +100,10 @@ def tokenize(body: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
     return told | {"max_model_len": engine._parts.context_length}
 
 
-def detokenize(body: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+def detokenize(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """The text of token ids: vLLM's {"prompt"}, with special tokens as they are written; SGLang's {"text"} for a body
     that has its skip_special_tokens. Errors: ApiError."""
-    given, known = take(body, DETOKENIZE), range(engine.tokenizer.vocab_size)
+    given, known = take(body, DETOKENIZE), range(tokenizer.vocab_size)
     ids, skip = given["tokens"], given["skip_special_tokens"]
     several = bool(ids) and isinstance(ids[0], list)
     rows = ids if several else [ids]
@@ -109,16 +111,16 @@ def detokenize(body: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
         raise invalid("tokens", f"tokens must be a list of ids in [0, {known[-1]}], got {ids!r:.80}.")
     if skip not in (None, True, False):
         raise invalid("skip_special_tokens", f"skip_special_tokens must be true or false, got {skip!r:.80}.")
-    texts = [engine.tokenizer.decode(row, skip_special_tokens=skip is True) for row in rows]
+    texts = [tokenizer.decode(row, skip_special_tokens=skip is True) for row in rows]
     return {"prompt" if skip is None else "text": texts if several else texts[0]}
 
 
-def tokenizer_info(engine: Engine) -> dict[str, Any]:
+def tokenizer_info(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
     """What vLLM's clients ask of the tokenizer."""
-    tokenizer, added = engine.tokenizer, engine.tokenizer.backend.get_added_tokens_decoder()
+    added = tokenizer.backend.get_added_tokens_decoder()
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": engine._parts.context_length,
+        "model_max_length": context,
         "chat_template": tokenizer.chat_templates.get("default"),
         "added_tokens_decoder": {
             str(id): {"content": token.content, "special": token.special} for id, token in added.items()

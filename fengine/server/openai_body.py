@@ -27,7 +27,7 @@ SHARED: dict[str, Field] = {
     "return_token_ids": flag("Ids of prompts and outputs beside the texts."),
     "return_prompt_token_ids": flag("Ids of prompts in the choices."),
     "return_tokens_as_token_ids": flag("Tokens of logprobs as token_id:ID."),
-    "return_hidden_states": flag("The last hidden state of a choice, where the engine gives any."),
+    "return_hidden_states": loose("true or last: the last hidden state of a choice, where the engine gives any."),
     "prompt_logprobs": whole("Likeliest tokens at each position of the prompt.", 0, MAX_LOGPROBS),
     **TRUNCATION,
     "bad_words": fields.array("Words that are never drawn."),
@@ -185,7 +185,9 @@ def _arguments(body: Mapping[str, Any], given: Mapping[str, Any], echo: bool) ->
     """Arguments of `generate` beside the prompt. Errors: ApiError."""
     sampling = fields.sampling_of(body)
     options = {"sampling_params": sampling | fields.grammar_of(body, sampling)} | fields.call_arguments(given)
-    if given["return_hidden_states"]:
+    if (hidden := given["return_hidden_states"]) not in (None, True, False, "last"):
+        raise invalid("return_hidden_states", f"return_hidden_states must be true, false or last, got {hidden!r:.80}.")
+    if hidden:
         options["return_hidden_states"] = "last"
     logprobs, of_prompt = given["logprobs"], given["prompt_logprobs"]
     if logprobs is None and of_prompt is None:

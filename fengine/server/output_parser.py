@@ -174,6 +174,23 @@ class TemplateFacts:
         return self.thinks and tokenizer.decode(list(ids[-OPENED:]), False).rstrip().endswith("<think>")
 
 
+class ThoughtTokens:
+    """Counts the tokens of one output up to its </think>, which is a token here. `opened`: as the parser's. Modifies:
+    itself."""
+
+    def __init__(self, tokenizer: Any, opened: bool) -> None:
+        self._begin, self._end = (tokenizer.backend.token_to_id(word) for word in ("<think>", "</think>"))
+        self._open = True if opened else None  # None: not known yet
+        self.count: int | None = None if self._end is None else 0
+
+    def feed(self, ids: Sequence[int]) -> None:
+        if self._open is None and ids:
+            self._open = ids[0] == self._begin
+        if self._open and self.count is not None:
+            self._open = self._end not in ids
+            self.count += len(ids) if self._open else ids.index(self._end) + 1
+
+
 def template_facts(tokenizer: Any, tools: bool) -> TemplateFacts:
     """Of the template that is used with or without tools. Errors: InvalidRequestError, ChatTemplateError."""
     source, variables = tokenizer.template_of(tools)

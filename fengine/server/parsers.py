@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fengine.api.io_struct import Tool
 from fengine.errors import UnsupportedFeatureError
@@ -16,21 +16,29 @@ OPENED = ("deepseek-r1", "qwen3-thinking", "step3", "minimax")  # whose answers 
 THINKS = (*OPENED, "qwen3", "deepseek-v3", "glm45", "nano_v3", "interns1", "gpt-oss")
 
 
+class Detector(NamedTuple):
+    """The words around thoughts."""
+
+    think_start_token: str = "<think>"
+    think_end_token: str = "</think>"
+
+
 class ReasoningParser:
     """Tells thoughts, which end with </think> (gpt-oss: are a channel), from the answer. Modifies: itself."""
 
     def __init__(
-        self, model_type: str | None = None, stream_reasoning: bool = True, force_reasoning: bool | None = None
-    ) -> None:
-        """Errors: UnsupportedFeatureError for a type that is not built, or thoughts that are to be held back."""
-        if model_type not in THINKS or not stream_reasoning:
-            raise UnsupportedFeatureError(
-                f"ReasoningParser({model_type!r:.80}, stream_reasoning={stream_reasoning!r:.80}) is not built; there "
-                f"are {', '.join(THINKS)}, and thoughts come as they are written."
-            )
+        self, model_type: str | None = None, stream_reasoning: bool = True, force_reasoning: bool | None = None,
+        tokenizer: Any = None,
+    ) -> None:  # fmt: skip
+        """`tokenizer` has no effect. Errors: UnsupportedFeatureError for a type that is not built."""
+        if model_type not in THINKS:
+            raise UnsupportedFeatureError(f"ReasoningParser({model_type!r:.80}) is not built; there are "
+                                          f"{', '.join(THINKS)}.")  # fmt: skip
+        self._held: str | None = None if stream_reasoning else ""  # a thought that is told when it has ended
         form, opened = None, model_type in OPENED if force_reasoning is None else force_reasoning
         if model_type == "gpt-oss":
             form, opened = FORMS["gpt-oss"], False
+        self.detector = Detector() if form is None else None
         self._new = partial(OutputParser, form, thinks=form is None, opened=opened)
         self._parser = self._new()
 
@@ -42,7 +50,11 @@ class ReasoningParser:
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, str]:
         """(what a piece adds to the thoughts, and to the answer)."""
         found = self._parser.feed(chunk_text)
-        return found.reasoning, found.content
+        if self._held is None:
+            return found.reasoning, found.content
+        self._held += found.reasoning
+        told, self._held = (self._held, "") if found.content else ("", self._held)
+        return told, found.content
 
 
 @dataclass

@@ -84,6 +84,8 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
         prompts, count = cut.cut(prompts, context) if cut else prompts, 1
     else:
         kind, prompts, count = texts_or_ids(body, "input")
+        if not prompts or isinstance(prompts, list) and "" in prompts:
+            raise invalid("input", "input must be no empty text, and have none.")
         if cut or not given["add_special_tokens"]:
             prompts = prompt_ids(engine.tokenizer, kind, prompts, given["add_special_tokens"], cut, context)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fengine.api.chat_images import is_image
 from fengine.api.outputs import Output
-from fengine.server.answers import event, finish_reason, new_id, usage_of
+from fengine.server.answers import event, finish_reason, new_id
 from fengine.server.chat import Block, BlockWriter, ChatWriter, Did
 from fengine.server.errors import ApiError, invalid, missing, unsupported
 from fengine.server.fields import MODEL, Fields, array, flag, loose, one_of, record, sampling_fields, take, text, whole
@@ -174,12 +174,12 @@ class ResponseWriter(BlockWriter):
         self._head |= echoed
 
     def answer(self, output: Output) -> dict[str, Any]:
-        finish, usage = finish_reason(output), usage_of([output])
+        finish, usage = finish_reason(output), self.chat.usage([output])
         whole = finish in ("stop", None)
         reason = {"length": "max_output_tokens"}.get(finish or "", finish)
         told = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens_details": {"reasoning_tokens": 0}}  # fmt: skip
+                "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)}}  # fmt: skip
         return self._head | {
             "status": "completed" if whole else "incomplete",
             "incomplete_details": None if whole else {"reason": reason},

@@ -19,13 +19,13 @@ from fengine.api.io_struct import EncodeReqInput, GenerateReqInput
 from fengine.api.outputs import Output
 from fengine.api.streams import OutputCollector
 from fengine.core.parameter_kinds import MAX_BIAS
-from fengine.errors import ConfigError
 from fengine.server.answers import Plan
 from fengine.server.config import ServerConfig
 from fengine.server.errors import ApiError, api_error_of, invalid, unsupported
 from fengine.server.metrics import Meter
 from fengine.server.openai_body import DrawLimits, OpenAIRequest
 from fengine.server.output_parser import template_facts
+from fengine.tokenizer.tokenizer import Tokenizer
 from fengine.worker.generation_config import read_sampling_defaults
 
 THREADS = 8  # that tokenize and check; a template may run for seconds
@@ -52,19 +52,26 @@ class Service:
     """Not tied to a web framework. Methods are for one event loop's thread, but for what plans call, in threads."""
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        """Errors: ConfigError if the engine has no tokenizer; ModelLoadError for a bad generation_config.json."""
-        if engine.tokenizer is None:
-            raise ConfigError("a server speaks text: make the engine without skip_tokenizer_init")
-        self.engine, self.config, self.tokenizer, self.meter = engine, config, engine.tokenizer, Meter()
+        """Errors: ModelLoadError for a bad generation_config.json."""
+        self.engine, self.config = engine, config
         self.model, self.context = config.model_name or str(engine.config.model.path), engine._parts.context_length
+        self.meter = Meter(self.model)
         self.fingerprint, self.created = fingerprint_of(engine), int(time.time())
         model_dir = engine._parts.model_dir
         self.sampling_defaults = {} if config.sampling_defaults == "openai" else read_sampling_defaults(model_dir)
         self.rows = 0  # that are open
         self._lock = threading.Lock()  # of `rows`
-        self.template_facts = cache(partial(template_facts, self.tokenizer))
+        self.template_facts = cache(lambda tools: template_facts(self.tokenizer, tools))
         self._pool = ThreadPoolExecutor(THREADS, "fengine-serve")
         self._probe: asyncio.Future[Any] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Errors: ApiError, where the engine has none."""
+        if self.engine._parts.tokenizer is None:
+            told = "this server has no tokenizer (skip_tokenizer_init): only /generate and /encode with input_ids are."
+            raise ApiError(400, told, code="unsupported_feature")
+        return self.engine._parts.tokenizer
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

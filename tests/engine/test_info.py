@@ -65,12 +65,18 @@ def test_model_info(engine: Engine) -> None:
 
 
 def test_load(engine: Engine) -> None:
-    assert engine.get_load() == [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}]
+    def told(load: Any) -> Any:
+        assert load["num_total_reqs"] == load["num_reqs"] and load["num_used_tokens"] == load["num_tokens"]
+        return {name: load[name] for name in ("dp_rank", "num_reqs", "num_waiting_reqs", "num_tokens")}
+
+    (load,) = engine.get_load()
+    assert told(load) == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+    assert load["max_total_num_tokens"] == engine._parts.pool_tokens and load["token_usage"] == 0
     seen: list[Any] = []
     between_steps(engine, 3, lambda: seen.extend(engine.get_load()))
     ask(engine, [[1] * 8, [2] * 17])
     [load] = seen
-    assert load == {"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 0, "num_tokens": (2 + 3) * 8}
+    assert told(load) == {"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 0, "num_tokens": (2 + 3) * 8}
     assert engine.get_all_child_pids() == []
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,26 +18,57 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from fengine.api.server_args import ServerArgs, prepare_server_args  # noqa: E402
+from fengine.errors import EngineClosedError  # noqa: E402
 from fengine.server import launch_server  # noqa: E402
 from fengine.server.config import ServerConfig  # noqa: E402
+from fengine.server.runtime import Runtime, command_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_server_by_sglangs_words_answers_and_ends() -> None:
     words = "--model-path box --port 0 --tp 1 --served-model-name mine --reasoning-parser qwen3 --tool-call-parser qwen"
-    command = [sys.executable, "-m", "fengine.launch_server", *words.split(), "--mem-fraction-static", "0.8"]
+    words += " --api-key sesame --mem-fraction-static 0.8 --log-level info"
+    command = [sys.executable, "-m", "fengine.launch_server", *words.split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         stack.callback(stack.enter_context(process).kill)
-        url = next(found[0] for line in process.stderr or () if (found := re.search(r"http://[^ ]+/v1", line)))
+        told = ""
+        while not (found := re.search(r"http://[^ ]+/v1", told)):
+            told += process.stderr.readline() if process.stderr else ""
+        url = found[0]
+        assert "sesame" not in told
         body = json.dumps({"model": "mine", "prompt": "Once", "max_tokens": 3}).encode()
-        asked = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer sesame"}
+        asked = urllib.request.Request(f"{url}/completions", body, headers)
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert json.loads(answer.read())["usage"]["completion_tokens"] == 3
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+def test_a_runtime_is_a_server_of_its_own() -> None:
+    runtime = Runtime(model_path="box", api_key="k", max_total_tokens=4096, disable_radix_cache=True, lora_paths=None)
+    try:
+        sampling = {"temperature": 0, "max_new_tokens": 3}
+        one = json.loads(runtime.generate("Once upon", sampling, return_logprob=True, top_logprobs_num=1))
+        assert one["meta_info"]["completion_tokens"] == 3 and len(one["meta_info"]["output_top_logprobs"][0]) == 1
+        many = json.loads(runtime.generate(["Once upon", "a"], sampling))
+        assert many[0]["text"] == one["text"] and len(many) == 2
+        assert "is_embedding" in json.loads(runtime.encode("a"))["error"]["message"]
+    finally:
+        runtime.shutdown()
+        runtime.shutdown()
+    with pytest.raises(EngineClosedError):
+        runtime.generate("a")
+
+
+def test_a_runtimes_settings_are_words() -> None:
+    args = ServerArgs("a b", tp_size=2, lora_paths=["x=y", "z"], disable_radix_cache=True)
+    words = command_of(args).partition("fengine.launch_server ")[2]
+    assert words == "--model-path 'a b' --tp-size 2 --disable-radix-cache --lora-paths x=y z"
+    assert prepare_server_args(shlex.split(words)) == args
 
 
 def test_what_is_the_servers_of_the_settings() -> None:

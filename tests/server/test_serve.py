@@ -124,12 +124,15 @@ def test_echo_scores_the_prompt_as_lm_eval_asks(engine: Engine, client: Any) -> 
     meta = scores["meta_info"]
     triples = meta["input_token_logprobs"] + meta["output_token_logprobs"]
     assert told.token_logprobs == [logprob for logprob, _, _ in triples]
-    assert "".join(told.tokens) == choice.text
-    assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(len(told.tokens))]
+    assert told.tokens[0] == "<|begin_of_text|>" and "".join(told.tokens[1:]) == choice.text  # which outputs leave out
+    assert told.text_offset == [0, *(len("".join(told.tokens[1:i])) for i in range(1, len(told.tokens)))]
     for token, logprob, top in zip(told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
         assert top[token] == logprob <= max(top.values()) and len(top) in (1, 2)
     (scored,) = client.completions.create(model="box", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices
     assert scored.logprobs.token_logprobs == told.token_logprobs[:-1]
+    shown = {"model": "box", "prompt": ids, "max_tokens": 0, "logprobs": 0, "echo": True}
+    (raw,) = client.completions.create(**shown, extra_body={"skip_special_tokens": False}).choices
+    assert raw.text == "<|begin_of_text|>" + scored.text and raw.logprobs.text_offset[1] == len("<|begin_of_text|>")
     alone = [{token: logprob} for token, logprob in zip(told.tokens[1:-1], told.token_logprobs[1:-1], strict=True)]
     assert scored.logprobs.top_logprobs == [None, *alone]  # with 0 alternatives there is the token itself
 
@@ -340,6 +343,11 @@ def test_metrics_count(server: Live, client: Any) -> None:
         ('http_requests_total{path="/v1/completions",status="200"}', 1),
     ):
         assert after[f"fengine:{name}"] - before.get(f"fengine:{name}", 0) == more, name
+    for name in ("sglang:generation_tokens_total", "vllm:generation_tokens_total"):
+        assert after[name + '{model_name="box"}'] == after["fengine:generation_tokens_total"]
+    counted = 'vllm:request_success_total{model_name="box",finished_reason="length"}'
+    assert after[counted] == after['fengine:request_success_total{finished_reason="length"}']
+    assert after['sglang:time_to_first_token_seconds_bucket{model_name="box",le="+Inf"}'] >= 2
     assert after["fengine:up"] == 1 and after["fengine:http_open_rows"] == 0
     buckets = [v for k, v in after.items() if k.startswith("fengine:e2e_request_latency_seconds_bucket")]
     assert buckets == sorted(buckets)

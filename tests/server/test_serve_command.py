@@ -124,7 +124,6 @@ def test_the_command_refuses_before_it_loads(capsys: Any, monkeypatch: pytest.Mo
             (["serve.host=no.such.host.invalid"], "serve.host"),
             (["serve.prot=1"], "did you mean serve.port?"),
             (["serve.port=-1", "serve.max_rows=0"], "serve.max_rows must be at least 1"),
-            (["model.skip_tokenizer_init=true"], "a server speaks text"),
             (["-m", "serve.port=1,2"], "one configuration"),
         ):
             assert command.main(words) == 2

@@ -198,7 +198,30 @@ def test_scores_are_the_engines(engine: Engine, server: Live) -> None:
                              "total_tokens": expected.prompt_tokens}  # fmt: skip
     answer = server.ask("POST", "/v1/score", {**asked, "label_token_ids": [999999]}).json
     assert "Token ID 999999 is out of vocabulary" in answer["message"] and answer["type"] == "BadRequestError"
-    assert answer["error"]["message"] == answer["message"]
+    for told in (answer, server.ask("POST", "/generate", {"text": "a", "sampling_params": {"n": 0}}).json):
+        assert told["error"]["message"] == told["message"]
+        assert (told["object"], told["code"], told["type"]) == ("error", 400, "BadRequestError")
+
+
+def test_without_a_tokenizer_there_are_ids() -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 4}
+    with (
+        Engine(model_path="box", skip_tokenizer_init=True, enable_torch_compile=False) as engine,
+        live(engine) as server,
+    ):
+        expected = engine.generate(input_ids=[5, 6, 7], sampling_params=sampling)
+        told = post(server, "/generate", {"input_ids": [5, 6, 7], "sampling_params": sampling})
+        assert told["output_ids"] == expected["output_ids"] and "text" not in told
+        assert [data["output_ids"] for _, data in events(server, "/generate", {
+            "input_ids": [5, 6, 7], "sampling_params": sampling})[:-1]][-1] == told["output_ids"]  # fmt: skip
+        assert server.ask("GET", "/health_generate").status == server.ask("GET", "/v1/models").status == 200
+        for path, body in (("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", {"messages": CHAT}),
+                           ("/generate", {"text": "a"}), ("/tokenize", {"prompt": "a"}),
+                           ("/detokenize", {"tokens": [5]}),
+                           ("/generate", {"input_ids": [5], "return_text_in_logprobs": True})):  # fmt: skip
+            answer = server.ask("POST", path, body)
+            assert answer.status == 400 and "tokenizer" in answer.json["message"], (path, answer.body)
+        until(server.quiet)
 
 
 def test_an_embedding_model_answers_encode_and_pairs() -> None:
@@ -221,6 +244,9 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
             told = post(server, "/v1/embeddings", given)
             assert [one["embedding"] for one in told["data"]] == [one["embedding"] for one in engine.encode(meant)]
             assert told["usage"]["prompt_tokens"] == sum(map(len, meant)) and told["usage"]["completion_tokens"] == 0
+        for empty in ("", ["a", ""]):
+            answer = server.ask("POST", "/v1/embeddings", {"input": empty})
+            assert (answer.status, answer.error["param"]) == (400, "input")
         answer = server.ask("POST", "/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 9999})
         assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
         assert post(server, "/invocations", {"messages": CHAT})["object"] == "list"
@@ -471,6 +497,7 @@ REFUSED = [
     ("/v1/completions", {"structured_outputs": {"grammar": ""}}, "structured_outputs"),
     ("/v1/completions", {"guided_regex": "a", "regex": "b"}, "guided_regex"),
     ("/v1/completions", {"rid": 3}, "rid"),
+    ("/v1/completions", {"return_hidden_states": "all"}, "return_hidden_states"),
     ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
     ("/v1/responses", {"background": True}, "background"),
     ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools"),

@@ -1,6 +1,7 @@
 """SGLang's parsers, as its documents use them: whole answers, and pieces that add up to the same."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
+from fengine.server.output_parser import ThoughtTokens
 from fengine.server.parsers import FORMS, FunctionCallParser, ReasoningParser, ToolCallItem
 from fengine.server.tool_calls import FORMATS
 
@@ -42,9 +44,33 @@ def test_thoughts_are_told_from_the_answer(kind: str, text: str, wanted: tuple[s
 
 def test_thoughts_may_be_forced() -> None:
     assert ReasoningParser("qwen3", force_reasoning=True).parse_non_stream("a</think>b") == ("a", "b")
-    for kind, held in (("nobody", True), (None, True), ("qwen3", False)):
+    for kind in ("nobody", None):
         with pytest.raises(UnsupportedFeatureError, match="is not built; there are"):
-            ReasoningParser(kind, stream_reasoning=held)
+            ReasoningParser(kind)
+
+
+def test_thoughts_may_be_held_until_they_end() -> None:
+    parser = ReasoningParser("qwen3", stream_reasoning=False, tokenizer=None)
+    found = [parser.parse_stream_chunk(piece) for piece in ("<think>a", "b", "</think>", "c", "d")]
+    assert found == [("", ""), ("", ""), ("", ""), ("ab", "c"), ("", "d")]
+    assert parser.detector is not None and parser.detector.think_end_token == "</think>"
+
+
+def test_tokens_of_thoughts_are_counted_to_their_end() -> None:
+    words = {"<think>": 7, "</think>": 8}
+    tokenizer = SimpleNamespace(backend=SimpleNamespace(token_to_id=words.get))
+    for opened, pieces, count in (
+        (False, [[7, 1, 2, 8, 3]], 4), (False, [[7], [1, 2], [8], [3, 8]], 4), (False, [[1, 8]], 0),
+        (True, [[1], [2, 8, 3]], 3), (True, [[1, 2]], 2), (False, [[], [7, 1]], 2),
+    ):  # fmt: skip
+        thought = ThoughtTokens(tokenizer, opened)
+        for piece in pieces:
+            thought.feed(piece)
+        assert thought.count == count, pieces
+    words.clear()
+    thought = ThoughtTokens(tokenizer, True)
+    thought.feed([1])
+    assert thought.count is None  # </think> is several tokens
 
 
 @given(cuts=st.lists(st.integers(0, 40), max_size=6), opened=st.booleans())

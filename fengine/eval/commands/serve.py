@@ -37,8 +37,6 @@ def check(config: ServeRun) -> list[str]:
     problems = engine_config.check(config.engine) + server_config.check(config.serve)
     if not -(2**63) <= config.seed < 2**63:
         problems.append(f"seed must be in [-2**63, 2**63 - 1], got {config.seed}")
-    if config.engine.model.skip_tokenizer_init:
-        problems.append("a server speaks text: set model.skip_tokenizer_init=false")
     return problems
 
 
