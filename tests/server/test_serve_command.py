@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hydra")
+
 import serving
 from serving import GET, GOOD, POST, STREAMED, Answer, Live, live, read, receive, request, until
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("hydra")
 pytest.importorskip("openai", reason="openai's client, of the extra dev")
 pytest.importorskip("llguidance", reason="the extra grammar")
 

@@ -1,6 +1,9 @@
 """Two thousand schedules of the whole engine; `scripts/simulate.py` runs as many as there is time for."""
 
 import pytest
+
+pytest.importorskip("greenlet")
+
 from simulated_plan import plan_of
 from simulated_run import violation
 
