@@ -55,8 +55,12 @@ def image_lists(value: Any, count: int, alone: bool) -> list[Any]:
     return list(value)
 
 
-def id_lists(value: Any, count: int) -> list[Any]:
-    """`token_ids_logprob`: ids for all prompts, or a list with ids (or None) for each."""
+def id_lists(value: Any, count: int, alone: bool) -> list[Any]:
+    """`token_ids_logprob`: ids for all prompts, or a list with ids (or None) for each of several."""
+    if alone and is_nested(value):
+        raise InvalidRequestError(
+            f"token_ids_logprob of one prompt must be a flat list of integers, got {value!r:.80}."
+        )
     return per_prompt("token_ids_logprob", value, count) if is_nested(value) else [value] * count
 
 

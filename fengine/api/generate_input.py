@@ -102,7 +102,7 @@ def _rare(given: dict[str, Any], count: int, samples: int, single: bool) -> dict
     """Columns that are not simply one value or a list; request ids, one for each sample."""
     columns: dict[str, list[Any]] = {}
     if "token_ids_logprob" in given:
-        columns["token_ids_logprob"] = checks.id_lists(given["token_ids_logprob"], count)
+        columns["token_ids_logprob"] = checks.id_lists(given["token_ids_logprob"], count, single)
     if "session_params" in given or "session_id" in given:
         names = given.get("session_params"), given.get("session_id")
         columns["session_params"] = checks.sessions_of(*names, count, samples)

@@ -50,15 +50,14 @@ def _patterns(name: str, value: Any, vocab_size: int | None) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
+    """Those of the vocabulary: as in SGLang, one beyond it is taken, for it is never drawn."""
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise InvalidRequestError(f"{name} must be a list of token ids, got {value!r:.200}.")
     ids = tuple(integer(name, i) for i in value if i is not None)
     for i in ids:
-        if i < 0 or (vocab_size is not None and i >= vocab_size):
-            raise InvalidRequestError(
-                f"{name} must be in [0, {(vocab_size or 2**31) - 1}], got {i} (vocabulary: {vocab_size})."
-            )
-    return tuple(sorted(set(ids)))
+        if not 0 <= i < 2**31:
+            raise InvalidRequestError(f"{name} must be in [0, {2**31 - 1}], got {i}.")
+    return tuple(sorted({i for i in ids if vocab_size is None or i < vocab_size}))
 
 
 def _biased_token(key: Any, vocab_size: int | None) -> int:

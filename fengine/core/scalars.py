@@ -109,6 +109,6 @@ def check_ids(ids: Any, vocab_size: int, name: str = "input_ids") -> list[int]:
     if not fit:
         i, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise InvalidRequestError(
-            f"{name}[{i}] is {told(bad)}, out of vocabulary; token ids must be in [0, {vocab_size - 1}]."
+            f"{name}[{i}] is {told(bad)}, out-of-vocabulary; token ids must be in [0, {vocab_size - 1}]."
         )
     return list(ids)

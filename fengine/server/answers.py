@@ -70,8 +70,11 @@ def usage_of(outputs: list[Output], samples: int = 1) -> dict[str, Any]:
     metas = [output["meta_info"] for output in outputs]
     prompts = sum(meta["prompt_tokens"] for meta in metas[::samples])
     completions = sum(meta.get("completion_tokens", 0) for meta in metas)
-    cached = {"cached_tokens": sum(meta["cached_tokens"] for meta in metas[::samples])}
-    return counted(prompts, completions) | {"prompt_tokens_details": cached}
+    cached = sum(meta["cached_tokens"] for meta in metas[::samples])
+    told = (
+        {"prompt_tokens_details": {"cached_tokens": cached}} if cached else {}
+    )  # as SGLang and vLLM: if there are any
+    return counted(prompts, completions) | told
 
 
 def counted(prompts: int, completions: int) -> dict[str, Any]:

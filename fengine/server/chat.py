@@ -46,9 +46,7 @@ def chat_writer(request: OpenAIRequest, engine: Engine, facts: TemplateFacts, he
     arguments = request.arguments | {"input_ids": ids, "sampling_params": sampling}
     arguments |= {"image_data": images} if images else {}
     writer = ChatWriter(request, arguments, tokenizer, head, ids, new_parser)
-    if facts.channels is not None:
-        writer.thoughts = None
-    elif may_think:
+    if may_think and facts.channels is None:
         writer.thoughts = [ThoughtTokens(tokenizer, opened) for _ in writer.parsers]
     return writer
 
@@ -101,7 +99,7 @@ class ChatWriter(ChoiceWriter):
         self.chat, self.ids = request.chat_options, ids
         self.parsers = [new_parser() for _ in range(self.given["n"])]
         self.called = [0] * self.given["n"]  # calls of a choice so far
-        self.thoughts: list[ThoughtTokens] | None = []  # of each choice that may think; None: channels, not counted
+        self.thoughts: list[ThoughtTokens] = []  # of each choice, where it may think, and in no channel
         last = self.chat.messages[-1]
         echoes = self.given["echo"] and last.get("role") == "assistant" and isinstance(last.get("content"), str)
         self.echo = last["content"] if echoes else ""
@@ -137,8 +135,8 @@ class ChatWriter(ChoiceWriter):
 
     def usage(self, outputs: list[Output]) -> dict[str, Any]:
         """With the tokens of thoughts, in SGLang's place and in OpenAI's, where they can be counted."""
-        counts = [None] if self.thoughts is None else [thought.count for thought in self.thoughts]
-        if None in counts:
+        counts = [thought.count for thought in self.thoughts]
+        if not counts or None in counts:
             return super().usage(outputs)
         count = {"reasoning_tokens": sum(one or 0 for one in counts)}
         return super().usage(outputs) | count | {"completion_tokens_details": count}

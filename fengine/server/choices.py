@@ -232,9 +232,9 @@ class CompletionWriter(ChoiceWriter):
             before = meta["input_token_logprobs"]
             entries, tops = before + entries, meta.get("input_top_logprobs", [()] * len(before)) + tops
             widths = self._prompt_widths(echo, [token for _, token, _ in before]) + widths
-        told: list[dict[str, float | None] | None] = []  # each position's alternatives, the token itself among them
+        told: list[dict[str, float | None] | None] = []  # at each position the token itself, then the likeliest
         for (logprob, token, _), top in zip(entries, tops, strict=True):
-            pairs = [*((t, p) for p, t, _ in (top or ())[:most]), (token, logprob)]
+            pairs = [(token, logprob), *((t, p) for p, t, _ in (top or ())[:most])]
             told.append(None if logprob is None else {self.shown(t): finite(p) for t, p in pairs})
         return {
             "tokens": [self.shown(token) for _, token, _ in entries],

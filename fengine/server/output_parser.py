@@ -1,6 +1,6 @@
 """A model's output, piece by piece, to reasoning, content and tool calls. No torch.
 
-A piece adds what the parts of the whole text so far have more than before; what may still change is held back.
+A piece adds what the parts of the text so far have more than before; what may still change is held back.
 """
 
 import re
@@ -115,36 +115,71 @@ class OutputParser:
     def __init__(
         self, form: Format | None, *, thinks: bool = False, opened: bool = False, forced: bool = False
     ) -> None:
-        self._thinks, self._opened = thinks and not forced, opened and not forced
+        self._opened = opened and not forced
+        self._step = self._head if (thinks or opened) and not forced else self._answer
         self._parts: Callable[[str, bool], tuple[str, str, list[Read]]] = _plain
         if forced:
             self._parts = _forced
         elif form is not None:
             own = {"harmony": _harmony, "llama": _bare}
             self._parts = own.get(form.name) or partial(_blocks, form)
-        self._text, self._told = "", (0, 0, 0)  # how much of reasoning, content and calls
+        self._held, self._thought = "", False  # what is no part yet; whether any of the thought is told
+        self._text, self._told = "", (0, 0, 0)  # of the answer; how much of its reasoning, content and calls
 
     def feed(self, text: str, last: bool = False) -> Delta:
-        self._text += text
-        thought, answer = self._thought(last)
-        reasoning, content, calls = self._parts(answer, last)
-        (a, b, c), reasoning = self._told, thought + reasoning
-        self._told = len(reasoning), len(content), len(calls)
-        return Delta(reasoning[a:], content[b:], tuple(call for read in calls[c:] for call in read()))
+        self._held += text
+        return self._step(last)
 
-    def _thought(self, last: bool) -> tuple[str, str]:
-        """(the thought that the text begins with, the answer behind it), as far as they are known. Pure."""
-        if not (self._thinks or self._opened):
-            return "", self._text
-        head = self._text.lstrip()
-        if not head.startswith("<think>"):  # which may stand behind an opened one, too
+    def _head(self, last: bool) -> Delta:
+        """White space, then perhaps <think>, which may stand behind an opened one, too."""
+        head = self._held.lstrip()
+        if not head.startswith("<think>"):
             if not last and "<think>".startswith(head):
-                return "", ""
+                return Delta()
             if not self._opened:
-                return "", self._text
-        text = head.removeprefix("<think>")
-        thought, _, end = _cut(text, 0, ("</think>",), last)
-        return thought.strip(), text[end:].lstrip()
+                self._step = self._answer
+                return self._answer(last)
+        self._held, self._step = head.removeprefix("<think>"), self._thinking
+        return self._thinking(last)
+
+    def _thinking(self, last: bool) -> Delta:
+        """White space around the thought is no part of it."""
+        text = self._held if self._thought else self._held.lstrip()
+        thought, marker, end = _cut(text, 0, ("</think>",), last)
+        told = thought.rstrip()
+        self._thought = self._thought or bool(told)
+        if not marker:
+            self._held = text[len(told) :]
+            return Delta(told)
+        self._held, self._step = text[end:], self._behind
+        found = self._behind(last)
+        return Delta(told + found.reasoning, found.content, found.calls)
+
+    def _behind(self, last: bool) -> Delta:
+        """White space between the thought and the answer is no part of either."""
+        self._held = self._held.lstrip()
+        if self._held or last:
+            self._step = self._answer
+            return self._answer(last)
+        return Delta()
+
+    def _answer(self, last: bool) -> Delta:
+        self._text, self._held = self._text + self._held, ""
+        reasoning, content, calls = self._parts(self._text, last)
+        a, b, c = self._told
+        self._told = len(reasoning), len(content), len(calls)
+        found = Delta(reasoning[a:], content[b:], tuple(call for read in calls[c:] for call in read()))
+        if content and not reasoning and not calls and self._parts is not _harmony:
+            self._settle(content)
+        return found
+
+    def _settle(self, content: str) -> None:
+        """Forgets what begins the text and is content for good, so that no piece costs more than the first: all of it,
+        or all but the last character, behind which calls may follow."""
+        if self._parts is _bare:
+            self._parts = _plain
+        kept = 0 if self._parts is _plain else 1
+        self._text, self._told = self._text[len(content) - kept :], (0, kept, 0)
 
 
 def parse_output(text: str, form: Format | None, *, thinks: bool = False, opened: bool = False) -> Delta:

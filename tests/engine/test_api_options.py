@@ -188,6 +188,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(({"top_logprobs_num": bad}, "top_logprobs_num must be an integer") for bad in ("1", 1.0, True)),
     *(({"token_ids_logprob": [1, bad]}, r"token_ids_logprob\[1\] is .*; token ids must be in \[0, 96\]")
       for bad in (-1, 97, 2**63)),
+    *(({"token_ids_logprob": bad}, "one prompt must be a flat list of integers") for bad in ([[0]], [[0], [1, 2]])),
     *(({"token_ids_logprob": bad}, "token_ids_logprob") for bad in ([1.0], ["1"], [True], 5, "5")),
     *(({"return_hidden_states": bad}, "return_hidden_states must be False, True") for bad in ("all", 1, 0.5)),
     ({"custom_logit_processor": PROCESSOR}, r"(?s)not the name of a registered processor.*register_logit_processor"),
@@ -242,6 +243,7 @@ BAD_BATCHES = [
     ({"sampling_params": [{}]}, "sampling_params has 1 entries for 2 prompts"),
     ({"top_logprobs_num": [1, 2, 3]}, "top_logprobs_num has 3 entries for 2 prompts"),
     ({"token_ids_logprob": [[1]]}, "token_ids_logprob has 1 entries for 2 prompts"),
+    ({"token_ids_logprob": [[1], [-1]]}, r"(?s)prompt 1: token_ids_logprob\[0\] is -1, out-of-vocabulary"),
     ({"return_hidden_states": [True]}, "return_hidden_states has 1 entries"),
     ({"rid": ["a"]}, "rid has 1 entries"),
     ({"rid": ["a", "a"]}, r"Duplicate request IDs detected within the request: \['a'\]"),

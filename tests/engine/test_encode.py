@@ -459,7 +459,7 @@ def test_async_and_bad_arguments(tmp_path: Path) -> None:
             (
                 {"prompt": [3, 4096]},
                 InvalidRequestError,
-                r"input_ids\[1\] is 4096, out of vocabulary; .* in \[0, 4095\]",
+                r"input_ids\[1\] is 4096, out-of-vocabulary; .* in \[0, 4095\]",
             ),
             ({"prompt": [[3], [-1]]}, InvalidRequestError, "prompt 1: input_ids"),
             ({"prompt": [3] * 64}, ContextLengthError, "64 tokens"),

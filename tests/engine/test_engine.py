@@ -219,7 +219,7 @@ BAD = [
     ({"input_ids": [1], "sampling_params": {"stop": ""}}, InvalidRequestError, "empty string"),
     ({"input_ids": [1], "sampling_params": {"stop": "x"}}, InvalidRequestError, "skip_tokenizer_init"),
     ({"input_ids": [1], "sampling_params": {"stop": ["a"] * 33}}, InvalidRequestError, "32"),
-    ({"input_ids": [1], "sampling_params": {"stop_token_ids": [VOCAB]}}, InvalidRequestError, "stop_token_ids"),
+    ({"input_ids": [1], "sampling_params": {"stop_token_ids": [2**31]}}, InvalidRequestError, "stop_token_ids"),
     ({"input_ids": [1], "sampling_params": {"beam_width": 2}}, UnsupportedFeatureError, "'beam_width'"),
     ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, InvalidRequestError, "json_schema is unavailable"),
     ({"input_ids": [1], "sampling_params": []}, InvalidRequestError, "0 entries"),

@@ -126,6 +126,7 @@ def test_echo_scores_the_prompt_as_lm_eval_asks(engine: Engine, client: Any) -> 
     assert told.token_logprobs == [logprob for logprob, _, _ in triples]
     assert told.tokens[0] == "<|begin_of_text|>" and "".join(told.tokens[1:]) == choice.text  # which outputs leave out
     assert told.text_offset == [0, *(len("".join(told.tokens[1:i])) for i in range(1, len(told.tokens)))]
+    assert [next(iter(top)) for top in told.top_logprobs[1:]] == told.tokens[1:]  # the token itself stands first
     for token, logprob, top in zip(told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
         assert top[token] == logprob <= max(top.values()) and len(top) in (1, 2)
     (scored,) = client.completions.create(model="box", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fengine.api.io_struct import Function, Tool
 from fengine.errors import UnsupportedFeatureError
-from fengine.server.output_parser import ThoughtTokens
+from fengine.server.output_parser import OutputParser, ThoughtTokens
 from fengine.server.parsers import FORMS, FunctionCallParser, ReasoningParser, ToolCallItem
 from fengine.server.tool_calls import FORMATS
 
@@ -79,6 +79,19 @@ def test_pieces_add_up_to_the_whole(cuts: list[int], opened: bool) -> None:
     parser, edges = ReasoningParser("deepseek-r1"), [0, *sorted(cuts), len(text)]
     found = [parser.parse_stream_chunk(text[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
     assert ("".join(r for r, _ in found), "".join(c for _, c in found)) == ("One and three, so.", "It is four")
+
+
+@pytest.mark.parametrize("alias", [None, "qwen25", "llama3"])
+def test_what_is_told_is_kept_no_longer(alias: str | None) -> None:
+    """Thoughts and content of any length: a piece costs what it has, not what was before it."""
+    parser = OutputParser(None if alias is None else FORMS[alias], thinks=True, opened=True)
+    pieces = ["a thought "] * 300 + ["</think>"] + ["some text "] * 300
+    found = []
+    for piece in pieces:
+        found.append(parser.feed(piece))
+        assert len(parser._held) + len(parser._text) < 20
+    assert "".join(one.reasoning for one in found) == ("a thought " * 300).strip()
+    assert "".join(one.content for one in found).strip() == ("some text " * 300).strip()
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -130,6 +130,13 @@ def test_a_callers_dict_is_copied() -> None:
     assert params.stop == ("a",) and params.temperature == 0.5
 
 
+def test_stop_ids_beyond_the_vocabulary_end_nothing() -> None:
+    assert SamplingParams.of({"stop_token_ids": [119690, 3]}, vocab_size=64).stop_token_ids == (3,)
+    for bad in (-1, 2**31):
+        with pytest.raises(InvalidRequestError, match="stop_token_ids must be in"):
+            SamplingParams.of({"stop_token_ids": [bad]}, vocab_size=64)
+
+
 ODD = [torch.tensor([1, 2]), torch.tensor(1.5), torch.tensor(True), np.array([1, 2]), np.bool_(True), 1j, [1], "1"]
 
 
