@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-BOX = Path(__file__).parent.parent / "models" / "box"  # the model in the package
+PACKAGED = {name: Path(__file__).parent.parent / "models" / name for name in ("box", "box-vl")}  # come with the package
+BOX = PACKAGED["box"]
 
 
 class LoadFormat(Enum):
@@ -39,8 +40,8 @@ class Numerics(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`path` is "box" (the model in the package), a directory, or a hub id; `revision` is that of a hub id, whose files
-    lie in the hub's cache, or in that at `download_dir`.
+    """`path` is "box" or "box-vl" (the models in the package), a directory, or a hub id; `revision` is that of a hub
+    id, whose files lie in the hub's cache, or in that at `download_dir`.
 
     `dtype` auto keeps matrices as stored. `device` is cpu, cuda or cuda:N; without a number `gpu_id` is it.
     `json_overrides` is a JSON object whose values take the place of config.json's. `context_length` is in tokens, at

@@ -1,4 +1,4 @@
-"""From the name of a model to a directory on disk: the model in the package, a directory, or a hub repository."""
+"""From the name of a model to a directory on disk: a model in the package, a directory, or a hub repository."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from fengine.config.schema import BOX
+from fengine.config.schema import BOX as BOX
+from fengine.config.schema import PACKAGED
 from fengine.errors import ConfigError, ModelLoadError, UnsupportedFormatError
 from fengine.worker.safetensors_file import NEVER_OPENED
 
@@ -24,14 +25,14 @@ IGNORED = ["[!0-9]*/*", "*[!e]/*.safetensors", "consolidated*"]
 def resolve_model(
     path: str, revision: str | None = None, *, weights: bool = True, cache_dir: str | None = None
 ) -> Path:
-    """The directory of `path`: "box", a directory, or a hub id such as "org/name", which is downloaded once.
+    """The directory of `path`: "box", "box-vl", a directory, or a hub id such as "org/name", which is downloaded once.
 
     Only safetensors, JSON and tokenizer text files are fetched, into huggingface_hub's cache (or the one at
     `cache_dir`), which also shows progress, resumes, and honours HF_HUB_OFFLINE, HF_HOME and HF_TOKEN. `weights=False`
     leaves the weights out.
     Errors: ModelLoadError, UnsupportedFormatError, ConfigError (a revision of something that has none).
     """
-    directory = BOX if path == "box" else Path(path).expanduser()
+    directory = PACKAGED.get(path) or Path(path).expanduser()
     if path and directory.is_dir():
         if revision is not None:
             raise ConfigError(f"revision {revision!r} applies to hub ids, but {path!r} is a directory; leave it out.")

@@ -32,9 +32,10 @@ from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingC
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import BatchExport, Export
-from fengine.eval.runs.provenance import has_chat_template, local_directory
+from fengine.eval.runs.provenance import has_chat_template, local_directory, takes_images
 from fengine.eval.runs.run import Ended, open_run, run_point
 from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
+from fengine.eval.tasks import drawn
 from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import Format, Match, TaskConfig
 
@@ -149,8 +150,12 @@ def with_prompts(words: Sequence[str]) -> list[str]:
     return [f"prompts=[{', '.join(map(quoted, texts))}]", *others] if texts else others
 
 
-def builtin_rows(chats: bool) -> tuple[Any, ...]:
-    """The rows of a run that names none; `chats` is False for a model without chat template. Pure."""
+def builtin_rows(directory: Path) -> tuple[Any, ...]:
+    """The rows of a run that names none, for the model in the folder: about pictures where it sees, else with chats
+    where it has a template."""
+    chats = has_chat_template(directory)
+    if chats and takes_images(directory):
+        return drawn.chats(seed=1, count=12)
     roles = ("user", "assistant")
     talks = [[{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)] for turns in CHATS]
     return (*TEXTS, *({"messages": talk} for talk in talks if chats))
@@ -172,7 +177,7 @@ def run_prompts(point: Point, engines: EngineCache, screen: view.QuietView, argv
     export = Export(out, config.return_logprob, not model.skip_tokenizer_init, inputs)
     rows: tuple[Any, ...] = ()
     if config.prompts is None:
-        rows = builtin_rows(has_chat_template(local_directory(model.path) or model_directory(model)))
+        rows = builtin_rows(local_directory(model.path) or model_directory(model))
     own = replace(point, config=evaluation_of(config, rows))
     return run_point(own, engines, screen, argv, Path.cwd(), export)
 

@@ -112,7 +112,7 @@ def models(argv: Sequence[str]) -> int:
 
 
 def presets_of() -> dict[str, str]:
-    """What each preset loads: a hub id, or "box"."""
+    """What each preset loads: a hub id, or a model in the package."""
     files = sorted((conf_dir() / "model").glob("*.yaml"))
     return {file.stem: str(yaml.safe_load(file.read_text(encoding="utf-8"))["path"]) for file in files}
 

@@ -164,7 +164,8 @@ def evaluation_of(config: RunConfig, builtin: tuple[Any, ...]) -> EvalConfig:
     if isinstance(prompts, str) and is_prompt(prompts):
         prompts = [prompts]
     rows: dict[str, Any] = {"data": prompts} if isinstance(prompts, str) else {"prompts": tuple(prompts)}
-    task = TaskConfig("prompts", format=Format.prompts, chat=config.chat.enabled, target=None, match=Match.none, **rows)
+    rows |= {"format": Format.prompts, "images": "images", "chat": config.chat.enabled}
+    task = TaskConfig("prompts", target=None, match=Match.none, **rows)
     shared = ("engine", "sampling", "seed", "adapter", "resume", "trace", "max_errors", "show", "view")
     chat = TemplateConfig(config.chat.system, config.chat.template_kwargs)
     return EvalConfig(task=task, chat=chat, **{name: getattr(config, name) for name in shared})

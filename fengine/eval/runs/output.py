@@ -241,5 +241,7 @@ def prompt_of(data: dict[str, Any]) -> str:
     """What to show of a row's own prompt. Pure."""
     messages = data.get("messages")
     if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-        return str(messages[-1].get("content", ""))
+        content = messages[-1].get("content", "")
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        return " ".join(str(part.get("text") or part.get("type")) for part in parts) or str(content)
     return str(data.get("prompt") or "")

@@ -17,7 +17,7 @@ from typing import Any
 
 import fengine
 from fengine.config import LoraConfig, ModelConfig
-from fengine.config.schema import BOX
+from fengine.config.schema import PACKAGED
 from fengine.errors import CacheSecurityError, ConfigError, StorageError
 from fengine.ops.compiler import private_cache_dir
 
@@ -44,7 +44,7 @@ def code_digest() -> str:
 
 def local_directory(path: str) -> Path | None:
     """Where a model's files are, if that is known without asking the hub: in the package, or a directory."""
-    directory = BOX if path == "box" else Path(path).expanduser()
+    directory = PACKAGED.get(path) or Path(path).expanduser()
     return directory if directory.is_dir() else None
 
 
@@ -75,6 +75,14 @@ def file_digests(directory: Path) -> dict[str, str | None]:
 
 def has_chat_template(directory: Path) -> bool:
     return _template_digest(directory) is not None
+
+
+def takes_images(directory: Path) -> bool:
+    """Whether it is a model's that has a tower for images."""
+    try:
+        return "vision_config" in json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _template_digest(directory: Path) -> str | None:

@@ -77,11 +77,11 @@ def filled(template: str, row: Row) -> str:
 def with_digests(row: Row | BadRow, column: str, base: Path) -> Row | BadRow:
     """The row with the SHA-256 of each image beside it, so that a run knows of images that change. `base` is what
     relative paths are under. A row whose images cannot be read is a bad one."""
-    if isinstance(row, BadRow):
+    if isinstance(row, BadRow) or row.data.get(column) is None:
         return row
     try:
         found = [
-            {"image": item, "sha256": digest_of(item, read_image(item, base))} for item in _items(row.data.get(column))
+            {"image": item, "sha256": digest_of(item, read_image(item, base))} for item in _items(row.data[column])
         ]
     except (OSError, ValueError) as error:
         return BadRow(row.id, 0, f"row {row.id!r}: column {column!r}: {error}")
@@ -90,12 +90,12 @@ def with_digests(row: Row | BadRow, column: str, base: Path) -> Row | BadRow:
 
 def images_of(row: Row, column: str, base: Path) -> tuple[str, ...]:
     """What `image_data` takes, of a row of `with_digests`. Pure."""
-    items = [item["image"] for item in row.data[column]]
+    items = [item["image"] for item in row.data.get(column) or ()]
     return tuple(item if item.startswith("data:") else str(base / item) for item in items)
 
 
 def _items(value: Any) -> list[str]:
-    items = [] if value is None else value if isinstance(value, list) else [value]
+    items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str) and item for item in items):
         raise ValueError(f"must be a path or data URL, or a list of them, got {value!r:.80}")
     return items

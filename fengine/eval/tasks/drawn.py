@@ -4,10 +4,10 @@ A picture has 64 × 64 pixels and shows objects in some of nine places, one digi
 """
 
 import base64
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
@@ -183,12 +183,22 @@ def ask(random: Random, questions: list[Question]) -> Question:
 
 def rows(seed: int) -> Iterator[dict[str, Any]]:
     """Endless: a picture as a data URL, one question about it, its kind and its answer."""
-    for index in count():
+    for index in itertools.count():
         random = Random(f"{seed}/{index}")
         drawn = picture(random)
         asked = ask(random, drawn.questions)
         url = f"data:image/png;base64,{base64.b64encode(png(drawn.pixels_HWC)).decode()}"
         yield {"picture": url, "question": asked.text, "answer": asked.answer, "kind": asked.kind}
+
+
+def chats(seed: int, count: int) -> tuple[dict[str, Any], ...]:
+    """As many of `rows`, each as a chat beside its picture and the right answer."""
+    found = []
+    for row in itertools.islice(rows(seed), count):
+        content = [{"type": "image"}, {"type": "text", "text": row["question"]}]
+        chat = [{"role": "user", "content": content}]
+        found.append({"messages": chat, "images": row["picture"], "answer": row["answer"]})
+    return tuple(found)
 
 
 def png(pixels_HWC: np.ndarray) -> bytes:
