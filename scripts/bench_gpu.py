@@ -48,11 +48,13 @@ engine.shutdown()
 
 
 @contextmanager
-def dummy_engine(model: str, **options: Any) -> Iterator[Engine]:
-    """An engine over random weights in a shape of scripts/shapes."""
+def dummy_engine(model: str, processor: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+    """An engine over random weights in a shape of scripts/shapes; `processor` is that of images."""
     gc.collect()  # what is left of an engine before
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape(model)))
+        if processor is not None:
+            (Path(folder) / "preprocessor_config.json").write_text(json.dumps(processor))
         base = {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True, "context_length": CONTEXT}
         with Engine(model_path=folder, **(base | options)) as engine:
             engine.freeze_gc()  # as the commands and the server do
