@@ -185,10 +185,14 @@ class Sessions:
             session = self._find(params.id)
             if rid in session.turns:
                 raise SessionError(f"rid {rid!r} is a turn of session {params.id!r} already; choose another.")
-            if session.streaming and params != SessionParams(params.id):
+            last = session.last_finished() if session.streaming else None
+            if session.streaming and params not in (
+                SessionParams(params.id),
+                SessionParams(params.id, last and last.rid),
+            ):
                 raise SessionError(
-                    f"session {params.id!r} is streaming, so append-only: leave rid, offset, replace and "
-                    "drop_previous_output out of session_params."
+                    f"session {params.id!r} is streaming, so append-only: leave offset, replace and "
+                    "drop_previous_output out of session_params, and any rid but the last turn's."
                 )
             parent, replaced = self._place(session, params)
             if parent is None:

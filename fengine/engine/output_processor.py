@@ -38,7 +38,9 @@ class OutputProcessor:
         """Takes their rids. Errors: InvalidRequestError for one that is in use."""
         taken = sorted(state.request.rid for state in states if state.request.rid in self.states)
         if taken:
-            raise InvalidRequestError(f"rid {taken[0]!r} is in use by a request that has not finished; choose another")
+            raise InvalidRequestError(
+                f"Duplicate request ID: rid {taken[0]!r} is in use by a request that has not finished; choose another"
+            )
         self.states.update((state.request.rid, state) for state in states)
         self.untold.update(dict.fromkeys(states))
 

@@ -117,14 +117,15 @@ def _invocations(service: Service, body: Body) -> Plan:
     """By what the body has."""
     if not service.engine._parts.spec.generates and body.get("messages") is not None:
         return _EMBEDDINGS(service, body)
-    for name, plan in (("messages", _chat_completions), ("prompt", _completions), ("input", _EMBEDDINGS),
+    of_inputs = _EMBEDDINGS if service.engine._parts.spec.num_labels is None else _CLASSIFY
+    for name, plan in (("messages", _chat_completions), ("prompt", _completions), ("input", of_inputs),
                        ("documents", _RERANK), ("text_1", _SCORE)):  # fmt: skip
         if body.get(name) is not None:
             return plan(service, body)
     raise ApiError(400, "the body must have messages, prompt, input, documents or text_1.", code="invalid_value")
 
 
-_EMBEDDINGS, _SCORE = _of_engine(pooled.embeddings), _of_engine(pooled.score)
+_EMBEDDINGS, _SCORE, _CLASSIFY = _of_engine(pooled.embeddings), _of_engine(pooled.score), _of_engine(pooled.classify)
 _RERANK = _of_engine(partial(pooled.rerank, jina=True))
 _OK = {"status": "ok"}
 
@@ -193,6 +194,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(("/generate",), "SGLang's: Engine.generate.", native.GENERATE, _of_engine(native.generate)),
     Endpoint(("/encode",), "SGLang's: Engine.encode.", pooled.ENCODE, _of_engine(pooled.encode)),
     Endpoint(("/v1/embeddings",), "Vectors of texts.", pooled.EMBEDDINGS, _EMBEDDINGS),
+    Endpoint(("/classify",), "vLLM's: the likeliest labels of texts.", pooled.CLASSIFY, _CLASSIFY),
     Endpoint(("/v1/score", "/score"), "Scores: of labels (SGLang's) or of pairs (vLLM's).", pooled.SCORE, _SCORE),
     Endpoint(("/v1/rerank",), "Documents, the best first; SGLang's answer.", pooled.RERANK,
              _of_engine(partial(pooled.rerank, jina=False))),

@@ -1,4 +1,4 @@
-"""What is read from a model's hidden states: `/v1/embeddings`, `/encode`, `/v1/score`, `/v1/rerank`.
+"""What is read from a model's hidden states: `/v1/embeddings`, `/encode`, `/classify`, `/v1/score`, `/v1/rerank`.
 
 Bodies to the arguments of `Engine.encode` or `generate`, outputs to OpenAI's, SGLang's and vLLM's lists.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from fengine.api.encode import pair_ids
 from fengine.api.engine import Engine
+from fengine.api.info import hf_config
 from fengine.api.io_struct import EncodeReqInput
 from fengine.api.outputs import Output
 from fengine.api.score import ScoreReqInput, Scoring
@@ -30,6 +31,13 @@ EMBEDDINGS: Fields = {
     "encoding_format": one_of("How vectors are written.", "float", "base64", default="float"),
     "dimensions": loose("The first ones, normalised.", "integer"),
     **CHAT,
+    **TRUNCATION,
+    **ADD_SPECIAL,
+}
+CLASSIFY: Fields = {
+    **MODEL,
+    "input": loose("A text, token ids, or a list of either."),
+    "activation": flag("Probabilities, which add up to 1; false: the head's own numbers.", True),
     **TRUNCATION,
     **ADD_SPECIAL,
 }
@@ -51,6 +59,7 @@ RERANK: Fields = {
     "documents": loose("Texts.", "array"),
     "top_n": whole("So many of the best.", 1, 1 << 20),
     "return_documents": flag("The documents beside their scores.", True),
+    "activation": flag("vLLM's: scores between 0 and 1, under /rerank and /v2/rerank.", True),
 }
 ENCODE: Fields = MODEL | {
     f.name: loose("As Engine.encode's argument.") for f in fields(EncodeReqInput) if f.name != "external_trace_header"
@@ -99,6 +108,32 @@ def embeddings(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
 
     words = WORDS if given["messages"] is None else {}
     return Plan(EncodeReqInput(prompts, dimensions=given["dimensions"]), count, answer, words=words)
+
+
+def classify(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
+    """vLLM's: of each text the likeliest label and the probabilities of all. Errors: ApiError."""
+    given, parts = take(body, CLASSIFY), engine._parts
+    if parts.spec.num_labels is None:
+        told = "this model is no classifier; serve a checkpoint of …ForSequenceClassification."
+        raise ApiError(400, told, "model", "unsupported_feature")
+    cut, count, prompts, names = Truncation.of(given), 0, [], hf_config(parts).get("id2label") or {}
+    if given["input"] != []:
+        kind, prompts, count = texts_or_ids(body, "input")
+        if not prompts or isinstance(prompts, list) and "" in prompts:
+            raise invalid("input", "input must be no empty text, and have none.")
+        prompts = prompt_ids(engine.tokenizer, kind, prompts, given["add_special_tokens"], cut, parts.context_length)
+
+    def answer(outputs: list[Output]) -> dict[str, Any]:
+        data = []
+        for index, output in enumerate(_complete(outputs)):
+            found = output["embedding"]
+            best = max(range(len(found)), key=lambda i: found[i])
+            shown = _shares(found) if given["activation"] else found
+            data.append({"index": index, "label": names.get(str(best), f"LABEL_{best}"), "probs": shown,
+                         "num_classes": len(found)})  # fmt: skip
+        return {**_head("classify-", model), "data": data, "usage": _usage(outputs)}
+
+    return Plan(EncodeReqInput(prompts), max(count, 1), answer, words=WORDS)
 
 
 def encode(body: Mapping[str, Any], engine: Engine, model: str) -> Plan:
@@ -162,10 +197,16 @@ def _label(vector: list[float], activation: bool) -> float:
     """The one label of a cross-encoder, between 0 and 1 with `activation`. Pure. Errors: ApiError."""
     if len(vector) != 1:
         raise ApiError(400, f"this classifier has {len(vector)} labels; a score is one.", code="unsupported_feature")
-    value = vector[0]
-    if not activation:
-        return value
-    return 1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value))
+    return _shares(vector)[0] if activation else vector[0]
+
+
+def _shares(vector: list[float]) -> list[float]:
+    """The softmax of several labels, the sigmoid of one. Pure."""
+    if len(vector) == 1:
+        (value,) = vector
+        return [1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value))]
+    powers = [math.exp(value - max(vector)) for value in vector]
+    return [power / math.fsum(powers) for power in powers]
 
 
 def _cosine(a: list[float], b: list[float]) -> float:
@@ -191,7 +232,7 @@ def rerank(body: Mapping[str, Any], engine: Engine, model: str, jina: bool) -> P
     request = EncodeReqInput(pair_ids(engine._context, [[given["query"], document] for document in documents]))
 
     def answer(outputs: list[Output]) -> Any:
-        scores = [_label(output["embedding"], jina) for output in _complete(outputs)]
+        scores = [_label(output["embedding"], jina and given["activation"]) for output in _complete(outputs)]
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: given["top_n"]]
         if not jina:
             return [{"score": scores[i], "document": documents[i] if shows else None, "index": i,

@@ -400,6 +400,7 @@ def test_random_trees_equal_contexts_kept_whole(world: World, seed: int) -> None
 
 def test_a_streaming_session_is_append_only_with_the_bits_of_any(engine: Engine) -> None:
     plain, streaming = (engine.open_session(1000, streaming=value) for value in (False, True))
+    streamed = []
     for turn in ([5, 6], [7], [8, 9, 10]):
         outputs: list[Any] = [
             engine.generate(input_ids=turn, sampling_params=GREEDY, session_params={"id": sid}, return_logprob=True)
@@ -408,7 +409,13 @@ def test_a_streaming_session_is_append_only_with_the_bits_of_any(engine: Engine)
         for key in ("output_ids", "prompt_tokens", "output_token_logprobs"):
             one, other = ((o | o["meta_info"])[key] for o in outputs)
             assert one == other
-    last = outputs[1]["meta_info"]["id"]
-    for more in ({"rid": last}, {"replace": True}, {"offset": 1}, {"drop_previous_output": True}):
+        streamed.append(outputs[1]["meta_info"]["id"])
+    first, last = streamed[0], streamed[-1]
+    for more in ({"rid": first}, {"replace": True}, {"offset": 1}, {"rid": last, "drop_previous_output": True}):
         with pytest.raises(SessionError, match="append-only"):
             engine.generate(input_ids=[1], sampling_params=GREEDY, session_params={"id": streaming, **more})
+    one, other = (
+        engine.generate(input_ids=[1], sampling_params=GREEDY, session_params=params)
+        for params in ({"id": plain}, {"id": streaming, "rid": last})
+    )
+    assert one["output_ids"] == other["output_ids"]

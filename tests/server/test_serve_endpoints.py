@@ -247,6 +247,8 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         for empty in ("", ["a", ""]):
             answer = server.ask("POST", "/v1/embeddings", {"input": empty})
             assert (answer.status, answer.error["param"]) == (400, "input")
+        answer = server.ask("POST", "/classify", {"input": "a"})
+        assert (answer.status, answer.error["param"]) == (400, "model")
         answer = server.ask("POST", "/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 9999})
         assert (answer.status, answer.error["param"]) == (400, "truncate_prompt_tokens")
         assert post(server, "/invocations", {"messages": CHAT})["object"] == "list"
@@ -255,18 +257,39 @@ def test_an_embedding_model_answers_encode_and_pairs() -> None:
         until(server.quiet)
 
 
-def cross_encoder(directory: Path) -> Path:
-    """The box with a head of one label."""
+def cross_encoder(directory: Path, labels: tuple[str, ...] = ("x",)) -> Path:
+    """The box with a head of so many labels."""
     model = shutil.copytree(BOX, directory)
     (file,) = model.glob("*.safetensors")
     tensors = load_file(file)
     width = tensors["model.norm.weight"].shape[0]
-    tensors["score.weight"] = torch.linspace(-0.5, 0.5, width, dtype=tensors["model.norm.weight"].dtype)[None]
+    head = torch.linspace(-0.5, 0.5, width, dtype=tensors["model.norm.weight"].dtype)
+    tensors["score.weight"] = torch.stack([head.roll(7 * i) for i in range(len(labels))])
     save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, file)
     config = json.loads((model / "config.json").read_text())
-    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "x"}, "label2id": {"x": 0}}
+    named = {"id2label": {str(i): x for i, x in enumerate(labels)}, "label2id": {x: i for i, x in enumerate(labels)}}
+    config |= {"architectures": ["LlamaForSequenceClassification"], **named}
     (model / "config.json").write_text(json.dumps(config))
     return model
+
+
+def test_a_classifier_tells_labels(tmp_path: Path) -> None:
+    path = str(cross_encoder(tmp_path / "m", ("bad", "good", "odd")))
+    with Engine(model_path=path, is_embedding=True, enable_torch_compile=False) as engine, live(engine) as server:
+        texts = [PROMPT, "a b c"]
+        raw: Any = [one["embedding"] for one in engine.encode(texts)]
+        told = post(server, "/classify", {"input": texts})
+        assert [one["index"] for one in told["data"]] == [0, 1] and told["object"] == "list"
+        for one, found in zip(told["data"], raw, strict=True):
+            assert one["probs"] == pytest.approx(torch.tensor(found).softmax(-1).tolist(), abs=1e-6)
+            assert one["label"] == ("bad", "good", "odd")[found.index(max(found))] and one["num_classes"] == 3
+        assert [one["probs"] for one in post(server, "/classify", {"input": texts, "activation": False})["data"]] == raw
+        short = post(server, "/classify", {"input": "a b c d e f", "truncate_prompt_tokens": 3})
+        assert short["usage"]["prompt_tokens"] == 3 and post(server, "/classify", {"input": []})["data"] == []
+        assert post(server, "/invocations", {"input": texts})["data"] == told["data"]
+        answer = server.ask("POST", "/classify", {"input": "a " * 2000})
+        assert answer.status == 400 and "reduce the length of the input" in answer.error["message"]
+        until(server.quiet)
 
 
 def test_a_cross_encoder_answers_in_three_forms(tmp_path: Path) -> None:
