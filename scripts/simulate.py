@@ -4,7 +4,7 @@
     python scripts/simulate.py --first 632 --count 1          # one seed again, with what it takes to fail
 
 A seed decides settings, clients, faults and every interleaving, so it fails again; a schedule that fails is told with
-as few events as still make it fail. `--size 8` has schedules of some 200 steps.
+as few events as still make it fail. `--size 8` has schedules of some 200 steps, `--ranks` those of several processes.
 """
 
 import argparse
@@ -21,16 +21,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from measure import environment
 from simulated_engine import events_of  # type: ignore[import-not-found]
 from simulated_plan import plan_of  # type: ignore[import-not-found]
+from simulated_ranks import ranks_plan_of  # type: ignore[import-not-found]
 from simulated_run import shrunk, violation, world_of  # type: ignore[import-not-found]
 
 CHUNK = 500
 
 
-def run(seeds: range, size: int) -> dict[str, Any]:
+def run(seeds: range, size: int, ranks: bool) -> dict[str, Any]:
     """Schedules of these seeds, and what they were made of."""
     began, counts, wrong = time.process_time(), dict.fromkeys(("steps", "requests", "preemptions", "turns"), 0), []
     for seed in seeds:
-        world = world_of(plan_of(seed, size))
+        world = world_of((ranks_plan_of if ranks else plan_of)(seed, size))
         try:
             world.run()
         except Exception as error:
@@ -50,13 +51,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--size", type=int, default=1)
+    parser.add_argument("--ranks", action="store_true", help="of engines of several ranks, one of which may fail")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no more are begun after so long")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     end = options.first + options.count
-    total: dict[str, Any] = {"first": options.first, "size": options.size}
+    total: dict[str, Any] = {"first": options.first, "size": options.size, "ranks": options.ranks}
     with ProcessPoolExecutor(options.processes) as pool:
         waiting = iter(range(options.first, end, CHUNK))
         going = []
@@ -64,7 +66,7 @@ def main() -> None:
             while len(going) < 2 * options.processes and time.monotonic() < until:
                 if (first := next(waiting, None)) is None:
                     break
-                going.append(pool.submit(run, range(first, min(first + CHUNK, end)), options.size))
+                going.append(pool.submit(run, range(first, min(first + CHUNK, end)), options.size, options.ranks))
             if not going:
                 break
             for name, value in going.pop(0).result().items():

@@ -120,6 +120,7 @@ class World:
         self.fault: tuple[str, int] | None = None  # what the device does wrong: in which step
         self.died_at: float | None = None
         self.threads: list[SimulatedThread] = []
+        self.ranks: Any = None  # the other ones
 
     @property
     def stuck(self) -> bool:
@@ -165,12 +166,11 @@ class World:
         self.device = SimulatedDevice(
             s.page_size, s.num_pages, self.scheduler._requests.__getitem__, self._draw, s.windows
         )
-        batch: Any = SimpleNamespace(stage=lambda output: output, release=self.device.release)
-        runner: Any = SimpleNamespace(params={}, launch=self._execute)
+        batch, runner = self._parts()
         self.core = EngineCore(self.scheduler, batch, runner, self._kv(), overlap=s.overlap, system=self.machine.system)
         weights: Any = SimpleNamespace(places={}, tensors=list, few_bits=False, read_again=lambda: True)
         device = DeviceMemory(runner, weights, self._kv, s.page_size, self.core.stepper.swap_kv)
-        self.memory = Memory(self.core, device, lambda names: None)
+        self.memory = Memory(self.core, device, lambda names: None, self.ranks)
         self.core.handlers["update_weights"] = self._update_weights
         self.sessions = Sessions(self.core.abort, self.machine.system)
         update, close = self.scheduler.update, self.core.inbox.close
@@ -204,6 +204,11 @@ class World:
         self.core.handlers["flush_cache"] = flushed
         self.scheduler.update = checked  # type: ignore[method-assign]
         self.core.inbox.close = noted  # type: ignore[method-assign]
+
+    def _parts(self) -> tuple[Any, Any]:
+        """What becomes of steps on their way to the device, and the device."""
+        batch = SimpleNamespace(stage=lambda output: output, release=self.device.release)
+        return batch, SimpleNamespace(params={}, launch=self._execute)
 
     def _speculation(self) -> Speculation | None:
         s = self.settings
@@ -406,7 +411,7 @@ class World:
             self.core.call("check_books")
         self.excused.add(EngineClosedError)
         self.core.close()
-        if self.died_at is not None and self.core.inbox.end.__cause__ is None:  # type: ignore[union-attr]
+        if self.ranks is None and self.died_at is not None and self.core.inbox.end.__cause__ is None:  # type: ignore[union-attr]
             raise Violation("nobody says what the engine died of")
         began = self.machine.clock
         try:

@@ -5,11 +5,12 @@ from dataclasses import replace
 from simulated_clients import ACTIONS
 from simulated_engine import World
 from simulated_plan import Plan
+from simulated_ranks import RanksPlan, RanksWorld
 
 
 def world_of(plan: Plan) -> World:
     """The schedule, before it begins."""
-    return World(plan, ACTIONS)
+    return RanksWorld(plan) if isinstance(plan, RanksPlan) else World(plan, ACTIONS)
 
 
 def violation(plan: Plan) -> str | None:

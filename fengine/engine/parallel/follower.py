@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from fengine.engine.parallel.child import NOTHING, Link
 from fengine.engine.stepper import Runner
 from fengine.engine.weights.incoming import Origin
 from fengine.engine.weights.live import LiveWeights
+from fengine.errors import InvariantError
 from fengine.models.kv_state import KVState
 from fengine.ops.columns import Group
 from fengine.worker.input_batch import InputBatch
@@ -32,6 +33,7 @@ class Follower:
     ) -> None:  # fmt: skip
         self.link, self.runner, self.input_batch, self.weights, self.group = link, runner, input_batch, weights, group
         self.kv: KVState | None = kv
+        self.heard = 0  # messages of rank 0
         self.memory = DeviceMemory(runner, weights, new_kv, input_batch.page_size, self._swap_kv)
         self.commands: dict[str, Callable[..., object]] = {
             "update_weights": self._update, "read_weights": weights.read, "release_memory": self.memory.release,
@@ -42,7 +44,7 @@ class Follower:
         """Until the process ends."""
         pending: tuple[int, int, Result] | None = None  # the step whose result is not read yet
         while True:
-            told = self.link.told.get() if pending is None or not self.link.told.empty() else None
+            told = self._next() if pending is None or not self.link.told.empty() else None
             launched = None
             if told is not None and "command" not in told:
                 output = from_plain(SchedulerOutput, told, NOTHING)
@@ -57,6 +59,14 @@ class Follower:
             pending = launched
             if told is not None and "command" in told:
                 self.commands[told["command"]](**told["arguments"])
+
+    def _next(self) -> dict[str, Any]:
+        """Errors: InvariantError for a message that is not the next."""
+        number, told = self.link.told.get()
+        if number != self.heard:
+            raise InvariantError(f"message {number} of rank 0 came where {self.heard} was due")
+        self.heard += 1
+        return told
 
     def _swap_kv(self, change: Callable[[KVState | None], KVState | None]) -> None:
         self.kv = change(self.kv)

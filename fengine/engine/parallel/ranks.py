@@ -64,6 +64,7 @@ class Ranks:
         self._core: EngineCore | None = None
         self._runner: Any = None
         self.params: Params = {}
+        self._sent = 0  # messages to each rank
         self._sums: dict[int, dict[int, int]] = {}  # of each step, by rank
         self._news = threading.Condition()
         self._loaded: set[int] = set()  # ranks that have their weights
@@ -115,7 +116,8 @@ class Ranks:
         if self.fault is not None:
             self.close()
             raise EngineDeadError(str(self.fault))
-        self._send("join")
+        for child in self._ranks.values():
+            child.send("join")
         self._held.enter_context(process_group(self.group, self.device))
         return self.group
 
@@ -139,7 +141,8 @@ class Ranks:
 
     def _send(self, value: Any) -> None:
         for child in self._ranks.values():
-            child.send(value)
+            child.send([self._sent, value])
+        self._sent += 1
 
     @contextmanager
     def told(self, command: str, **arguments: Any) -> Iterator[None]:
