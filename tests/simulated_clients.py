@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from simulated_engine import STEP, Loop, Violation, World, check_output
@@ -144,13 +145,17 @@ def chat(world: World, event: Event) -> None:
     sid = world.sessions.open(100, timeout=None if timeout == FOREVER else timeout)
     contexts: dict[str, tuple[list[int], list[int]]] = {}  # (prompt, output) of each turn by rid
     parents: dict[str, str | None] = {}
-    for number, job in enumerate(event.jobs * 2):
+    for number, job in enumerate(event.jobs * 3):
         rid = f"{event.name}.{number}"
+        if timeout == FOREVER and rng.random() < 0.1:
+            parents[f"{rid}b2"] = next(reversed(contexts), None)
+            if not beside(world, event, f"{rid}b", sid, job, contexts):
+                return
         params: dict[str, Any] = {"id": sid}
         parent = next(reversed(contexts), None)
         if contexts and rng.random() < 0.4:
             params["rid"] = parent = rng.choice(list(contexts))
-        if contexts and rng.random() < 0.15:
+        if contexts and rng.random() < 0.25:
             params["replace"] = True
             parent = params.get("rid")
         if parent is not None and rng.random() < 0.3:
@@ -158,14 +163,14 @@ def chat(world: World, event: Event) -> None:
         prompt, output = contexts.get(parent or "", ([], []))
         above = prompt if params.get("drop_previous_output") else prompt + output
         if above and rng.random() < 0.2:
-            params["offset"] = rng.randrange(1, len(above) + 1)
-        kept = above[: params.get("offset", len(above))]
+            params["offset"] = rng.choice([1, -1]) * rng.randrange(1, len(above) + 1)
+        kept, bos = above[: params.get("offset", len(above))], rng.choice([None, None, job.ids[0]])
         begun = world.machine.clock
-        turn = next_turn(world, params, job, rid, timeout, touched, world.machine.clock if told is None else told)
+        turn = next_turn(world, params, job, rid, bos, timeout, touched, world.machine.clock if told is None else told)
         if turn is None:
             return
         touched = begun
-        if turn.prompt()[0] != kept + list(job.ids):
+        if turn.prompt()[0] != kept + list(job.ids[bos is not None and parent is not None :]):
             raise Violation(f"turn {rid} has another context")
         requests = [world.request(rid, job, turn.prompt()[0])]
         try:
@@ -185,6 +190,46 @@ def chat(world: World, event: Event) -> None:
         if result["meta_info"]["finish_reason"]["type"] != "abort":
             contexts[rid], parents[rid] = (turn.prompt()[0], result["output_ids"]), parent
         world.machine.sleep(rng.choice([0.0001, 0.03, 0.07]))
+        if timeout != FOREVER and rng.random() < 0.3:
+            touched, told = keep_alive(world, sid, job, timeout, touched, told)
+
+
+def keep_alive(world: World, sid: str | None, job: Job, timeout: float, touched: float, told: float) -> Any:
+    """Asks for a session, as who is about to use it, before its time is up. When it was used last: between which
+    moments."""
+    for _ in range(3):
+        begun = world.machine.clock
+        if next_turn(world, {"id": sid}, job, "nobody", None, timeout, touched, told) is None:
+            break
+        touched, told = begun, world.machine.clock
+        world.machine.sleep(0.03)
+    return touched, told
+
+
+def beside(world: World, event: Event, rid: str, sid: str | None, job: Job, contexts: dict[str, Any]) -> bool:
+    """A turn that runs: nothing follows it, and another takes its place. Whether all of that is known to be so."""
+    ids = list(job.ids)
+    prompt = (first := world.sessions.prepare({"id": sid}, ids, rid, None)).prompt()[0]
+    world.aborted.add(rid)
+    collector = OutputCollector(
+        world.context(event), [world.request(rid, job, prompt)], {rid: first}, True, stream=True, loop=None
+    )
+    state = collector.states[0]
+    with suppress(SessionError):
+        world.sessions.prepare({"id": sid}, ids, "nobody", None)
+        if not state.done:
+            raise Violation(f"a turn follows {rid}, which has not finished")
+    other = world.sessions.prepare({"id": sid, "rid": rid, "replace": True}, ids, f"{rid}2", None)
+    if state.done:
+        return False
+    if other.prompt()[0] != prompt:
+        raise Violation(f"what takes the place of {rid} has another context")
+    result: Any = world.complete(event, [world.request(f"{rid}2", job, prompt)], other)
+    check_ended(world, [state])
+    check_gone(world, sid, job, [rid])
+    if ended := result["meta_info"]["finish_reason"]["type"] != "abort":
+        contexts[f"{rid}2"] = prompt, result["output_ids"]
+    return ended
 
 
 def above_of(parents: dict[str, str | None], rid: str) -> Iterator[str]:
@@ -204,12 +249,13 @@ def check_gone(world: World, sid: str | None, job: Job, rids: list[str]) -> None
 
 
 def next_turn(
-    world: World, params: dict[str, Any], job: Job, rid: str, timeout: float, touched: float, told: float
-) -> Turn | None:
+    world: World, params: dict[str, Any], job: Job, rid: str, bos: int | None, timeout: float, touched: float,
+    told: float,
+) -> Turn | None:  # fmt: skip
     """None: the session's time is up. It was last used between the moments `touched` and `told`."""
     before = world.machine.clock
     try:
-        turn = world.sessions.prepare(params, list(job.ids), rid, None)
+        turn = world.sessions.prepare(params, list(job.ids), rid, bos)
     except SessionError:
         if world.machine.clock - touched <= timeout:
             raise
@@ -242,6 +288,8 @@ def pause(world: World, event: Event) -> None:
     stepper, resumed = world.core.stepper, world.resumed
     alone = not world.resuming
     world.core.call("pause", mode=event.what)
+    if event.what == "retract" and alone and world.core.call("get_stats")["running"] and world.resumed == resumed:
+        raise Violation("requests run that were sent back to the queue")
     steps, pending = stepper.steps, getattr(stepper, "pending", None)  # none is left where the engine has ended
     if event.pace:
         world.machine.sleep(event.pace)
@@ -293,6 +341,11 @@ def watch(world: World, event: Event) -> None:
         for rid, start, decodes in zip(record.rids, record.starts, record.decodes, strict=True):
             if decodes and start < prompts.get(rid, 0):
                 raise Violation(f"a prompt's chunk of {rid} is said to decode")
+        starts = dict(zip(record.rids, record.starts, strict=True))
+        if any(new.hits * world.settings.page_size != starts[new.rid] for new in record.new_pages if not new.first):
+            raise Violation(f"hits of {record.new_pages} are told, and rows begin at {starts}")
+        if set(record.released) & starts.keys() or record.held + record.cached > record.pages:
+            raise Violation(f"{record} tells of rows that run and are released, or of more pages than there are")
         if len(told) == 3:
             raise ValueError("as planned")
 

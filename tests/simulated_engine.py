@@ -15,7 +15,7 @@ from books import check_scheduler
 from simulated_checks import Checks
 from simulated_oracle import Solo, judge
 from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, image_need, need
-from simulated_references import CheckedCache, CheckedImages
+from simulated_references import CheckedCache, CheckedImages, CheckedWindows
 from simulated_threads import Machine, SimulatedThread
 
 from fengine.api.outputs import complete
@@ -30,8 +30,7 @@ from fengine.core.request import Adapter, Request, SamplingParams
 from fengine.core.scheduler import Scheduler
 from fengine.core.scheduler_output import SchedulerOutput, Scores, Span, StepOutput
 from fengine.core.simulated_device import SimulatedDevice
-from fengine.core.speculation import Ask, Speculation
-from fengine.core.window_pages import WindowPages
+from fengine.core.speculation import Ask, Proposer, Speculation
 from fengine.engine import memory
 from fengine.engine.engine_core import EngineCore
 from fengine.engine.memory import DeviceMemory, Memory
@@ -48,7 +47,7 @@ from fengine.errors import (
     QueueFullError,
 )
 from fengine.models.kv_state import KVState
-from fengine.speculative.ngram import ngram_proposer
+from fengine.speculative.ngram import follow, ngram_proposer
 from fengine.speculative.proposers import first_of
 
 STEP = 0.001  # seconds of a step
@@ -112,6 +111,9 @@ class World:
         self.adapters = {name: Adapter(name, i, None, s.pinned and name == "A") for i, name in enumerate("ABC")}
         self.loads = len(self.adapters)
         self.labels = {"default": 0}
+        self.drawn = 0  # tokens, but for those behind drafts
+        self.released: set[str] = set()  # what memory is not there
+        self.ended_by_text: set[RequestState] = set()
         self.resumed = self.resuming = 0  # how often somebody let the engine go on, and how many are about to
         self.first: dict[Request, float] = {}  # when its first token was drawn
         self.aborted: set[str] = set()
@@ -154,7 +156,7 @@ class World:
 
     def _build(self) -> None:
         s = self.settings
-        pool = PagePool(s.num_pages) if s.windows is None else WindowPages(s.num_pages, s.windows)
+        pool = PagePool(s.num_pages) if s.windows is None else CheckedWindows(s.num_pages, s.windows)
         self.scheduler = Scheduler(
             pool, CheckedCache(pool, s.page_size) if s.cached else None, page_size=s.page_size,
             max_running_requests=s.rows, max_step_tokens=s.budget, policy=s.policy, adapter_slots=s.adapter_slots,
@@ -179,6 +181,7 @@ class World:
             pages = self.scheduler.counters()["cached_pages"]
             finished = update(*arguments)
             self._check_forgotten(finished, pages)
+            self.drawn += sum(arguments[0].samples)
             for request in arguments[0].requests:
                 if request.num_output or request in finished:
                     self.first.setdefault(request, self.machine.clock)
@@ -191,6 +194,15 @@ class World:
                 self.died_at = self.machine.clock
             return first
 
+        for name, change in {"release": self.released.update, "resume": self.released.difference_update}.items():
+            self.core.handlers[f"{name}_memory"] = self._noted(self.core.handlers[f"{name}_memory"], name, change)
+        abort = self.core.requests.abort_later
+
+        def aborted(states: Sequence[RequestState]) -> None:
+            self.ended_by_text.update(states)
+            abort(states)
+
+        self.core.requests.abort_later = aborted
         flush = self.core.handlers["flush_cache"]
 
         def flushed() -> bool:
@@ -205,6 +217,15 @@ class World:
         self.scheduler.update = checked  # type: ignore[method-assign]
         self.core.inbox.close = noted  # type: ignore[method-assign]
 
+    def _noted(self, handler: Any, name: str, change: Callable[[Any], None]) -> Any:
+        """A command that changes what memory is there."""
+
+        def noted(tags: Sequence[str], everything: bool) -> None:
+            handler(tags=tags, everything=everything)
+            change([tag for tag in tags if tag in ("kv_cache", "weights")])
+
+        return noted
+
     def _parts(self) -> tuple[Any, Any]:
         """What becomes of steps on their way to the device, and the device."""
         batch = SimpleNamespace(stage=lambda output: output, release=self.device.release)
@@ -214,7 +235,7 @@ class World:
         s = self.settings
         if s.guess is None:
             return None
-        propose: Any = {"ngram": ngram_proposer(1, 4), "both": first_of(ngram_proposer(1, 4), self._guess)}
+        propose: Any = {"ngram": self._copies(ngram_proposer(1, 4)), "both": self._both()}
         model = s.guess in ("model", "both")
         return Speculation(
             propose.get(s.guess, self._guess if model else self._propose), 6, max(s.budget, 4), len(PIECES),
@@ -232,6 +253,8 @@ class World:
         self.machine.clock += STEP
         self.machine.pause()
         self._check_step()
+        if self.released:
+            raise Violation(f"a step runs while {self.released} is released")
         if self.fault == ("launch", output.step):
             raise DeviceError
         tokens, logprobs, errors = self.device.execute(output)
@@ -293,13 +316,53 @@ class World:
             found.append(right[:good] + [(token + 1) % len(PIECES) for token in right[good:]])
         return found
 
+    @staticmethod
+    def _copies(propose: Proposer) -> Proposer:
+        """Proposes what stands behind an earlier copy of the last token, and learns of each try once."""
+
+        def checked(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+            found = propose(asks)
+            for ask, proposal in zip(asks, found, strict=True):
+                ids, count = ask.request.token_ids, ask.skip + len(proposal)
+                ends = [end for end in range(1, len(ids)) if ids[end - 1] == ids[-1]] if proposal else []
+                if proposal and all(follow(ids, end, count)[ask.skip :] != proposal for end in ends):
+                    raise Violation(f"{proposal} stands nowhere behind {ids}")
+                if ask.drafting.last is not None:
+                    raise Violation("a try is learnt from twice")
+            return found
+
+        return checked
+
+    def _both(self) -> Proposer:
+        """Each of two proposers is told of its own tries."""
+        copied: list[Sequence[int]] = []
+        ngram = self._copies(ngram_proposer(1, 4))
+
+        def noted(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+            copied[:] = ngram(asks)
+            return copied
+
+        propose = first_of(noted, self._guess)
+
+        def checked(asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+            found = propose(asks)
+            for ask, proposal in zip(asks, copied, strict=True):
+                memo, rests = ask.drafting.memo, ask.drafting.rest_until
+                if memo.last[0] is not (memo.ngram if proposal else memo.model):
+                    raise Violation("a try is told to the other proposer")
+                if rests != min(memo.ngram.rest_until, memo.model.rest_until):
+                    raise Violation("a proposer is not asked when it wants to be")
+            return found
+
+        return checked
+
     def _guess(self, asks: Sequence[Ask]) -> list[list[int]]:
         """As a model does, which needs every token, and is asked where it pays."""
         found = self._propose(asks)
         for i, ask in enumerate(asks):
             known, drafting = len(ask.request.token_ids), ask.drafting
             if drafting.last is not None and not drafting.last[1]:
-                drafting.gain, drafting.try_from = (known % 3) / 2, known + known % 5
+                drafting.gain, drafting.try_from = (known % 3) / 4, known + known % 5
             if ask.skip or not ask.tried or known < drafting.try_from:
                 found[i] = []
         return found
@@ -310,6 +373,9 @@ class World:
         self.core.stepper.forget_weights()
         self.device.weights += 1
         self.labels[str(self.device.weights)] = self.device.weights
+        for request in (state.request for state in self.core.requests.states.values()):
+            if not request.params.bare and not request.num_output and (request.num_cached or request.num_scored):
+                raise Violation(f"what old weights told of the prompt of {request.rid} is kept")
         self.core.label_weights(str(self.device.weights))
 
     # -- clients -------------------------------------------------------------------------------------------------------
@@ -440,6 +506,12 @@ class World:
                         raise state.error
                     continue
                 self._check_times(state)
+                count, finish = state.output[1:]
+                early = (
+                    finish is not None and isinstance(finish.get("matched"), str) and count < state.request.num_output
+                )
+                if early and state not in self.ended_by_text:
+                    raise Violation(f"{state.request.rid} runs on behind {finish}")
                 excused = gone or state.abandoned or type(self) in self.excused or state.request.rid in self.aborted
                 broken = BROKEN if self._is_broken(event) else TOKENIZER
                 if wrong := judge(self.solo, state, job, self.labels, broken, excused):
@@ -469,14 +541,19 @@ class World:
         """Of an idle engine: nothing is held, nothing is kept."""
         check_scheduler(self.scheduler)
         requests = self.core.requests
-        if requests.states or requests.live or requests.unstarted:
-            raise Violation(f"the loop keeps {list(requests.states)}")
+        if requests.states or requests.live or requests.unstarted or requests.untold:
+            raise Violation(f"the loop keeps {list(requests.states)}, {len(requests.untold)} are not told of the end")
+        if len(self.core.inbox._waiting) > 1:  # who has asked for this
+            raise Violation("replies are kept of which nobody waits any more")
+        told, counters = self.core.stats()["output_tokens"], self.scheduler.counters()
+        if told != self.drawn + counters["correct_drafts"]:
+            raise Violation(f"{told} tokens are said to be drawn, not {self.drawn} and {counters['correct_drafts']}")
         if self.scheduler.has_work or self.scheduler.counters()["used_pages"] or self.core.stepper.pending:
             raise Violation("an idle engine holds pages")
         self.sessions._expire()
         if any(session.running for session in self.sessions._sessions.values()):
             raise Violation("a turn runs for ever")
-        if self.device.rows.keys() - set(self.scheduler._rows.released):
+        if self.device.rows:
             raise Violation("the device keeps rows of requests that have ended")
 
 

@@ -159,6 +159,8 @@ def client(
     jobs = tuple(job_of(rng, settings, stems, ranks) for _ in range(rng.choice([1, 1, 2, 3])))
     if kind == "chat":
         jobs = tuple(replace(job, salt=None, pictures=()) for job in jobs)
+    if kind == "again" and rng.random() < 0.5:
+        jobs = tuple(replace(job, scored=rng.randrange(len(job.ids))) for job in jobs)
     pace = rng.choice([0.0, 0.0, 0.002, 0.02])
     leave = rng.randrange(4) if rng.random() < 0.2 else None
     return Event(name, rng.random() * span, kind, jobs, pace, leave, rng.randrange(1 << 16))

@@ -1,6 +1,6 @@
 """Parts of a scheduler that know by themselves what they should answer, more slowly: order, patience, slots, pages."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from books import nodes_of
@@ -9,29 +9,41 @@ from fengine.config import Policy
 from fengine.core import admission
 from fengine.core.admission import WaitingQueue
 from fengine.core.images import ImageRows, ImageSpan
+from fengine.core.kv_pages import PagePool
 from fengine.core.lora_slots import AdapterSlots
 from fengine.core.prefix_cache import PrefixCache, Reached, Salts
 from fengine.core.request import Adapter, Request
 from fengine.core.running import Rows
+from fengine.core.scheduler_output import SchedulerOutput
+from fengine.core.window_pages import WindowPages
 from fengine.errors import InvariantError
 
 
-def path_of(cache: PrefixCache, request: Request, pages: int) -> list[Any]:
-    """The nodes of the first pages of a request, as far as there are any."""
+def path_of(cache: PrefixCache, token_ids: Sequence[int], salts: Salts | None, pages: int) -> list[Any]:
+    """The nodes of the first pages of some tokens, as far as there are any."""
     nodes, node, size = [], cache._root, cache.page_size
-    for page in range(pages):
-        tokens: tuple[Hashable, ...] = tuple(request.token_ids[page * size : page * size + size])
-        if request.salts and page in request.salts:
-            tokens = (request.salts[page], *tokens)
+    for page in range(min(pages, len(token_ids) // size)):
+        tokens: tuple[Hashable, ...] = tuple(token_ids[page * size : page * size + size])
+        if salts and page in salts:
+            tokens = (salts[page], *tokens)
         if (node := node.children.get(tokens)) is None:
             break
         nodes.append(node)
     return nodes
 
 
+def usable(pool: PagePool, pages: Sequence[int], page_size: int) -> int:
+    """The most pages behind which a token finds all that its window reaches."""
+    if not isinstance(pool, WindowPages):
+        return len(pages)
+    counts = range(len(pages), 0, -1)
+    held = (n for n in counts if all(pool.window_of[page] for page in pages[pool.window_start(n * page_size) : n]))
+    return next(held, 0)
+
+
 def check_shared(cache: PrefixCache, request: Request, pages: Sequence[int], full: int) -> None:
     """The first `full` pages can be hit, unless behind a page of the same tokens that another request computed."""
-    nodes = path_of(cache, request, full)
+    nodes = path_of(cache, request.token_ids, request.salts, full)
     mine = all(node.page == page for node, page in zip(nodes, pages, strict=False))
     if len(nodes) < full and (mine or not cache.pool.num_holders(pages[len(nodes)])):
         raise InvariantError(f"{len(nodes)} pages of {request.rid!r} are cached, not {full}")
@@ -46,16 +58,27 @@ class CheckedCache(PrefixCache):
         self.clock = 0
 
     def match(self, token_ids: Sequence[int], limit: int, salts: Salts | None = None) -> list[int]:
-        nodes = self._longest(token_ids, limit, salts)
+        nodes = path_of(self, token_ids, salts, limit // self.page_size)
+        nodes = nodes[: usable(self.pool, [node.page for node in nodes], self.page_size)]
         pages = super().match(token_ids, limit, salts)
         if pages != [node.page for node in nodes]:
             raise InvariantError(f"{pages} are hit, not {[node.page for node in nodes]}")
         self._note(nodes[-1:])
         return pages
 
-    def insert(self, *arguments: Any, **more: Any) -> Reached:
-        reached = super().insert(*arguments, **more)
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[int], leaving: bool = False, salts: Salts | None = None,
+        after: Reached | None = None,
+    ) -> Reached:  # fmt: skip
+        known = 0 if after is None or after[0].parent is None else after[1]
+        reached = super().insert(token_ids, pages, leaving, salts, after)
         self._note([reached[0]])
+        pool, node = self.pool, reached[0]
+        if isinstance(pool, WindowPages) and reached[1] > known:
+            own, above = pages[reached[1] - 1], path_of(self, token_ids, salts, reached[1] - 1)
+            mine = all(node.page == page for node, page in zip(above, pages, strict=False))
+            if mine and pool.window_of[own] and not pool.window_of[node.page] and pool.num_holders(node.page) == 1:
+                raise InvariantError(f"the cache keeps page {node.page}, whose window is gone, and not {own}")
         return reached
 
     def _note(self, nodes: Sequence[Any]) -> None:
@@ -90,8 +113,9 @@ class CheckedRows(Rows):
             raise InvariantError(f"{request.rid!r} gets row slot {request.row} while {lowest} is free")
         return found
 
-    def share(self, request: Request, start: int) -> None:
-        super().share(request, start)
+    def compute(self, output: SchedulerOutput, request: Request, count: int) -> None:
+        start = request.num_computed
+        super().compute(output, request, count)
         if self.cache is not None and (full := request.num_computed // self.page_size) > start // self.page_size:
             check_shared(self.cache, request, request.pages, full)
 
@@ -135,8 +159,9 @@ class CheckedQueue(WaitingQueue):
 
     def _hit(self, request: Request) -> int:
         assert self.cache is not None
-        nodes = path_of(self.cache, request, (len(request.token_ids) - 1) // self.cache.page_size)
-        return self.cache.pool.usable([node.page for node in nodes])
+        cache, size = self.cache, self.cache.page_size
+        nodes = path_of(cache, request.token_ids, request.salts, (len(request.token_ids) - 1) // size)
+        return usable(cache.pool, [node.page for node in nodes], size)
 
     def admit(self, request: Request) -> None:
         at = self.told.index(request)
@@ -184,6 +209,31 @@ class CheckedSlots(AdapterSlots):
         self._use(index, self.held[index][0], self.held[index][1] - 1)
 
 
+class CheckedWindows(WindowPages):
+    """The window page that nobody has seen for longest is given up first."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.moments: dict[int, int] = {}  # when nobody saw a page any more
+        self.clock = 0
+
+    def unsee(self, pages: Iterable[int]) -> None:
+        pages = list(pages)
+        super().unsee(pages)
+        for page in pages:
+            if not self._seers[page]:
+                self.clock += 1
+                self.moments[page] = self.clock
+
+    def allocate(self, count: int) -> list[int] | None:
+        idle = [page for page in range(self.num_pages) if self.window_of[page] and not self._seers[page]]
+        found = super().allocate(count)
+        gone = max((self.moments[page] for page in idle if not self.window_of[page]), default=0)
+        if any(self.window_of[page] and not self._seers[page] and self.moments[page] < gone for page in idle):
+            raise InvariantError("a window page is given up before one that was left behind earlier")
+        return found
+
+
 class CheckedImages(ImageRows):
     """What is encoded stays as long as there is room, that used longest ago goes first."""
 
@@ -225,6 +275,21 @@ class CheckedImages(ImageRows):
         patches = [encode.image.patches for encode in encodes[before:]]
         if sum(patches) > max(self.budget, *patches[:1], together) and len(patches) > 1:
             raise InvariantError(f"images of {patches} patches are encoded at once, more than {self.budget}")
+        self._check_stop(candidates, list(waiting), self.budget - sum(patches))
+
+    def _check_stop(self, candidates: list[Request], waiting: list[Request], left: int) -> None:
+        """It ends where the budget does, or where there are no rows though nobody later has any."""
+        served: set[str] = set()
+        for request in candidates:
+            served.add(request.rid)
+            if request.images and request.rid not in self._holders:
+                if any(other.rid in self._holders for other in waiting if other.rid not in served):
+                    raise InvariantError(f"{request.rid!r} waits for rows that a later request has")
+                return
+            if lacking := self.lacking(request.images) if request.images else []:
+                if left >= lacking[0].patches:
+                    raise InvariantError(f"an image of {request.rid!r} is not encoded though {left} patches are left")
+                return
 
     @staticmethod
     def _of(spans: Sequence[ImageSpan]) -> int:

@@ -17,7 +17,7 @@ class _Slot:
     def __init__(self) -> None:
         self.adapter: Adapter | None = None
         self.users = 0  # running requests
-        self.used = 0  # the clock when the last of them came or went
+        self.used = 0  # the clock when the last of them went
 
 
 class AdapterSlots:
@@ -42,13 +42,14 @@ class AdapterSlots:
         new = slot.adapter is not adapter
         slot.adapter = adapter
         slot.users += 1
-        self._touch(slot)
         return index, new
 
     def leave(self, index: int) -> None:
         """One request of the slot's adapter has ended, or was preempted."""
-        self._slots[index].users -= 1
-        self._touch(self._slots[index])
+        slot = self._slots[index]
+        slot.users -= 1
+        self._clock += 1
+        slot.used = self._clock
 
     def _find(self, adapter: Adapter) -> int | None:
         """Its own slot, or a free one, or the one that was idle for longest."""
@@ -61,7 +62,3 @@ class AdapterSlots:
             if best is None or slot.used < self._slots[best].used:
                 best = index
         return best
-
-    def _touch(self, slot: _Slot) -> None:
-        self._clock += 1
-        slot.used = self._clock
