@@ -6,7 +6,9 @@ may read a slot that holds anything but its own prefix; every request is answere
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +35,7 @@ from fengine.core.simulated_device import SimulatedDevice
 from fengine.core.speculation import Ask, Proposer, Speculation
 from fengine.engine import memory
 from fengine.engine.engine_core import EngineCore
+from fengine.engine.inbox import FORKED
 from fengine.engine.memory import DeviceMemory, Memory
 from fengine.engine.request_state import RequestState
 from fengine.errors import (
@@ -252,7 +255,8 @@ class World:
     def _execute(self, kv: Any, output: SchedulerOutput) -> tuple[Any, Callable[[], StepOutput]]:
         self.machine.clock += STEP
         self.machine.pause()
-        self._check_step()
+        if output.step % 4 == 0:  # it is checked when it has landed, too
+            self._check_step()
         if self.released:
             raise Violation(f"a step runs while {self.released} is released")
         if self.fault == ("launch", output.step):
@@ -485,6 +489,7 @@ class World:
         except (EngineClosedError, EngineDeadError):
             if self.machine.clock > began:
                 raise Violation("a command waits for a closed engine") from None
+        self._check_forked()
         if any(thread.is_alive() for thread in self.core.threads) and not self.stuck:
             raise Violation("a thread goes on after the end")
         if self.core.requests.untold:
@@ -516,6 +521,20 @@ class World:
                 broken = BROKEN if self._is_broken(event) else TOKENIZER
                 if wrong := judge(self.solo, state, job, self.labels, broken, excused):
                     raise Violation(f"{state.request.rid}: {wrong}")
+
+    def _check_forked(self) -> None:
+        """A child of this process has none of the threads, and says so."""
+        inbox, core = self.core.inbox, self.core
+        own, inbox._pid = inbox._pid, -1
+        for ask in (core.stats, core.check_process, partial(core.submit, []), partial(core.call, "ping")):
+            with suppress(EngineClosedError):
+                try:
+                    ask()
+                except EngineClosedError as error:
+                    if str(error) == FORKED:
+                        raise
+                raise Violation(f"{ask} is answered in a child")
+        inbox._pid = own
 
     def _check_drafts(self) -> None:
         """What requests tell of their drafts adds up to what the scheduler counts."""

@@ -4,6 +4,9 @@ import random
 
 import pytest
 
+from fengine.core.request import Drafting, Request, SamplingParams
+from fengine.core.speculation import Ask
+from fengine.speculative.draft import Memo
 from fengine.speculative.pace import LONGEST, REST, WAIT, Pace
 
 PRICE = 0.09
@@ -58,3 +61,14 @@ def test_rests_grow_up_to_a_limit_and_end_with_a_success() -> None:
     assert pace.size == 2  # a try behind a rest is a short one
     pace.learn(2, 2, known + 600)
     assert pace.rest == 0 and pace.size > 2
+
+
+@pytest.mark.parametrize(("drawn", "done"), [([5, 6], 12), ([5, 8], 11), ([9], 10)])
+def test_what_was_drawn_of_guesses_is_computed_already(drawn: list[int], done: int) -> None:
+    """And it is told from when on to ask again: guesses that were wrong do not pay."""
+    memo = Memo(Pace(5, 0.9), done=10, guesses=[5, 6, 7], known=10, room=16)
+    ids = [1] * 10 + drawn + [3]
+    drafting = Drafting(last=(3, 0))
+    memo.learn(Ask(0, Request("r", 4, ids, SamplingParams(), 0, 20, frozenset()), drafting, 0, 1, 5), 0)
+    assert (memo.done, memo.guesses, drafting.last) == (min(done, len(ids) - 1), [], None)
+    assert drafting.rest_until == drafting.try_from == memo.pace.resume_at - 1 > len(ids) and drafting.gain == 0.0

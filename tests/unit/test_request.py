@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fengine.core.parameter_kinds import NOT_BUILT
-from fengine.core.request import SamplingParams
+from fengine.core.request import Request, SamplingParams
 from fengine.core.sampling_params import TOP_K_ALL
+from fengine.core.scalars import check_ids
 from fengine.errors import InvalidRequestError, UnknownParameterError, UnsupportedFeatureError
 
 RANGES = {
@@ -160,3 +161,22 @@ def test_only_numbers_are_numbers(name: str) -> None:
 
 def test_a_temperature_stays_finite_in_float32() -> None:
     assert np.isfinite(np.float32(SamplingParams.of({"temperature": 1e300}).temperature))
+
+
+def test_the_first_id_out_of_the_vocabulary_is_told() -> None:
+    with pytest.raises(InvalidRequestError, match=r"input_ids\[2\] is 9, out of vocabulary"):
+        check_ids([0, 8, 9, 10], 9)
+
+
+def test_what_is_still_needed_of_a_prompt() -> None:
+    def needs(params: SamplingParams, **read: int) -> tuple[int, int]:
+        request = Request("r", 6, [1] * 6, params, 0, 1, frozenset())
+        for name, value in read.items():
+            setattr(request, name, value)
+        return request.first_scored, request.first_needed
+
+    scored = SamplingParams(logprob_start=2)
+    assert [needs(scored, num_scored=n) for n in (0, 1, 3, 4)] == [(2, 2), (2, 2), (4, 4), (6, 6)]
+    assert needs(SamplingParams(logprob_start=5)) == (5, 6)  # the only one needs no hidden state
+    assert [needs(SamplingParams(pool="cls"), num_seen=n)[1] for n in (0, 1)] == [0, 6]
+    assert [needs(SamplingParams(pool="mean"), num_seen=n)[1] for n in (0, 4)] == [0, 4]
