@@ -164,7 +164,7 @@ def test_a_temperature_stays_finite_in_float32() -> None:
 
 
 def test_the_first_id_out_of_the_vocabulary_is_told() -> None:
-    with pytest.raises(InvalidRequestError, match=r"input_ids\[2\] is 9, out of vocabulary"):
+    with pytest.raises(InvalidRequestError, match=r"input_ids\[2\] is 9, out.of.vocabulary"):
         check_ids([0, 8, 9, 10], 9)
 
 
