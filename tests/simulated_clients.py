@@ -215,6 +215,8 @@ def beside(world: World, event: Event, rid: str, sid: str | None, job: Job, cont
         world.context(event), [world.request(rid, job, prompt)], {rid: first}, True, stream=True, loop=None
     )
     state = collector.states[0]
+    if parent := next(reversed(contexts), None):
+        return all_replaced(world, event, f"{rid}3", {"id": sid, "rid": parent}, job, state)
     with suppress(SessionError):
         world.sessions.prepare({"id": sid}, ids, "nobody", None)
         if not state.done:
@@ -230,6 +232,18 @@ def beside(world: World, event: Event, rid: str, sid: str | None, job: Job, cont
     if ended := result["meta_info"]["finish_reason"]["type"] != "abort":
         contexts[f"{rid}2"] = prompt, result["output_ids"]
     return ended
+
+
+def all_replaced(world: World, event: Event, rid: str, params: dict[str, Any], job: Job, other: RequestState) -> bool:
+    """A branch runs beside another turn, and both end when a new turn takes the place of all."""
+    branch = world.sessions.prepare(params, list(job.ids), rid, None)
+    world.aborted.add(rid)
+    requests = [world.request(rid, job, branch.prompt()[0])]
+    collector = OutputCollector(world.context(event), requests, {rid: branch}, True, stream=True, loop=None)
+    turn = world.sessions.prepare({"id": params["id"], "replace": True}, list(job.ids), f"{rid}2", None)
+    world.complete(event, [world.request(f"{rid}2", job, turn.prompt()[0])], turn)
+    check_ended(world, [other, *collector.states])
+    return False
 
 
 def above_of(parents: dict[str, str | None], rid: str) -> Iterator[str]:
@@ -311,10 +325,13 @@ def weights(world: World, event: Event) -> None:
 
 def memory(world: World, event: Event) -> None:
     world.excused.add(MemoryReleasedError)
-    world.memory.release(event.what)
+    parts: Any = [("kv_cache",), ("weights",)] if event.what == "parts" else [event.what]
+    for tags in parts:
+        world.memory.release(tags)
     if event.pace:
         world.machine.sleep(event.pace)
-    world.memory.resume(event.what)
+    for tags in parts:
+        world.memory.resume(tags)
 
 
 def adapter(world: World, event: Event) -> None:

@@ -226,6 +226,8 @@ class World:
         def noted(tags: Sequence[str], everything: bool) -> None:
             handler(tags=tags, everything=everything)
             change([tag for tag in tags if tag in ("kv_cache", "weights")])
+            if self.released - self.core.refusals.keys():
+                raise Violation(f"requests are taken while {self.released} is released")
 
         return noted
 

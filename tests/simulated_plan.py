@@ -210,7 +210,7 @@ def steering(rng: random.Random, name: int, span: float) -> Event:
     elif kind == "pause":
         what = rng.choice(["abort", "retract", "in_place"])
     elif kind == "memory":
-        what = rng.choice([None, ("kv_cache",), ("weights",)])
+        what = rng.choice([None, ("kv_cache",), ("weights",), "parts"])
     elif kind == "adapter":
         what = rng.choice(["A", "B", "C"])
     return Event(name, rng.random() * span, kind, pace=rng.choice([0.0, 0.003, 0.03]), what=what)
