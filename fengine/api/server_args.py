@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, get_args
 
 from fengine.api.sglang_args import (
+    OPTIONS,
     draft_tokens,
     graphs_of,
     json_object,
@@ -210,19 +211,17 @@ class ServerArgs:
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """An option for each field: `--tp-size 2`, and `--disable-cuda-graph` for a field that is False."""
         for f in fields(ServerArgs):
-            name = "--" + f.name.replace("_", "-")
-            if f.name == "model_path":
-                parser.add_argument(name, "--model", required=True)
-            elif list in get_args(f.type):
-                parser.add_argument(name, nargs="+")
+            words = ["--" + f.name.replace("_", "-"), *OPTIONS.get(f.name, ())]
+            if list in get_args(f.type):
+                parser.add_argument(*words, nargs="+")
             elif dict in get_args(f.type) and str not in get_args(f.type):
-                parser.add_argument(name, type=json.loads)
+                parser.add_argument(*words, type=json.loads)
             elif bool in (type(f.default), *get_args(f.type)):
-                parser.add_argument(name, action=argparse.BooleanOptionalAction, default=f.default)
+                parser.add_argument(*words, action=argparse.BooleanOptionalAction, default=f.default)
             else:
                 kind = next((k for k in (int, float) if k in (f.type, *get_args(f.type), type(f.default))), str)
                 made = f.default if f.default_factory is MISSING else f.default_factory()
-                parser.add_argument(name, type=kind, default=made)
+                parser.add_argument(*words, type=kind, default=made, required=made is MISSING)
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "ServerArgs":

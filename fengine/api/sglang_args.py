@@ -32,6 +32,11 @@ ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE3")  # of speculation
 FEW_BITS = {  # what is built, and other words for the same
     "quantization": (QUANTIZATIONS, ("awq_marlin", "gptq_marlin")), "kv_cache_dtype": (KV_DTYPES, ("bf16", "bfloat16")),
 }  # fmt: skip
+OPTIONS = {  # other words of the command line; a short one may be the beginning of several
+    "model_path": ("--model",), "tp_size": ("--tp", "--tensor-parallel-size"),
+    "dp_size": ("--dp", "--data-parallel-size"), "pp_size": ("--pp", "--pipeline-parallel-size"),
+    "ep_size": ("--ep", "--expert-parallel-size"), "speculative_draft_model_path": ("--speculative-draft-model",),
+}  # fmt: skip
 _LORA_KEYS = {"lora_name", "lora_path", "pinned"}
 
 

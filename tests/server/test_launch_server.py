@@ -107,4 +107,7 @@ def test_lists_and_objects_on_the_command_line() -> None:
     args = prepare_server_args(line.split())
     assert args.lora_paths == ["a=b", "c"] and args.default_chat_template_kwargs == {"a": 1}
     config = args.to_config()
+    short = prepare_server_args("--model m --tp 2 --dp 3 --speculative-draft-model d --ep 1".split())
+    assert (short.tp_size, short.dp_size, short.speculative_draft_model_path) == (2, 3, "d")
+    assert prepare_server_args("--model m --tensor-parallel-size 2 --data-parallel-size 3".split()).dp_size == 3
     assert config.compile.graph_rows == 8 and config.lora.paths == ("a=b", "c=c")
