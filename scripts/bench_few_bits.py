@@ -1,12 +1,14 @@
 """Weights in few bits against 16: on a GPU the schedules of their products, on a CPU decoding at batch 1.
 
     python scripts/bench_few_bits.py --out scripts/results/bench_few_bits.json            # a GPU, if there is one
+    python scripts/bench_few_bits.py --kinds w8a8 --rows 1 8192
     python scripts/bench_few_bits.py --device cpu --shape qwen2.5-0.5b
 
-GPU: every schedule below is compared bit for bit with the decoded matrix under linear.py's reference, then timed by
-replays of a CUDA graph over matrices that together exceed the cache; beside it the bfloat16 product and the scratch
-path. int4 and fp4 take the kernel of quantized_hopper.py, the others that of quantized_launch.py. CPU: an engine of
-random weights in each form, in turns. Ends with status 1 if bits differ.
+GPU: every schedule below is compared bit for bit with the decoded matrix under linear.py's reference (w8a8: with its
+own), then timed by replays of a CUDA graph over matrices that together exceed the cache; beside it the bfloat16 product
+and what is there without that kernel: the scratch path, or for w8a8 the plain kernel. int4 and fp4 take the kernel of
+quantized_hopper.py, w8a8 that of w8a8_hopper.py, fp8 that of quantized_launch.py. CPU: an engine of random weights in
+each form, in turns. Ends with status 1 if bits differ.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +30,7 @@ from quantize import config_of
 from torch import Tensor
 
 from fengine import Engine
-from fengine.ops import linear_launch, quantized, quantized_launch
+from fengine.ops import linear_launch, quantized, quantized_launch, w8a8, w8a8_hopper
 from fengine.ops.ahead import compiling
 from fengine.ops.linear_launch import REFERENCE
 from fengine.ops.quantized_hopper import Tiles
@@ -37,10 +41,11 @@ MATRICES = {  # name: (N, K)
     "llama-8b qkv": (6144, 4096), "llama-8b o": (4096, 4096), "llama-8b gate_up": (28672, 4096),
     "llama-8b down": (4096, 14336), "qwen-0.5b gate_up": (9728, 896), "qwen-0.5b down": (896, 4864),
 }  # fmt: skip
-KINDS = {"int4": 128, "fp8": 0}  # group of columns
-ROWS = (1, 16, 32, 64, 128, 256, 1024)
+LLAMA = [name for name in MATRICES if name.startswith("llama")]
+KINDS = {"w8a8": 0, "int4": 128, "fp4": 32, "fp8": 0}  # group of columns
+ROWS = (1, 16, 32, 64, 128, 256, 1024, 8192)
 CACHE = 100 << 20  # bytes that are surely no longer in it
-REPEATS = 7
+CALLS, REPEATS = 16, 7
 
 
 SHARED = 225 << 10  # bytes of shared memory for rings
@@ -54,26 +59,50 @@ TILES = {  # largest m: rows, blocks of 64 outputs, chunks in a piece, programs,
 }  # fmt: skip
 
 
-def candidates(m: int, hopper: bool) -> list[Schedule] | list[Tiles]:
-    """Tiles worth a try for m rows, with rings as large as fit. Pure."""
-    if not hopper:
-        rows = 16 if m <= 16 else 32 if m <= 32 else 64
-        return [Schedule(rows, n, k, 4, s) for n, k, s in itertools.product((64, 128), (64, 128), (3, 4, 6))]
+W8A8 = {  # largest m: rows, groups of 64 outputs, programs
+    8: ((8, 1, 1), (8, 1, 2), (8, 2, 1)),
+    16: ((16, 1, 1), (16, 1, 2), (16, 2, 1)),
+    32: ((32, 1, 1), (32, 1, 2), (32, 2, 1)),
+    64: ((64, 1, 1), (64, 1, 2), (64, 2, 1), (32, 2, 1)),
+    128: ((64, 1, 2), (64, 2, 1), (128, 1, 1), (128, 1, 2), (128, 2, 1)),
+    256: ((64, 2, 1), (128, 1, 1), (128, 1, 2), (128, 2, 1)),
+    1 << 30: ((128, 1, 2), (128, 2, 1)),
+}  # fmt: skip
+
+
+def of_w8a8(m: int) -> list[w8a8_hopper.Tiles]:
+    """Tiles worth a try for m rows, with rings as large as fit, and half of that where it is deep. Pure."""
+    found = []
+    for rows, groups, programs in next(tiles for most, tiles in W8A8.items() if m <= most):
+        stages = min(24, (SHARED // programs - 4096) // (128 * (rows + 64 * groups)))
+        sizes = (stages, stages // 2) if stages > 12 else (stages,)
+        found += [w8a8_hopper.Tiles(rows, groups, size, programs) for size in sizes]
+    return found
+
+
+def of_fragments(m: int) -> list[Tiles]:
+    """The same for the kernel that decodes fragments; none where scratch is faster. Pure."""
     found = []
     for rows, blocks, chunks, programs, sync in next(tiles for most, tiles in TILES.items() if m <= most):
         room, piece = SHARED // programs - rows * 192, chunks * (rows * 128 + blocks * 2304)
         found.append(Tiles(rows, blocks, chunks, min(8, room // piece), programs, sync))
-    return found
+    return found if m <= 1024 else []
+
+
+def of_rows(m: int) -> list[Schedule]:
+    """The same for the kernel of quantized_launch.py. Pure."""
+    rows = 16 if m <= 16 else 32 if m <= 32 else 64
+    return [Schedule(rows, 64, k, 4, s) for k, s in itertools.product((64, 128), (3, 4, 6))] if m <= 256 else []
 
 
 def timed(call: Any, count: int) -> float:
-    """Median µs of one of `count` calls, which take one matrix each."""
+    """Median µs of a call, which takes one of `count` matrices; of so many that a graph's own start does not count."""
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i)
+        for i in range(max(count, CALLS)):
+            call(i % count)
     found = []
     for _ in range(REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -81,7 +110,7 @@ def timed(call: Any, count: int) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) * 1000 / count)
+        found.append(start.elapsed_time(end) * 1000 / max(count, CALLS))
     return statistics.median(found)
 
 
@@ -95,7 +124,8 @@ class Case(NamedTuple):
     def whole(self, i: int) -> Tensor:
         return linear_launch.launch(self.x_MK, self.dense[i % len(self.dense)], self.few[0].n, None, None)
 
-    def scratch(self, i: int) -> Tensor:
+    def other(self, i: int) -> Tensor:
+        """What computes without the kernels that are compared."""
         w_NK = quantized_launch.decode(self.few[i], self.x_MK.shape[1], self.x_MK.dtype)
         return linear_launch.launch(self.x_MK, w_NK, self.few[0].n, None, None)
 
@@ -103,60 +133,109 @@ class Case(NamedTuple):
         w_NK = quantized_launch.decode(self.few[0], self.x_MK.shape[1], self.x_MK.dtype)
         return linear_launch.run(self.x_MK, w_NK, self.few[0].n, None, None, REFERENCE)
 
-    def under(self, s: Schedule | Tiles, i: int) -> Tensor:
+    def candidates(self) -> Sequence[Any]:
+        return (of_fragments if self.few[0].packed.dim() == 4 else of_rows)(len(self.x_MK))
+
+    def under(self, s: Any, i: int) -> Tensor:
         return quantized_launch.run(self.x_MK, self.few[i], None, None, s)
 
 
-def made(n: int, k: int, kind: str) -> tuple[list[Tensor], list[Matrix]]:
-    """Random matrices, whole and in few bits."""
+class Eights(NamedTuple):
+    """The same of a product in FP8."""
+
+    x_MK: Tensor
+    q: tuple[Tensor, Tensor]
+    dense: list[Tensor]
+    few: list[w8a8.Matrix]
+
+    def whole(self, i: int) -> Tensor:
+        return linear_launch.launch(self.x_MK, self.dense[i % len(self.dense)], self.few[0].n, None, None)
+
+    def other(self, i: int) -> Tensor:
+        return self.under(w8a8.plain_schedule(len(self.x_MK), self.few[0].n), i)
+
+    def rows(self, i: int) -> Any:
+        """Quantizing the activations."""
+        return w8a8.rows_launch(self.x_MK, self.x_MK.shape[1])
+
+    def reference(self) -> Tensor:
+        return self.under(w8a8.REFERENCE, 0)
+
+    def candidates(self) -> Sequence[Any]:
+        return of_w8a8(len(self.x_MK))
+
+    def under(self, s: Any, i: int) -> Tensor:
+        return w8a8.run(*self.q, self.few[i], None, self.x_MK.dtype, s)
+
+
+def made(n: int, k: int, kind: str, sizes: list[int]) -> list[Case] | list[Eights]:
+    """Random matrices, whole and in few bits, and rows."""
     group, count = KINDS[kind] if k % (KINDS[kind] or k) == 0 else 32, max(2, -(-CACHE // (n * k // 2)))
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(min(count, 4))]
     codes = (quantized.encoded(dense[i % len(dense)], kind, group) for i in range(count))
-    return dense, [Matrix(*quantized.packed_rows(one, torch.bfloat16)[:7]) for one in codes]
+    x_XMK = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in sizes]
+    if kind == "w8a8":
+        leaves = (w8a8.pack(one) for one in codes)
+        eights = [w8a8.Matrix(*leaf) for leaf in leaves if isinstance(leaf, w8a8.W8A8)]
+        return [Eights(x_MK, w8a8.rows_launch(x_MK, k), dense, eights) for x_MK in x_XMK]
+    few = [Matrix(*quantized.packed_rows(one, torch.bfloat16)[:7]) for one in codes]
+    return [Case(x_MK, dense, few) for x_MK in x_XMK]
 
 
-def tried(case: Case, label: str) -> tuple[dict[Schedule | Tiles, float], int]:
+def tried(case: Case | Eights, label: str) -> tuple[dict[Any, float], int]:
     """(µs of the schedules that compile and give the reference's bits, how many do not give them)."""
     want, times, wrong = case.reference(), {}, 0
-    for s in candidates(len(case.x_MK), case.few[0].packed.dim() == 4):
+    for s in case.candidates():
         try:
             equal = torch.equal(case.under(s, 0), want)
             if equal:
                 times[s] = timed(partial(case.under, s), len(case.few))
         except Exception as error:  # too much shared memory, or a compiler that does not know the tile
-            print(f"{label} {tuple(s)}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
+            print(f"{label} {tuple(s)}: {type(error).__name__} {str(error)[:200]}", flush=True)
             continue
         if not equal:
             wrong += 1
-            print(f"DIFFERS: {label} {tuple(s)}")
+            print(f"DIFFERS: {label} {tuple(s)}", flush=True)
     return times, wrong
+
+
+def ask_for(cases: Sequence[Case | Eights]) -> None:
+    """Compiles what `cases` will launch, all at once."""
+    with compiling():
+        for case in cases:
+            for call in (case.reference, partial(case.whole, 0), partial(case.other, 0)):
+                call()
+            for s in case.candidates():
+                with suppress(Exception):  # said when it is launched
+                    case.under(s, 0)
 
 
 def on_gpu(names: list[str], kinds: list[str], sizes: list[int]) -> tuple[list[dict[str, Any]], int]:
     """(rows of the table, schedules whose bits differ)."""
     rows, wrong = [], 0
-    for name, kind in itertools.product(names, kinds):
+    for kind, name in itertools.product(kinds, names):
+        start = time.perf_counter()
         n, k = MATRICES[name]
-        dense, few = made(n, k, kind)
+        cases = made(n, k, kind, sizes)
+        few = cases[0].few
         floor = (few[0].packed.nbytes + few[0].scale.nbytes) / 4.3e6
-        cases = [Case(torch.randn(m, k, device="cuda", dtype=torch.bfloat16), dense, few) for m in sizes]
-        with compiling():
-            for case in cases:
-                for call in (case.reference, partial(case.whole, 0), partial(case.scratch, 0)):
-                    call()
-                for s in candidates(len(case.x_MK), few[0].packed.dim() == 4):
-                    case.under(s, 0)
+        ask_for(cases)
         for case in cases:
             m = len(case.x_MK)
-            label = f"{name:18} {kind} {m:3}"
-            whole, scratch = timed(case.whole, len(few)), timed(case.scratch, len(few))
+            label = f"{kind:4} {name:18} {m:4}"
+            whole, other = timed(case.whole, len(few)), timed(case.other, len(few))
+            quantize = f" rows {timed(case.rows, len(few)):5.1f}" if isinstance(case, Eights) else ""
             times, differ = tried(case, label)
             wrong += differ
             best = [(tuple(s), times[s]) for s in sorted(times, key=times.__getitem__)]
-            rows.append({"matrix": name, "kind": kind, "m": m, "bf16_us": whole, "scratch_us": scratch,
-                         "bytes_us": floor, "best": best})  # fmt: skip
-            shown = "  ".join(f"{s} {us:.1f}" for s, us in best[:3])
-            print(f"{label} bf16 {whole:6.1f} scratch {scratch:6.1f} bytes {floor:5.1f} | {shown}", flush=True)
+            rows.append({"matrix": name, "kind": kind, "m": m, "bf16_us": whole, "other_us": other, "bytes_us": floor,
+                         "best": best})  # fmt: skip
+            shown = "  ".join(f"{s} {us:.1f}" for s, us in best[:4]).replace(", ", ",")
+            rate = f" {2e-6 * m * n * k / best[0][1]:.0f} TFLOP/s" if best and m >= 1024 else ""
+            print(
+                f"{label} bf16 {whole:6.1f} other {other:6.1f} bytes {floor:5.1f}{quantize} | {shown}{rate}", flush=True
+            )
+        print(f"# {time.perf_counter() - start:.1f} s", flush=True)
     return rows, wrong
 
 
@@ -195,7 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--matrices", nargs="+", choices=MATRICES, default=list(MATRICES))
+    parser.add_argument("--matrices", nargs="+", choices=MATRICES, default=LLAMA)
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of scripts/shapes, on a CPU")

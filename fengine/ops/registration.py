@@ -165,6 +165,6 @@ def row_warps(block: int) -> int:
 
 
 def describe(t: Tensor, *block: int) -> Any:
-    """A descriptor by which the copy engine brings blocks of a tensor of 16-bit numbers or 32-bit words."""
-    kind = gl.bfloat16 if t.element_size() == 2 else gl.int32  # fp16 lies as bfloat16 does
+    """A descriptor by which the copy engine brings blocks of a tensor of e4m3, 16-bit numbers or 32-bit words."""
+    kind = {1: gl.float8e4nv, 2: gl.bfloat16}.get(t.element_size(), gl.int32)  # fp16 lies as bfloat16 does
     return TensorDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fengine.errors import UnsupportedFeatureError
-from fengine.ops import linear
+from fengine.ops import linear, w8a8_hopper
 from fengine.ops.ahead import launcher
 from fengine.ops.cpu import LANES, contiguous, maybe, readable, rounded, schedule
 from fengine.ops.fp8_kernels import quantize_kernel, w8a8_kernel
@@ -39,6 +39,7 @@ from fengine.ops.registration import (
     shared_memory,
     triton,
 )
+from fengine.ops.w8a8_hopper import Tiles
 
 STEP = 128  # columns of a part of the sum
 LARGEST = 448.0  # of e4m3
@@ -144,6 +145,19 @@ TABLE = (
     (128, 0, Schedule(64, 64, False, 4, 5)),
     (1 << 30, 0, Schedule(64, 128, False, 4, 4)),
 )
+# Of the kernel for Hopper, likewise.
+HOPPER = (
+    (8, 0, Tiles(8, 1, 12, 1)),
+    (16, 0, Tiles(16, 1, 22, 1)),
+    (32, 0, Tiles(32, 1, 18, 1)),
+    (64, 16384, Tiles(64, 1, 6, 2)),
+    (64, 0, Tiles(64, 1, 13, 1)),
+    (128, 16384, Tiles(128, 2, 6, 1)),
+    (128, 0, Tiles(64, 2, 9, 1)),
+    (256, 6000, Tiles(128, 2, 6, 1)),
+    (256, 0, Tiles(64, 2, 9, 1)),
+    (1 << 30, 0, Tiles(128, 2, 6, 1)),
+)
 
 
 def refuse_other_devices(device: torch.device) -> None:
@@ -155,9 +169,18 @@ def refuse_other_devices(device: torch.device) -> None:
         )
 
 
-def schedules(m: int, n: int) -> list[Schedule]:
-    """Schedules for m rows, in the order in which they are tried. Pure."""
-    return [next(s for most, least, s in TABLE if m <= most and n >= least), REFERENCE]
+def plain_schedule(m: int, n: int) -> Schedule:
+    """That of the kernel that any compiler knows, for m rows. Pure."""
+    return next(s for most, least, s in TABLE if m <= most and n >= least)
+
+
+def schedules(q_TK: Tensor, matrix: Matrix) -> list[Schedule | Tiles]:
+    """Schedules of a product, in the order in which they are tried. Pure."""
+    m, n = len(q_TK), matrix.n
+    found: list[Schedule | Tiles] = [plain_schedule(m, n), REFERENCE]
+    if w8a8_hopper.usable(q_TK, matrix.packed, matrix.step, matrix.by_step):
+        found.insert(0, next(s for most, least, s in HOPPER if m <= most and n >= least))
+    return found
 
 
 def rows_launch(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -174,12 +197,16 @@ def rows_launch(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def run(
-    q_TK: Tensor, x_scale: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule
+    q_TK: Tensor, x_scale: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule | Tiles
 ) -> Tensor:
     """The product of codes under `s`. Pure."""
     packed, scale, n, step, by_step = matrix
     m, k = q_TK.shape
     y_TN = torch.empty(m, n, dtype=out_dtype, device=q_TK.device)
+    if isinstance(s, Tiles):
+        w8a8_hopper.launch(q_TK.view(torch.float8_e4m3fn), x_scale, packed.view(torch.float8_e4m3fn), scale, bias_N,
+                           y_TN, s)  # fmt: skip
+        return y_TN
     stages = s.stages
     if q_TK.is_cuda:
         per_stage = (s.block_m + s.block_n) * step
@@ -192,7 +219,7 @@ def run(
     return y_TN
 
 
-def is_proved(q_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule) -> bool:
+def is_proved(q_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: torch.dtype, s: Schedule | Tiles) -> bool:
     """Whether `s` gives the bits of REFERENCE for these sizes on this device; compared once, with random rows."""
     if s == REFERENCE:
         return True
@@ -202,7 +229,12 @@ def is_proved(q_TK: Tensor, matrix: Matrix, bias_N: Tensor | None, out_dtype: to
         x_XTK = random_rows(m, k, matrix.n, q_TK.new_empty(0, dtype=torch.float32))
         rows = [rows_launch(plain(x), matrix.step if matrix.by_step else k) for x in x_XTK]
         want = torch.stack([run(*each, matrix, bias_N, out_dtype, REFERENCE) for each in rows])
-        return same_bits(want, lambda: torch.stack([run(*each, matrix, bias_N, out_dtype, s) for each in rows]))
+        try:
+            return same_bits(want, lambda: torch.stack([run(*each, matrix, bias_N, out_dtype, s) for each in rows]))
+        except Exception:
+            if isinstance(s, Tiles):  # an experimental compiler: whatever it says, the schedule is not for this machine
+                return False
+            raise
 
     key = f"w8a8 {out_dtype} {bias_N is not None} {matrix.step} {matrix.by_step} {m}x{matrix.n}x{k} {tuple(s)}"
     return proved(q_TK.device, key, compare)
@@ -217,7 +249,7 @@ def launch(
     if len(x) == 0:
         return x.new_empty((0, n), dtype=dtype)
     q_TK, x_scale = rows_launch(plain(x), step if by_step else x.shape[1])
-    s = next(s for s in schedules(len(x), n) if is_proved(q_TK, matrix, bias, dtype, s))
+    s = next(s for s in schedules(q_TK, matrix) if is_proved(q_TK, matrix, bias, dtype, s))
     return run(q_TK, x_scale, matrix, bias, dtype, s)
 
 
