@@ -18,12 +18,27 @@ CLIP = {
     "num_attention_heads": 3, "image_size": 28, "patch_size": 7,
 }  # fmt: skip
 TOKEN = 120  # of images
+GRID = [[30, 30], [30, 60], [60, 30], [60, 60], [30, 90]]
 
 
 def _llava(**more: Any) -> Any:
     text = TEXT | {"model_type": "llama"} | more.pop("text_config", {})
     config = transformers.LlavaConfig(vision_config=CLIP, text_config=text, **{"image_token_index": TOKEN} | more)
     return transformers.LlavaForConditionalGeneration(config)
+
+
+def _llava_onevision(**more: Any) -> Any:
+    """A tile has two pixels that no patch reads; an image keeps as many patches as one tile has."""
+    vision = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False, "image_size": 30}
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=vision, text_config=TEXT | {"model_type": "qwen2"}, image_token_index=TOKEN,
+        image_grid_pinpoints=GRID, vision_aspect_ratio="anyres_max_1", **more
+    )  # fmt: skip
+    return transformers.LlavaOnevisionForConditionalGeneration(config)
+
+
+def _grid_processor() -> Any:
+    return transformers.LlavaOnevisionImageProcessorPil(size={"height": 30, "width": 30}, image_grid_pinpoints=GRID)
 
 
 def _clip_processor() -> Any:
@@ -113,6 +128,7 @@ def _gemma_processor() -> Any:
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llava": (_llava, _clip_processor),
+    "llava_onevision": (_llava_onevision, _grid_processor),
     "qwen2_5_vl": (_qwen2_5_vl, _qwen_processor),
     "qwen3_vl": (_qwen3_vl, _qwen_processor),
     "smolvlm": (_smolvlm, _tile_processor),

@@ -34,6 +34,7 @@ from fengine.models import (
     vision_idefics,
     vision_internvl,
     vision_llava,
+    vision_onevision,
     vision_qwen,
 )
 from fengine.models.family import Family, Model
@@ -75,6 +76,7 @@ FAMILIES: Mapping[str, Family | VisionFamily] = MappingProxyType(  # by the name
         "XLM-R, multilingual e5, bge-m3, bge-reranker": bert.XLM_R,
         "ModernBERT, gte-modernbert": modernbert.FAMILY,
         "LLaVA 1.5": vision_llava.FAMILY,
+        "LLaVA-OneVision": vision_onevision.FAMILY,
         "Gemma 3 (images)": vision_gemma.FAMILY,
         "Idefics 3, SmolVLM": vision_idefics.FAMILY,
         "SmolVLM 2": vision_idefics.SMOLVLM,
