@@ -87,16 +87,13 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
             "LoRA adapters over quantized weights are not built; use a checkpoint in 16 bits."
         )
     if spec.vision is not None:
-        refuse_with_images(config, spec)
+        refuse_with_images(config)
     return model_dir, hf_config, embedding_spec(spec) if model.is_embedding else spec
 
 
-def refuse_with_images(config: EngineConfig, spec: ModelSpec) -> None:
+def refuse_with_images(config: EngineConfig) -> None:
     """What is not built beside images. Errors: UnsupportedFeatureError."""
-    asked = {
-        "lora": config.lora.on, "quantized weights": spec.quantization,
-        "scheduler.record": config.scheduler.record,
-    }  # fmt: skip
+    asked = {"lora": config.lora.on, "scheduler.record": config.scheduler.record}
     if names := [name for name, on in asked.items() if on]:
         raise UnsupportedFeatureError(f"{', '.join(names)} with a model that takes images: not built; leave it out.")
 

@@ -42,8 +42,8 @@ def module_of(source: Source) -> str:
 def scheme_of(
     weight: Weight, source: Source, spec: Quantization | None, entries: dict[str, TensorEntry]
 ) -> Scheme | None:
-    """How a source is stored: None where it is whole, which the checkpoint's tensors tell. Pure."""
-    if spec is None or not weight.matrix or weight.path == ("embed",):
+    """How a source is stored: None where it is whole, which the checkpoint's tensors tell; a tower always is. Pure."""
+    if spec is None or not weight.matrix or weight.path[0] in ("embed", "vision"):
         return None
     scheme = spec.of(module_of(source))
     if scheme is None or scheme.layout == "load":
