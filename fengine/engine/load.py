@@ -86,16 +86,9 @@ def read_spec(config: EngineConfig) -> tuple[Path, Config, ModelSpec]:
         raise UnsupportedFeatureError(
             "LoRA adapters over quantized weights are not built; use a checkpoint in 16 bits."
         )
-    if spec.vision is not None:
-        refuse_with_images(config)
+    if spec.vision is not None and config.scheduler.record:
+        raise UnsupportedFeatureError("scheduler.record with a model that takes images is not built; leave it out.")
     return model_dir, hf_config, embedding_spec(spec) if model.is_embedding else spec
-
-
-def refuse_with_images(config: EngineConfig) -> None:
-    """What is not built beside images. Errors: UnsupportedFeatureError."""
-    asked = {"lora": config.lora.on, "scheduler.record": config.scheduler.record}
-    if names := [name for name, on in asked.items() if on]:
-        raise UnsupportedFeatureError(f"{', '.join(names)} with a model that takes images: not built; leave it out.")
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

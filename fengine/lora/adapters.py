@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fengine.errors import AdapterError, ConfigError, InvalidRequestError, Model
 from fengine.lora.layout import PIECE, Layout, all_finite, all_sites, fits, kinds_of, rest
 from fengine.lora.peft_config import read_config
 from fengine.lora.peft_files import Limits, Read, from_tensors, read_adapter, sha256_of
+from fengine.models import lookup
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec
 from fengine.ops.columns import Group
@@ -51,7 +53,8 @@ def open_adapters(
         raise ConfigError(
             f"lora.target_modules has {', '.join(unknown)}; linear layers of this model are {', '.join(known)}."
         )
-    limits = Limits(all_sites(spec), kinds, config.max_lora_rank or _largest_rank(config))
+    rename = str if spec.vision is None else partial(lookup(spec.architecture).rename, spec)
+    limits = Limits(all_sites(spec), kinds, config.max_lora_rank or _largest_rank(config), rename)
     how = (spec, limits.max_rank, kinds, weight.dtype, weight.device)
     layout = Layout.of(*how, group)
     slots = config.max_loras_per_batch

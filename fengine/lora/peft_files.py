@@ -35,11 +35,13 @@ MEANINGS = {  # tensors of PEFT that are known, and not built
 
 
 class Limits(NamedTuple):
-    """What an engine takes: its linear layers, the kinds of them that may be adapted, and the largest rank."""
+    """What an engine takes: its linear layers, the kinds of them that may be adapted, and the largest rank. `rename`:
+    the name that a tensor of the checkpoint has here."""
 
     sites: Sequence[Site]
     kinds: Sequence[str]
     max_rank: int
+    rename: Callable[[str], str] = str
 
     @property
     def modules(self) -> dict[str, Module]:
@@ -119,6 +121,7 @@ def collect(
     names: dict[tuple[str, str], str] = {}
     for name in shapes:
         module, side = _place(name)
+        module = limits.rename(f"{module}.weight").removesuffix(".weight")
         if module not in modules:
             problems.append(f"tensor {name!r} {_why_unknown(name)}")
         elif (module, side) in names:

@@ -12,6 +12,7 @@ import transformers
 from tiny_vision import TOKEN, picture
 
 from fengine import Engine
+from fengine.config import EngineConfig, ModelConfig, SchedulerConfig
 from fengine.errors import CapacityError, InvalidRequestError, UnsupportedFeatureError
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -193,8 +194,10 @@ def test_a_model_for_text_takes_none() -> None:
 
 
 def test_what_is_not_built_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedFeatureError, match="lora with a model that takes images"):
-        Engine(model_path=str(checkpoint), enable_lora=True, **OPTIONS)
+    model = ModelConfig(str(checkpoint), device="cpu", skip_tokenizer_init=True)
+    config = EngineConfig(model=model, scheduler=SchedulerConfig(record=str(tmp_path / "steps.jsonl")))
+    with pytest.raises(UnsupportedFeatureError, match="scheduler.record with a model that takes images"):
+        Engine.from_config(config)
 
 
 def test_new_weights_of_the_tower_count_for_images_that_were_encoded(checkpoint: Path, tmp_path: Path) -> None:
