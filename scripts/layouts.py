@@ -108,7 +108,7 @@ def prefilled(llm: Engine, case: Case) -> Outcome:
     for ask, (tokens, logprobs) in zip(case.asks, case.reference, strict=True):
         half = 0 if case.token in tokens else len(tokens) // 2
         params = ask.params | {"max_new_tokens": len(tokens) - half}
-        longer.append(Ask(ask.ids + tokens[:half], params, ask.images))
+        longer.append(Ask(ask.ids + tokens[:half], params, ask.images, ask.size))
         want.append(Answer(tokens[half:], logprobs[half:]))
     return Outcome(want, shuffled(llm, longer, 19))
 

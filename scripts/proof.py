@@ -10,15 +10,17 @@ from fengine import Engine
 
 
 class Ask(NamedTuple):
-    """One request. `images`: where placeholders stand in `ids`, and the pictures as data URLs."""
+    """One request. `images`: where placeholders stand in `ids`, `size` for each, and the pictures as data URLs."""
 
     ids: list[int]
     params: dict[str, Any]
     images: Sequence[tuple[int, str]] = ()
+    size: int = 1
 
     def cut(self, count: int, params: dict[str, Any]) -> "Ask":
-        """Its first `count` tokens. Pure."""
-        return Ask(self.ids[:count], params, [image for image in self.images if image[0] < count])
+        """Its first `count` tokens, and the rest of a picture that this would cut. Pure."""
+        count = max([count, *(at + self.size for at, _ in self.images if at < count)])
+        return Ask(self.ids[:count], params, [image for image in self.images if image[0] < count], self.size)
 
 
 class Answer(NamedTuple):
@@ -68,17 +70,20 @@ def requests(vocab: int, count: int, longest: int, seed: int = 0) -> list[Ask]:
     return asks
 
 
-def with_images(asks: list[Ask], token: int, seed: int = 0) -> list[Ask]:
-    """Two in three of them with one to three pictures of several sizes; a few pictures come again and again. Pure."""
+def with_images(asks: list[Ask], token: int, size: int = 1, seed: int = 0) -> list[Ask]:
+    """Two in three of them with one to three pictures of several sizes, of `size` placeholders each; a few pictures
+    come again and again. Pure."""
     draw = random.Random(seed)
     few = [picture(i, *draw.choice(SIZES)) for i in range(6)]
     found = []
     for i, ask in enumerate(asks):
-        ids, images = list(ask.ids), []
-        for at in sorted(draw.sample(range(len(ids)), min(len(ids), draw.randint(1, 3)) if i % 3 else 0)):
-            ids[at] = token
-            images.append((at, draw.choice(few) if draw.random() < 0.5 else picture(100 + i, *draw.choice(SIZES))))
-        found.append(Ask(ids, ask.params, images))
+        ids, images, before, count = list[int](), [], 0, len(ask.ids)
+        for at in sorted(draw.sample(range(count), min(count, draw.randint(1, 3)) if i % 3 else 0)):
+            ids += ask.ids[before:at]
+            shown = draw.choice(few) if draw.random() < 0.5 else picture(100 + i, *draw.choice(SIZES))
+            images.append((len(ids), shown))
+            ids, before = ids + [token] * size, at + 1
+        found.append(Ask(ids + ask.ids[before:], ask.params, images, size))
     return found
 
 

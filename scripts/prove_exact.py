@@ -8,8 +8,8 @@ in chunks of other sizes, over warm and partly warm caches, under preemption, wi
 process, and with their decoded tokens prefilled. The table counts tokens and logprob bits (float32) that differ. A
 negative control, a linear layer that splits its sum when a step has more than one row, must differ.
 
-Models: "box" (its context extended), or a file of scripts/shapes with random weights whose variance keeps the logits
-depending on the input; the share of distinct tokens and logprobs is told.
+Models: "box" and "box-vl" (their context extended), or a file of scripts/shapes with random weights whose variance
+keeps the logits depending on the input; the share of distinct tokens and logprobs is told.
 Status: 0 all equal and the control differs; 1 a difference, an error, or a control or layout that proves nothing;
 3 nothing differs, but a layout was not available or left out by --budget.
 """
@@ -37,6 +37,7 @@ from proof import Answer, Ask, alone, difference, requests, total, with_images
 
 import fengine
 from fengine import Engine
+from fengine.config.schema import PACKAGED
 from fengine.errors import UnsupportedFeatureError
 from fengine.worker.hub import resolve_model
 
@@ -46,9 +47,11 @@ SIZES = {  # device -> model -> requests, longest prompt
 }
 REFERENCE, RESTART = "alone (reference)", "fresh process, alone"
 PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64}  # of pictures: 64 tokens at most
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"patch_size": 14, "merge_size": 2}, "qwen3_vl": {"patch_size": 14, "merge_size": 2},
-}  # fmt: skip
+QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "size": PIXELS, "patch_size": 14, "merge_size": 2}
+GEMMA = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896},
+         "do_pan_and_scan": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # fmt: skip
+PROCESSORS: dict[str, dict[str, Any]] = {"qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "gemma3": GEMMA}
+IN_PLACE = {"gemma3": 256, "idefics3": 16}  # of pictures with text around them: tokens, of the shape and of box-vl
 DISTINCT = 0.9  # least share of distinct first logprobs for logits that react to their input
 
 
@@ -213,23 +216,25 @@ def answer_task(task: Path, result: Path) -> None:
 def make_case(model: str, device: str, count: int, longest: int, folder: Path) -> Case:
     """Writes what the engine reads into `folder`: the box with a longer context, or the config of a shape."""
     directory, options = folder / model, {"device": device, "skip_tokenizer_init": True}
-    if model == "box":
-        shutil.copytree(resolve_model("box"), directory)
+    if model in PACKAGED:
+        shutil.copytree(resolve_model(model), directory)
         config = json.loads((directory / "config.json").read_text())
-        config["max_position_embeddings"] = max(8192, config["max_position_embeddings"])
+        text = config.get("text_config", config)
+        text["max_position_embeddings"] = max(8192, text["max_position_embeddings"])
     else:
         directory.mkdir()
         config = shape(model)
         options |= {"load_format": "dummy", "dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config))
     vocab = (config.get("text_config") or config)["vocab_size"]
-    token, image = config.get("image_token_id", -1), 64 if "vision_config" in config else 0
+    token = config.get("image_token_id", config.get("image_token_index", -1))
+    kind, image = config["model_type"], 64 if "vision_config" in config else 0
     vocab = token if image else vocab  # no other token is a placeholder
     asks = requests(vocab, count, longest)
     if image:
-        asks = with_images(asks, token)
-        processor = {"image_processor_type": "Qwen2VLImageProcessor", "size": PIXELS} | PROCESSORS[config["model_type"]]
-        (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+        asks = with_images(asks, token, IN_PLACE.get(kind, 1))
+        if model not in PACKAGED:
+            (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
     case = Case(model, device, asks, longest, vocab, options | {"model_path": str(directory)}, image, token)
     context = max(*(total(ask, image) for ask in asks), longest + 8) + 8
     case.options |= {"context_length": context, "max_running_requests": min(256, max(8, count))}

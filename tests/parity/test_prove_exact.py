@@ -70,6 +70,31 @@ def test_pictures_change_nothing_of_what_is_proved(tmp_path: Path, monkeypatch: 
     assert PROMISED - {"compiled"} <= found.keys()
 
 
+GEMMA = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 4,
+    "boi_token_index": 201, "eoi_token_index": 202, "image_token_index": 200,
+    "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 203,
+                    "max_position_embeddings": 2048, "sliding_window": 8, "query_pre_attn_scalar": 16,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+    "vision_config": {"hidden_size": 48, "image_size": 28, "intermediate_size": 70, "num_attention_heads": 2,
+                      "model_type": "siglip_vision_model", "num_hidden_layers": 2, "patch_size": 7,
+                      "vision_use_head": False},
+}  # fmt: skip
+
+
+def test_pictures_whose_tokens_see_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_exact, "shape", lambda model: GEMMA)
+    monkeypatch.setitem(prove_exact.PROCESSORS, "gemma3", prove_exact.GEMMA | {"size": {"height": 28, "width": 28}})
+    monkeypatch.setitem(prove_exact.IN_PLACE, "gemma3", 4)
+    case = prove_exact.make_case("pictures", "cpu", 12, 60, tmp_path)
+    case.options |= {"max_total_tokens": 8192}
+    assert sum(len(ask.images) for ask in case.asks) > 5
+    work = prove_exact.Proof(case, ["batch of all", "partly", "chunks of 256", "control", "preempted"], None)
+    work.run()
+    assert set(verdicts(work).values()) == GOOD, work.rows
+
+
 def verdicts(work: prove_exact.Proof) -> dict[str, str]:
     return {row["layout"]: row["verdict"] for row in work.rows}
 
