@@ -10,7 +10,16 @@ from functools import partial
 from typing import Any
 
 from fengine.errors import FengineError
-from fengine.server.tool_calls import PYTHON_TAG, Format, ToolCall, call_of, format_of, read_bare, read_forced
+from fengine.server.tool_calls import (
+    PYTHON_TAG,
+    Format,
+    ToolCall,
+    call_of,
+    format_of,
+    read_bare,
+    read_forced,
+    read_pythonic,
+)
 
 OPENED = 8  # tokens at a prompt's end in which <think> is looked for
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -69,13 +78,16 @@ def _read_block(form: Format, body: str, end: str) -> list[ToolCall]:
     return found if problem is None else [ToolCall(found[0].name, {}, f"{form.begin}{body}{end}", problem)]
 
 
-def _bare(text: str, last: bool) -> tuple[str, str, list[Read]]:
+def _bare(opening: str, read: Callable[[str], list[ToolCall]], text: str, last: bool) -> tuple[str, str, list[Read]]:
     """A text that is calls and nothing else, or content."""
     head = text.lstrip()
-    if head.startswith(("{", PYTHON_TAG)) or not last and PYTHON_TAG.startswith(head):
-        calls = read_bare(text) if last else []
+    if head.startswith((opening, PYTHON_TAG)) or not last and PYTHON_TAG.startswith(head):
+        calls = read(text) if last else []
         return "", text if last and not calls else "", [lambda: calls] if calls else []
     return "", text, []
+
+
+_LLAMA, _PYTHONIC = partial(_bare, "{", read_bare), partial(_bare, "[", read_pythonic)
 
 
 def _forced(text: str, last: bool) -> tuple[str, str, list[Read]]:
@@ -121,7 +133,7 @@ class OutputParser:
         if forced:
             self._parts = _forced
         elif form is not None:
-            own = {"harmony": _harmony, "llama": _bare}
+            own = {"harmony": _harmony, "llama": _LLAMA, "pythonic": _PYTHONIC}
             self._parts = own.get(form.name) or partial(_blocks, form)
         self._held, self._thought = "", False  # what is no part yet; whether any of the thought is told
         self._text, self._told = "", (0, 0, 0)  # of the answer; how much of its reasoning, content and calls

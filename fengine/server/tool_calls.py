@@ -8,10 +8,13 @@ deepseek  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>[function<｜to
 kimi      <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…, in a section
 minimax   <minimax:tool_call><invoke name="…"><parameter name="key">value</parameter></invoke></minimax:tool_call>
 llama     {"name": …, "parameters": {…}} and nothing else, several with ; between them (Llama 3.1 and 3.2)
+pythonic  [name(key="value", n=3), …] and nothing else (Llama 3.2, Llama 4, Gemma 3); LFM2's stand in markers
 harmony   <|channel|>commentary to=functions.name<|message|>{…}<|call|> (gpt-oss); read by `output_parser`
 """
 
+import ast
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +28,8 @@ PYTHON_TAG = "<|python_tag|>"  # which Llama may write in front of calls
 MAX_CALLS = 16  # that a request may force at once
 COMPACT = {"whitespace_flexible": False}  # so that a model does not go on with blanks
 _NAME = re.compile(r"[\w.:-]{1,128}")
+_PYTHONIC = re.compile(r"\[?\s*[A-Za-z_][\w.]*\(")
+_NAMES = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,48 @@ def read_bare(body: str) -> list[ToolCall]:
     return calls
 
 
+def read_pythonic(body: str) -> list[ToolCall]:
+    """The calls of a text that is nothing else, written as Python does; none if it is no call at all. Pure."""
+    text = body.strip().removeprefix(PYTHON_TAG).strip()
+    if not _PYTHONIC.match(text):
+        return []
+    try:
+        tree = ast.parse(text, mode="eval").body
+        found = [_python_call(one) for one in (tree.elts if isinstance(tree, ast.List) else [tree])]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [ToolCall("", {}, body, f"the tool call is not written as in Python ({error}): {text!r:.200}")]
+    return [call_of(one, "" if i else body) for i, one in enumerate(found)]
+
+
+def _read_listed(body: str) -> list[ToolCall]:
+    return read_pythonic(body) or [ToolCall("", {}, body, f"there is no tool call: {body.strip()!r:.200}")]
+
+
+def _python_call(node: ast.expr) -> dict[str, Any]:
+    """Errors: ValueError."""
+    if isinstance(node, ast.Call) and not node.args and _NAME.fullmatch(name := ast.unparse(node.func)):
+        values = {one.arg: _python_value(one.value) for one in node.keywords}
+        if None not in values:
+            return {"name": name, "arguments": values}
+    raise ValueError("it is no call with named arguments")
+
+
+def _python_value(node: ast.expr) -> Any:
+    """The JSON value that a literal is; true, false and null are read as well. Pure. Errors: ValueError."""
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_python_value(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+        if all(isinstance(key, str) for key in keys):
+            return dict(zip(keys, map(_python_value, node.values), strict=True))
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    value = ast.literal_eval(node)
+    if not isinstance(value, (str, int, float, type(None))) or value in (math.inf, -math.inf):
+        raise ValueError(f"{ast.unparse(node)!r:.80} is no JSON")
+    return value
+
+
 def _read_named(body: str) -> list[ToolCall]:
     """name[ARGS]{…}, or JSON. Pure."""
     head, brace, rest = body.partition("{")
@@ -185,6 +232,8 @@ FORMATS = (  # the first whose marks all stand in a template is the one that it 
     Format("qwen_xml", ("<tool_call>", "<function="), ("qwen3_coder",), "<tool_call>", "</tool_call>", _XML),
     Format("hermes", ("tools", "<tool_call>"), ("qwen", "qwen25", "qwen3", "hermes"), "<tool_call>", "</tool_call>",
            read_json),
+    Format("lfm2", ("<|tool_list_start|>",), ("lfm2",), "<|tool_call_start|>", "<|tool_call_end|>", _read_listed),
+    Format("pythonic", ("tools", "[func_name1("), ("pythonic",)),
     Format("llama", ("tools", '"parameters"'), ("llama3",)),
 )  # fmt: skip
 

@@ -24,6 +24,8 @@ WRITTEN = {  # by the name of a format: a call of `weather`
     "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     '{"city": "Köln"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "llama3": CALL.replace("arguments", "parameters"),
+    "pythonic": '[weather(city="Köln")]',
+    "lfm2": "<|tool_call_start|>[weather(city='Köln')]<|tool_call_end|>",
 }
 
 
