@@ -45,7 +45,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_are_those_of_a_server_and_of_the_engine() -> None:
     place = {"type": "object", "properties": {"c": {"enum": ["Paris", "Rome"]}}, "required": ["c"]}
     forecast = {"type": "function", "function": {"name": "f", "parameters": place | {"additionalProperties": False}}}
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"]}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     written(
         request("chat", {"model": "gpt-4o", "messages": HI, "max_tokens": 12, "n": 2}),
