@@ -164,7 +164,10 @@ def chat(world: World, event: Event) -> None:
         above = prompt if params.get("drop_previous_output") else prompt + output
         if above and rng.random() < 0.2:
             params["offset"] = rng.choice([1, -1]) * rng.randrange(1, len(above) + 1)
-        kept, bos = above[: params.get("offset", len(above))], rng.choice([None, None, job.ids[0]])
+        kept, bos = (
+            above[: params.get("offset", len(above))],
+            rng.choice([None, None, job.ids[0]]) if job.ids[1:] else None,
+        )
         begun = world.machine.clock
         turn = next_turn(world, params, job, rid, bos, timeout, touched, world.machine.clock if told is None else told)
         if turn is None:
