@@ -509,6 +509,9 @@ class World:
                     raise Violation(f"{state.request.rid} was never answered")
                 gone = loop is not None and loop.is_closed()
                 if state.error is not None:
+                    told = "detokenizing failed" in str(state.error) or "be told" in str(state.error)
+                    if told and state not in self.ended_by_text:
+                        raise Violation(f"{state.request.rid} runs on though nobody can have its text")
                     if not self._is_explained(event, state.error) and not (gone and "be told" in str(state.error)):
                         raise state.error
                     continue
