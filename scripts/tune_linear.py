@@ -1,0 +1,161 @@
+"""Which schedules of ops/linear_launch.py are fastest on this GPU for a rank's few outputs.
+
+    python scripts/tune_linear.py [--budget 35] [--out FILE]
+
+Each product is timed in a captured graph, with a norm behind it as in a model, over weights that do not fit into the L2
+cache; its bits are compared with the reference schedule's. Processes compile all kernels before. Told are, for each
+product and number of rows, the usual schedule's microseconds and the five best ones' (and whose bits differ).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from measure import need_gpu, parser, save
+from torch import Tensor
+
+from fengine.ops import activations, linear_launch, rms_norm
+from fengine.ops.ahead import compiling
+from fengine.ops.linear_launch import REFERENCE, Schedule
+from fengine.ops.registration import EARLY, LATE
+
+PLAIN = [  # outputs of a rank and inputs: of 2 ranks, then of 4, of Llama-3.1-8B and Qwen3-32B
+    (2048, 14336), (2560, 25600), (2048, 4096), (2560, 8192), (3072, 4096), (5120, 5120), (1024, 14336), (1024, 4096),
+    (1280, 25600), (1280, 8192), (1536, 4096), (2560, 5120),
+]  # fmt: skip
+GATED = [(7168, 4096), (12800, 5120), (3584, 4096), (6400, 5120)]
+ROWS = (1, 32, 8)
+# block_m, block_n, block_k, swap, warps, stages
+FEW = (
+    (16, 64, 128, True, 4, 8), (16, 64, 256, True, 4, 5), (64, 16, 128, False, 4, 10), (64, 16, 256, False, 4, 5),
+    (64, 32, 128, False, 4, 8), (64, 32, 256, False, 4, 4), (16, 16, 128, False, 2, 12), (16, 16, 256, False, 1, 8),
+    (16, 16, 256, False, 2, 8), (16, 16, 256, False, 4, 8), (16, 16, 512, False, 2, 6), (16, 16, 512, False, 4, 6),
+    (16, 32, 128, False, 2, 10), (16, 32, 128, False, 4, 10), (16, 32, 256, False, 2, 8), (16, 32, 256, False, 4, 8),
+    (16, 32, 512, False, 4, 4),
+)  # fmt: skip
+MORE = (
+    (32, 64, 128, True, 4, 6), (32, 64, 256, True, 4, 4), (32, 64, 64, True, 4, 12), (64, 16, 128, False, 4, 10),
+    (64, 16, 256, False, 4, 5), (64, 32, 128, False, 4, 8), (64, 32, 256, False, 4, 4), (32, 16, 256, False, 2, 8),
+    (32, 16, 256, False, 4, 8), (32, 16, 128, False, 2, 12), (32, 16, 512, False, 4, 4), (32, 32, 128, False, 2, 10),
+    (32, 32, 128, False, 4, 10), (32, 32, 256, False, 2, 6), (32, 32, 256, False, 4, 6),
+)  # fmt: skip
+GATED_FEW = (
+    (16, 32, 128, False, 2, 5), (16, 32, 128, False, 4, 5), (16, 32, 256, False, 4, 4), (16, 16, 256, False, 2, 4),
+    (16, 64, 128, True, 4, 6), (64, 32, 128, False, 4, 6),
+)  # fmt: skip
+GATED_MORE = (
+    (32, 64, 128, True, 4, 3), (32, 64, 128, True, 4, 6), (32, 32, 128, False, 2, 5), (32, 32, 128, False, 4, 5),
+    (64, 32, 128, False, 4, 5), (64, 64, 64, False, 4, 6),
+)  # fmt: skip
+AHEAD = ((0, EARLY), (512, EARLY), (512, LATE))
+GATED_AHEAD = ((256, EARLY), (256, LATE))
+COLD = 160 << 20  # bytes of weights that no cache holds
+
+
+def candidates(rows: int, gated: bool) -> list[Schedule]:
+    tiles = (GATED_FEW if rows <= 16 else GATED_MORE) if gated else FEW if rows <= 16 else MORE
+    return [Schedule._make((*tile, *more, False)) for tile in tiles for more in (GATED_AHEAD if gated else AHEAD)]
+
+
+def compute(x_TK: Tensor, w_NK: Tensor, n: int, s: Schedule, gated: bool) -> Tensor:
+    return linear_launch.run(x_TK, w_NK, n, None, None, s, gated)
+
+
+def compile_part(part: int, parts: int) -> None:
+    """Compiles each `parts`-th kernel into Triton's cache."""
+    kinds = [(m, gated, s) for gated in (False, True) for m in (1, 32) for s in candidates(m, gated)]
+    w_NK = torch.empty(512, 4096, device="cuda", dtype=torch.bfloat16)
+    with compiling():
+        for m, gated, s in kinds[part::parts]:
+            compute(w_NK[:m], w_NK, 256 if gated else 512, s, gated)
+
+
+def compile_all() -> None:
+    parts = max(1, min(14, (os.cpu_count() or 2) - 2))
+    made = [subprocess.Popen([sys.executable, __file__, "--compile", f"{part}/{parts}"]) for part in range(parts)]
+    for process in made:
+        process.wait()  # what it has left out is compiled when it is launched
+
+
+def graph_us(run: Callable[[int], object], count: int) -> float:
+    """Of one of so many in a graph; the best of 3."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    best = float("inf")
+    with torch.cuda.stream(side):  # `torch.cuda.graph` would collect garbage each time
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for number in range(count):
+                run(number)
+        finally:
+            graph.capture_end()
+        for _ in range(3):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            best = min(best, begin.elapsed_time(end) * 1e3 / count)
+    return best
+
+
+def measured(rows: int, n: int, k: int, gated: bool, weights: list[Tensor]) -> dict[str, Any]:
+    """Of each schedule with the reference's bits, the time of a product and a norm."""
+    x_TK = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    norm_N, count = torch.ones(n, device="cuda", dtype=torch.bfloat16), max(6, len(weights))
+    want = compute(x_TK, weights[0], n * (1 + gated), REFERENCE, False)
+    want = activations.launch(want, 0) if gated else want
+    usual = (linear_launch.gated_schedules(rows, n, x_TK.dtype) if gated else
+             linear_launch.schedules(rows, n, k, x_TK.dtype))[0]  # fmt: skip
+    times, other = {}, []
+    for s in dict.fromkeys([usual, *candidates(rows, gated)]):
+        try:
+            equal = torch.equal(compute(x_TK, weights[0], n, s, gated), want)
+        except Exception as error:  # a schedule that Triton refuses
+            other.append((tuple(s), type(error).__name__))
+            continue
+        if not equal:
+            other.append(tuple(s))
+            continue
+
+        def one(number: int, s: Schedule = s) -> None:
+            y_TN = compute(x_TK, weights[number % len(weights)], n, s, gated)
+            rms_norm.rms_norm(y_TN, norm_N, 1e-5)
+
+        times[s] = graph_us(one, count)
+    best = sorted(times, key=lambda s: times[s])[:5]
+    floor = weights[0].nbytes / 4.3e6
+    return {"n": n, "k": k, "rows": rows, "gated": gated, "floor_us": floor, "usual": tuple(usual),
+            "usual_us": times.get(usual), "best": [(times[s], *s) for s in best], "other_bits": other}  # fmt: skip
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--budget", type=float, default=35, help="seconds in all, about")
+    p.add_argument("--compile", help="this process only compiles a part")
+    args = p.parse_args()
+    need_gpu(p)
+    if args.compile:
+        compile_part(*map(int, args.compile.split("/")))
+        return
+    begin, found = time.perf_counter(), list[dict[str, Any]]()
+    compile_all()
+    print(f"compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+    for gated, (n, k) in [(False, shape) for shape in PLAIN] + [(True, shape) for shape in GATED]:
+        nbytes = n * k * 2 * (1 + gated)
+        weights = [torch.randn(n * (1 + gated), k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+                   for _ in range(max(3, -(-COLD // nbytes)))]  # fmt: skip
+        for rows in ROWS:
+            if time.perf_counter() - begin < args.budget:
+                found.append(measured(rows, n, k, gated, weights))
+                print(json.dumps(found[-1]), flush=True)
+    save("tune_linear", {"products": found}, args.out)
+
+
+if __name__ == "__main__":
+    main()
