@@ -115,8 +115,8 @@ def test_the_end_of_an_answer_must_be_taken_in_time(engine: Engine) -> None:
     with live(engine, send_buffer=4096, write_seconds=0.3) as server, socket.socket() as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         link.connect(("127.0.0.1", server.port))
-        link.sendall(request("GET", "/metrics") * 3 + request("GET", "/metrics", Connection="close"))
-        until(lambda: server.server.server_state.total_requests == 4)
+        link.sendall(request("GET", "/metrics", Connection="close"))
+        until(lambda: server.server.server_state.total_requests == 1)
         until(lambda: not server.server.server_state.connections)
 
 
@@ -126,7 +126,7 @@ def test_a_client_that_ends_its_half_has_gone_though_it_takes_nothing(engine: En
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         link.connect(("127.0.0.1", server.port))
         with paused(engine):
-            link.sendall(request("GET", "/metrics") * 6 + POST)
+            link.sendall(request("GET", "/metrics") + POST)
             server.wait_for_rows(1, link)
             link.shutdown(socket.SHUT_WR)
             server.wait_for_rows(0)
