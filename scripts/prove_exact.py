@@ -228,7 +228,7 @@ def make_case(model: str, device: str, count: int, longest: int, folder: Path) -
     (directory / "config.json").write_text(json.dumps(config))
     vocab = (config.get("text_config") or config)["vocab_size"]
     token = config.get("image_token_id", config.get("image_token_index", -1))
-    kind, image = config["model_type"], 64 if "vision_config" in config else 0
+    kind, image = config.get("model_type", ""), 64 if "vision_config" in config else 0
     vocab = token if image else vocab  # no other token is a placeholder
     asks = requests(vocab, count, longest)
     if image:

@@ -188,7 +188,7 @@ class OutputParser:
     def _settle(self, content: str) -> None:
         """Forgets what begins the text and is content for good, so that no piece costs more than the first: all of it,
         or all but the last character, behind which calls may follow."""
-        if self._parts is _bare:
+        if self._parts in (_LLAMA, _PYTHONIC):  # which are calls and nothing else
             self._parts = _plain
         kept = 0 if self._parts is _plain else 1
         self._text, self._told = self._text[len(content) - kept :], (0, kept, 0)
