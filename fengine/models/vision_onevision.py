@@ -62,9 +62,8 @@ class Cut(NamedTuple):
     kept: tuple[int, int]
 
 
-def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
-    """Pure. Errors: ModelLoadError and kinds."""
-    whole = ConfigReader(config)
+def most_tiles(config: Config, vision: Config) -> int:
+    """Of an image, over which it is shrunk. Pure. Errors: UnsupportedArchitectureError for what is not built."""
     if vision.get("model_type", "siglip_vision_model") != "siglip_vision_model":
         raise UnsupportedArchitectureError(f"vision_config.model_type = {vision['model_type']!r:.80}: SigLIP is built.")
     for name, only in ONLY.items():
@@ -72,6 +71,12 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
             raise UnsupportedArchitectureError(f"{name} = {config[name]!r:.80} is not supported; {only!r} is.")
     if not (most := re.fullmatch(r"anyres_max_([1-9]\d?)", str(config.get("vision_aspect_ratio", "anyres_max_9")))):
         raise UnsupportedArchitectureError(f"vision_aspect_ratio = {config['vision_aspect_ratio']!r:.80}: anyres_max_N")
+    return int(most[1])
+
+
+def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
+    """Pure. Errors: ModelLoadError and kinds."""
+    whole, most = ConfigReader(config), most_tiles(config, vision)
     tile, patch = (ConfigReader(vision).size(name, 1 << 14) for name in ("image_size", "patch_size"))
     part = ConfigReader(vision | {"image_size": tile - tile % max(patch, 1)})  # what is over is not read
     token = whole.size("image_token_index", 1 << 24, default=whole.size("image_token_id", 1 << 24, default=151646))
@@ -81,7 +86,7 @@ def read(config: Config, vision: Config, spec: ModelSpec) -> ModelSpec:
         whole.problems.append(f"image_grid_pinpoints must be pairs of at least image_size ({tile}), got {sizes!r:.200}")
         sizes = []
     layers = (found.num_layers,)
-    facts = vars(found) | {"feature_layers": layers, "tile": tile, "most": int(most[1])}
+    facts = vars(found) | {"feature_layers": layers, "tile": tile, "most": most}
     return with_vision(spec, OneVision(**facts, sizes=tuple((h, w) for h, w in sizes)), whole, part)
 
 
