@@ -1,11 +1,12 @@
 """What the ranks of a group wait for: our gather of columns beside NCCL's, and beside the inexact all-reduce of others.
 
-    python scripts/bench_exchange.py --ranks 2 [--sweep]
+    python scripts/bench_exchange.py --ranks 2 [--part sweep]
 
 For each model and number of rows M: the gather of a slice of the hidden size D and of the MLP's F by our kernel and by
 NCCL (with what it takes to set the columns side by side), and NCCL's and torch's symmetric-memory all-reduce of D. Each
 is the time of one of 20 in a captured graph, the best of 5 replays, in microseconds. "chain": a token, and 32, through
-a layer's four products with and without the exchanges between them: what stays visible of one. --sweep tries chunks.
+a layer's four products with and without the exchanges between them: what stays visible of one. "prefill": many rows
+through what copy engines carry beside products. "decode": a layer but for attention. "sweep" tries chunks.
 """
 
 import json
@@ -24,11 +25,12 @@ import torch.distributed._symmetric_memory as symmetric
 from measure import need_gpu, parser, save
 from torch import Tensor
 
-from fengine.ops import columns, exchange, linear, peers
-from fengine.ops.columns import Group
+from fengine.ops import columns, copy_engines, exchange, linear, peers, rms_norm
+from fengine.ops.columns import Columns, Group
 from fengine.worker.process_group import group_of, process_group
 
 SHAPES = {"llama-3.1-8b": (4096, 14336), "qwen3-32b": (5120, 25600)}
+LAYERS = {"llama-3.1-8b": (4096, 14336, 4096), "qwen3-32b": (5120, 25600, 8192)}  # and the width of all heads
 ROWS = (1, 8, 32, 128, 512, 2048, 4096)
 SWEEP: tuple[dict[str, int], ...] = (
     {}, {"LARGE": 2048}, {"LARGE": 8192}, {"CHANNELS": 132}, {"CHANNELS": 396}, {"CHANNELS": 528},
@@ -72,13 +74,13 @@ def checked_us(group: Group, part: Tensor) -> float:
 
 
 @contextmanager
-def joined(args: Any, name: str) -> Iterator[Group]:
+def joined(args: Any, name: str, dock: int = 0) -> Iterator[Group]:
     """A group with new inboxes."""
     device = f"cuda:{args.rank}"
     folder = Path(args.folder) / name
     folder.mkdir(exist_ok=True)
     group = group_of(name, args.rank, str(folder), json.loads(args.sockets), device)
-    with process_group(group, device):
+    with process_group(group, device, dock):
         if group.mail is None or not group.mail.open:
             raise SystemExit("the GPUs cannot write to one another's memory")
         yield group
@@ -167,6 +169,99 @@ def sweep(args: Any) -> list[dict[str, Any]]:
     return found
 
 
+def leaf(n: int, k: int, group: Group, whole: bool) -> Columns:
+    """A rank's part of a random matrix."""
+    w_NK = torch.randn(n // group.size, k, device=f"cuda:{group.rank}", dtype=torch.bfloat16) * k**-0.5
+    return Columns(linear.pack(w_NK), n, k, n // group.size, whole, group)
+
+
+class Layer:
+    """What a layer computes with its exchanges, but for attention itself: `heads` is the width of q."""
+
+    def __init__(self, hidden: int, mlp: int, heads: int, group: Group) -> None:
+        self.hidden, self.heads, self.group = hidden, heads, group
+        self.qkv, self.o = leaf(heads + 2048, hidden, group, False), leaf(hidden, heads, group, True)
+        self.gate_up, self.down = leaf(2 * mlp, hidden, group, False), leaf(hidden, mlp, group, True)
+        self.norm_D = torch.ones(hidden, device=f"cuda:{group.rank}", dtype=torch.bfloat16)
+
+    def gated(self, x_TD: Tensor) -> Tensor:
+        return linear.gated_linear(x_TD, self.gate_up, None, None, True, "silu")
+
+    def mlp(self, x_TD: Tensor) -> Tensor:
+        return columns.product(self.gated, x_TD, self.down, None, None, True)
+
+    def __call__(self, normed_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        q_TC = linear.linear(normed_TD, self.qkv)[:, : self.heads // self.group.size].contiguous()
+        delta_TD = linear.linear(q_TC, self.o)
+        normed_TD, residual_TD = rms_norm.add_rms_norm(delta_TD, residual_TD, self.norm_D, 1e-5)
+        return rms_norm.add_rms_norm(self.mlp(normed_TD), residual_TD, self.norm_D, 1e-5)
+
+
+def prefill(args: Any) -> list[dict[str, Any]]:
+    """Milliseconds of a layer's product of heads, of its MLP, by copy engines and by our kernel, and without any."""
+    found = []
+    for model, (hidden, mlp, heads) in LAYERS.items():
+        with joined(args, f"prefill-{model}", copy_engines.dock_bytes(8192, mlp + hidden)) as group:
+            layer = Layer(hidden, mlp, heads, group)
+            for rows in args.rows or (8192, 4096, 2048, 1024):
+                found.append({"model": model, "rows": rows, **prefill_row(layer, rows, group, group.mail)})
+                tell(args, found[-1])
+    return found
+
+
+def prefill_row(layer: Layer, rows: int, group: Group, mail: Any) -> dict[str, float]:
+    x_TD, dock, found = torch.randn(rows, layer.hidden, device="cuda", dtype=torch.bfloat16), mail.dock, {}
+    if dock is None or dock.own.data_ptr() != dock.addresses[group.rank]:
+        raise SystemExit("there is no dock")
+    dist.broadcast(x_TD, 0)
+    copy_engines.LEAST_ROWS = min(rows, 2048)
+    q_TC, f_TF = part_of(rows, layer.o.k, group), part_of(rows, layer.down.k, group)
+    for name, run in (("o", lambda: linear.linear(q_TC, layer.o)), ("mlp", lambda: layer.mlp(x_TD))):
+        mail.dock = None
+        want, found[f"{name}_kernel"] = run(), graph_us(run, 4) / 1e3
+        mail.dock = dock
+        for _ in range(3):
+            if not torch.equal(run(), want):
+                raise SystemExit(f"rank {group.rank}: {name} of {rows} rows is not what our kernel gives")
+        found[f"{name}_engines"] = graph_us(run, 4) / 1e3
+    heads, inner = (torch.randn(rows, w.k, device="cuda", dtype=torch.bfloat16) for w in (layer.o, layer.down))
+    found["o_alone"] = graph_us(lambda: layer.o.leaf.linear(heads, None, None, None, True), 4) / 1e3
+
+    def alone() -> None:
+        linear.gated_linear(x_TD, layer.gate_up)
+        layer.down.leaf.linear(inner, None, None, None, True)
+
+    found["mlp_alone"] = graph_us(alone, 4) / 1e3
+    found["send_F_GB_s"] = f_TF.nbytes / 1e3 / graph_us(lambda: sent(dock, f_TF, layer.down.k), 4)
+    found["gather_F_GB_s"] = f_TF.nbytes / 1e3 / graph_us(lambda: columns.gather(f_TF, layer.down.k, group), 4)
+    return found
+
+
+def sent(dock: Any, part_TN: Tensor, width: int) -> None:
+    """By the copy engines alone; its caller waits for no peer."""
+    copy_engines.send(dock, part_TN, dock.rows(0, len(part_TN), width, part_TN.dtype), 0)
+    torch.cuda.current_stream().wait_stream(dock.side)
+
+
+def decode(args: Any) -> list[dict[str, Any]]:
+    """Microseconds of a layer."""
+    found = []
+    for model, (hidden, mlp, heads) in LAYERS.items():
+        with joined(args, f"decode-{model}") as group:
+            layers = [Layer(hidden, mlp, heads, group) for _ in range(3)]  # so that weights come from memory
+            for rows in (1, 32):
+                x_TD = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+
+                def run(x_TD: Tensor = x_TD, layers: Any = layers) -> None:
+                    stream = x_TD, x_TD
+                    for layer in layers:
+                        stream = layer(*stream)
+
+                found.append({"model": model, "rows": rows, "layer": graph_us(run, 8) / len(layers)})
+                tell(args, found[-1])
+    return found
+
+
 def tell(args: Any, row: dict[str, Any]) -> None:
     if args.rank == 0:
         print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
@@ -181,7 +276,11 @@ def rank(args: Any) -> None:
     with suppress(Exception):  # a torch without it
         flat = symmetric.empty(16 << 20, dtype=torch.bfloat16, device=torch.device("cuda", args.rank))
         symmetric.rendezvous(flat, world())
-    figures = {"chain": chain(args), "table": table(args, flat), "sweep": sweep(args) if args.sweep else []}
+    parts: dict[str, Callable[[], Any]] = {
+        "chain": lambda: chain(args), "table": lambda: table(args, flat), "sweep": lambda: sweep(args),
+        "prefill": lambda: prefill(args), "decode": lambda: decode(args),
+    }  # fmt: skip
+    figures = {name: parts[name]() for name in args.part or ("chain", "table", "prefill", "decode")}
     if args.rank == 0:
         save("bench_exchange", {"ranks": args.ranks, **figures}, args.out)
     sys.stdout.flush()
@@ -191,7 +290,8 @@ def rank(args: Any) -> None:
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--ranks", type=int, default=2)
-    p.add_argument("--sweep", action="store_true", help="also try other chunks")
+    p.add_argument("--part", action="append", choices=("chain", "table", "sweep", "prefill", "decode"))
+    p.add_argument("--rows", type=int, action="append", help="of the prefill")
     p.add_argument("--rank", type=int, help="this process is one of them")
     p.add_argument("--folder", help="of a rank: where it finds the others")
     p.add_argument("--sockets", help="of a rank: to the others")

@@ -1,8 +1,9 @@
 """Kills ranks of engines at random moments, and looks what comes of it: one clear error each, and nothing is left.
 
-    python scripts/kill_ranks.py --times 100 [--device cuda] [--ranks 2]
+    python scripts/kill_ranks.py --times 100 [--device cuda] [--ranks 2] [--tokens 900]
 
-Each time an engine generates a batch, and after a random time one of its other ranks gets SIGKILL. Told are the errors,
+Each time an engine generates a batch, and after a random time one of its other ranks gets SIGKILL. With `--tokens`
+there are 8 prompts of so many, new each time: at 900 a step has the rows that copy engines carry. Told are the errors,
 the seconds from the kill to the error and to the engine's end, and processes or files that are left.
 """
 
@@ -31,7 +32,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def once(engine: Engine, delay: float, victim: int) -> dict[str, Any]:
+def once(engine: Engine, delay: float, victim: int, rng: random.Random, tokens: int) -> dict[str, Any]:
     """Kills one of the engine's ranks while it generates."""
     ranks: Any = engine._parts.ranks
     pids = engine.get_all_child_pids()
@@ -46,7 +47,11 @@ def once(engine: Engine, delay: float, victim: int) -> dict[str, Any]:
     error = "none"
     try:
         while True:
-            engine.generate(PROMPTS, {"max_new_tokens": 200, "ignore_eos": True})
+            if tokens:
+                ids = [[rng.randrange(5, 200) for _ in range(tokens)] for _ in range(8)]
+                engine.generate(None, {"max_new_tokens": 4, "ignore_eos": True}, ids)
+            else:
+                engine.generate(PROMPTS, {"max_new_tokens": 200, "ignore_eos": True})
     except EngineDeadError as found:
         error = str(found)
     told = time.monotonic()
@@ -65,13 +70,14 @@ def main() -> None:
     p.add_argument("--times", type=int, default=100)
     p.add_argument("--ranks", type=int, default=2)
     p.add_argument("--device", default="cpu")
+    p.add_argument("--tokens", type=int, default=0, help="of each prompt")
     p.add_argument("--longest", type=float, default=0.5, help="seconds until the kill, at most")
     args = p.parse_args()
     rng, found = random.Random(1), list[dict[str, Any]]()
     for _ in range(args.times):
         engine = Engine(model_path="box", device=args.device, tp_size=args.ranks, max_running_requests=8,
-                        max_total_tokens=4096)  # fmt: skip
-        found.append(once(engine, rng.random() * args.longest, rng.randrange(args.ranks - 1)))
+                        max_total_tokens=4096 + 8 * args.tokens)  # fmt: skip
+        found.append(once(engine, rng.random() * args.longest, rng.randrange(args.ranks - 1), rng, args.tokens))
         print(len(found), found[-1], flush=True)
     figures = {
         "device": args.device, "ranks": args.ranks, "kills": len(found),

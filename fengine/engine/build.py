@@ -46,7 +46,7 @@ from fengine.worker.device import (
 )
 from fengine.worker.images import image_rows
 from fengine.worker.kv_pool import PoolSize, pool_bytes
-from fengine.worker.process_group import check_parts, group_of, process_group
+from fengine.worker.process_group import check_parts, dock_of, group_of, process_group
 
 
 @torch.inference_mode(False)  # whatever the caller's mode: steps, in another thread, write to what is made here
@@ -94,7 +94,7 @@ def follow(link: Link, start: dict[str, Any], features: Features) -> None:
             loaded = load(config, features.tokenizer, group)
             link.say(loaded=True)
             link.told.get()  # every rank has
-            with process_group(group, device):
+            with process_group(group, device, dock_of(config, loaded.spec)):
                 worker = make_worker(config, loaded, features, group)
                 new_kv = pool_of(config, loaded.spec, worker)
                 weights = LiveWeights(loaded.params, loaded.spec, loaded.model_dir, loaded.from_disk, group)
@@ -111,7 +111,7 @@ def assemble(
     speculation = features.speculation(config, spec, loaded.params)
     if speculation is not None:
         loaded = replace(loaded, spec=replace(spec, feature_layers=speculation.feature_layers))
-    group = None if ranks is None else ranks.join()
+    group = None if ranks is None else ranks.join(dock_of(config, spec))
     worker = make_worker(config, loaded, features, group, 0 if speculation is None else speculation.kv_bytes)
     if speculation is not None:
         speculation.open(worker.kv, worker.input_batch)

@@ -219,8 +219,14 @@ def mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor)
 
 def gated_mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor) -> Tensor:
     """down(act(gate) * up). Pure."""
-    product_TF = linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.act)
-    return linear.linear(product_TF, layer["wdown"], layer.get("bdown_D"), adapters, exact=spec.exact)
+
+    def gated(x_TD: Tensor) -> Tensor:
+        return linear.gated_linear(x_TD, layer["wgate_up"], layer.get("bgate_up_2F"), adapters, spec.exact, spec.act)
+
+    w, bias_D = layer["wdown"], layer.get("bdown_D")
+    if isinstance(w, columns.Columns):
+        return columns.product(gated, x_TD, w, bias_D, adapters, spec.exact)
+    return linear.linear(gated(x_TD), w, bias_D, adapters, exact=spec.exact)
 
 
 def experts_mlp(layer: Params, spec: ModelSpec, adapters: Adapters | None, x_TD: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fengine.ops import exchange, peers
+from fengine.ops import copy_engines, exchange, peers
 from fengine.ops.linear import Dense, Leaf
 from fengine.ops.registration import register
 
@@ -81,6 +81,18 @@ def over_all(leaf: Leaf, x_TC: Tensor, run: Callable[[Tensor], Tensor]) -> Tenso
     return run(gather(x_TC.contiguous(), width * group.size, group)).narrow(1, group.rank * width, width)
 
 
+def product(
+    make: Callable[[Tensor], Tensor], x_TX: Tensor, w: "Columns", bias_N: Tensor | None, adapters: Any, exact: bool
+) -> Tensor:  # fmt: skip
+    """`linear` of make(x), which computes each row by itself: many rows in chunks, whose exchange is hidden. Pure."""
+    if adapters is None and (dock := w.dock(x_TX)) is not None:
+        return copy_engines.product(
+            lambda rows: make(x_TX[rows]), lambda x_TK: w.leaf.linear(x_TK, bias_N, None, None, exact), len(x_TX),
+            w.k, w.n, dock,
+        )  # fmt: skip
+    return w.linear(make(x_TX), bias_N, adapters, None, exact)
+
+
 class Columns(NamedTuple):
     """A rank's outputs of a matrix of n x k, in order: each rank has `each`, the last may have fewer.
 
@@ -99,12 +111,22 @@ class Columns(NamedTuple):
     ) -> Tensor:
         """As `ops.linear.linear`. Pure."""
         if x_TK.shape[1] != self.k:
+            if out_dtype is None and adapters is None and self.dock(x_TK) is not None:
+                return product(lambda x_TK: x_TK, x_TK.contiguous(), self, bias_N, adapters, exact)
             x_TK = gather(x_TK, self.k, self.group)
         y_TN = self.leaf.linear(x_TK, bias_N, adapters, out_dtype, exact)
         if not self.whole:
             return y_TN
         missing = self.each - y_TN.shape[1]
         return gather(pad(y_TN, (0, missing)) if missing else y_TN, self.n, self.group)
+
+    def dock(self, x_TX: Tensor) -> copy_engines.Dock | None:
+        """What the exchanges of a product of these rows go through while it is computed. Pure."""
+        dock = None if self.group.mail is None else self.group.mail.dock
+        even = self.n == self.each * self.group.size and (self.n | self.k) % (8 * self.group.size) == 0
+        if dock is None or not self.whole or not even or torch.compiler.is_compiling():
+            return None
+        return dock if dock.fits(len(x_TX), self.k + self.n, x_TX) else None
 
     def plain(self, adapters: Any) -> Dense | None:
         """What kernels of several ops in one may read: its input and its product stay as they are."""

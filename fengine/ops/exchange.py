@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fengine.ops.ahead import launcher
+from fengine.ops.copy_engines import Dock
 from fengine.ops.registration import begin, dependent_launch, register, tl, triton, wait
 
 CHANNELS = 256  # programs at most: all of them run at once
@@ -29,6 +30,7 @@ class Mail:
         self.used_C = torch.zeros(CHANNELS, dtype=torch.int32, device=device)  # how often each channel was used
         self.stop = self.used_C.new_zeros(1)  # not 0: nobody is waited for
         self.open = False  # whether there are addresses
+        self.dock: Dock | None = None  # for many rows, once it is open
 
 
 def inbox_bytes(size: int) -> int:

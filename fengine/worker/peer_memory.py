@@ -6,7 +6,8 @@ Errors: OSError, everywhere, for what the driver refuses.
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+
+from fengine.ops.copy_engines import driver
 
 HANDLE = 64  # bytes of a handle
 LAZY_PEER_ACCESS = 1  # of cuIpcOpenMemHandle
@@ -14,12 +15,6 @@ LAZY_PEER_ACCESS = 1  # of cuIpcOpenMemHandle
 
 class Handle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_char * HANDLE)]
-
-
-def driver(name: str, *arguments: Any) -> None:
-    """Calls a function of the driver, in the current context."""
-    if code := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
-        raise OSError(f"{name} failed with CUDA error {code}")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from fengine.models.spec import ModelSpec
 from fengine.models.weights import VOCAB_BLOCK
 from fengine.ops import edges, peers
 from fengine.ops.columns import Group, distributed, share
+from fengine.ops.copy_engines import Dock, Memory, dock_bytes
 from fengine.ops.exchange import Mail, inbox_bytes
 from fengine.worker.device import device_of
 from fengine.worker.peer_memory import inboxes
@@ -87,13 +88,14 @@ def least(number: int, group: Group) -> int:
 
 
 @contextmanager
-def process_group(group: Group, device: str) -> Iterator[None]:
+def process_group(group: Group, device: str, dock: int = 0) -> Iterator[None]:
     """On GPUs the ranks' NCCL group, known to torch by its name: neither torch's default group nor any global is
-    touched. The ranks find one another by a file in the group's folder. Modifies: the group's mail, which is opened."""
+    touched. The ranks find one another by a file in the group's folder. `dock`: bytes of each rank's. Modifies: the
+    group's mail, which is opened."""
     with ExitStack() as held:
         if group.mail is not None:
             held.enter_context(_nccl(group, device))
-            _open(group, group.mail, held)
+            _open(group, group.mail, dock, held)
         held.callback(_stop, group, device)
         yield
 
@@ -145,18 +147,32 @@ def _stop(group: Group, device: str) -> None:
             _abort(distributed.distributed_c10d._resolve_process_group(group.name))
 
 
-def _open(group: Group, mail: Mail, held: ExitStack) -> None:
+def _open(group: Group, mail: Mail, dock: int, held: ExitStack) -> None:
     """Opens the mail, if every rank can."""
+    if addresses := _inboxes(group, inbox_bytes(group.size), held):
+        mail.peer_P.copy_(torch.tensor(addresses))
+        mail.open = True
+    if mail.open and dock and (addresses := _inboxes(group, dock, held)):
+        own = torch.as_tensor(Memory(addresses[group.rank], dock), device=mail.stop.device)
+        mail.dock = Dock(own, addresses, group.rank, mail.stop)
+
+
+def _inboxes(group: Group, size: int, held: ExitStack) -> list[int]:
+    """The addresses of so many bytes of each rank; none if a rank cannot."""
 
     def handles(own: bytes) -> list[bytes]:
         return [bytes(part.numpy()) for part in swap(torch.frombuffer(bytearray(own), dtype=torch.uint8), group)]
 
     addresses: list[int] = []
     with suppress(OSError):
-        addresses = held.enter_context(inboxes(inbox_bytes(group.size), group.rank, handles))
-    if least(bool(addresses), group):
-        mail.peer_P.copy_(torch.tensor(addresses))
-        mail.open = True
+        addresses = held.enter_context(inboxes(size, group.rank, handles))
+    return addresses if least(bool(addresses), group) else []
+
+
+def dock_of(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bytes of each rank's dock: for the products of the largest step of this model. Pure."""
+    widest = max(spec.num_heads * spec.head_dim, spec.mlp_size)
+    return dock_bytes(config.scheduler.max_step_tokens or 1, widest + spec.hidden_size)
 
 
 def ranked_rows(group: Group) -> SampleFn:

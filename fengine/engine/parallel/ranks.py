@@ -109,8 +109,9 @@ class Ranks:
         """Of the other ranks."""
         return [child.process.pid for child in self._ranks.values()]
 
-    def join(self) -> Group:
-        """Joins the group when every rank has its weights. Errors: EngineDeadError if a rank has failed."""
+    def join(self, dock: int) -> Group:
+        """Joins the group, with so many bytes of a dock, when every rank has its weights. Errors: EngineDeadError if a
+        rank has failed."""
         with self._news:
             self._news.wait_for(lambda: self.fault or len(self._loaded) == self.size - 1)
         if self.fault is not None:
@@ -118,7 +119,7 @@ class Ranks:
             raise EngineDeadError(str(self.fault))
         for child in self._ranks.values():
             child.send("join")
-        self._held.enter_context(process_group(self.group, self.device))
+        self._held.enter_context(process_group(self.group, self.device, dock))
         return self.group
 
     def attach(self, core: EngineCore) -> None:

@@ -1,0 +1,98 @@
+"""Products in chunks whose exchange is hidden: ranks are processes, their docks files that all of them map, and copies
+are made at once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fengine.ops.registration import triton
+
+RANK = """
+import ctypes, mmap, sys, types
+import torch
+from fengine.ops import copy_engines
+from fengine.ops.copy_engines import FLAGS, Dock, dock_bytes, product
+
+rank, size, paths = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+copy_engines.ROWS, copy_engines.LEAST_ROWS = 4, 2
+files = [open(path, "r+b") for path in paths]
+maps = [mmap.mmap(file.fileno(), 0) for file in files]
+docks = [torch.frombuffer(each, dtype=torch.uint8) for each in maps]
+
+
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, device=None):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self):
+        pass
+
+
+def driver(name, *given):
+    if name == "cuMemcpyAsync":
+        ctypes.memmove(given[0].value, given[1].value, given[2].value)
+        return
+    copy = given[0]._obj
+    for row in range(copy.height):
+        ctypes.memmove(copy.target.address + row * copy.target.pitch, copy.source.address + row * copy.source.pitch,
+                       copy.width)
+
+
+torch.cuda.Stream, torch.cuda.current_stream, copy_engines.driver = Stream, Stream, driver
+dock = Dock(docks[rank], [each.data_ptr() for each in docks], rank, torch.zeros(1, dtype=torch.int32))
+generator = torch.Generator().manual_seed(5)
+for rows, k, n in [(2, 8, 8), (4, 16, 8), (13, 8, 16), (21, 16, 16)] * 3:
+    x = torch.randn(rows, k, generator=generator)
+    w = torch.randn(n, k, generator=generator)
+    assert dock.fits(rows, k + n, x)
+    own_k, own_n = slice(rank * k // size, (rank + 1) * k // size), slice(rank * n // size, (rank + 1) * n // size)
+    chunks = []
+
+    def make(some):
+        return (x[some, own_k] * 2).contiguous()
+
+    def multiply(operand):
+        chunks.append(len(operand))
+        return (operand[:, None] * w[own_n]).sum(2)
+
+    found = product(make, multiply, rows, k, n, dock)
+    assert torch.equal(found, (2 * x[:, None] * w).sum(2)), (rows, k, n)
+    assert sum(chunks) == rows and len(chunks) == (1 if rows <= 4 else 2), chunks
+assert not dock.fits(1, 8, x) and not dock.fits(1 << 20, 8, x)
+if rank:
+    sys.exit()
+dock.stop.fill_(1)  # the others are gone, and nobody waits for them
+product(make, multiply, rows, k, n, dock)
+print("ends")
+"""
+
+
+@pytest.mark.skipif(not hasattr(triton, "__version__"), reason="needs Triton")
+def test_ranks_multiply_what_all_of_them_made(tmp_path: Path) -> None:
+    size = 2
+    paths = [tmp_path / f"dock{rank}" for rank in range(size)]
+    for path in paths:
+        path.write_bytes(bytes(4096 + 21 * 32 * 4))
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(size), *map(str, paths)], env=env, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        told = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(told)
+    assert told[0].endswith("ends\n")
