@@ -274,7 +274,7 @@ class RanksWorld(World):
         threading = SimpleNamespace(Condition=partial(Condition, self.machine))
         names = {
             "Child": partial(Process, self), "threading": threading,
-            "release": lambda group, device: self.exchange.leave(0), "process_group": lambda group, device: ExitStack(),
+            "release": lambda group, device: self.exchange.leave(0), "process_group": lambda *_: ExitStack(),
         }  # fmt: skip
         nobody = SimpleNamespace(mesh=lambda size: [(-1,) * size] * size, close=lambda files: None)
         with ExitStack() as held:

@@ -109,7 +109,7 @@ class Ranks:
         """Of the other ranks."""
         return [child.process.pid for child in self._ranks.values()]
 
-    def join(self, dock: int) -> Group:
+    def join(self, dock: int = 0) -> Group:
         """Joins the group, with so many bytes of a dock, when every rank has its weights. Errors: EngineDeadError if a
         rank has failed."""
         with self._news:
