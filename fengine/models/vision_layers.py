@@ -3,9 +3,11 @@
 Weights of towers are declared here, too: Params["vision"] holds a tower's leaves, its layers under "layers".
 """
 
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -91,26 +93,46 @@ def act(x_IF: Tensor, kind: str) -> Tensor:
     return x_IF * torch.sigmoid(1.702 * x_IF) if kind == "quick_gelu" else activations.activate(x_IF, kind)
 
 
-def attend(q_IHK: Tensor, k_IHK: Tensor, v_IHK: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
-    """Attention of all patches to all; with `lengths`, of each window to its own. Pure."""
-    lengths = lengths or (len(q_IHK),)
+class Layout(NamedTuple):
+    """Where patches see each other: windows of so many, which follow each other. On the image's device."""
+
+    slot_I: Tensor  # int32, in pages of their own
+    pos_I: Tensor  # int32, in the image: rows of the rope's table
+    start_B: Tensor
+    length_R: Tensor
+    table_RN: Tensor
+    pages: int
+
+
+@lru_cache(maxsize=32)
+def layout(lengths: tuple[int, ...], device: torch.device) -> Layout:
+    """Pure; kept, since every layer and every image of a size asks for the same."""
     pages = [-(-length // PAGE) for length in lengths]
-    k_PSHK, v_PSHK = (paged(x, lengths, pages) for x in (k_IHK, v_IHK))
-    table, at = torch.zeros(len(lengths), max(pages), dtype=torch.int32), 0
+    first = np.cumsum([0, *pages])
+    slots = [np.arange(length) + at * PAGE for length, at in zip(lengths, first, strict=False)]
+    table = np.zeros((len(lengths), max(pages)), np.int32)
     for row, count in enumerate(pages):
-        table[row, :count] = torch.arange(at, at + count, dtype=torch.int32)
-        at += count
-    length_R = torch.tensor(lengths, dtype=torch.int32)
-    start_B = pad(length_R.cumsum(0, dtype=torch.int32), (1, 0))
-    start_B, length_R, table = (x.to(q_IHK.device) for x in (start_B, length_R, table))
-    scale = q_IHK.shape[2] ** -0.5
-    return attention.attention(q_IHK.contiguous(), k_PSHK, v_PSHK, start_B, length_R, table, scale, causal=False)
+        table[row, :count] = np.arange(first[row], first[row] + count)
+    arrays = (np.concatenate(slots), np.arange(sum(lengths)), np.cumsum([0, *lengths]), np.array(lengths), table)
+    slot_I, pos_I, start_B, length_R, table_RN = (torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays)
+    return Layout(slot_I, pos_I, start_B, length_R, table_RN, int(first[-1]))
 
 
-def paged(x_IHK: Tensor, lengths: tuple[int, ...], pages: list[int]) -> Tensor:
-    """Each window's patches in whole pages of their own. Pure."""
-    parts = [
-        pad(part, (0, 0, 0, 0, 0, count * PAGE - len(part)))
-        for part, count in zip(x_IHK.split(lengths), pages, strict=True)
-    ]
-    return torch.cat(parts).unflatten(0, (-1, PAGE)).contiguous()
+def attend(q_IHK: Tensor, k_IHK: Tensor, v_IHK: Tensor) -> Tensor:
+    """Attention of all patches to all. Pure."""
+    at = layout((len(q_IHK),), q_IHK.device)
+    k_PSHK, v_PSHK = (paged(x, at.pages) for x in (k_IHK, v_IHK))
+    return seen(q_IHK.contiguous(), k_PSHK, v_PSHK, at)
+
+
+def seen(q_IHK: Tensor, k_PSHK: Tensor, v_PSHK: Tensor, at: Layout) -> Tensor:
+    """Attention of each window's patches to each other. Pure."""
+    where = (at.start_B, at.length_R, at.table_RN)
+    return attention.attention(q_IHK, k_PSHK, v_PSHK, *where, q_IHK.shape[2] ** -0.5, causal=False)
+
+
+def paged(x_IHK: Tensor, pages: int) -> Tensor:
+    """The patches in whole pages; slots behind them are nobody's. Pure."""
+    x_SHK = x_IHK.new_empty((pages * PAGE, *x_IHK.shape[1:]))
+    x_SHK[: len(x_IHK)] = x_IHK
+    return x_SHK.unflatten(0, (-1, PAGE))

@@ -5,6 +5,7 @@ patches -> linear -> blocks -> the four patches of a square as one -> linear, ge
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from fengine.models.kv_state import Params
 from fengine.models.spec import ModelSpec, VisionSpec
-from fengine.models.vision_layers import PAGE, act, project, tiled
-from fengine.ops import activations, attention, layer_norm, rms_norm, rope
+from fengine.models.vision_layers import PAGE, Layout, act, layout, project, seen, tiled
+from fengine.ops import activations, layer_norm, linear, rms_norm, rope
 
 EPS, THETA = 1e-6, 10000.0
 
@@ -29,29 +30,6 @@ class QwenVision(VisionSpec):
     full_layers: tuple[int, ...] = ()
     deep_layers: tuple[int, ...] = ()
     side: int = 0
-
-
-class Layout(NamedTuple):
-    """Where patches see each other: windows of so many, which follow each other. On the image's device."""
-
-    slot_I: Tensor  # int32, in pages of their own
-    start_B: Tensor
-    length_R: Tensor
-    table_RN: Tensor
-    pages: int
-
-
-def layout(lengths: Sequence[int], device: torch.device) -> Layout:
-    """Pure."""
-    pages = [-(-length // PAGE) for length in lengths]
-    first = np.cumsum([0, *pages])
-    slots = [np.arange(length) + at * PAGE for length, at in zip(lengths, first, strict=False)]
-    table = np.zeros((len(lengths), max(pages)), np.int32)
-    for row, count in enumerate(pages):
-        table[row, :count] = np.arange(first[row], first[row] + count)
-    arrays = (np.concatenate(slots), np.cumsum([0, *lengths]), np.array(lengths), table)
-    slot_I, start_B, length_R, table_RN = (torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays)
-    return Layout(slot_I, start_B, length_R, table_RN, int(first[-1]))
 
 
 def windows(vision: QwenVision, height: int, width: int) -> tuple[np.ndarray, list[int]]:
@@ -81,19 +59,49 @@ def rope_table(vision: QwenVision, place_2I: np.ndarray) -> Tensor:
     return torch.cat((angle_IK.cos(), angle_IK.sin()), -1)
 
 
-def stretched(table_ND: Tensor, side: int, grid: Sequence[int], place_2I: np.ndarray) -> Tensor:
-    """The table of positions over the image's grid, corner on corner, between its four neighbours. Pure."""
+def neighbours(side: int, grid: Sequence[int], place_2I: np.ndarray) -> list[tuple[Tensor, Tensor]]:
+    """Of the table of positions, corner on corner with the image's grid: the rows of each patch's four neighbours, and
+    how much of them it takes. Pure."""
     at_2I = [torch.from_numpy(x) * ((side - 1) / max(n - 1, 1)) for x, n in zip(place_2I, grid, strict=True)]
     low = [at.long().clamp(0, side - 1) for at in at_2I]
-    part = [(at - x).float() for at, x in zip(at_2I, low, strict=True)]
-    total = torch.zeros(len(at_2I[0]), table_ND.shape[1], device=table_ND.device)
+    part, found = [(at - x).float() for at, x in zip(at_2I, low, strict=True)], []
     for down in (0, 1):
         for right in (0, 1):
             row, column = (x + step for x, step in zip(low, (down, right), strict=True))
-            index = row.clamp_max(side - 1) * side + column.clamp_max(side - 1)
-            share = (part[0] if down else 1 - part[0]) * (part[1] if right else 1 - part[1])
-            total = total + table_ND[index.to(table_ND.device)].float() * share[:, None].to(table_ND.device)
-    return total
+            index_I = row.clamp_max(side - 1) * side + column.clamp_max(side - 1)
+            found.append((index_I, (part[0] if down else 1 - part[0]) * (part[1] if right else 1 - part[1])))
+    return found
+
+
+def stretched(table_ND: Tensor, shares: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The table of positions over the image's grid, float32. Pure."""
+    parts = [table_ND[index_I].float() * share_I[:, None] for index_I, share_I in shares]
+    return parts[0] + parts[1] + parts[2] + parts[3]
+
+
+class Plan(NamedTuple):
+    """What of an image its grid alone decides. On the image's device."""
+
+    rope_IK: Tensor
+    neighbours: list[tuple[Tensor, Tensor]]  # none without a table of positions
+    order_I: Tensor  # of patches, window by window
+    back_N: Tensor  # of embeddings, from windows to rows
+    near: tuple[int, ...]  # patches of each window
+
+
+@lru_cache(maxsize=32)
+def plan(vision: QwenVision, grid: tuple[int, int], device: torch.device) -> Plan:
+    """Pure; kept, since images come in few sizes and this takes a CPU longer than the tower a GPU."""
+    place_2I, square = places(vision, grid), vision.merge**2
+    order, lengths = np.arange(place_2I.shape[1] // square), [place_2I.shape[1]]
+    if vision.window:
+        order, lengths = windows(vision, grid[0] // vision.merge, grid[1] // vision.merge)
+    order_I = torch.from_numpy((order[:, None] * square + np.arange(square)).flatten())
+    shares = neighbours(vision.side, grid, place_2I) if vision.side else []
+    return Plan(
+        rope_table(vision, place_2I)[order_I].to(device), [(i.to(device), x.to(device)) for i, x in shares],
+        order_I.to(device), torch.from_numpy(order.argsort()).to(device), tuple(lengths),
+    )  # fmt: skip
 
 
 def norm(x_ID: Tensor, norm_D: Tensor, third: bool) -> Tensor:
@@ -101,20 +109,26 @@ def norm(x_ID: Tensor, norm_D: Tensor, third: bool) -> Tensor:
     return layer_norm.layer_norm(x_ID, norm_D, EPS) if third else rms_norm.rms_norm(x_ID, norm_D, EPS)
 
 
+def sum_and_norm(delta_ID: Tensor, x_ID: Tensor, norm_D: Tensor, third: bool) -> tuple[Tensor, Tensor]:
+    """(norm(x + delta), x + delta). Pure."""
+    if third:
+        return layer_norm.layer_norm(x_ID + delta_ID, norm_D, EPS), x_ID + delta_ID
+    return rms_norm.add_rms_norm(delta_ID, x_ID, norm_D, EPS)
+
+
 def block(
-    layer: Params, vision: QwenVision, x_ID: Tensor, rope_IK: Tensor, at: Layout, third: bool
-) -> Tensor:  # fmt: skip
-    """x += attention(norm(x));  x += mlp(norm(x)). Pure."""
-    qkv_IC = project(norm(x_ID, layer["norm1_D"], third), layer, "qkv")
-    k_PSHK, v_PSHK = (x_ID.new_zeros(at.pages, PAGE, vision.num_heads, vision.head_dim) for _ in "kv")
-    pos_I = torch.arange(len(x_ID), dtype=torch.int32, device=x_ID.device)
-    q_IHK, k_PSHK, v_PSHK = rope.rope_kv_write(qkv_IC, rope_IK, pos_I, at.slot_I, k_PSHK, v_PSHK, vision.num_heads)
-    out_IHK = attention.attention(
-        q_IHK, k_PSHK, v_PSHK, at.start_B, at.length_R, at.table_RN, vision.head_dim**-0.5, causal=False
-    )
-    x_ID = x_ID + project(out_IHK.flatten(1), layer, "o")
-    up_IF = project(norm(x_ID, layer["norm2_D"], third), layer, "up")
-    return x_ID + project(act(up_IF, vision.act) if third else activations.silu_mul(up_IF), layer, "down")
+    layer: Params, vision: QwenVision, normed_ID: Tensor, x_ID: Tensor, rope_IK: Tensor, at: Layout, third: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x += attention(norm(x));  x += mlp(norm(x)), as (what is still to be added, x). Pure."""
+    qkv_IC = project(normed_ID, layer, "qkv")
+    k_PSHK, v_PSHK = (x_ID.new_empty(at.pages, PAGE, vision.num_heads, vision.head_dim) for _ in "kv")
+    where = (rope_IK, at.pos_I, at.slot_I)
+    q_IHK, k_PSHK, v_PSHK = rope.rope_kv_write(qkv_IC, *where, k_PSHK, v_PSHK, vision.num_heads)
+    delta_ID = project(seen(q_IHK, k_PSHK, v_PSHK, at).flatten(1), layer, "o")
+    normed_ID, x_ID = sum_and_norm(delta_ID, x_ID, layer["norm2_D"], third)
+    if third:
+        return project(act(project(normed_ID, layer, "up"), vision.act), layer, "down"), x_ID
+    return project(linear.gated_linear(normed_ID, layer["wup"], layer.get("bup_C")), layer, "down"), x_ID
 
 
 def merged(tower: Params, vision: QwenVision, x_ID: Tensor, index: int, third: bool) -> Tensor:
@@ -130,24 +144,23 @@ def encode(params: Params, spec: ModelSpec, arrays: dict[str, Tensor], third: bo
     """The embeddings of an image, beside those that later layers add: [tokens, D * (1 + deepstack)]. Pure."""
     tower, vision = params["vision"], spec.vision
     assert isinstance(vision, QwenVision)
-    grid = arrays["grid_2"].tolist()
+    rows, columns = arrays["grid_2"].tolist()
     x_ID = project(tiled(arrays["patches_IK"].to(tower["merge0_norm_D"].dtype)), tower, "patch")
-    place_2I = places(vision, grid)
-    rope_IK = rope_table(vision, place_2I).to(x_ID.device)
-    whole = near = layout([len(x_ID)], x_ID.device)
+    known = plan(vision, (rows, columns), x_ID.device)
     if third:
-        x_ID = x_ID + stretched(tower["position_ND"], vision.side, grid, place_2I).to(x_ID.dtype)
-    order = np.arange(len(x_ID) // vision.merge**2)
-    if vision.window:
-        order, lengths = windows(vision, grid[0] // vision.merge, grid[1] // vision.merge)
-        near = layout(lengths, x_ID.device)
-        index = rearrange(torch.arange(len(x_ID)), "(i m) -> i m", m=vision.merge**2)[torch.from_numpy(order)].flatten()
-        x_ID, rope_IK = x_ID[index.to(x_ID.device)], rope_IK[index.to(x_ID.device)]
-    found = []
+        x_ID = x_ID + stretched(tower["position_ND"], known.neighbours).to(x_ID.dtype)
+    x_ID = x_ID[known.order_I] if vision.window else x_ID
+    near, whole = layout(known.near, x_ID.device), layout((len(x_ID),), x_ID.device)
+    found, delta_ID = [], None
     for i, layer in enumerate(tower["layers"]):
+        if delta_ID is None:
+            normed_ID = norm(x_ID, layer["norm1_D"], third)
+        else:
+            normed_ID, x_ID = sum_and_norm(delta_ID, x_ID, layer["norm1_D"], third)
         at = whole if i in vision.full_layers else near
-        x_ID = block(layer, vision, x_ID, rope_IK, at, third)
+        delta_ID, x_ID = block(layer, vision, normed_ID, x_ID, known.rope_IK, at, third)
         if i in vision.deep_layers:
-            found.append(merged(tower, vision, x_ID, 1 + vision.deep_layers.index(i), third))
+            found.append(merged(tower, vision, x_ID + delta_ID, 1 + vision.deep_layers.index(i), third))
+    x_ID = x_ID if delta_ID is None else x_ID + delta_ID
     found_ID = torch.cat([merged(tower, vision, x_ID, 0, third), *found], 1)
-    return found_ID[torch.from_numpy(order.argsort()).to(x_ID.device)]
+    return found_ID[known.back_N] if vision.window else found_ID
