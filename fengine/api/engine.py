@@ -200,6 +200,8 @@ class Engine:
         self._refuse_own_thread()
         if not self._parts.spec.generates:
             raise InvalidRequestError("this is an embedding model or classifier, which generates no text; use encode.")
+        if (images := self._parts.images) is not None and req.image_data is not None:
+            req.image_data = images.read_all(req.image_data, refuse=False)
         return process_input(self._context, req)
 
     def _refuse_own_thread(self) -> None:

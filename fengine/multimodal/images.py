@@ -4,9 +4,11 @@ Pixels go through transformers' own processor of the checkpoint, each image by i
 """
 
 import hashlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,8 @@ from fengine.models.spec import ModelSpec, VisionSpec
 from fengine.models.vision_family import Vision
 from fengine.multimodal.processor import load_processor
 from fengine.multimodal.sources import Sources, pillow
+
+READERS = 8  # images of a call that are read at a time
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,11 @@ class Images:
         self.spec, self.family, self.directory, self.tokenizer = spec, family, directory, tokenizer
         self.sources = Sources(config.multimodal)
         self._lock, self._processor = threading.Lock(), None
+        self._pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "fengine-images")
 
     def close(self) -> None:
         """Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self.sources.close()
 
     def read(self, items: Any, inside: bool = False) -> tuple[Picture, ...]:
@@ -57,12 +63,22 @@ class Images:
         given = [] if items is None else items if isinstance(items, (list, tuple)) else [items]
         return tuple(self._picture(item, index, inside) for index, item in enumerate(given))
 
-    def read_all(self, image_data: Any, inside: bool = False) -> Any:
-        """`image_data` of a call with every image read, in the same lists. Errors: as `read`."""
-        if not isinstance(image_data, (list, tuple)):
-            return None if image_data is None else self.read(image_data, inside)[0]
-        nested = any(isinstance(item, (list, tuple)) for item in image_data)
-        return [self.read_all(item, inside) for item in image_data] if nested else list(self.read(image_data, inside))
+    def read_all(self, image_data: Any, inside: bool = False, refuse: bool = True) -> Any:
+        """`image_data` of a call with every image read, several at a time, in the same lists. Unless `refuse`, what
+        cannot be read stays as it is, for whoever checks its prompt. Errors: as `read`."""
+
+        def begun(items: Any, index: int = 0) -> Any:
+            if isinstance(items, (list, tuple)):
+                return [begun(item, at) for at, item in enumerate(items)]
+            return None if items is None else (items, self._pool.submit(self._picture, items, index, inside))
+
+        def read(found: Any) -> Any:
+            if found is None or isinstance(found, list):
+                return found and [read(one) for one in found]
+            item, picture = found
+            return picture.result() if refuse or picture.exception() is None else item
+
+        return read(begun(image_data))
 
     @property
     def placeholder(self) -> int:

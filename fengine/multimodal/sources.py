@@ -6,6 +6,7 @@ Whatever is wrong with one names its index; nothing of the call is queued then.
 import base64
 import binascii
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Sources:
 
     def __init__(self, config: MultimodalConfig) -> None:
         self.config, self.decoder = config, Decoder(config.max_image_pixels)
+        self._lock = threading.Lock()  # a PIL image that is given twice loads its file once
 
     def pixels(self, item: Any, inside: bool = False) -> np.ndarray:
         """uint8 [height, width, 3]. Errors: InvalidRequestError, UnsupportedFeatureError, MissingExtraError."""
@@ -41,7 +43,8 @@ class Sources:
             raise MissingExtraError.of("an image", "Pillow", "vision")
         if isinstance(item, pillow.Image):
             try:
-                return np.asarray(as_rgb(item, self.config.max_image_pixels))
+                with self._lock:
+                    return np.asarray(as_rgb(item, self.config.max_image_pixels))
             except (Refused, OSError, ValueError) as error:
                 raise InvalidRequestError(str(error)) from error
         if hasattr(item, "__array__") or hasattr(item, "__array_interface__"):
