@@ -104,12 +104,12 @@ def _check_sizes(config: EngineConfig) -> list[str]:
     return problems
 
 
-def check_adapter(name: str | None, lora: LoraConfig) -> list[str]:
-    """Problems with the name of the adapter that a run's rows have. Pure."""
+def check_adapter(name: str | None, lora: LoraConfig, key: str = "adapter") -> list[str]:
+    """Problems with the name of an adapter, that of a run's rows for example. Pure."""
     names = [known for known, _ in lora.named()]
     if name is None or name in names:
         return []
-    return [f"adapter={name!r} is not in lora.paths, which has {', '.join(map(repr, names)) or 'none'}"]
+    return [f"{key}={name!r} is not in lora.paths, which has {', '.join(map(repr, names)) or 'none'}"]
 
 
 def _check_lora(lora: LoraConfig) -> list[str]:

@@ -64,7 +64,8 @@ FIXED_HYDRA: tuple[tuple[str, Any, str], ...] = (
 
 
 # Values that are texts: on the command line, whose grammar knows no escapes, \n and \t in them are the characters.
-TEXT_KEYS = ("task.prompt", "task.stop", "task.delimiter", "sampling.stop", "prompts", "chat.system")
+TEXT_KEYS = ("task.prompt", "task.stop", "task.delimiter", "sampling.stop", "prompts", "chat.system",
+             "task.judge.prompt", "task.judge.system")  # fmt: skip
 _ESCAPE = re.compile(r"(\\+)([nrt])")
 
 
@@ -149,6 +150,8 @@ def _refuse_unknown(values: Any, section: Any, schema: Any, prefix: str) -> None
 def unknown(key: str, schema: Any) -> str:
     """What to say of a key that the schema lacks. A last name is looked for everywhere: temprature, sampling.temprature
     and model.temperature all find sampling.temperature. Pure."""
+    if key in mistakes.WHOLE:
+        return f"unknown key {key}; {mistakes.WHOLE[key]}"
     names = _names(schema, "")
     section, _, last = key.rpartition(".")
     tails: dict[str, str] = {}

@@ -8,7 +8,8 @@ from pathlib import Path
 from fengine.api.sglang_args import HARMLESS, REFUSED
 from fengine.errors import ConfigError
 
-TEXTS = ("sampling.json_schema", "sampling.regex", "sampling.ebnf", "sampling.structural_tag", "chat.template_kwargs")
+TEXTS = ("sampling.json_schema", "sampling.regex", "sampling.ebnf", "sampling.structural_tag", "chat.template_kwargs",
+         "task.prompt", "task.judge.prompt", "task.judge.sampling")  # fmt: skip
 FILES = tuple(name for name in TEXTS if name != "sampling.regex")  # whose values may be read as @FILE
 MAX_FILE = 1 << 20  # bytes
 # vLLM's, SGLang's, llama.cpp's and OpenAI's names -> ours; those that end alike are found without a table.
@@ -34,6 +35,11 @@ WORDS = {
     **dict.fromkeys(("guided_json", "schema", "json"), "sampling.json_schema"),
     **dict.fromkeys(("v", "verbose"), "view"),
     **dict.fromkeys(("m",), "-m (a sweep)"),
+}
+WHOLE = {  # keys of which no part alone would tell
+    "task.judge.model": "a run has one model, which judges; judge its outputs.jsonl in a run of the other model, with "
+    "task.judge.response=answers.0.text",
+    "task.score": "fengine's word for it is task.match; for a judge's score task.judge.prompt",
 }
 SWITCHES = {  # of other programs -> what does the same
     "enforce_eager": "compile.cuda_graph=false",

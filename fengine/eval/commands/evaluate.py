@@ -28,14 +28,24 @@ from fengine.eval.cli.mistakes import quoted
 from fengine.eval.cli.schema import BadPoint, Point, Schema
 from fengine.eval.cli.view import place
 from fengine.eval.runs import manifest
-from fengine.eval.runs.config import EVAL, RUN, EvalConfig, RunConfig, SamplingConfig, View, evaluation_of
+from fengine.eval.runs.config import (
+    EVAL,
+    RUN,
+    EvalConfig,
+    RunConfig,
+    SamplingConfig,
+    View,
+    check_judge,
+    evaluation_of,
+)
 from fengine.eval.runs.folder import RunFolder
 from fengine.eval.runs.index import index_rows
 from fengine.eval.runs.output import BatchExport, Export
 from fengine.eval.runs.provenance import has_chat_template, local_directory, takes_images
-from fengine.eval.runs.run import Ended, open_run, run_point
+from fengine.eval.runs.run import Ended, open_run, render_of, run_point
 from fengine.eval.runs.sweep import Work, guarded, how_to_go_on, run_sweep
 from fengine.eval.tasks import drawn
+from fengine.eval.tasks.judge import Judged, judge_of, judged
 from fengine.eval.tasks.task import Task
 from fengine.eval.tasks.task_config import Format, Match, TaskConfig
 
@@ -239,23 +249,27 @@ def evaluate(
     top_logprobs: int = 0,
     max_errors: int | None = None,
     show: int = 0,
+    judge: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Runs a task's rows through an open engine; returns what metrics.json holds.
 
     `task` brings rows, what is asked of each, scores and metrics (`fengine.eval.tasks.task.Task`). `out` is the run
     folder, a new one below runs/ if None: the same call goes on where it was interrupted. The manifest has the SHA-256
-    of the task's source. `fengine diff` and `report` read the folder; `verify` and `rerun` need the task, and say so.
+    of the task's source. With `judge`, the keys of `task.judge`, the engine's model judges the answers. `fengine diff`
+    and `report` read the folder; `verify` and `rerun` need the task, and say so.
     Errors: FengineError and its kinds; KeyboardInterrupt.
     """
     config = EvalConfig(
         engine=engine.config,
         sampling=SamplingConfig(**{"temperature": 0.0} | (sampling or {})),
-        task=TaskConfig(task.name, task.version, target=None, match=Match.none),
+        task=TaskConfig(task.name, task.version, target=None, match=Match.none, judge=judge_of(judge)),
         view=View.plain if show else View.quiet,
         **{"seed": seed, "adapter": adapter, "top_logprobs": top_logprobs, "max_errors": max_errors, "show": show},
     )
+    if problems := check_judge(config):
+        raise ConfigError("\n".join(problems))
     point = Point(config, Path(f"runs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}" if out is None else out).absolute())
-    code, metrics, record = _run(task, engine, point)
+    code, metrics, record = _run(judged(task, config.task.judge, render_of(engine, config.chat)), engine, point)
     if metrics is not None:
         return metrics
     if code in (INTERRUPTED, TERMINATED):
@@ -280,7 +294,8 @@ def _run(task: Task, engine: Any, point: Point) -> tuple[int, dict[str, Any] | N
 def source_digest(task: Task) -> str | None:
     """SHA-256 of the source of a task's class; None where there is none, as in a prompt of Python."""
     try:
-        return hashlib.sha256(inspect.getsource(type(task)).encode()).hexdigest()
+        own = task.task if isinstance(task, Judged) else task
+        return hashlib.sha256(inspect.getsource(type(own)).encode()).hexdigest()
     except (OSError, TypeError):
         return None
 

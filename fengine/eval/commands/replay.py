@@ -7,7 +7,7 @@ or re-scored: its prompt and answer are read as one prompt, whose logprobs are c
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fengine.eval.commands.layouts import Found
@@ -17,7 +17,7 @@ from fengine.eval.runs.config import EvalConfig
 from fengine.eval.runs.loop import WINDOW
 from fengine.eval.runs.record import Record
 from fengine.eval.runs.records import Records
-from fengine.eval.tasks.task import Ask, Row, Task
+from fengine.eval.tasks.task import DRAWN, Answer, Ask, Row, Task, judging
 
 # Sampling parameters by which logits are edited before a token is drawn, and the values that edit nothing. A prompt's
 # logprobs know no edits, so such answers are not re-scored.
@@ -84,10 +84,12 @@ async def _rescored(case: Case, asker: Asker, task: Task, number: int, record: R
     """Compares the logprobs that decoding gave with those of reading. Modifies: found."""
     row = Row(record["id"], record["data"])
     asks, mine, its, count, known = task.asks(row), [], [], 0, 0
+    told = [Answer(a["text"], a["output_ids"], a["logprobs"], a["finish_reason"]) for a in record["answers"]]
+    asks += judging(task, row, list(map(asker.without_thoughts, asks, told)))
     for sample, (ask, answer) in enumerate(zip(asks, record["answers"], strict=True)):
         sampling = sampling_of(case.config, ask, row.id, sample)
         part = None
-        if ask.kind == "generate" and answer["output_ids"] and not _edited(sampling):
+        if ask.kind in DRAWN and answer["output_ids"] and not _edited(sampling):
             part = await _read_again(asker, ask, answer, sampling)
         count += part is not None
         found.left_out += part is None
@@ -121,7 +123,7 @@ async def _read_again(
         whole = [*prompt, *ids][: asker.max_input]
         if len(whole) <= len(prompt):
             return None
-        output = await asker.read(Scored(whole, len(prompt)))
+        output = await asker.read(Scored(whole, len(prompt)), ask if ask.kind == "judge" else None)
         scored = output["meta_info"]["input_token_logprobs"][1:]
         return [entry[1] for entry in scored], [entry[0] for entry in scored], 0
     half = len(ids) // 2
@@ -129,5 +131,5 @@ async def _read_again(
         return None
     rest = {name: value for name, value in sampling.items() if name not in STOPS}
     rest |= {"max_new_tokens": len(ids) - half, "ignore_eos": True}
-    again, _ = await asker.ask(Ask([*prompt, *ids[:half]], {}, "generate"), rest)
+    again, _ = await asker.ask(replace(ask, prompt=[*prompt, *ids[:half]], images=()), rest)
     return again.token_ids, again.logprobs, half

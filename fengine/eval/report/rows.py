@@ -16,7 +16,7 @@ from fengine.eval.runs.records import Records
 FAILED, WRONG, RIGHT, SCORED = range(4)
 KINDS = ("failed", "wrong", "right", "scored")
 # Scores that say right or wrong, the first that is there.
-PRIMARY = (*(f"{match}_match" for match in "exact prefix contains number regex json".split()), "acc")
+PRIMARY = (*(f"{match}_match" for match in "exact prefix contains number regex json".split()), "acc", "judge")
 CAPS = [int(4 * 1.2**i) for i in range(100)]  # tokens of an answer that are kept of a row that is too large
 CHARS = 6  # characters of a text for each of them
 MAX_LINE = 64 << 20  # a longer line is not parsed

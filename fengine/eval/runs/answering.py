@@ -20,7 +20,7 @@ from fengine.eval.runs.config import EvalConfig, RunConfig, SamplingConfig
 from fengine.eval.runs.journal import MAX_LINE
 from fengine.eval.runs.manifest import row_seed
 from fengine.eval.runs.record import Record, common, line_of, row_record
-from fengine.eval.tasks.task import Answer, Ask, Pair, Row, Task
+from fengine.eval.tasks.task import DRAWN, Answer, Ask, Pair, Row, Task, judging
 from fengine.eval.tasks.task_config import Format
 from fengine.server.output_parser import parser_of, thought_facts
 
@@ -39,12 +39,12 @@ def given_sampling(config: RunConfig | EvalConfig) -> dict[str, Any]:
 
 
 def sampling_of(config: EvalConfig, ask: Ask, row_id: str, sample: int) -> dict[str, Any]:
-    """The sampling parameters of one ask: the run's, the ask's over them, and the seed. Pure.
+    """The sampling parameters of one ask: the run's, the ask's over them, and the seed; a judge's are its own. Pure.
 
     Defaults are left to the engine where it has its own: max_new_tokens, which it then fits to the context, and what
     the model recommends. Another value is a demand.
     """
-    params = given_sampling(config) | ask.sampling
+    params = ask.sampling.copy() if ask.kind == "judge" else given_sampling(config) | ask.sampling
     if params.get("sampling_seed") is None:
         plain = config.task.format is Format.prompts  # as Engine(random_seed=seed) does
         own = derive_seed(config.seed, int(row_id)) if plain else row_seed(config.seed, row_id, sample)
@@ -79,7 +79,7 @@ class Asker:
 
         Errors: those of `Engine.async_generate`.
         """
-        if ask.kind == "generate":
+        if ask.kind in DRAWN:
             return await self._generate(ask, sampling, watcher)
         if ask.continuation is None:
             raise InvalidRequestError(f"an ask of kind {ask.kind} needs a continuation")
@@ -98,6 +98,7 @@ class Asker:
     ) -> tuple[Answer, list[dict[str, Any]]]:
         prompt = {"prompt": ask.prompt} if isinstance(ask.prompt, str) else {"input_ids": ask.prompt}
         call: dict[str, Any] = {"sampling_params": sampling, **self._options, **prompt}
+        call |= {"lora_path": ask.adapter} if ask.kind == "judge" else {}
         call |= {"image_data": list(ask.images)} if ask.images else {}
         if watcher is None:
             output = await self.engine.async_generate(**call)
@@ -110,10 +111,12 @@ class Asker:
         top = _pairs(meta.get("output_top_logprobs", [])[: len(logprobs)])
         return Answer(output.get("text", ""), output["output_ids"], logprobs, meta["finish_reason"], top), [meta]
 
-    async def read(self, part: Scored) -> dict[str, Any]:
-        """The engine's output for ids that are only read; those scored are `input_token_logprobs` from its second."""
+    async def read(self, part: Scored, judge: Ask | None = None) -> dict[str, Any]:
+        """The engine's output for ids that are only read; those scored are `input_token_logprobs` from its second.
+        `judge`: whose adapter reads them, in place of the run's."""
+        options = self._options | ({} if judge is None else {"lora_path": judge.adapter})
         return await self.engine.async_generate(
-            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **self._options
+            input_ids=part.ids, sampling_params=NO_NEW_TOKENS, logprob_start_len=part.start - 1, **options
         )
 
     def _joined(self, ask: Ask) -> Scored:
@@ -154,7 +157,7 @@ class Asker:
 
     def without_thoughts(self, ask: Ask, answer: Answer) -> Answer:
         """The answer that is scored: of a chat with a thinking model what follows the thoughts. Pure."""
-        if ask.kind != "generate" or isinstance(ask.prompt, str) or self.tokenizer is None or not self.thinks:
+        if ask.kind not in DRAWN or isinstance(ask.prompt, str) or self.tokenizer is None or not self.thinks:
             return answer
         return replace(answer, text=parser_of(self.tokenizer, ask.prompt).feed(answer.text, last=True).content)
 
@@ -196,14 +199,19 @@ async def answer_row(
 
     Modifies: metas, to the `meta_info` of every call. Errors: those of the engine, and whatever the task makes of it.
     """
-    asks = task.asks(row)
-    params = [sampling_of(config, ask, row.id, i) for i, ask in enumerate(asks)]
-    watched = [watcher, *[None] * len(asks)][: len(asks)]
-    results = await asyncio.gather(*map(asker.ask, asks, params, watched))
-    metas += [meta for _, several in results for meta in several]
-    answers = [answer for answer, _ in results]
-    scores = task.score(row, list(map(asker.without_thoughts, asks, answers)))
-    record = row_record(row, asks, answers, [p["sampling_seed"] for p in params], scores)
+    asks, answers, seeds, scored = list[Ask](), list[Answer](), list[int](), list[Answer]()
+    wanted = task.asks(row)
+    for again in (True, False):  # what is asked, then what is asked about the answers
+        params = [sampling_of(config, ask, row.id, i) for i, ask in enumerate(wanted, len(asks))]
+        watched = [None if asks else watcher, *[None] * len(wanted)][: len(wanted)]
+        results = await asyncio.gather(*map(asker.ask, wanted, params, watched))
+        metas += [meta for _, several in results for meta in several]
+        asks += wanted
+        answers += [answer for answer, _ in results]
+        seeds += [one["sampling_seed"] for one in params]
+        scored = list(map(asker.without_thoughts, asks, answers))
+        wanted = judging(task, row, scored) if again else []
+    record = row_record(row, asks, answers, seeds, task.score(row, scored))
     line = line_of(record)  # a score that is no JSON is the row's failure
     if len(line) > MAX_RECORD:
         raise InputFileError(

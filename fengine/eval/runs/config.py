@@ -204,7 +204,21 @@ def check(config: EvalConfig) -> list[str]:
         parse_shard(config.run.shard)
     except ConfigError as error:
         problems.append(str(error))
-    return _check_shared(config) + task_config.check(config.task) + problems
+    return _check_shared(config) + task_config.check(config.task) + check_judge(config) + problems
+
+
+def check_judge(config: EvalConfig) -> list[str]:
+    """Problems of a task's judge with what it is run by. Pure."""
+    judge, names = config.task.judge, {f.name for f in fields(SamplingConfig)}
+    problems = engine_config.check_adapter(judge.adapter, config.engine.lora, "task.judge.adapter")
+    try:
+        SamplingParams.of(judge.parameters)
+    except FengineError as error:
+        return [*problems, f"task.judge.sampling: {error}"]
+    except (TypeError, ValueError):
+        return [*problems, f"task.judge.sampling must be a JSON object, got {judge.sampling!r:.80}"]
+    strange = [name for name in judge.parameters if name not in names]
+    return problems + [f"task.judge.sampling has no {name!r}; there are {', '.join(names)}" for name in strange]
 
 
 def _held(problems: dict[str, bool]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from fengine.eval.runs.folder import JOURNAL, MANIFEST, OUTPUTS, RunFolder, encoded
 from fengine.eval.runs.index import RowTable
 from fengine.eval.runs.journal import read_at
-from fengine.eval.tasks.task import Answer, Ask, BadRow, Row, Scores, Task
+from fengine.eval.tasks.task import DRAWN, Answer, Ask, BadRow, Row, Scores, Task
 
 TIMINGS, METRICS = "timings.jsonl", "metrics.json"
 TIMING = b'{"row": %d, "session": %d, "started": %.6f, "seconds": %.6f, "prompt_tokens": %d, "completion_tokens": %d}\n'
@@ -40,7 +40,8 @@ def row_record(row: Row, asks: list[Ask], answers: list[Answer], seeds: list[int
         one |= {"logprobs": answer.logprobs, "finish_reason": answer.finish}
         if answer.top_logprobs is not None:
             one["top_logprobs"] = answer.top_logprobs
-        recorded.append(one | ({"sampling_seed": seed} if ask.kind == "generate" else {"kind": ask.kind}))
+        one |= {"sampling_seed": seed} if ask.kind in DRAWN else {}
+        recorded.append(one | ({} if ask.kind == "generate" else {"kind": ask.kind}))
     return {"id": row.id, "data": row.data, "answers": recorded, "scores": scores}
 
 

@@ -97,8 +97,8 @@ def render_of(engine: Any, chat: TemplateConfig) -> Any:
     """Messages to ids, by the chat template of an engine's model; None without a tokenizer. Pure."""
     tokenizer, head = engine.tokenizer, [{"role": "system", "content": chat.system}] if chat.system is not None else []
 
-    def render(messages: list[dict[str, Any]]) -> list[int]:
-        own = messages[0].get("role") in ("system", "developer")
+    def render(messages: list[dict[str, Any]], with_system: bool = True) -> list[int]:
+        own = not with_system or messages[0].get("role") in ("system", "developer")
         return tokenizer.encode_chat(messages if own else [*head, *messages], **chat.values)
 
     return None if tokenizer is None else render

@@ -44,12 +44,15 @@ def problem(row: Row, what: str) -> InputFileError:
 
 
 def column(name: str, row: Row) -> Any:
-    """The value of a column; `a.b` reaches into an object where there is no column of that very name. Pure.
+    """The value of a column; `a.b` reaches into an object, `a.0` into a list, where there is no column of that very
+    name. Pure.
 
     Errors: InputFileError if there is none, or if it is null.
     """
     value: Any = row.data
     for part in [name] if name in row.data else name.split("."):
+        if isinstance(value, list):
+            value = {str(place): item for place, item in enumerate(value)}
         value = value.get(part) if isinstance(value, dict) else None
     if value is None:
         known = ", ".join(map(repr, list(row.data)[:12]))

@@ -10,11 +10,11 @@ from typing import Any
 from fengine.errors import ConfigError, InputFileError
 from fengine.eval.tasks import scoring, statistics
 from fengine.eval.tasks.columns import column, filled, grouped, images_of, problem, refuse_bare, with_digests
+from fengine.eval.tasks.judge import Render, judged
 from fengine.eval.tasks.sources import RESULT_COLUMNS, data_path, read_rows
 from fengine.eval.tasks.task import Answer, Ask, BadRow, Metric, Row, Scores, Task
 from fengine.eval.tasks.task_config import Format, Match, Select, TaskConfig, TaskKind, check
 
-Render = Callable[[list[dict[str, Any]]], list[int]]  # messages -> the ids of the chat, ready to be answered
 MATCHES: dict[Match, Callable[..., Any]] = {
     Match.exact: scoring.exact_match, Match.prefix: scoring.prefix_match, Match.contains: scoring.contains_match,
     Match.number: scoring.number_match, Match.f1: scoring.token_f1, Match.regex: scoring.regex_match,
@@ -29,7 +29,7 @@ def open_task(config: TaskConfig, base: Path, render: Render | None = None) -> T
     if problems:
         raise ConfigError("\n".join(problems))
     kinds = {TaskKind.generate: GenerateTask, TaskKind.choice: ChoiceTask, TaskKind.perplexity: PerplexityTask}
-    return kinds[config.kind](config, base, render)
+    return judged(kinds[config.kind](config, base, render), config.judge, render)
 
 
 @dataclass(frozen=True)

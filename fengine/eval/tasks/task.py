@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, Protocol
 
-Kind = Literal["generate", "loglikelihood", "rolling"]
+Kind = Literal["generate", "judge", "loglikelihood", "rolling"]
+DRAWN = ("generate", "judge")  # kinds whose answers are drawn
 Scores = dict[str, float | bool | str]
 Pair = tuple[float, int]  # logprob, token id
 
@@ -40,6 +41,7 @@ class Ask:
 
     "generate": decode after `prompt` under `sampling`, the values that differ from the run's own. `images` stand at the
         placeholders of the prompt: paths or data URLs.
+    "judge": decode after `prompt` under `sampling` alone, with `adapter` and not the run's: about another answer.
     "loglikelihood": the logprobs of the tokens of `continuation` after `prompt`; two texts are encoded as the joined
         text, and the tokens that the prompt alone does not begin with are scored. `sampling` is not used.
     "rolling": the logprobs of every token of `continuation`, which is a whole document, after an empty prompt; one
@@ -51,11 +53,12 @@ class Ask:
     kind: Kind
     continuation: str | list[int] | None = None
     images: tuple[str, ...] = ()
+    adapter: str | None = None  # the LoRA adapter of "judge"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the engine said. `logprobs` are natural, one for each of `token_ids`: the new tokens of "generate", else
+    """What the engine said. `logprobs` are natural, one for each of `token_ids`: the new tokens of what is drawn, else
     the tokens of the continuation. `finish` is the engine's finish_reason. `top_logprobs`, where the run records them,
     has the likeliest tokens beside each of `token_ids`."""
 
@@ -107,6 +110,13 @@ class Task(Protocol):
     def metrics(self, scores: Iterable[Scores]) -> dict[str, Metric]:
         """The task's figures over the scores of its rows; one pass, memory for numbers only. Pure."""
         ...
+
+
+def judging(task: Task, row: Row, answers: list[Answer]) -> list[Ask]:
+    """What a task asks about its answers, once they are there: a task may have a method `judge(row, answers)`, pure as
+    `asks` is. `score` then gets the answers to these behind the others."""
+    judge = getattr(task, "judge", None)
+    return [] if judge is None else judge(row, answers)
 
 
 def rows_of(task: Task, shard: tuple[int, int] | None) -> Iterator[Row | BadRow]:

@@ -3,12 +3,14 @@
 A YAML picks among the kinds and scores that are built here; it never names code.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from fengine.errors import ConfigError, FengineError
+from fengine.eval.tasks import judge
+from fengine.eval.tasks.judge import JudgeConfig
 from fengine.eval.tasks.scoring import NORMAL_FORMS, Extractor
 
 
@@ -78,6 +80,7 @@ class TaskConfig:
     normal_form: tuple[str, ...] = ("strip",)  # applied in this order to answers and references
     extract: str | None = None  # a regular expression; group 1, or the whole match, is compared
     select: Select = Select.first  # which of several matches
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     # -- choice
     choices: str = "choices"  # the column of the list of choices
     delimiter: str = " "  # stands between the prompt and a choice; not counted by acc_norm
@@ -91,8 +94,13 @@ class TaskConfig:
 
 def check(config: TaskConfig) -> list[str]:
     """Every problem that can be seen without reading the data, one line each. Pure."""
-    problems = {**_data(config), **_kind(config), **_shots(config), **_bounds(config)}
-    found = [problem for problem, holds in problems.items() if holds]
+    problems = {
+        **_data(config),
+        **_kind(config),
+        **_shots(config),
+        **_bounds(config),
+    }
+    found = [problem for problem, holds in problems.items() if holds] + judge.check(config.judge)
     try:
         Extractor(config.extract or "")
     except FengineError as error:
@@ -108,6 +116,8 @@ def _data(config: TaskConfig) -> dict[str, bool]:
         and not (config.limit and (config.data or "").isdecimal()),
         "task.prompts is for task.format=prompts": inline and config.format is not Format.prompts,
         "task.data must name the rows: task.data=FILE.jsonl": not inline and not (config.data or "").strip(),
+        "task.format=batch is that of `fengine batch`, which scores nothing": config.format is Format.batch
+        and (config.match is not Match.none or config.judge.prompt is not None),
         "task.format=openai holds requests to generate; kind=choice needs a prompt and choices": config.kind
         is TaskKind.choice
         and config.format is Format.openai,
@@ -121,6 +131,10 @@ def _kind(config: TaskConfig) -> dict[str, bool]:
         "task.images is for kind=generate": config.images is not None and not generates,
         "task.target must name the reference's column, or set task.match=none": config.target is None
         and (compared or not generates),
+        "task.judge.response brings the answers: leave out task.prompt, task.shots, task.samples": bool(
+            config.judge.response and (config.prompt or config.shots or config.samples > 1)
+        ),
+        "task.judge is for kind=generate": config.judge.prompt is not None and not generates,
         f"task.samples is for kind=generate; kind={config.kind.value} draws nothing": config.samples != 1
         and not generates,
         "task.vote is for several samples that are compared: set task.samples and task.match": config.vote

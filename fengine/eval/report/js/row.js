@@ -8,12 +8,12 @@ function answerHead(a, i, row) {
     many(a.m || a.k.length, "token"),
     n > 0 && `Σ logprob ${fixed(sum, 3)}`,
     n > 1 && `perplexity ${short(Math.exp(-sum / n))}`,
-    !a.kind && a.f, // what is only read always ends by its length
+    (!a.kind || a.kind === "judge") && a.f, // what is only read always ends by its length
     a.seed && `seed ${a.seed}`,
   ].filter(Boolean);
   const name =
     row.a.length > 1
-      ? `${a.kind === "loglikelihood" ? "Choice" : "Answer"} ${i + 1}`
+      ? `${{ loglikelihood: "Choice", judge: "Verdict" }[a.kind] || "Answer"} ${a.kind === "judge" ? i + 1 - row.a.length / 2 : i + 1}`
       : a.kind === "rolling"
         ? "Text"
         : "Answer";

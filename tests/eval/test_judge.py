@@ -1,0 +1,228 @@
+"""A judge: what it is asked, how verdicts are read, and that they are recorded, resumed and verified as answers are."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hydra")
+
+from eval_fakes import Run, fake_runs, records
+
+import fengine
+from fengine import Engine, run
+from fengine.errors import ConfigError, InputFileError
+from fengine.eval.runs.manifest import row_seed
+from fengine.eval.tasks.judge import JudgeConfig, Judged, check
+from fengine.eval.tasks.kinds import open_task
+from fengine.eval.tasks.task import Answer, Ask, Metric, Row
+from fengine.eval.tasks.task_config import Match, TaskConfig
+
+YES = JudgeConfig(prompt="Is {response} {answer}?", choices=("no", "yes"))
+# A question of the kind that the model in the box was trained on: the letter of the choice that is named.
+LETTER = "Question: Which of these is {answer}?\nA) {response}\nB) Cairo\nC) Oslo\nD) Bern\nAnswer:"
+
+
+def judged(judge: JudgeConfig, **task: Any) -> Any:
+    return open_task(TaskConfig("t", **{"data": "x.jsonl", "match": Match.none, **task}, judge=judge), Path())
+
+
+def said(*texts: str) -> list[Answer]:
+    return [Answer(text, [1], [0.0], {"type": "stop"}) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict", "scores"),
+    [
+        ({"choices": ("no", "yes")}, "Yes, it is.", {"judge": True, "judged": True, "verdict": "yes"}),
+        ({"choices": ("no", "yes")}, "yes? No", {"judge": False, "judged": True, "verdict": "no"}),  # the last counts
+        ({"choices": ("no", "yes")}, "nothing known", {"judged": False}),  # a part of a word is none
+        ({"choices": ("B", "A")}, "a or B", {"judge": False, "judged": True, "verdict": "B"}),  # letters as they are
+        ({"choices": ("bad", "fair", "good")}, "Fair", {"judge": 0.5, "judged": True, "verdict": "fair"}),
+        ({"choices": ("good", "very good")}, "very good", {"judge": True, "judged": True, "verdict": "very good"}),
+        ({"choices": ("0", "1"), "extract": r"\[(\w+)\]"}, "0 [1] 0", {"judge": True, "judged": True, "verdict": "1"}),
+        ({"choices": ("no", "yes"), "extract": r"\[(\w+)\]"}, "yes", {"judged": False}),
+        ({"scale": (1, 10)}, "I say 7", {"judge": 2 / 3, "rating": 7.0, "judged": True}),
+        ({"scale": (1, 10)}, "8/10", {"judge": 7 / 9, "rating": 8.0, "judged": True}),
+        ({"scale": (1, 10)}, "8 out of 10.", {"judge": 7 / 9, "rating": 8.0, "judged": True}),
+        ({"scale": (1, 10)}, "10", {"judge": 1.0, "rating": 10.0, "judged": True}),
+        ({"scale": (1, 10)}, "11", {"judged": False}),
+        ({"scale": (10, 0)}, "2", {"judge": 0.8, "rating": 2.0, "judged": True}),
+        ({"scale": (0, 1)}, "none", {"judged": False}),
+    ],
+)  # fmt: skip
+def test_verdicts(fields: dict[str, Any], verdict: str, scores: dict[str, Any]) -> None:
+    task, row = judged(JudgeConfig(prompt="{response}", **fields)), Row("r", {"prompt": "p"})
+    assert task.score(row, said("an answer", verdict)) == pytest.approx(scores)
+
+
+def test_a_judge_is_asked_about_each_answer_under_its_own_sampling() -> None:
+    task, row = judged(replace(YES, sampling='{"top_k": 5}'), samples=2), Row("r", {"prompt": "p", "answer": 4})
+    assert [ask.kind for ask in task.asks(row)] == ["generate"] * 2
+    asks = task.judge(row, said(" 4\n", "{answer}"))
+    assert [(a.prompt, a.kind, a.sampling) for a in asks] == [
+        ("Is 4 4?", "judge", {"temperature": 0.0, "top_k": 5}),
+        ("Is {answer} 4?", "judge", {"temperature": 0.0, "top_k": 5}),  # an answer is no template
+    ]
+    # Of two samples the scores are means, over those that have a verdict.
+    assert task.score(row, said("4", "5", "yes", "hm")) == {"judge": 1.0, "judged": 0.5}
+    metrics = task.metrics([{"judge": True, "judged": True}, {"judged": False}])
+    assert {name: (one.value, one.n) for name, one in metrics.items()} == {"judge": (1.0, 1), "judged": (0.5, 2)}
+
+
+def test_the_run_s_system_message_is_not_the_judge_s() -> None:
+    seen = []
+
+    def render(messages: list[dict[str, Any]], with_system: bool = True) -> list[int]:
+        seen.append((messages, with_system))
+        return [1]
+
+    one = replace(YES, chat=True, system="Judge.")
+    task: Any = Judged(open_task(TaskConfig("t", data="x.jsonl"), Path(), render), one, render)
+    (ask,) = task.judge(Row("r", {"prompt": "p", "answer": "4"}), said("5"))
+    messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "Is 5 4?"}]
+    assert ask.prompt == [1] and seen[-1] == (messages, False)
+
+
+def test_another_model_s_answers_are_judged_as_they_are_recorded() -> None:
+    task = judged(replace(YES, prompt="{response}? {data.q}", response="answers.0.text"), match=Match.exact)
+    row = Row("r", {"data": {"q": "Q"}, "answers": [{"text": "4"}], "answer": "4"})
+    assert task.asks(row) == [] and [ask.prompt for ask in task.judge(row, [])] == ["4? Q"]
+    scores = {"exact_match": True, "judge": False, "judged": True, "verdict": "no"}
+    assert task.score(row, said("no")) == scores
+    with pytest.raises(InputFileError, match=r"has no column 'answers\.0\.text'"):
+        task.asks(Row("r", {"answers": [], "data": {"q": "Q"}}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"prompt": None}, "task.judge has no prompt"),
+        ({"prompt": "Good?"}, r"must have \{response\}"),
+        ({"choices": None}, "either choices"),
+        ({"scale": (1, 2)}, "either choices"),
+        ({"choices": ("Yes", "yes")}, "two or more words that differ"),
+        ({"choices": ("yes", "")}, "two or more words that differ"),
+        ({"choices": None, "scale": (1, 1)}, "two numbers"),
+        ({"choices": None, "scale": (1, 2, 3)}, "two numbers"),
+        ({"extract": "("}, "task.judge.extract: "),
+        ({"system": "x"}, r"task\.judge\.chat=true"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        judged(replace(YES, **fields))
+    assert check(YES) == []
+
+
+def test_a_row_with_a_column_of_the_answer_s_name_is_refused() -> None:
+    with pytest.raises(InputFileError, match="column 'response' is the name of the answer"):
+        judged(YES).asks(Row("r", {"prompt": "p", "answer": 1, "response": "x"}))
+    with pytest.raises(InputFileError, match="has no column 'answer'"):
+        judged(YES).asks(Row("r", {"prompt": "p"}))
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return fake_runs(tmp_path, monkeypatch)
+
+
+WORDS = ("task.judge.prompt=Right: {response}", "task.judge.choices=[wrong,right]")
+
+
+def test_a_run_records_verdicts_with_seeds_of_their_own_and_goes_on(run_eval: Run) -> None:
+    one = run_eval("one", *WORDS, "sampling.temperature=0.7")
+    for record in records(one / "outputs.jsonl"):
+        answer, verdict = record["answers"]
+        assert verdict["kind"] == "judge" and verdict["prompt"] == f"Right: {answer['text'].strip()}"
+        seeds = [row_seed(0, record["id"], i) for i in range(2)]
+        assert [answer["sampling_seed"], verdict["sampling_seed"]] == seeds
+    identity = json.loads((one / "manifest.json").read_text())["identity"]
+    assert identity["config"]["task.judge.prompt"] == "Right: {response}"
+    journal = (one / "journal.log").read_bytes()
+    (one / "journal.log").write_bytes(journal[: len(journal) // 2])
+    before = (one / "outputs.jsonl").read_bytes()
+    run_eval("one", *WORDS, "sampling.temperature=0.7")
+    assert (one / "outputs.jsonl").read_bytes() == before
+    run_eval("one", *WORDS[:1], "task.judge.choices=[bad,right]", "sampling.temperature=0.7", code=run.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ('task.judge.sampling={"temprature": 1}', "unknown sampling parameter 'temprature'"),
+        ("task.judge.sampling=[1]", "must be a JSON object"),
+        ('task.judge.sampling={"n": 2}', "task.judge.sampling has no 'n'"),
+        ("task.judge.adapter=x", "task.judge.adapter='x' is not in lora.paths"),
+        ("task.judge.model=qwen3-8b", "task.judge.response=answers.0.text"),
+        ("task.kind=perplexity", "task.judge is for kind=generate"),
+        ("task.format=batch", "which scores nothing"),
+    ],
+)
+def test_words_that_cannot_be(run_eval: Run, capsys: pytest.CaptureFixture[str], word: str, told: str) -> None:
+    run_eval("one", *WORDS, word, code=run.USAGE)
+    assert told in capsys.readouterr().err
+
+
+# -- the model in the box ----------------------------------------------------------------------------------------------
+
+
+class Capitals:
+    """A task of one's own."""
+
+    name, version = "capitals", "1"
+    answers = {"France": "Paris", "Japan": "Tokyo", "Peru": "Quito"}  # the last one is not right
+
+    def rows(self) -> Any:
+        yield from (Row(key, {"answer": value}) for key, value in self.answers.items())
+
+    def asks(self, row: Row) -> Any:
+        return [Ask(f"The capital of {row.id} is", {"max_new_tokens": 8}, "generate")]
+
+    def score(self, row: Row, answers: list[Answer]) -> Any:
+        return {"length": len(answers[0].text)}
+
+    def metrics(self, scores: Any) -> Any:
+        return {"sum": Metric(sum(one["length"] for one in scores), 0.0, 3)}
+
+
+def test_the_box_judges_as_it_does_when_asked_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judge = {"prompt": LETTER, "choices": ["D", "C", "B", "A"]}
+    with Engine(model_path="box", log_level="error") as engine:
+        metrics = fengine.evaluate(Capitals(), engine, tmp_path / "a", judge=judge, sampling={"temperature": 1.0})
+        for record in records(tmp_path / "a" / "outputs.jsonl"):
+            answer, verdict = record["answers"]
+            prompt = LETTER.format(answer=record["data"]["answer"], response=answer["text"].strip())
+            alone: Any = engine.generate(prompt, {"temperature": 0}, return_logprob=True)
+            assert (verdict["text"], verdict["output_ids"]) == (alone["text"], alone["output_ids"])
+            assert verdict["logprobs"] == [entry[0] for entry in alone["meta_info"]["output_token_logprobs"]]
+            assert record["scores"]["judge"] == "DCBA".index(record["scores"]["verdict"]) / 3
+        assert metrics["metrics"]["judged"]["value"] == 1.0 and metrics["metrics"]["judge"]["n"] == 3
+        assert list(metrics["metrics"]) == ["sum", "judge", "judged"]
+        with pytest.raises(ConfigError, match="judge has no 'promt'"):
+            fengine.evaluate(Capitals(), engine, tmp_path / "b", judge={"promt": "x"})
+        with pytest.raises(ConfigError, match="unknown sampling parameter"):
+            fengine.evaluate(Capitals(), engine, tmp_path / "b", judge=judge | {"sampling": '{"tmp": 1}'})
+
+
+def test_verify_computes_verdicts_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"task.judge.prompt={LETTER}", "task.judge.choices=[D,C,B,A]", 'task.judge.sampling={"temperature": 1}']
+    out, few = tmp_path / "a", ["task=capitals", "task.limit=4", "sampling.temperature=0.5", "view=quiet"]
+    assert run.main(["eval", *few, *words, f"out={out}"]) == run.OK
+    assert run.main(["verify", str(out), "verify.layouts=[permuted,rescored,alone]"]) == run.OK
+    assert "8 answers re-scored" in capsys.readouterr().out
+    record = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+    data = tmp_path / "other.jsonl"
+    data.write_text("".join(json.dumps(one) + "\n" for one in record))
+    given = [f"task.judge.prompt={LETTER.replace('{answer}', '{data.answer}')}", "task.judge.response=answers.0.text"]
+    again = ["eval", "task=jsonl", f"task.data={data}", *words[1:2], *given, "view=quiet", f"out={tmp_path / 'b'}"]
+    assert run.main(again) == run.OK
+    for one in records(tmp_path / "b" / "outputs.jsonl"):
+        (verdict,) = one["answers"]
+        assert verdict["kind"] == "judge" and "judge" in one["scores"]
+    assert run.main(["verify", str(tmp_path / "b"), "verify.layouts=[permuted,rescored]"]) == run.OK
