@@ -4,8 +4,8 @@ Each check walks everything, privates included, and raises InvariantError with w
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, NamedTuple
 
 from fengine.core.images import ImageRows
 from fengine.core.kv_pages import PagePool
@@ -19,20 +19,21 @@ from fengine.errors import InvariantError
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    rows, waiting = scheduler._rows, scheduler._waiting.requests()
+    rows, waiting = scheduler._rows, scheduler._waiting._requests.values()
     if len(scheduler._requests) != rows.num_running + len(waiting):
         raise InvariantError(f"{len(scheduler._requests)} requests, {rows.num_running} run, {len(waiting)} wait")
     if (decoding := len(rows.decoding)) > scheduler.max_step_tokens:
         raise InvariantError(f"{decoding} rows decode, more than max_step_tokens={scheduler.max_step_tokens}")
     check_rows(rows)
-    ranked = sum(request.priority != 0 for request in waiting)
+    if scheduler.images is not None:
+        check_images(scheduler.images, scheduler._requests.keys())
+    ranked, idle = 0, Status.WAITING
+    for request in waiting:
+        ranked += request.priority != 0
+        if request.row is not None or request.pages or request.num_computed or request.status is not idle:
+            raise InvariantError(f"request {request.rid!r} waits, with row {request.row}, pages {request.pages}")
     if scheduler._waiting._ranked != ranked:
         raise InvariantError(f"{ranked} requests with a priority wait, counted otherwise")
-    if scheduler.images is not None:
-        check_images(scheduler.images, set(scheduler._requests))
-    for request in waiting:
-        if request.row is not None or request.pages or request.num_computed or request.status is not Status.WAITING:
-            raise InvariantError(f"request {request.rid!r} waits, with row {request.row}, pages {request.pages}")
 
 
 def check_rows(rows: Rows) -> None:
@@ -46,15 +47,16 @@ def check_rows(rows: Rows) -> None:
     for request in running:
         check_running(rows, request)
     for ordered in (rows.prompting, rows.decoding):
-        if any(a.arrival >= b.arrival for a, b in zip(ordered, ordered[1:], strict=False)):
+        arrivals = [request.arrival for request in ordered]
+        if arrivals != sorted(set(arrivals)):
             raise InvariantError("running requests are out of order")
     check_slots(rows.adapters, [(request.adapter_slot, request.adapter) for request in running])
-    nodes = [] if rows.cache is None else nodes_of(rows.cache)
+    nodes = () if rows.cache is None else look(rows.cache).nodes
     check_pool(rows.pool, [request.pages for request in running], [node.page for node in nodes])
     if isinstance(rows.pool, WindowPages):
         check_windows(rows.pool, [request.pages[request.window_start :] for request in running], rows.cache)
     if rows.cache is not None:
-        check_cache(rows.cache, nodes)
+        check_cache(rows.cache)
 
 
 def check_running(rows: Rows, request: Request) -> None:
@@ -63,7 +65,7 @@ def check_running(rows: Rows, request: Request) -> None:
         raise InvariantError(f"request {request.rid!r}: {request.num_computed} tokens in pages {request.pages}")
 
 
-def check_images(images: ImageRows, rids: set[str]) -> None:
+def check_images(images: ImageRows, rids: Set[str]) -> None:
     """Rows of the table of images: each is free or of one image, and each image has as many users as it is said."""
     rows = images._free + [row for entry in images._entries.values() for row in entry.rows]
     if sorted(rows) != list(range(images.capacity)):
@@ -96,20 +98,20 @@ def check_pool(
     count exactly the pages that the cache alone holds.
     """
     pages_cached = [node.page for node in nodes_of(cached)] if isinstance(cached, PrefixCache) else list(cached or ())
-    kept = [0] * pool.num_pages
+    kept = bytearray(pool.num_pages)
     for page in pages_cached:
         kept[page] += 1
-    count = kept.copy()
+    count = [*kept]
     for pages in holders:
-        if len(set(pages)) != len(pages):
+        if len(found := set(pages)) != len(pages):
             raise InvariantError(f"a request holds a page twice: {pages}")
-        if pages and not 0 < min(pages) <= max(pages) < pool.num_pages:
+        if pages and not 0 < min(found) <= max(found) < pool.num_pages:
             raise InvariantError(f"a request holds the null page, or one that does not exist: {pages}")
         for page in pages:
             count[page] += 1
-    if pages_cached and not 0 < min(pages_cached):
+    if kept[0]:
         raise InvariantError("the prefix cache holds the null page")
-    if pool._holders != count or list(pool._kept) != kept:
+    if pool._holders != count or pool._kept != kept:
         pages = [
             page
             for page in range(pool.num_pages)
@@ -117,9 +119,9 @@ def check_pool(
         ]
         told = [f"{p}: counted {pool._holders[p]} (cached {pool._kept[p]}), has {count[p]} ({kept[p]})" for p in pages]
         raise InvariantError("holders of pages are counted wrong:\n  " + "\n  ".join(told))
-    if sorted(pool._free) != [page for page in range(1, pool.num_pages) if not count[page]]:
+    if sorted(pool._free) != [page for page, held in enumerate(count) if page and not held]:
         raise InvariantError(f"the free list is {sorted(pool._free)}, holders are {count}")
-    if (idle := sum(count[page] == 1 for page in pages_cached)) != pool.num_idle:
+    if (idle := [count[page] for page in pages_cached].count(1)) != pool.num_idle:
         raise InvariantError(f"idle pages: counted {pool.num_idle}, are {idle}")
 
 
@@ -131,21 +133,49 @@ def check_windows(pool: WindowPages, seen: Sequence[Sequence[int]], cache: Prefi
             count[page] += 1
     if count != pool._seers:
         raise InvariantError(f"pages are seen by {count} requests, counted {pool._seers}")
-    unseen = {page for page, window in enumerate(pool.window_of) if window and not count[page]}
-    if not all(pool.window_of[page] for pages in seen for page in pages) or unseen != set(pool._idle):
+    window_of = pool.window_of
+    unseen = {page for page, window in enumerate(window_of) if window and not count[page]}
+    if unseen != pool._idle.keys() or any(held and not window_of[page] for page, held in enumerate(count)):
         raise InvariantError(f"window pages of {pool.window_of}, seen by {count}, {list(pool._idle)} idle")
-    if cache is None and unseen or not all(pool._kept[page] for page in unseen):
+    if unseen and (cache is None or not all(pool._kept[page] for page in unseen)):
         raise InvariantError(f"of the idle pages {sorted(unseen)} some are not in the prefix cache")
     window_pages = [window for window in pool.window_of if window] + pool._unused
     if sorted(window_pages) != list(range(1, pool.windows.num_pages)):
         raise InvariantError(f"window pages are lost or given twice: {sorted(window_pages)}")
 
 
-def check_cache(cache: PrefixCache, nodes: Sequence[Any] | None = None) -> None:
+class Look(NamedTuple):
+    """What a prefix cache is made of, whose links and heap are right."""
+
+    moment: tuple[int, int]
+    nodes: list[Any]
+    pairs: list[tuple[int, int]]  # pages of a node and of its parent
+
+
+def look(cache: PrefixCache) -> Look:
+    """Looks at every page, unless nothing has changed since: what changes counts a use, or another number of pages."""
+    moment, known = (cache._clock, cache.num_pages), getattr(cache, "known", None)
+    if known is None or known.moment != moment:
+        nodes = nodes_of(cache)
+        check_links(cache, nodes)
+        pairs = [(node.page, node.parent.page) for node in nodes if node.parent is not cache._root]
+        known = Look(moment, nodes, pairs)
+        if hasattr(cache, "known"):
+            cache.known = known  # type: ignore[attr-defined]
+    return known
+
+
+def check_cache(cache: PrefixCache) -> None:
     """Links, counts, the heap, and that whoever holds a page holds all its ancestors."""
-    nodes = nodes_of(cache) if nodes is None else nodes
-    root, size, holders = cache._root, cache.page_size, cache.pool._holders
-    queued = {id(node) for _, _, node in cache._heap if node.parent is not None}
+    holders = cache.pool._holders
+    for page, above in look(cache).pairs:
+        if holders[above] == 1 < holders[page]:
+            raise InvariantError(f"prefix cache: page {page} is held but its ancestor {above} is not")
+
+
+def check_links(cache: PrefixCache, nodes: Sequence[Any]) -> None:
+    size = cache.page_size
+    queued = {node for _, _, node in cache._heap if node.parent is not None}
     if len(queued) != len(cache._heap):
         raise InvariantError("prefix cache: the heap keeps a page that was taken out, or one twice")
     if any(cache._heap[(i - 1) // 2][:2] > entry[:2] for i, entry in enumerate(cache._heap) if i):
@@ -160,10 +190,8 @@ def check_cache(cache: PrefixCache, nodes: Sequence[Any] | None = None) -> None:
             or len(tokens) - (type(tokens[0]) is not int) != size
         ):
             raise InvariantError(f"prefix cache: the node of page {node.page} is not linked to its parent")
-        if not node.children and not node.queued or node.queued != (id(node) in queued):
+        if not node.children and not node.queued or node.queued != (node in queued):
             raise InvariantError(f"prefix cache: leaf page {node.page} could never be evicted")
-        if holders[node.page] > 1 and parent is not root and holders[parent.page] == 1:
-            raise InvariantError(f"prefix cache: page {node.page} is held but its ancestor {parent.page} is not")
 
 
 def nodes_of(cache: PrefixCache) -> list[Any]:

@@ -38,7 +38,7 @@ class Checks:
         if scheduler.speculation is not None:
             self._propose = scheduler.speculation.propose
             scheduler.speculation = replace(scheduler.speculation, propose=self.propose)
-        self.seen: set[Request] = set()  # who waited when the last step was planned
+        self.seen: list[Request] = []  # who waited when the last step was planned
         self.cached: dict[Request, int] = {}  # prompt tokens found in the prefix cache at the first admission
 
     def add(self, request: Request) -> None:
@@ -66,12 +66,13 @@ class Checks:
     def schedule(self) -> SchedulerOutput | None:
         """In place of the scheduler's. Errors: InvariantError."""
         self.asks, self.proposals = [], []
-        known = [request for request in self.scheduler._requests.values() if request.drafting is not None]
-        self.records = {r: Asked(d.rest_until, d.try_from, d.gain) for r in known if (d := r.drafting) is not None}
         rows, waiting = self.rows, self.waiting.requests()
-        self._check_blocked()
-        self.seen = set(waiting)
         ran = [*rows.prompting, *rows.decoding]
+        if self.scheduler.speculation:
+            known = waiting + ran
+            self.records = {r: Asked(d.rest_until, d.try_from, d.gain) for r in known if (d := r.drafting) is not None}
+        self._check_blocked()
+        self.seen = waiting
         sits = {r for r in rows.decoding if r.num_pending and is_lockstep(r)}
         flying, draining = bool(self.scheduler._in_flight), bool(rows.draining)
         waits = flying and self._pays(rows.decoding)
@@ -97,7 +98,7 @@ class Checks:
         self._check_drafts(output, planned)
         self._check_asks(output, planned)
         self.computed += sum(output.counts)
-        if self.scheduler.counters()["computed_tokens"] != self.computed:
+        if self.scheduler.num_computed_tokens != self.computed:
             raise InvariantError(f"{self.computed} tokens are planned, counted otherwise")
         return output
 
@@ -166,7 +167,7 @@ class Checks:
         if new and not self.rows.pool.windowed and self._spare() < -1:
             raise InvariantError(f"{new[-1].rid!r} is admitted, and others lack {-self._spare()} pages")
         self.hits += sum(starts[request] for request in new)
-        if self.scheduler.counters()["hit_tokens"] != self.hits:
+        if self.rows.num_hit_tokens != self.hits:
             raise InvariantError(f"{self.hits} tokens were hit, counted otherwise")
         for request in new:
             if not request.num_preempted:

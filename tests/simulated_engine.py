@@ -7,8 +7,8 @@ may read a slot that holds anything but its own prefix; every request is answere
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from simulated_checks import Checks
 from simulated_oracle import Solo, judge
 from simulated_plan import BAD, EOS, PIECES, Event, Job, Plan, image_need, need
 from simulated_references import CheckedCache, CheckedImages, CheckedWindows
-from simulated_threads import Machine, SimulatedThread
+from simulated_threads import FOREVER, Machine, SimulatedThread
 
 from fengine.api.outputs import complete
 from fengine.api.request_log import RequestLog
@@ -78,6 +78,14 @@ def tokenizer_of(known: int) -> Any:
 
 
 TOKENIZER, BROKEN = tokenizer_of(len(PIECES)), tokenizer_of(BAD)
+
+
+@cache
+def params_of(stop: tuple[str, ...], least: int, grammar: bool, scored: int | None) -> SamplingParams:
+    """What most requests share."""
+    return SamplingParams(
+        stop=stop, min_new_tokens=least, grammar=grammar or None, logprob_start=scored, return_logprob=True
+    )
 
 
 class Loop:
@@ -181,7 +189,8 @@ class World:
         update, close = self.scheduler.update, self.core.inbox.close
 
         def checked(*arguments: Any) -> list[Request]:
-            pages = self.scheduler.counters()["cached_pages"]
+            cache = self.scheduler.cache
+            pages = 0 if cache is None else cache.num_pages
             finished = update(*arguments)
             self._check_forgotten(finished, pages)
             self.drawn += sum(arguments[0].samples)
@@ -418,17 +427,15 @@ class World:
 
     def request(self, rid: str, job: Job, ids: list[int]) -> Request:
         self.jobs[rid] = job
-        params = SamplingParams(
-            stop=job.stop, min_new_tokens=job.least, grammar=job.grammar or None, logprob_start=job.scored,
-            return_logprob=True,
-            processor=None if job.processor is None else self._processor(job),
-        )  # fmt: skip
+        scored = None if job.scored is None or job.scored >= len(ids) else job.scored  # of a session's turn: fewer ids
+        params = params_of(job.stop, job.least, job.grammar, scored)
+        if job.processor is not None:
+            params = replace(params, processor=self._processor(job))
         request = Request(rid, len(ids), list(ids), params, job.seed, job.new, job.stop_ids)
         request.early_ids = frozenset({EOS}) if job.least else frozenset()
         request.cache_salt, request.priority = job.salt, job.priority
         request.adapter = self.adapters.get(job.adapter or "")
-        request.images = tuple(ImageSpan(start, Image(bytes([key]), tokens, patches, {}))
-                               for start, tokens, key, patches in map(astuple, job.pictures))  # fmt: skip
+        request.images = tuple(ImageSpan(p.start, Image(bytes([p.key]), p.tokens, p.patches, {})) for p in job.pictures)
         return request
 
     def context(self, event: Event, loop: Any = None) -> Any:
@@ -457,9 +464,9 @@ class World:
     def _check_step(self) -> None:
         """After every step."""
         check_scheduler(self.scheduler)
-        waiting = self.scheduler._waiting.requests()
-        again = [request.arrival for request in waiting if request.num_preempted]
-        if again != sorted(again) or any(request.num_preempted for request in waiting[len(again) :]):
+        waiting = self.scheduler._waiting._requests.values()
+        places = [request.arrival if request.num_preempted else FOREVER for request in waiting]
+        if places != sorted(places):
             raise Violation("requests that were preempted lost their place in the queue")
 
     def _check_forgotten(self, finished: list[Request], pages: int) -> None:
@@ -471,7 +478,7 @@ class World:
         for request in bad if len(finished) == 1 else ():  # another one may have put it back
             if cache is not None and cache.match_length(request.token_ids, self.settings.page_size, request.salts):
                 raise Violation(f"a page of {request.rid} can be hit, whose numbers are not finite")
-        if not bad and self.scheduler.counters()["cached_pages"] < pages:
+        if not bad and cache is not None and cache.num_pages < pages:
             raise Violation("an end makes the cache forget")
 
     # -- the end -------------------------------------------------------------------------------------------------------

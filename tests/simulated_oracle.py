@@ -9,6 +9,9 @@ from fengine.core.simulated_device import content_of
 from fengine.engine.request_state import RequestState
 from fengine.tokenizer.detokenizer import Detokenizer
 
+ALL = range(len(PIECES))
+HALVES = ALL[::2], ALL[1::2]  # what a grammar allows, by turns
+
 
 class Solo:
     """The model: a draw is a function of weights, adapter, seed and all tokens before."""
@@ -18,7 +21,7 @@ class Solo:
         if job.nan_at == count:
             return 0, float("nan")
         value = hash((seed, prefix))
-        choice = [t for t in range(len(PIECES)) if not job.grammar or t % 2 == count % 2]
+        choice = HALVES[count % 2] if job.grammar else ALL
         if count < job.least:
             choice = [t for t in choice if t != EOS and t not in job.stop_ids]
         return choice[value % len(choice)], -(value % 1009) / 1009

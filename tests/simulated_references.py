@@ -54,6 +54,7 @@ class CheckedCache(PrefixCache):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.known: Any = None  # what was seen of it last
         self.moments: dict[Any, int] = {}  # when each node was last the end of a path that was used
         self.clock = 0
 

@@ -120,6 +120,7 @@ class Machine:
         self.hub = getcurrent()
         self.ready: list[SimulatedThread] = []
         self.sleepers: list[SimulatedThread] = []  # with a deadline
+        self.soonest = FOREVER  # no sleeper has an earlier one
         self.running: SimulatedThread | None = None
         self.over = False
         self.turns = 0
@@ -151,6 +152,7 @@ class Machine:
         waiters.append(me)
         if timeout is not None and timeout != FOREVER:
             me.deadline = self.clock + timeout
+            self.soonest = min(self.soonest, me.deadline)
             self.sleepers.append(me)
         self._leave(me)
         if not me.woken:
@@ -191,11 +193,12 @@ class Machine:
     def _pick(self) -> SimulatedThread | None:
         """Whose turn it is."""
         self.turns += 1
-        if self.sleepers:
+        if self.sleepers and (not self.ready or self.soonest <= self.clock):
             if not self.ready:
                 self.clock = max(self.clock, min(thread.deadline for thread in self.sleepers))
             for thread in [thread for thread in self.sleepers if thread.deadline <= self.clock]:
                 self._rouse(thread)
+            self.soonest = min((thread.deadline for thread in self.sleepers), default=FOREVER)
         if not self.ready or self.clock > self.until or self.turns > MANY:
             return None
         at = int(self.random() * len(self.ready))

@@ -8,7 +8,6 @@ adapter fails in the step where it happens. No torch.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import product
 
 from fengine.core.request import Request
 from fengine.core.scheduler_output import SchedulerOutput
@@ -124,7 +123,7 @@ class SimulatedDevice:
         for i, (row, start, count) in enumerate(zip(rows, out.starts, out.counts, strict=True)):
             ids = out.token_ids[at : at + count]
             last = count - 1 - drafts.get(i, 0)
-            if found := [k for k in range(count) if at + k in fed]:
+            if fed and (found := [k for k in range(count) if at + k in fed]):
                 if found != [last] or out.rows[i] not in self.drawn or row.new.params.lockstep:
                     raise InvariantError(f"{row.new.rid!r} is fed a token that the step before did not draw for it")
                 ids[last] = self.drawn[out.rows[i]]
@@ -156,17 +155,19 @@ class SimulatedDevice:
             chain.append(value)
 
     def _write(self, out: SchedulerOutput, rows: list[_Row]) -> None:
-        written: set[tuple[int, int, int]] = set()
-        for (row, start), group in product(zip(rows, out.starts, strict=True), range(len(self.groups))):
-            table = row.tables[group]
-            if len(table) * self.page_size < len(row.ids):
-                raise InvariantError(f"{row.new.rid!r} has {len(table)} pages for {len(row.ids)} tokens")
-            for position in range(start, len(row.ids)):
-                place = group, table[position // self.page_size], position % self.page_size
-                if place in written or not place[1]:
-                    raise InvariantError(f"two rows write slot {place}, or one the null page")
-                written.add(place)
-                self.groups[group][place[1]][place[2]] = row.chain[position]
+        size = self.page_size
+        for group, pages in enumerate(self.groups):
+            written: set[int] = set()
+            for row, start in zip(rows, out.starts, strict=True):
+                table, chain = row.tables[group], row.chain
+                if len(table) * size < len(chain):
+                    raise InvariantError(f"{row.new.rid!r} has {len(table)} pages for {len(chain)} tokens")
+                for position in range(start, len(chain)):
+                    page, at = table[position // size], position % size
+                    if (slot := page * size + at) in written or not page:
+                        raise InvariantError(f"two rows write slot {slot} of group {group}, or one the null page")
+                    written.add(slot)
+                    pages[page][at] = chain[position]
 
     def _attend(self, row: _Row, start: int, end: int) -> None:
         """Reads what the tokens at start .. end - 1 do, and all of their kernels' first blocks."""
